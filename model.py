@@ -212,7 +212,8 @@ class Transformer(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
+        blank = torch.empty(cfg.vocab_size, cfg.dim)           # nn.Embedding's own init costs 1 s on meta
+        self.embed = nn.Embedding.from_pretrained(blank)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = Linear(cfg.dim, cfg.vocab_size, bias=False)
@@ -221,10 +222,11 @@ class Transformer(nn.Module):
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
         freq = torch.stack([rope_frequencies(r, cfg.head_dim) for r in self.ropes])
         self.register_buffer("freq", freq, persistent=False)   # [R, H / 2], fp32, never on meta
+        self.max_batch_size = self.max_seq_length = 0          # of the cache
 
     def setup_cache(self, batch_size: int, length: int) -> None:
         """Allocate the KV cache for `length` positions; length 0 removes it."""
-        cfg = self.cfg
+        cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length
         for layer in self.layers:
             layer.attn.cache = length and KVCache(
                 batch_size, cfg.n_kv_head, length, cfg.head_dim, self.embed.weight) or None
@@ -238,8 +240,7 @@ class Transformer(nn.Module):
         -> [B, n, V]
         """
         cfg = self.cfg
-        cache = self.layers[0].attn.cache
-        n_key = n_key or (tokens.shape[1] if cache is None else cache.k.shape[2])
+        n_key = n_key or self.max_seq_length or tokens.shape[1]
         masks = {w: visible(pos, n_key, w) for w in set(cfg.window)}
         angle = pos[..., None, None].float() * self.freq                   # [(B,) T, R, H/2]
         angle = angle if pos.dim() == 1 else angle[:, None]                # broadcast over heads

@@ -1,0 +1,538 @@
+"""Generate text: load a model, prefill the prompt, decode token by token. The command line too.
+
+It composes the other files and holds the only generation loop. No file formats, no math of its own.
+
+    python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh` once, then "
+             "`source .venv/bin/activate`")
+import torch.nn.functional as F
+from torch import Tensor
+
+import checkpoint as checkpoints
+import tokenizer as tokenizers
+from model import Transformer
+from sampling import Sampling, exponential, n_candidates, sample
+
+DEFAULT_MODEL = Path(__file__).parent / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
+
+
+# ---- The two steps and the loop -----------------------------------------------------------------
+
+def prefill(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
+    """The prompt [B, T] in one call -> the first new token [B, 1]; last [B, 1]: where each row ends."""
+    return sample(model(tokens, pos, last, n_key)[:, -1], noise, how, seen)
+
+
+def decode_one_token(model, token, pos, n_key, noise, how, seen) -> Tensor:
+    """token [B, 1] at pos [1] or [B, 1] -> the next token [B, 1]."""
+    return sample(model(token, pos, 1, n_key)[:, -1], noise, how, seen)
+
+
+class Steps(NamedTuple):
+    """The two steps, compiled or not; pad: round prompts up, so that few lengths are compiled."""
+
+    prefill: Callable = prefill
+    decode: Callable = decode_one_token
+    pad: bool = False
+
+
+def bucket(n: int, limit: int, least: int = 256) -> int:
+    """n rounded up to a power of two: attention reads the live part of the cache, few shapes exist."""
+    return min(limit, max(least, 1 << (n - 1).bit_length()))
+
+
+@torch.inference_mode()
+def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling = Sampling(),
+             generator: torch.Generator | None = None, steps: Steps = Steps(),
+             use_cache: bool = True) -> Iterator[Tensor]:
+    """Yield max_new_tokens tokens [B, 1] on the device, one at a time, without ever reading one.
+
+    prompt [B, T] of token ids; how: see sampling.py (temperature=0 is greedy); use_cache=False
+    recomputes everything for each token. Stop by leaving the loop. Allocates a cache if the model's
+    is too small. AssertionError where prompt and new tokens exceed the model's context.
+    """
+    (B, T), device, n_vocab = prompt.shape, prompt.device, model.cfg.vocab_size
+    end = T + max_new_tokens
+    assert end <= model.cfg.context, f"{T} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
+    if model.max_batch_size != B or model.max_seq_length < end or not use_cache:
+        model.setup_cache(B, end if use_cache else 0)
+    shape = B, n_candidates(how, n_vocab)
+    seen = None
+    if how.repetition_penalty != 1:
+        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device).scatter_(1, prompt, True)
+
+    limit = model.max_seq_length if use_cache else end
+    width = bucket(T, limit, 32) if steps.pad else T       # padding is masked until it is overwritten
+    tokens = F.pad(prompt, (0, width - T))
+    last = torch.full((B, 1), T - 1, device=device)
+    pos = torch.arange(width, device=device)
+    n_key = bucket(width, limit) if use_cache else width
+    token = steps.prefill(model, tokens, pos, last, n_key, exponential(shape, device, generator), how, seen)
+    pos = torch.tensor([T], device=device)
+    for n in range(T + 1, end):                            # n tokens are known, the last one is new
+        yield token
+        if seen is not None:
+            seen.scatter_(1, token, True)
+        noise = exponential(shape, device, generator)
+        if use_cache:
+            token = steps.decode(model, token, pos, bucket(n, limit), noise, how, seen)
+            pos += 1
+        else:
+            prompt = torch.cat((prompt, token), dim=1)
+            token = prefill(model, prompt, torch.arange(n, device=device), last + (n - T), n, noise, how, seen)
+    yield token
+
+
+# ---- Engines ------------------------------------------------------------------------------------
+
+class CudaGraph:
+    """decode_one_token captured once per live length. Replays read their inputs, the position among
+    them, from fixed tensors, so nothing of the first call is baked in."""
+
+    def __init__(self):
+        self.graphs = {}
+
+    def __call__(self, model, token, pos, n_key, noise, how, seen):
+        inputs = [token, pos, noise] + ([seen] if seen is not None else [])
+        if n_key not in self.graphs:
+            fixed = [t.clone() for t in inputs]
+
+            def step():
+                return decode_one_token(model, *fixed[:2], n_key, fixed[2], how, fixed[3] if fixed[3:] else None)
+
+            side = torch.cuda.Stream()                     # capture wants warmed-up libraries
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+            self.graphs[n_key] = graph, fixed, out
+        graph, fixed, out = self.graphs[n_key]
+        for old, new in zip(fixed, inputs):
+            old.copy_(new)
+        graph.replay()
+        return out.clone()
+
+
+def on_gpu(decode):
+    """Keep a compiled step's result: the next replay of its CUDA graph writes into the same memory."""
+    def step(*args):
+        torch.compiler.cudagraph_mark_step_begin()
+        return decode(*args).clone()
+    return step
+
+
+def uncompiled(step):
+    """Run a step eagerly although the model's layers are compiled."""
+    def eager(*args):
+        with torch.compiler.set_stance("force_eager"):
+            return step(*args)
+    return eager
+
+
+def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) -> Steps:
+    """The engine's prefill and decode step.
+
+    compile: on a GPU the whole step becomes one CUDA graph. On a CPU, where unrolling 30 layers
+    costs minutes, one block is compiled and serves every layer, and the head is compiled.
+    """
+    device = model.embed.weight.device.type
+    if engine == "cuda_graph":
+        return Steps(decode=CudaGraph())
+    if engine != "compile":
+        return Steps()
+    torch._dynamo.config.recompile_limit = 64              # buckets, window kinds, prefill lengths
+    if device == "cpu":
+        options = {"cpp.enable_floating_point_contract_flag": "fast"}      # multiply-add in one
+        for module in (*model.layers, model.head):
+            module.compile(fullgraph=True, dynamic=False, options=options)
+        return Steps(prefill if compile_prefill else uncompiled(prefill), decode_one_token, compile_prefill)
+    decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    first = torch.compile(prefill, fullgraph=True, dynamic=False) if compile_prefill else prefill
+    return Steps(first, on_gpu(decode) if device == "cuda" else decode, compile_prefill)
+
+
+@torch.inference_mode()
+def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling, steps: Steps) -> None:
+    """Compile all that a generation of this size will run: its prefill and each live length."""
+    for token in generate(model, prompt, min(2, max_new_tokens), how, steps=steps):
+        pass
+    T, limit = prompt.shape[1], model.max_seq_length
+    seen = None if how.repetition_penalty == 1 else torch.zeros(
+        len(prompt), model.cfg.vocab_size, dtype=torch.bool, device=prompt.device)
+    for n_key in sorted({bucket(n, limit) for n in range(T + 1, T + max_new_tokens)}):
+        for _ in range(3):                                 # CUDA graphs: warm up, record, replay
+            pos = torch.tensor([T], device=prompt.device)
+            noise = exponential((len(prompt), n_candidates(how, model.cfg.vocab_size)), prompt.device)
+            steps.decode(model, token, pos, n_key, noise, how, seen)
+
+
+def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int]]:
+    """Tokens [B, 1] -> ids on the host. A GPU works on the next one while we look at the last."""
+    waiting = deque()
+    for token in tokens:
+        if not token.is_cuda:
+            yield token[:, 0].tolist()
+            continue
+        host, copied = torch.empty(token.shape, dtype=token.dtype, pin_memory=True), torch.cuda.Event()
+        host.copy_(token, non_blocking=True)
+        copied.record()
+        waiting.append((host, copied))
+        if len(waiting) > 1:
+            host, copied = waiting.popleft()
+            copied.synchronize()
+            yield host[:, 0].tolist()
+    for host, copied in waiting:
+        copied.synchronize()
+        yield host[:, 0].tolist()
+
+
+# ---- One row's text, and when it ends -----------------------------------------------------------
+
+class Row:
+    """Collects one row's ids and text; knows when to stop."""
+
+    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int], stops: list[str]):
+        self.stream, self.eos_ids, self.stops = tokenizers.Stream(tokenizer, prompt_ids), eos_ids, stops
+        self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
+
+    def push(self, token_id: int) -> str:
+        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
+        if self.finish_reason:
+            return ""
+        self.ids.append(token_id)
+        if token_id in self.eos_ids:
+            return self.finish("stop")
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += self.stream.push(token_id)
+        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[:min(found)], "stop"
+            return self._show(len(self.text))
+        waits = max((n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])), default=0)
+        return self._show(len(self.text) - waits)
+
+    def finish(self, reason: str) -> str:
+        """-> what was still held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.text += self.stream.flush()
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece, self.shown = self.text[self.shown:end], max(self.shown, end)
+        return piece
+
+
+# ---- Command line -------------------------------------------------------------------------------
+
+class Parser(argparse.ArgumentParser):
+    """argparse with dashes for underscores, and errors in one line."""
+
+    def parse_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        names = {a: "--" + a[2:].replace("-", "_") for a in (arg.split("=")[0] for arg in args) if a[:2] == "--"}
+        known = self._option_string_actions
+        args = [a.replace(n, names[n], 1) if (n := a.split("=")[0]) in names and names[n] in known else a
+                for a in args]
+        return super().parse_args(args, namespace)
+
+    def error(self, message):
+        fail(message)
+
+
+def fail(message) -> None:
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def number(kind, least, most=float("inf"), open_least=False):
+    """An argparse type: an int or float within bounds."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {'an integer' if kind is int else 'a number'}, got '{text}'")
+        if not (least < value if open_least else least <= value) or not value <= most:
+            bounds = f"{'more than' if open_least else 'at least'} {least}" + (f", at most {most}" if most < 1e9 else "")
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
+        return value
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    p = Parser(description="Generate text from an open-weight transformer. Text goes to stdout, figures to stderr.",
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    group = p.add_argument_group("model")
+    group.add_argument("--checkpoint_path", "--model", "-m", default=None, metavar="PATH_OR_NAME",
+                       help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
+                            "none: the model that scripts/quickstart.sh fetched")
+    group.add_argument("--random", metavar="NAME", default=argparse.SUPPRESS,
+                       help="a known shape with random weights and no files, for speed trials: "
+                            + ", ".join(checkpoints.SHAPES))
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
+    group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+                       help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+    group.add_argument("--max_seq_length", type=number(int, 2), default=None,
+                       help="positions to allocate; none: the prompt and the new tokens")
+    group = p.add_argument_group("text")
+    group.add_argument("--prompt", default="Hello, my name is",
+                       help="text, or an integer for a synthetic prompt of that many random tokens")
+    group.add_argument("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
+    group.add_argument("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
+    group.add_argument("--batch_size", type=number(int, 1), default=1, help="copies of the prompt side by side")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="stop before this text appears (repeatable)")
+    group.add_argument("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+    group = p.add_argument_group("sampling (the model's generation_config.json overrides these defaults)")
+    group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: greedy")
+    group.add_argument("--top_k", type=number(int, 0), default=200, help="only the k likeliest tokens; 0: all")
+    group.add_argument("--top_p", type=number(float, 0, 1, open_least=True), default=1.0,
+                       help="only the likeliest tokens that make up this probability")
+    group.add_argument("--min_p", type=number(float, 0, 1), default=0.0,
+                       help="only tokens at least this fraction as likely as the likeliest")
+    group.add_argument("--repetition_penalty", type=number(float, 0, open_least=True), default=1.0,
+                       help="more than 1 makes tokens that already appeared less likely")
+    group.add_argument("--seed", type=number(int, 0), default=1234, help="of the random draws")
+    group = p.add_argument_group("speed")
+    group.add_argument("--compile", action="store_true", help="compile the decode step (torch.compile)")
+    group.add_argument("--compile_prefill", action="store_true", help="compile prefill too (implies --compile)")
+    group.add_argument("--engine", choices=ENGINES, default=None,
+                       help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
+                            "cuda_graph: the eager step captured by hand (NVIDIA GPU)")
+    group = p.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
+    group.add_argument("--profile", type=Path, default=None, metavar="FILE",
+                       help="write a Chrome trace of the last sample to FILE.json")
+    return p
+
+
+def pick_device(name: str) -> torch.device:
+    """ValueError names the devices that this machine has."""
+    here = ["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + \
+        (["mps"] if torch.backends.mps.is_available() else []) + (["xpu"] if torch.xpu.is_available() else [])
+    if name == "auto":
+        return torch.device(here[1] if len(here) > 1 else "cpu")
+    kind, _, index = name.partition(":")
+    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 1)()
+    if kind not in here or (index and not (index.isdigit() and int(index) < count)):
+        raise ValueError(f"no device '{name}' on this machine (it has: {', '.join(here)})")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 where the device has it, else float16. ValueError where it lacks what was asked."""
+    old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if name == "bfloat16" and old_gpu:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: use --dtype float16 or float32")
+    return getattr(torch, ("float16" if old_gpu else "bfloat16") if name == "auto" else name)
+
+
+def cpp_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU's allocator, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def weight_bytes(model: Transformer) -> tuple[int, int]:
+    """All weights, and those that every token reads: an embedding that is not also the head is not."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.embed.weight
+    return total, total - (0 if model.cfg.tied else table.numel() * table.element_size())
+
+
+def load_model(path: str | None, device: torch.device, dtype: torch.dtype, shape: str | None = None):
+    """A path, a hub name, None for the default model, or a known shape -> (model, checkpoint, tokenizer)."""
+    if shape:
+        source = checkpoints.random_weights(shape)
+    elif path is None and not DEFAULT_MODEL.exists():
+        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh` to fetch the default one, "
+                                "or give --checkpoint_path")
+    else:
+        source = checkpoints.read(checkpoints.find(str(path or DEFAULT_MODEL)))
+    tokenizer = tokenizers.load(source.tokenizer) if source.tokenizer else tokenizers.Numbers()
+    return checkpoints.load(source, dtype, device), source, tokenizer
+
+
+def encode_prompt(text: str, tokenizer, cfg, generator) -> list[int]:
+    """A text's ids, or random ones for an integer. ValueError where it is empty or too long."""
+    if re.fullmatch(r"[+-]?\d+", text):
+        n = int(text)
+        if n < 1:
+            raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
+        ids = torch.randint(0, min(1024, cfg.vocab_size), (min(n, cfg.context + 1),), generator=generator).tolist()
+    else:
+        if not text:
+            raise ValueError("the prompt is empty: give --prompt some text")
+        n = len(ids := tokenizer.encode(text))
+        if n and max(ids) >= cfg.vocab_size:
+            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} tokens: "
+                             "they do not belong together")
+    if n >= cfg.context:
+        raise ValueError(f"the prompt has {n} tokens and the model's context is {cfg.context}, "
+                         "which leaves no room for a new one: shorten the prompt")
+    return ids
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(argv)
+    except (OSError, ValueError, ImportError) as e:
+        if isinstance(e, BrokenPipeError):                 # the reader of our output left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        fail(e)
+    except RuntimeError as e:
+        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+            raise
+        fail(f"out of memory: try a smaller model, --max_seq_length or --batch_size ({str(e).splitlines()[0][:200]})")
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def run(argv: list[str] | None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    log = lambda *line: print(*line, file=sys.stderr, flush=True)
+    engine = args.engine or ("compile" if args.compile or args.compile_prefill else "kv_cache")
+    if args.engine not in (None, "compile") and (args.compile or args.compile_prefill):
+        raise ValueError(f"--engine {args.engine} contradicts --compile")
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    if engine == "cuda_graph" and device.type != "cuda":
+        raise ValueError(f"--engine cuda_graph needs an NVIDIA GPU, and the device is {device}: use --compile")
+    if engine == "compile" and device.type == "cpu" and not cpp_compiler():
+        log("note: --compile needs a C++ compiler (apt-get install g++), none found: running eager")
+        engine = "kv_cache"
+    if any(not s for s in args.stop):
+        raise ValueError("--stop needs some text")
+    shape = getattr(args, "random", None)
+
+    start = time.perf_counter()
+    model, source, tokenizer = load_model(args.checkpoint_path, device, dtype, shape)
+    load_s = time.perf_counter() - start
+    parser.set_defaults(**source.defaults)                 # the model's own, where the user said nothing
+    args, cfg = parser.parse_args(argv), model.cfg
+    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+    total_bytes, read_bytes = weight_bytes(model)
+    name = args.checkpoint_path or shape or DEFAULT_MODEL.name
+    log(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {args.dtype if args.dtype != 'auto' else str(dtype)[6:]}, "
+        f"{total_bytes / 1e6:.0f} MB on {device}")
+    log(f"Time to load model: {load_s:.2f} seconds")
+
+    generator = torch.Generator(device).manual_seed(args.seed)
+    prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, torch.Generator().manual_seed(args.seed))
+    prompt = torch.tensor([prompt_ids] * args.batch_size, device=device)
+    T, context = len(prompt_ids), args.max_seq_length or cfg.context
+    if context > cfg.context:
+        raise ValueError(f"--max_seq_length {context} exceeds the model's context of {cfg.context}")
+    if T >= context:
+        raise ValueError(f"the prompt has {T} tokens and --max_seq_length is {context}: no room for a new one")
+    n_new = min(args.max_new_tokens, context - T)
+    if n_new < args.max_new_tokens:
+        log(f"note: {n_new} new tokens at most, to stay within {context} positions")
+    use_cache = engine != "recompute"
+    if use_cache:
+        model.setup_cache(args.batch_size, args.max_seq_length or bucket(T + n_new, context, 32))
+
+    steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
+    if engine in ("compile", "cuda_graph"):
+        start = time.perf_counter()
+        warm_up(model, prompt, n_new, how, steps)
+        compile_s = time.perf_counter() - start
+        log(f"Compilation time: {compile_s:.2f} seconds")
+
+    eos_ids = set() if args.ignore_eos else set(source.eos_ids)
+    speeds, interrupted = [], False
+    for sample_index in range(args.num_samples):
+        rows = [Row(tokenizer, prompt_ids, eos_ids, args.stop) for _ in range(args.batch_size)]
+        show = nullcontext() if args.json or args.batch_size > 1 else sys.stdout
+        if not args.json and args.batch_size == 1:
+            print(args.prompt if not isinstance(tokenizer, tokenizers.Numbers) else "", end="", flush=True)
+        profile = torch.profiler.profile() if args.profile and sample_index == args.num_samples - 1 else nullcontext()
+        times = [time.perf_counter()]
+        try:
+            with profile:
+                for ids in read_late(generate(model, prompt, n_new, how, generator, steps, use_cache)):
+                    times.append(time.perf_counter())
+                    pieces = [row.push(i) for row, i in zip(rows, ids)]
+                    if show is sys.stdout:
+                        print(pieces[0], end="", flush=True)
+                    if all(row.finish_reason for row in rows):
+                        break
+        except KeyboardInterrupt:
+            interrupted = True
+        rests = [row.finish("interrupted" if interrupted else "length") for row in rows]
+        if show is sys.stdout:
+            print(rests[0], flush=True)
+
+        n_steps = len(times) - 2                           # after the first token
+        ttft_s = times[1] - times[0] if len(times) > 1 else None
+        step_s = (times[-1] - times[1]) / n_steps if n_steps > 0 else None
+        decode_tok_s = 1 / step_s if step_s else None
+        bandwidth = read_bytes / step_s / 1e9 if step_s else None
+        prefill_tok_s = T * args.batch_size / ttft_s if ttft_s else None
+        for i, row in enumerate(rows):
+            if args.json:
+                print(json.dumps(dict(
+                    prompt=args.prompt, text=row.text, prompt_ids=prompt_ids, new_ids=row.ids,
+                    finish_reason=row.finish_reason, sample=sample_index, row=i, ttft_s=ttft_s,
+                    prefill_tok_s=prefill_tok_s, decode_tok_s=decode_tok_s,
+                    decode_tok_s_total=decode_tok_s and decode_tok_s * args.batch_size, load_s=load_s,
+                    compile_s=compile_s, peak_memory_bytes=peak_memory(device), model_bytes=total_bytes,
+                    bandwidth_gb_s=bandwidth, engine=engine, batch_size=args.batch_size, seed=args.seed,
+                    device=str(device), dtype=str(dtype)[6:], torch=torch.__version__)), flush=True)
+            elif args.batch_size > 1:
+                print(f"--- row {i} ---\n{args.prompt}{row.text}", flush=True)
+        if ttft_s is not None:
+            log(f"Sample {sample_index + 1}: time to first token {ttft_s:.3f} s, prefill {prefill_tok_s:.1f} tok/s"
+                + (f", decode {decode_tok_s:.2f} tok/s" if step_s else "")
+                + (f" per row, {decode_tok_s * args.batch_size:.2f} in total" if step_s and args.batch_size > 1 else "")
+                + (f", bandwidth {bandwidth:.1f} GB/s" if step_s else ""))
+        if step_s:
+            speeds.append(decode_tok_s * args.batch_size)
+        if interrupted:
+            break
+    if args.profile:
+        trace = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
+        if not interrupted:
+            profile.export_chrome_trace(str(trace))
+            log(f"Trace written to {trace}")
+    log("==========")
+    if speeds:
+        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
+    log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB")
+    return 130 if interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
