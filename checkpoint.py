@@ -9,6 +9,7 @@ read -> rename -> fuse -> assign, one tensor at a time:
 """
 
 import dataclasses
+import errno
 import json
 import math
 import mmap
@@ -577,45 +578,53 @@ def read_gguf(path: Path) -> Checkpoint:
 
 # ---- Finding a checkpoint -----------------------------------------------------------------------
 
-DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]
+BESIDE = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # what a model needs but weights
 
 
 def download(repo_id: str, local_dir: Path | None = None, token: str | None = None) -> Path:
-    """Fetch what we read of a hub repository (huggingface_hub shows its progress).
+    """Fetch what we read of a hub repository (huggingface_hub shows its progress) -> its directory.
 
-    Every way to fail is a ValueError or OSError of one line with the remedy.
+    ValueError or OSError say in one line what went wrong and what to do.
     """
-    from huggingface_hub import errors, list_repo_files, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    def weights():
+        try:
+            names = [file.rfilename for file in HfApi().model_info(repo_id, token=token).siblings]
+        except errors.HfHubHTTPError:
+            raise
+        except Exception:                                  # no network: the cache may have it all
+            names = ["model.safetensors"]
+        old = not any(name.endswith(".safetensors") for name in names)
+        return "pytorch_model*.bin" if old else "*.safetensors"
+
     try:
-        patterns = DOWNLOAD
-        if not os.environ.get("HF_HUB_OFFLINE"):
-            names = list_repo_files(repo_id, token=token)
-            if not any(n.endswith(".safetensors") for n in names):     # older repositories
-                patterns = [p for p in DOWNLOAD if p != "*.safetensors"] + ["pytorch_model*.bin"]
-        return Path(snapshot_download(repo_id, local_dir=local_dir, token=token, allow_patterns=patterns,
-                                      ignore_patterns=["original/*", "onnx/*", "*/*.safetensors"]))
-    except errors.GatedRepoError:
-        raise ValueError(f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
-                         "`hf auth login` or set HF_TOKEN") from None
+        return Path(snapshot_download(
+            repo_id, local_dir=local_dir, token=token, allow_patterns=[weights(), *BESIDE],
+            ignore_patterns=["original/*", "onnx/*", "*/*.safetensors"]))
+    except errors.GatedRepoError:                          # before its parent, RepositoryNotFoundError
+        problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
+                   "`hf auth login` or set HF_TOKEN")
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"{repo_id} is not a repository on the hub, or it is private: check the name, "
-                         "or run `hf auth login`") from None
-    except errors.HFValidationError as e:
-        raise ValueError(f"'{repo_id}' is not a hub name: {str(e).splitlines()[0]}") from None
+        problem = (f"the hub has no {repo_id}, or it is private: check the name, or run "
+                   "`hf auth login` or set HF_TOKEN")
+    except errors.HFValidationError:
+        problem = f"'{repo_id}' is not a hub name: expected org/name"
     except errors.HfHubHTTPError as e:
-        status = getattr(e.response, "status_code", None)
-        remedy = ("the token was refused: run `hf auth login` or unset HF_TOKEN" if status in (401, 403)
-                  else "try again later")
-        raise ValueError(f"the hub answered {status} for {repo_id}: {remedy}") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        raise ValueError(f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
-                         "network, unset HF_HUB_OFFLINE, or give a path") from None
-    except OSError as e:
-        if e.errno == 28:
-            raise OSError(f"the disk is full: free some space for {repo_id} or set HF_HOME to another "
-                          "disk, then run this again to resume") from None
-        raise ValueError(f"{repo_id} could not be downloaded ({str(e).splitlines()[0]}): check the "
-                         "network, or give a path") from None
+        refused = e.response is not None and e.response.status_code in (401, 403)
+        problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again or unset HF_TOKEN"
+                   if refused else f"the hub failed on {repo_id}, try again later: {_line(e)}")
+    except Exception as e:                                 # the hub's HTTP library has its own kinds
+        if getattr(e, "errno", None) == errno.ENOSPC:
+            raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
+                          "HF_HOME to another disk; running it again resumes") from None
+        problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
+                   f"network and HF_HUB_OFFLINE, or give a path ({type(e).__name__}: {_line(e)})")
+    raise ValueError(problem)
+
+
+def _line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0][:160]
 
 
 def find(name: str) -> Path:
@@ -730,7 +739,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
 
 
 def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None, dtype: torch.dtype | None = None,
-         progress: Callable[[str], None] = lambda name: None) -> None:
+         progress: Callable[[int], None] = lambda i: None) -> None:
     """Write our .pth, tensor by tensor, whole or not at all.
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
@@ -745,11 +754,13 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None, dtype: torc
     partial = path.with_name(path.name + ".partial")
     try:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(content, partial)           # the file with holes where the weights will be
+            torch.save(content, partial)           # with holes where the weights will be, so that
+        with open(partial, "r+b") as f:            # unzip -t finds wrong checksums: torch has none
+            os.posix_fallocate(f.fileno(), 0, partial.stat().st_size)      # a full disk says so now
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             holes = torch.load(partial, weights_only=True, mmap=True)["model"]
-        for name, t in checkpoint.tensors.items():
-            progress(name)
+        for i, (name, t) in enumerate(checkpoint.tensors.items(), 1):
+            progress(i)
             for a, b, rows in t.chunks():
                 holes[name][a:b].copy_(rows)
         os.replace(partial, path)

@@ -6,7 +6,6 @@ It composes the other files and holds the only generation loop. No file formats,
 """
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -249,221 +248,249 @@ class Row:
 
 # ---- Command line -------------------------------------------------------------------------------
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with dashes for underscores, and errors in one line."""
 
     def parse_args(self, args=None, namespace=None):
+        def underscores(match):
+            return "--" + match[0][2:].replace("-", "_")
+
         args = sys.argv[1:] if args is None else args
-        names = {a: "--" + a[2:].replace("-", "_") for a in (arg.split("=")[0] for arg in args) if a[:2] == "--"}
-        known = self._option_string_actions
-        args = [a.replace(n, names[n], 1) if (n := a.split("=")[0]) in names and names[n] in known else a
-                for a in args]
+        args = [re.sub(r"^--[a-z]+(-[a-z]+)+(?==|$)", underscores, arg) for arg in args]
         return super().parse_args(args, namespace)
 
     def error(self, message):
         fail(message)
 
 
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def fail(message) -> None:
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    log(f"{Path(sys.argv[0]).name}: error: {message}")
     sys.exit(2)
 
 
-def number(kind, least, most=float("inf"), open_least=False):
-    """An argparse type: an int or float within bounds."""
+def number(kind, least, most=None, above=False):
+    """An argparse type: an int or float that is at least (or above) `least`, and at most `most`."""
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {'an integer' if kind is int else 'a number'}, got '{text}'")
-        if not (least < value if open_least else least <= value) or not value <= most:
-            bounds = f"{'more than' if open_least else 'at least'} {least}" + (f", at most {most}" if most < 1e9 else "")
-            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
-        return value
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
+        if (value > least if above else value >= least) and (most is None or value <= most):
+            return value
+        bounds = f"{'above' if above else 'at least'} {least}" + (f", at most {most}" if most else "")
+        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
     return parse
 
 
-def build_parser() -> argparse.ArgumentParser:
-    p = Parser(description="Generate text from an open-weight transformer. Text goes to stdout, figures to stderr.",
-               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    group = p.add_argument_group("model")
-    group.add_argument("--checkpoint_path", "--model", "-m", default=None, metavar="PATH_OR_NAME",
-                       help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
-                            "none: the model that scripts/quickstart.sh fetched")
-    group.add_argument("--random", metavar="NAME", default=argparse.SUPPRESS,
-                       help="a known shape with random weights and no files, for speed trials: "
-                            + ", ".join(checkpoints.SHAPES))
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
-    group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-                       help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
-    group.add_argument("--max_seq_length", type=number(int, 2), default=None,
-                       help="positions to allocate; none: the prompt and the new tokens")
-    group = p.add_argument_group("text")
-    group.add_argument("--prompt", default="Hello, my name is",
-                       help="text, or an integer for a synthetic prompt of that many random tokens")
-    group.add_argument("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
-    group.add_argument("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
-    group.add_argument("--batch_size", type=number(int, 1), default=1, help="copies of the prompt side by side")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                       help="stop before this text appears (repeatable)")
-    group.add_argument("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
-    group = p.add_argument_group("sampling (the model's generation_config.json overrides these defaults)")
-    group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: greedy")
-    group.add_argument("--top_k", type=number(int, 0), default=200, help="only the k likeliest tokens; 0: all")
-    group.add_argument("--top_p", type=number(float, 0, 1, open_least=True), default=1.0,
-                       help="only the likeliest tokens that make up this probability")
-    group.add_argument("--min_p", type=number(float, 0, 1), default=0.0,
-                       help="only tokens at least this fraction as likely as the likeliest")
-    group.add_argument("--repetition_penalty", type=number(float, 0, open_least=True), default=1.0,
-                       help="more than 1 makes tokens that already appeared less likely")
-    group.add_argument("--seed", type=number(int, 0), default=1234, help="of the random draws")
-    group = p.add_argument_group("speed")
-    group.add_argument("--compile", action="store_true", help="compile the decode step (torch.compile)")
-    group.add_argument("--compile_prefill", action="store_true", help="compile prefill too (implies --compile)")
-    group.add_argument("--engine", choices=ENGINES, default=None,
-                       help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
-                            "cuda_graph: the eager step captured by hand (NVIDIA GPU)")
-    group = p.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
-    group.add_argument("--profile", type=Path, default=None, metavar="FILE",
-                       help="write a Chrome trace of the last sample to FILE.json")
+def build_parser() -> Parser:
+    p = Parser(description="Generate text from an open-weight transformer. "
+                           "Text goes to stdout, everything else to stderr.", formatter_class=Help)
+    add = p.add_argument_group("model").add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
+        help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
+             "default: the model that scripts/quickstart.sh fetched")
+    add("--random", metavar="NAME", help="a known shape with random weights and no files, for speed "
+        "trials with an integer --prompt: " + ", ".join(checkpoints.SHAPES))
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+    add("--max_seq_length", type=number(int, 2),
+        help="positions to allocate; default: what the prompt and the new tokens need")
+    add = p.add_argument_group("text").add_argument
+    add("--prompt", default="Hello, my name is",
+        help="text, or an integer for a synthetic prompt of that many random tokens")
+    add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
+    add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
+    add("--batch_size", type=number(int, 1), default=1, help="copies of the prompt side by side")
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="end before this text appears (repeatable)")
+    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+    add = p.add_argument_group(
+        "sampling", "The model's own generation_config.json overrides these defaults.").add_argument
+    add("--temperature", type=number(float, 0), default=0.8, help="0: greedy")
+    add("--top_k", type=number(int, 0), default=200, help="only the k likeliest tokens; 0: all")
+    add("--top_p", type=number(float, 0, 1, above=True), default=1.0,
+        help="only the likeliest tokens that together make up this probability")
+    add("--min_p", type=number(float, 0, 1), default=0.0,
+        help="only tokens at least this fraction as likely as the likeliest")
+    add("--repetition_penalty", type=number(float, 0, above=True), default=1.0,
+        help="above 1 makes tokens that already appeared less likely")
+    add("--seed", type=number(int, 0), default=1234, help="of the random draws")
+    add = p.add_argument_group("speed").add_argument
+    add("--compile", action="store_true", help="compile the decode step")
+    add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
+    add("--engine", choices=ENGINES,
+        help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
+             "cuda_graph: the eager step captured in a CUDA graph")
+    add = p.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
+    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the last sample to FILE.json")
     return p
 
 
 def pick_device(name: str) -> torch.device:
-    """ValueError names the devices that this machine has."""
-    here = ["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + \
-        (["mps"] if torch.backends.mps.is_available() else []) + (["xpu"] if torch.xpu.is_available() else [])
-    if name == "auto":
-        return torch.device(here[1] if len(here) > 1 else "cpu")
-    kind, _, index = name.partition(":")
-    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 1)()
+    """auto is the first accelerator. ValueError names the devices that this machine has."""
+    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    here = [kind for kind, module in kinds.items() if module.is_available()] + ["cpu"]
+    kind, _, index = (here[0] if name == "auto" else name).partition(":")
+    count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
     if kind not in here or (index and not (index.isdigit() and int(index) < count)):
-        raise ValueError(f"no device '{name}' on this machine (it has: {', '.join(here)})")
-    return torch.device(name)
+        raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
+    return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto is bfloat16 where the device has it, else float16. ValueError where it lacks what was asked."""
     old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if name == "bfloat16" and old_gpu:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: use --dtype float16 or float32")
-    return getattr(torch, ("float16" if old_gpu else "bfloat16") if name == "auto" else name)
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
+                         "use --dtype float16 or float32")
+    return getattr(torch, name if name != "auto" else "float16" if old_gpu else "bfloat16")
 
 
-def cpp_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+def pick_engine(args, device: torch.device) -> str:
+    """One of ENGINES. ValueError where the flags contradict each other or the device."""
+    wants_compile = args.compile or args.compile_prefill
+    engine = args.engine or ("compile" if wants_compile else "kv_cache")
+    if wants_compile and engine != "compile":
+        raise ValueError(f"--engine {engine} contradicts --compile")
+    if engine == "cuda_graph" and device.type != "cuda":
+        raise ValueError(f"--engine cuda_graph needs an NVIDIA GPU, the device is {device}: use --compile")
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    if engine == "compile" and device.type == "cpu" and not compiler:
+        log("note: --compile needs a C++ compiler (apt-get install g++) and found none: running eager")
+        return "kv_cache"
+    return engine
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU's allocator, or of the whole process on a CPU."""
+    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 def weight_bytes(model: Transformer) -> tuple[int, int]:
-    """All weights, and those that every token reads: an embedding that is not also the head is not."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    table = model.embed.weight
+    """All weights, and those that each step reads: not the embedding, unless it is the head too."""
+    total, table = sum(p.numel() * p.element_size() for p in model.parameters()), model.embed.weight
     return total, total - (0 if model.cfg.tied else table.numel() * table.element_size())
 
 
-def load_model(path: str | None, device: torch.device, dtype: torch.dtype, shape: str | None = None):
-    """A path, a hub name, None for the default model, or a known shape -> (model, checkpoint, tokenizer)."""
+def open_model(path: str | None = None, shape: str | None = None):
+    """A path or hub name, None for the default model, or a known shape -> checkpoint, tokenizer.
+
+    No weight is read yet. FileNotFoundError, ValueError or OSError say in one line what was found
+    and what to do.
+    """
     if shape:
-        source = checkpoints.random_weights(shape)
-    elif path is None and not DEFAULT_MODEL.exists():
-        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh` to fetch the default one, "
-                                "or give --checkpoint_path")
-    else:
-        source = checkpoints.read(checkpoints.find(str(path or DEFAULT_MODEL)))
-    tokenizer = tokenizers.load(source.tokenizer) if source.tokenizer else tokenizers.Numbers()
+        return checkpoints.random_weights(shape), tokenizers.Numbers()
+    if path is None and not DEFAULT_MODEL.exists():
+        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
+                                "default one, or give --checkpoint_path")
+    source = checkpoints.read(checkpoints.find(str(path or DEFAULT_MODEL)))
+    return source, tokenizers.load(source.tokenizer)
+
+
+def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16):
+    """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer."""
+    source, tokenizer = open_model(path)
     return checkpoints.load(source, dtype, device), source, tokenizer
 
 
-def encode_prompt(text: str, tokenizer, cfg, generator) -> list[int]:
-    """A text's ids, or random ones for an integer. ValueError where it is empty or too long."""
+def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
+    """A text's ids, or as many random ones as an integer says. ValueError if it is empty or too long."""
+    ids, n = [], 0
     if re.fullmatch(r"[+-]?\d+", text):
         n = int(text)
         if n < 1:
             raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
-        ids = torch.randint(0, min(1024, cfg.vocab_size), (min(n, cfg.context + 1),), generator=generator).tolist()
+    elif not text:
+        raise ValueError("the prompt is empty: give --prompt some text")
     else:
-        if not text:
-            raise ValueError("the prompt is empty: give --prompt some text")
-        n = len(ids := tokenizer.encode(text))
-        if n and max(ids) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} tokens: "
-                             "they do not belong together")
+        ids = tokenizer.encode(text)
+        n = len(ids)
+        if max(ids) >= cfg.vocab_size:
+            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
+                             "tokens: they do not belong together")
     if n >= cfg.context:
         raise ValueError(f"the prompt has {n} tokens and the model's context is {cfg.context}, "
                          "which leaves no room for a new one: shorten the prompt")
-    return ids
+    generator = torch.Generator().manual_seed(seed)
+    return ids or torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+
+
+def fit(n_prompt: int, args, cfg) -> tuple[int, int]:
+    """-> how many new tokens, and the cache's length. ValueError where nothing fits."""
+    limit = args.max_seq_length or cfg.context
+    if limit > cfg.context:
+        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of {cfg.context}")
+    if n_prompt >= limit:
+        raise ValueError(f"the prompt has {n_prompt} tokens and --max_seq_length is {limit}, which "
+                         "leaves no room for a new one")
+    n_new = min(args.max_new_tokens, limit - n_prompt)
+    if n_new < args.max_new_tokens:
+        log(f"note: at most {n_new} new tokens, to stay within {limit} positions")
+    return n_new, args.max_seq_length or bucket(n_prompt + n_new, limit, 32)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """-> the exit status: 0, 2 on bad input (one line on stderr), 130 on Ctrl-C."""
     try:
         return run(argv)
+    except BrokenPipeError:                                # the reader of our output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (OSError, ValueError, ImportError) as e:
-        if isinstance(e, BrokenPipeError):                 # the reader of our output left
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
         fail(e)
     except RuntimeError as e:
         if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
             raise
-        fail(f"out of memory: try a smaller model, --max_seq_length or --batch_size ({str(e).splitlines()[0][:200]})")
+        fail("out of memory: try a smaller model, --max_seq_length or --batch_size "
+             f"({str(e).splitlines()[0][:160]})")
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        log("interrupted")
         return 130
 
 
 def run(argv: list[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
-    log = lambda *line: print(*line, file=sys.stderr, flush=True)
-    engine = args.engine or ("compile" if args.compile or args.compile_prefill else "kv_cache")
-    if args.engine not in (None, "compile") and (args.compile or args.compile_prefill):
-        raise ValueError(f"--engine {args.engine} contradicts --compile")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
-    if engine == "cuda_graph" and device.type != "cuda":
-        raise ValueError(f"--engine cuda_graph needs an NVIDIA GPU, and the device is {device}: use --compile")
-    if engine == "compile" and device.type == "cpu" and not cpp_compiler():
-        log("note: --compile needs a C++ compiler (apt-get install g++), none found: running eager")
-        engine = "kv_cache"
-    if any(not s for s in args.stop):
+    engine = pick_engine(args, device)
+    if not all(args.stop):
         raise ValueError("--stop needs some text")
-    shape = getattr(args, "random", None)
 
     start = time.perf_counter()
-    model, source, tokenizer = load_model(args.checkpoint_path, device, dtype, shape)
+    source, tokenizer = open_model(args.checkpoint_path, args.random)
+    parser.set_defaults(**source.defaults)                 # the model's own, where the user is silent
+    args, cfg = parser.parse_args(argv), source.cfg
+    prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, args.seed)
+    n_new, length = fit(len(prompt_ids), args, cfg)
+    model = checkpoints.load(source, dtype, device)
     load_s = time.perf_counter() - start
-    parser.set_defaults(**source.defaults)                 # the model's own, where the user said nothing
-    args, cfg = parser.parse_args(argv), model.cfg
-    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+
     total_bytes, read_bytes = weight_bytes(model)
-    name = args.checkpoint_path or shape or DEFAULT_MODEL.name
-    log(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {args.dtype if args.dtype != 'auto' else str(dtype)[6:]}, "
+    n_params = sum(p.numel() for p in model.parameters())
+    log(f"{source.path.name}: {n_params / 1e6:.0f}M parameters, {str(dtype)[6:]}, "
         f"{total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
-
-    generator = torch.Generator(device).manual_seed(args.seed)
-    prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, torch.Generator().manual_seed(args.seed))
-    prompt = torch.tensor([prompt_ids] * args.batch_size, device=device)
-    T, context = len(prompt_ids), args.max_seq_length or cfg.context
-    if context > cfg.context:
-        raise ValueError(f"--max_seq_length {context} exceeds the model's context of {cfg.context}")
-    if T >= context:
-        raise ValueError(f"the prompt has {T} tokens and --max_seq_length is {context}: no room for a new one")
-    n_new = min(args.max_new_tokens, context - T)
-    if n_new < args.max_new_tokens:
-        log(f"note: {n_new} new tokens at most, to stay within {context} positions")
     use_cache = engine != "recompute"
-    if use_cache:
-        model.setup_cache(args.batch_size, args.max_seq_length or bucket(T + n_new, context, 32))
+    model.setup_cache(args.batch_size, length if use_cache else 0)
+    prompt = torch.tensor([prompt_ids] * args.batch_size, device=device)
 
+    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
@@ -471,67 +498,87 @@ def run(argv: list[str] | None) -> int:
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
 
+    generator = torch.Generator(device).manual_seed(args.seed)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids)
+    shown = None if args.json or args.batch_size > 1 else "" if args.random else args.prompt
     speeds, interrupted = [], False
-    for sample_index in range(args.num_samples):
+    for i in range(args.num_samples):
         rows = [Row(tokenizer, prompt_ids, eos_ids, args.stop) for _ in range(args.batch_size)]
-        show = nullcontext() if args.json or args.batch_size > 1 else sys.stdout
-        if not args.json and args.batch_size == 1:
-            print(args.prompt if not isinstance(tokenizer, tokenizers.Numbers) else "", end="", flush=True)
-        profile = torch.profiler.profile() if args.profile and sample_index == args.num_samples - 1 else nullcontext()
-        times = [time.perf_counter()]
-        try:
-            with profile:
-                for ids in read_late(generate(model, prompt, n_new, how, generator, steps, use_cache)):
-                    times.append(time.perf_counter())
-                    pieces = [row.push(i) for row, i in zip(rows, ids)]
-                    if show is sys.stdout:
-                        print(pieces[0], end="", flush=True)
-                    if all(row.finish_reason for row in rows):
-                        break
-        except KeyboardInterrupt:
-            interrupted = True
-        rests = [row.finish("interrupted" if interrupted else "length") for row in rows]
-        if show is sys.stdout:
-            print(rests[0], flush=True)
-
-        n_steps = len(times) - 2                           # after the first token
-        ttft_s = times[1] - times[0] if len(times) > 1 else None
-        step_s = (times[-1] - times[1]) / n_steps if n_steps > 0 else None
-        decode_tok_s = 1 / step_s if step_s else None
-        bandwidth = read_bytes / step_s / 1e9 if step_s else None
-        prefill_tok_s = T * args.batch_size / ttft_s if ttft_s else None
-        for i, row in enumerate(rows):
+        profile = args.profile and i == args.num_samples - 1
+        with torch.profiler.profile() if profile else nullcontext() as trace:
+            tokens = generate(model, prompt, n_new, how, generator, steps, use_cache)
+            times, interrupted = follow(tokens, rows, shown)
+        if profile:
+            path = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
+            trace.export_chrome_trace(str(path))
+            log(f"Trace written to {path}")
+        f = figures(times, len(prompt_ids), args.batch_size, read_bytes)
+        for j, row in enumerate(rows):
             if args.json:
                 print(json.dumps(dict(
                     prompt=args.prompt, text=row.text, prompt_ids=prompt_ids, new_ids=row.ids,
-                    finish_reason=row.finish_reason, sample=sample_index, row=i, ttft_s=ttft_s,
-                    prefill_tok_s=prefill_tok_s, decode_tok_s=decode_tok_s,
-                    decode_tok_s_total=decode_tok_s and decode_tok_s * args.batch_size, load_s=load_s,
-                    compile_s=compile_s, peak_memory_bytes=peak_memory(device), model_bytes=total_bytes,
-                    bandwidth_gb_s=bandwidth, engine=engine, batch_size=args.batch_size, seed=args.seed,
-                    device=str(device), dtype=str(dtype)[6:], torch=torch.__version__)), flush=True)
+                    finish_reason=row.finish_reason, sample=i, row=j, **f, load_s=load_s,
+                    compile_s=compile_s, peak_memory_bytes=peak_memory(device),
+                    model_bytes=total_bytes, engine=engine, batch_size=args.batch_size,
+                    seed=args.seed, device=str(device), dtype=str(dtype)[6:],
+                    torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
-                print(f"--- row {i} ---\n{args.prompt}{row.text}", flush=True)
-        if ttft_s is not None:
-            log(f"Sample {sample_index + 1}: time to first token {ttft_s:.3f} s, prefill {prefill_tok_s:.1f} tok/s"
-                + (f", decode {decode_tok_s:.2f} tok/s" if step_s else "")
-                + (f" per row, {decode_tok_s * args.batch_size:.2f} in total" if step_s and args.batch_size > 1 else "")
-                + (f", bandwidth {bandwidth:.1f} GB/s" if step_s else ""))
-        if step_s:
-            speeds.append(decode_tok_s * args.batch_size)
+                print(f"--- row {j} ---\n{args.prompt}{row.text}", flush=True)
+        if f["ttft_s"]:
+            log(f"Sample {i + 1}: time to first token {f['ttft_s']:.3f} s, "
+                f"prefill {f['prefill_tok_s']:.1f} tok/s" + (
+                    f", decode {f['decode_tok_s']:.2f} tok/s, bandwidth {f['bandwidth_gb_s']:.1f} GB/s"
+                    if f["decode_tok_s"] else "") + (
+                    f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
+                    if f["decode_tok_s"] and args.batch_size > 1 else ""))
+        speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
-    if args.profile:
-        trace = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
-        if not interrupted:
-            profile.export_chrome_trace(str(trace))
-            log(f"Trace written to {trace}")
     log("==========")
     if speeds:
         log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
     log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB")
     return 130 if interrupted else 0
+
+
+def follow(tokens: Iterator[Tensor], rows: list[Row], shown: str | None) -> tuple[list[float], bool]:
+    """Run one generation to its end: rows collect, and the first one's text streams to stdout.
+
+    shown: what to print before it; None: print nothing. -> the time before the first step and after
+    each token, and whether Ctrl-C ended it.
+    """
+    show = (lambda text: None) if shown is None else lambda text: print(text, end="", flush=True)
+    show(shown)
+    times, reason = [time.perf_counter()], "length"
+    try:
+        for ids in read_late(tokens):
+            times.append(time.perf_counter())
+            for row, token_id in zip(rows, ids):
+                piece = row.push(token_id)
+                if row is rows[0]:
+                    show(piece)
+            if all(row.finish_reason for row in rows):
+                break
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    for row in rows:
+        piece = row.finish(reason)
+        if row is rows[0]:
+            show(piece + "\n")
+    return times, reason == "interrupted"
+
+
+def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
+    """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
+
+    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes.
+    """
+    ttft_s = times[1] - times[0] if len(times) > 1 else None
+    step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
+    return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt * batch_size / ttft_s if ttft_s else None,
+                decode_tok_s=1 / step_s if step_s else None,
+                decode_tok_s_total=batch_size / step_s if step_s else None,
+                bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s else None)
 
 
 if __name__ == "__main__":

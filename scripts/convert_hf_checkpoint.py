@@ -1,0 +1,43 @@
+"""Convert anything that generate.py reads into one model.pth, which loads faster.
+
+    python scripts/convert_hf_checkpoint.py --checkpoint_dir checkpoints/org/name
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkpoint as checkpoints  # noqa: E402
+import tokenizer as tokenizers  # noqa: E402
+
+p = argparse.ArgumentParser(description="Convert a checkpoint to model.pth.")
+p.add_argument("--checkpoint_dir", required=True, metavar="PATH", help="a directory or a file")
+p.add_argument("--output", type=Path, help="default: model.pth in the directory, or, of a file, "
+               "checkpoints/NAME/model.pth")
+p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
+               help="default: what the source has (a GGUF's packed weights become bfloat16)")
+args = p.parse_args()
+try:
+    path = checkpoints.find(args.checkpoint_dir)
+    source = checkpoints.read(path)
+    output = args.output or (path if path.is_dir() else Path("checkpoints") / path.stem) / "model.pth"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = isinstance(source.tokenizer, Path) and source.tokenizer.resolve() == output.parent.resolve()
+    tokenizer = None if beside else tokenizers.load(source.tokenizer).state()
+    dtype = args.dtype and getattr(torch, args.dtype)
+    n = len(source.tensors)
+
+    def progress(i):
+        if sys.stderr.isatty():
+            print(f"\r{i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr, flush=True)
+
+    checkpoints.save(source, output, tokenizer, dtype, progress)
+    print(output)
+except (OSError, ValueError, ImportError) as e:
+    print(f"convert_hf_checkpoint.py: error: {e}", file=sys.stderr)
+    sys.exit(2)
+except KeyboardInterrupt:
+    sys.exit(130)

