@@ -1,0 +1,41 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["HF_HUB_OFFLINE"] = "1"                         # the tests that mean the hub say so
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import checkpoint as checkpoints  # noqa: E402
+import tiny  # noqa: E402
+
+SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory):
+    """name -> (directory in the Hub's layout, transformers model), each made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            model = tiny.make(name)
+            model.save_pretrained(directory)
+            made[name] = directory, model
+        return made[name]
+    return get
+
+
+@pytest.fixture(scope="session")
+def ours(families):
+    """name -> our model of the same weights in fp32; cache not set up."""
+    def get(name):
+        model = checkpoints.load(checkpoints.read(families(name)[0]), torch.float32, "cpu")
+        return model
+    return get

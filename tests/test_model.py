@@ -1,0 +1,107 @@
+"""The model's laws: the cache, chunks, batches, padding and stale entries change nothing."""
+
+import pytest
+import tiny
+import torch
+
+from generate import generate
+from model import visible
+from sampling import Sampling
+
+GREEDY = Sampling(temperature=0)
+LENGTH = 40
+
+
+def tokens(n=20, batch=3):
+    return torch.randint(0, 160, (batch, n), generator=torch.Generator().manual_seed(2))
+
+
+def whole(model, prompt):
+    model.setup_cache(0, 0)
+    return model(prompt, torch.arange(prompt.shape[1]), keep=prompt.shape[1])
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_cached_equals_recomputed(ours, name):
+    model, prompt = ours(name), tokens()
+    expected = whole(model, prompt)
+    model.setup_cache(3, LENGTH)
+    steps = [model(prompt[:, i:i + 1], torch.arange(i, i + 1)) for i in range(20)]
+    close(torch.cat(steps, dim=1), expected)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_chunks_live_length_and_padding(ours, name):
+    """A prompt in chunks, over stale entries, attending to the live part only, right-padded."""
+    model, prompt = ours(name), tokens()
+    expected = whole(model, prompt)
+    model.setup_cache(3, LENGTH)
+    for layer in model.layers:                             # what an earlier request left behind
+        layer.attn.cache.k.normal_()
+        layer.attn.cache.v.normal_()
+    chunks = [model(prompt[:, a:b], torch.arange(a, b), keep=b - a, n_key=n_key)
+              for a, b, n_key in ((0, 7, 7), (7, 8, 16), (8, 20, None))]
+    close(torch.cat(chunks, dim=1), expected)
+    padded = torch.nn.functional.pad(prompt, (0, 12), value=5)
+    last = torch.full((3, 1), 19)
+    close(model(padded, torch.arange(32), keep=last), expected[:, -1:])
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_batch_row_equals_alone(ours, name):
+    """Rows of different lengths, prefilled together and decoded at different positions."""
+    model, prompt, lengths = ours(name), tokens(), [20, 3, 11]
+    new = torch.randint(0, 160, (3, 4), generator=torch.Generator().manual_seed(3))
+    alone = []
+    for i, n in enumerate(lengths):
+        alone.append(whole(model, torch.cat((prompt[i, :n], new[i]))[None])[0, n - 1:])
+    model.setup_cache(3, LENGTH)
+    pos = torch.arange(20).expand(3, -1)                   # [B, T]
+    last = torch.tensor(lengths)[:, None] - 1
+    rows = [model(prompt, pos, keep=last)]
+    for j in range(4):
+        rows.append(model(new[:, j:j + 1], torch.tensor(lengths)[:, None] + j))
+    close(torch.cat(rows, dim=1), torch.stack(alone))
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_compiled_equals_eager(ours, name):
+    """Traced whole, without a graph break, in the forms that a run uses: prefill and decode."""
+    torch._dynamo.reset()
+    model, prompt = ours(name), tokens(9)
+    expected = whole(model, prompt)
+    model.setup_cache(3, LENGTH)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    close(step(prompt[:, :8], torch.arange(8), 8), expected[:, :8])
+    close(step(prompt[:, 8:], torch.tensor([8]), 1, 32), expected[:, 8:])
+    model.setup_cache(1, LENGTH)                           # one row: the matrix-vector forms
+    model(prompt[:1, :8], torch.arange(8))
+    close(step(prompt[:1, 8:], torch.tensor([8]), 1, 32), expected[:1, 8:])
+
+
+def test_generate_with_and_without_cache(ours):
+    for name in ("llama3", "gemma3_text"):
+        model, prompt = ours(name), tokens(5)
+        cached = [t.tolist() for t in generate(model, prompt, 25, GREEDY)]
+        recomputed = [t.tolist() for t in generate(model, prompt, 25, GREEDY, use_cache=False)]
+        assert len(cached) == 25 and cached == recomputed
+        for i in range(3):
+            alone = [t.tolist() for t in generate(model, prompt[i:i + 1], 25, GREEDY)]
+            assert alone == [[t[i]] for t in cached]
+
+
+def test_visible():
+    mask = visible(torch.tensor([2, 3]), 5)
+    assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False]]
+    mask = visible(torch.tensor([[4], [1]]), 5, window=2)
+    assert mask.shape == (2, 1, 1, 5)
+    assert mask[:, 0, 0].tolist() == [[False] * 3 + [True] * 2, [True] * 2 + [False] * 3]
+
+
+def test_too_long_is_refused_with_both_numbers(ours):
+    with pytest.raises(AssertionError, match="100 .* 60 .* 128"):
+        next(generate(ours("llama2"), tokens(100), 60, GREEDY))
