@@ -178,10 +178,13 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
         raise ValueError(f"weights already quantized with '{method}' are not supported: use the original")
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.absent, **c}
 
-    def need(key):
-        if c.get(key) is None:
+    def count(key, default=None):
+        value = default if c.get(key) is None else c[key]
+        if value is None:
             raise ValueError(f"config.json has no '{key}'")
-        return c[key]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"'{key}' is {value!r}, expected a positive integer")
+        return value
 
     activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -191,8 +194,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
         if c.get(key):
             raise ValueError(f"'{key}' is not supported")
 
-    n_layer, n_head, dim = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
-    head_dim = c.get("head_dim") or dim // n_head
+    n_layer, n_head, dim = (count(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    n_kv_head, context = count("num_key_value_heads", n_head), count("max_position_embeddings")
+    if n_head % n_kv_head:
+        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads evenly")
     types = c.get("layer_types") or [
         "sliding_attention" if family.slides(c, i) else "full_attention" for i in range(n_layer)]
     window = tuple(c.get("sliding_window") if t == "sliding_attention" else None for t in types)
@@ -201,9 +206,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
     scalar = c.get("query_pre_attn_scalar")
     bias = bool(c.get("attention_bias", False))
     fields = dict(
-        dim=dim, n_layer=n_layer, n_head=n_head, n_kv_head=c.get("num_key_value_heads") or n_head,
-        head_dim=head_dim, ffn_dim=need("intermediate_size"), vocab_size=need("vocab_size"),
-        context=c["max_position_embeddings"], norm_eps=c["rms_norm_eps"], activation=known[activation],
+        dim=dim, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head,
+        head_dim=count("head_dim", dim // n_head), ffn_dim=count("intermediate_size"),
+        vocab_size=count("vocab_size"), context=context, norm_eps=float(c["rms_norm_eps"]),
+        activation=known[activation],
         tied=bool(c.get("tie_word_embeddings", False)),
         qkv_bias=bias, o_bias=bias, mlp_bias=bool(c.get("mlp_bias", False)),
         embed_scale=dim**0.5 if kind == "gemma3_text" else 1.0,
@@ -246,11 +252,11 @@ def read_torch(path: Path) -> dict:
             break
         except pickle.UnpicklingError as e:
             raise ValueError(f"{path}: refused, it holds more than weights "
-                             f"({str(e).splitlines()[0]})") from None
+                             f"({_line(e)})") from None
         except (RuntimeError, EOFError, ValueError) as e:
             if not lazy or "mmap can only be used" not in str(e):      # a file older than torch 1.6
                 raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
-                                 f"{str(e).splitlines()[0]}") from None
+                                 f"{_line(e)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
     return value

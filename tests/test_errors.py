@@ -1,0 +1,277 @@
+"""Bad input through the command line: one line on stderr, exit status 2, no traceback."""
+
+import json
+import shutil
+import struct
+
+import pytest
+import torch
+from conftest import SMOLLM2
+
+import checkpoint as checkpoints
+import generate
+
+
+def run(capsys, *argv):
+    """-> exit status, stdout, stderr of generate.py in this process."""
+    try:
+        status = generate.main([str(a) for a in argv])
+    except SystemExit as e:
+        status = e.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def refused(capsys, *argv):
+    """-> the one line that says why."""
+    status, out, err = run(capsys, *argv)
+    lines = err.strip().splitlines()
+    assert status == 2 and out == "" and len(lines) == 1, (status, out, err)
+    assert "error: " in lines[0] and "Traceback" not in err
+    return lines[0].split("error: ", 1)[1]
+
+
+@pytest.fixture
+def llama(families, tmp_path):
+    """A copy of a tiny Llama to damage, with a tokenizer."""
+    directory = tmp_path / "llama"
+    shutil.copytree(families("llama2")[0], directory)
+    from tokenizers import Tokenizer, models
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def edit(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+def split_gguf(whole, directory):
+    """Cut a GGUF in two, as llama.cpp's gguf-split does."""
+    data = whole.read_bytes()
+    metadata, infos, start = checkpoints.read_gguf_header(memoryview(data))
+    version, n_tensors, n_keys = struct.unpack_from("<IQQ", data, 4)
+    first_info = data.index(struct.pack("<Q", len(infos[0][0])) + infos[0][0].encode())
+    keys = data[24:first_info]
+    key = b"split.count"
+    keys += struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, 2)
+    paths = []
+    for i, some in enumerate((infos[:5], infos[5:])):
+        head = b"GGUF" + struct.pack("<IQQ", version, len(some), n_keys + 1) + keys
+        for name, shape, kind, offset in some:
+            head += struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", len(shape))
+            head += struct.pack(f"<{len(shape)}Q", *shape[::-1]) + struct.pack("<IQ", kind, offset)
+        head += b"\0" * (-len(head) % 32)
+        paths.append(directory / f"part-{i + 1:05d}-of-00002.gguf")
+        paths[-1].write_bytes(head + data[start:])
+    return paths
+
+
+# ---- Paths and files -----------------------------------------------------------------------------
+
+def test_missing_path_names_both_readings(capsys):
+    assert "no such file or directory (nor is it a hub name" in refused(capsys, "-m", "/nowhere/model.pth")
+    message = refused(capsys, "-m", "nowhere/model")
+    assert "no such file or directory; read as a hub name: nowhere/model is not in the local cache" in message
+
+
+def test_no_default_model_says_what_to_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(generate, "DEFAULT_MODEL", tmp_path / "none.gguf")
+    assert "bash scripts/quickstart.sh" in refused(capsys, "--prompt", "Hi")
+
+
+def test_empty_directory_and_unknown_file(capsys, tmp_path):
+    assert "no model in this directory" in refused(capsys, "-m", tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    assert "found notes.txt" in refused(capsys, "-m", tmp_path)
+    assert "expected a directory, .safetensors, .pth" in refused(capsys, "-m", tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1000])
+def test_truncated_safetensors(capsys, llama, keep):
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors: not a readable safetensors file" in refused(capsys, "-m", llama)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 3000, 2_000_000, -5000])
+def test_truncated_gguf(capsys, tmp_path, keep):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(SMOLLM2.read_bytes()[:keep])
+    assert "model.gguf: " in (message := refused(capsys, "-m", path))
+    assert "not a readable GGUF" in message or "truncated: " in message
+
+
+def test_gguf_damaged_header(capsys, tmp_path):
+    path, data = tmp_path / "model.gguf", bytearray(SMOLLM2.read_bytes()[:2_000_000])
+    path.write_bytes(b"XXXX" + data[4:])
+    assert "does not begin with 'GGUF'" in refused(capsys, "-m", path)
+    path.write_bytes(data[:4] + struct.pack("<I", 9) + data[8:])
+    assert "GGUF version 9 is not supported" in refused(capsys, "-m", path)
+    g = torch.Generator().manual_seed(0)
+    for at in torch.randint(8, 3000, (40,), generator=g).tolist():     # any byte of the header
+        damaged = data.copy()
+        damaged[at] ^= 0xff
+        path.write_bytes(damaged)
+        refused(capsys, "-m", path)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -500])
+def test_truncated_pth(capsys, llama, keep):
+    checkpoints.save(checkpoints.read(llama), llama / "model.pth", None)
+    path = llama / "model.pth"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.pth: not a readable PyTorch file" in refused(capsys, "-m", path)
+
+
+def test_pth_without_config(capsys, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pth")
+    assert "holds no config" in refused(capsys, "-m", tmp_path / "model.pth")
+    torch.save([1], tmp_path / "model.pth")
+    assert "expected a dictionary of tensors, found list" in refused(capsys, "-m", tmp_path / "model.pth")
+
+
+def test_config_json(capsys, llama):
+    config = llama / "config.json"
+    whole = config.read_text()
+    config.write_text(whole[:50])
+    assert "config.json: not valid JSON" in refused(capsys, "-m", llama)
+    config.write_text("[1]")
+    assert "expected a JSON object" in refused(capsys, "-m", llama)
+    for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+        config.write_text(whole)
+        edit(config, **{key: ...})
+        assert f"config.json has no '{key}'" in refused(capsys, "-m", llama)
+    config.write_text(whole)
+    for changes, message in ((dict(hidden_size="many"), "'hidden_size' is 'many', expected a positive integer"),
+                             (dict(num_hidden_layers=-1), "'num_hidden_layers' is -1"),
+                             (dict(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),
+                             (dict(rms_norm_eps=[]), "config.json: "), (dict(rope_parameters=3), "config.json: ")):
+        config.write_text(whole)
+        edit(config, **changes)
+        assert message in refused(capsys, "-m", llama)
+    config.unlink()
+    assert "config.json" in refused(capsys, "-m", llama)
+
+
+def test_unsupported_features_are_named(capsys, llama):
+    config = llama / "config.json"
+    whole = config.read_text()
+    for change, message in (
+            (dict(model_type="mamba"), "model_type 'mamba' is not supported (supported: llama, mistral"),
+            (dict(model_type=...), "model_type 'None'"),
+            (dict(hidden_act="relu"), "activation 'relu'"),
+            (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "RoPE scaling 'yarn'"),
+            (dict(quantization_config=dict(quant_method="awq")), "already quantized with 'awq'"),
+            (dict(final_logit_softcapping=30.0), "'final_logit_softcapping' is not supported")):
+        config.write_text(whole)
+        edit(config, **change)
+        assert message in refused(capsys, "-m", llama)
+
+
+def test_shapes_that_contradict_the_config(capsys, llama):
+    edit(llama / "config.json", intermediate_size=100)
+    assert "mlp.gate_proj.weight is [96, 64], but the config asks for [100, 64]" in refused(capsys, "-m", llama)
+
+
+def test_missing_and_unknown_tensors(capsys, llama):
+    edit(llama / "config.json", num_hidden_layers=5)
+    assert "9 tensors are missing: layers.4.attn" in refused(capsys, "-m", llama)
+    edit(llama / "config.json", num_hidden_layers=3)
+    message = refused(capsys, "-m", llama)
+    assert "9 tensors that its config has no place for: model.layers.3." in message
+    edit(llama / "config.json", num_hidden_layers=4)
+    from safetensors.torch import load_file, save_file
+    state = load_file(llama / "model.safetensors")
+    state["model.layers.0.mamba.A"] = torch.ones(1)
+    save_file(state, llama / "model.safetensors")
+    assert "1 tensors that this architecture does not have: model.layers.0.mamba.A" in refused(capsys, "-m", llama)
+
+
+def test_missing_shard(capsys, families, tmp_path):
+    families("llama3")[1].save_pretrained(tmp_path, max_shard_size="100KB")
+    next(tmp_path.glob("*.safetensors")).unlink()
+    assert "listed in model.safetensors.index.json but not there" in refused(capsys, "-m", tmp_path)
+
+
+def test_missing_tokenizer(capsys, llama):
+    (llama / "tokenizer.json").unlink()
+    assert "no tokenizer: expected tokenizer.json or tokenizer.model" in refused(capsys, "-m", llama)
+
+
+def test_tokenizer_of_another_model(capsys, llama):
+    from tokenizers import Tokenizer, models
+    Tokenizer(models.WordLevel({"a": 500}, unk_token="a")).save(str(llama / "tokenizer.json"))
+    message = refused(capsys, "-m", llama, "--prompt", "a")
+    assert "the tokenizer gives id 500, but the model has 160 tokens" in message
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("argv, message", [
+    (["--prompt", ""], "the prompt is empty"),
+    (["--prompt", "0"], "a synthetic prompt needs at least 1 token"),
+    (["--prompt=-3"], "a synthetic prompt needs at least 1 token"),
+    (["--prompt", "200"], "the prompt has 200 tokens and the model's context is 128"),
+    (["--prompt", "128"], "the prompt has 128 tokens and the model's context is 128"),
+    (["--prompt", "20", "--max_seq_length", "20"], "the prompt has 20 tokens and --max_seq_length is 20"),
+    (["--max_seq_length", "500"], "--max_seq_length 500 exceeds the model's context of 128"),
+    (["--max_new_tokens", "0"], "must be at least 1, got 0"),
+    (["--max_new_tokens", "-5"], "must be at least 1, got -5"),
+    (["--max_new_tokens", "many"], "expected an integer, got 'many'"),
+    (["--num_samples", "0"], "must be at least 1"),
+    (["--batch_size", "0"], "must be at least 1"),
+    (["--temperature", "-1"], "must be at least 0"),
+    (["--temperature", "hot"], "expected a number, got 'hot'"),
+    (["--temperature", "nan"], "must be at least 0"),
+    (["--top_k", "-1"], "must be at least 0"),
+    (["--top_p", "0"], "must be above 0, at most 1"),
+    (["--top_p", "1.5"], "must be above 0, at most 1"),
+    (["--min_p", "2"], "must be at least 0, at most 1"),
+    (["--repetition_penalty", "0"], "must be above 0"),
+    (["--stop", ""], "--stop needs some text"),
+    (["--device", "abacus"], "no device 'abacus' on this machine, which has: "),
+    (["--device", "cpu:7"], "no device 'cpu:7'"),
+    (["--dtype", "int4"], "invalid choice: 'int4'"),
+    (["--engine", "steam"], "invalid choice: 'steam'"),
+    (["--engine", "recompute", "--compile"], "--engine recompute contradicts --compile"),
+    (["--random", "Llama-9"], "no such shape (known: stories15M"),
+    (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
+    (["--frobnicate"], "unrecognized arguments"),
+], ids=" ".join)
+def test_arguments(capsys, llama, argv, message):
+    assert message in refused(capsys, *(["-m", llama] if "--random" not in argv else []), *argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu(capsys, llama):
+    assert "no device 'cuda' on this machine, which has: cpu" in refused(capsys, "-m", llama, "--device", "cuda")
+    message = refused(capsys, "-m", llama, "--engine", "cuda_graph", "--device", "cpu")
+    assert "needs an NVIDIA GPU" in message
+
+
+def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
+    """A GPU from before bfloat16, as torch would describe it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
+    assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
+    assert generate.pick_dtype("auto", torch.device("cuda")) == torch.float16
+
+
+def test_no_compiler_runs_eager(capsys, llama, monkeypatch):
+    monkeypatch.setattr(generate.shutil, "which", lambda name: None)
+    status, out, err = run(capsys, "-m", llama, "--compile", "--prompt", "9", "--max_new_tokens", "3", "--json")
+    assert status == 0 and "needs a C++ compiler" in err and json.loads(out)["engine"] == "kv_cache"
+
+
+def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoints.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save(checkpoints.read(llama), tmp_path / "model.pth", None)
+    assert not list(tmp_path.glob("model.pth*"))

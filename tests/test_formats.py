@@ -1,0 +1,219 @@
+"""Meta's, llama2.c's and GGUF files, written here from a transformers model, give its logits."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from test_families import close, our_logits, tokens
+
+import checkpoint as checkpoints
+
+
+def interleave(w, head_dim):
+    """transformers' row order -> Meta's and llama.cpp's: (i, i + H/2) -> (2i, 2i + 1)."""
+    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(w.shape)
+
+
+# ---- Meta and llama2.c ---------------------------------------------------------------------------
+
+META = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "model.layers": "layers"}
+PARAMS = dict(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=-1, norm_eps=1e-5, multiple_of=32)
+
+
+def meta_state(model, config):
+    state = {}
+    for name, w in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            w = interleave(w, config.head_dim)
+        for theirs, metas in META.items():
+            name = name.replace(theirs, metas)
+        state[name] = w.clone()
+    return state
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_meta(families, name, shards, tmp_path):
+    _, model = families(name)
+    state = meta_state(model, model.config)
+    state["rope.freqs"] = torch.ones(8)
+    params = {**PARAMS, "n_kv_heads": model.config.num_key_value_heads}
+    if name == "llama3":
+        params.update(rope_theta=5e5, use_scaled_rope=True)
+        model.config.rope_parameters["original_max_position_embeddings"] = 8192
+        state.setdefault("output.weight", state["tok_embeddings.weight"].clone())
+    columns = ("wo.weight", "w2.weight", "tok_embeddings.weight")
+    for i in range(shards):
+        torch.save({k: w if w.dim() == 1 else w.chunk(shards, dim=1 if k.endswith(columns) else 0)[i].clone()
+                    for k, w in state.items()}, tmp_path / f"consolidated.{i:02d}.pth")
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    source = checkpoints.read(tmp_path)
+    if name == "llama3":
+        assert source.cfg.rope[0].original_context == 8192 and source.cfg.context == 131072
+        from transformers import AutoModelForCausalLM
+        again = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+        again.load_state_dict(model.state_dict())
+        model.config.rope_parameters["original_max_position_embeddings"] = 32
+        model = again
+    close(our_logits(tmp_path, tokens()), tiny.logits(model, tokens()))
+
+
+def test_llama2c(families, tmp_path):
+    _, model = families("llama2")
+    state = meta_state(model, model.config)
+    state["output.weight"] = state["tok_embeddings.weight"]           # llama2.c ties them
+    state = {f"_orig_mod.{k}": v for k, v in state.items()}
+    args = dict(dim=64, n_layers=4, n_heads=4, n_kv_heads=4, vocab_size=160, multiple_of=32,
+                norm_eps=1e-5, max_seq_len=128, dropout=0.0)
+    torch.save(dict(model=state, model_args=args, iter_num=7, best_val_loss=1.5), tmp_path / "stories.pt")
+    source = checkpoints.read(tmp_path / "stories.pt")
+    assert source.cfg.tied and source.cfg.context == 128
+    model = tiny.make("llama2")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    close(our_logits(tmp_path / "stories.pt", tokens()), tiny.logits(model, tokens()))
+
+
+def test_a_pth_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return print, ("executed",)
+    torch.save(dict(model=Evil()), tmp_path / "model.pth")
+    with pytest.raises(ValueError, match="refused, it holds more than weights"):
+        checkpoints.read(tmp_path / "model.pth")
+
+
+# ---- GGUF ----------------------------------------------------------------------------------------
+
+ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "mistral-nemo": "llama", "qwen2": "qwen2",
+                 "qwen3": "qwen3", "gemma3_text": "gemma3"}
+
+
+def write_gguf(model, arch, path, kind="F32"):
+    """As llama.cpp's converter does: names, permuted q and k, norms of 1 + w, rope_freqs."""
+    c, prefix = model.config, arch
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    w = gguf.GGUFWriter(str(path), arch)
+    w.add_context_length(c.max_position_embeddings)
+    w.add_embedding_length(c.hidden_size)
+    w.add_block_count(c.num_hidden_layers)
+    w.add_feed_forward_length(c.intermediate_size)
+    w.add_head_count(c.num_attention_heads)
+    w.add_head_count_kv(c.num_key_value_heads)
+    w.add_key_length(head_dim)
+    w.add_layer_norm_rms_eps(c.rms_norm_eps)
+    rope = c.rope_parameters
+    if arch == "gemma3":
+        w.add_sliding_window(c.sliding_window)
+        w.add_float64(f"{prefix}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    w.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(rope["factor"])
+    w.add_uint32("tokenizer.ggml.eos_token_id", 3)
+    w.add_uint32("tokenizer.ggml.eot_token_id", 5)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), c.num_hidden_layers)
+    kind = gguf.GGMLQuantizationType[kind]
+    for name, t in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            t = interleave(t, head_dim)
+        if arch == "gemma3" and "norm" in name:
+            t = t + 1
+        t = t.numpy()
+        quantize = t.ndim == 2 and kind.name != "F32"
+        data = gguf.quantize(t, kind) if quantize else t
+        w.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data,
+                     raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
+    if rope["rope_type"] == "llama3":
+        from model import Rope, rope_frequencies
+        scaled = rope_frequencies(Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32), head_dim)
+        w.add_tensor("rope_freqs.weight", (rope_frequencies(Rope(5e5), head_dim) / scaled).numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gguf(families, name, tmp_path):
+    _, model = families(name)
+    if name == "gemma3_text":                              # a GGUF knows only "every n-th is full"
+        config = tiny.FAMILIES[name]()
+        config.layer_types = ["sliding_attention"] * 5 + ["full_attention"]
+        config.num_hidden_layers = 6
+        config.query_pre_attn_scalar = config.head_dim     # as all but the 27B
+        tiny.FAMILIES["gguf-gemma3"] = lambda: config
+        model = tiny.make("gguf-gemma3")
+        del tiny.FAMILIES["gguf-gemma3"]
+    path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
+    source = checkpoints.read(tmp_path)                    # the directory's only GGUF
+    assert source.eos_ids == [3, 5] and source.path == path
+    assert source.cfg.tied == model.config.tie_word_embeddings
+    close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_gguf_quantization_types(families, kind, tmp_path):
+    _, model = families("llama2")
+    source = checkpoints.read(write_gguf(model, "llama", tmp_path / "model.gguf", kind))
+    kind = gguf.GGMLQuantizationType[kind]
+    w = model.state_dict()["model.layers.1.mlp.down_proj.weight"].numpy()
+    expected = gguf.dequantize(gguf.quantize(w, kind), kind)
+    lazy = source.tensors["layers.1.ffn.down.weight"]
+    assert np.array_equal(lazy.rows(0, 64).float().numpy(), expected)
+    assert np.array_equal(lazy.rows(7, 9).float().numpy(), expected[7:9])
+    loaded = checkpoints.load(source, torch.bfloat16, "cpu")
+    assert torch.equal(loaded.layers[1].ffn.down.weight, torch.from_numpy(expected).bfloat16())
+
+
+def test_split_gguf(families, tmp_path):
+    from test_errors import split_gguf
+    _, model = families("qwen2")
+    whole = write_gguf(model, "qwen2", tmp_path / "whole.gguf")
+    first, second = split_gguf(whole, tmp_path)
+    assert torch.equal(our_logits(first, tokens()), our_logits(whole, tokens()))
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match="part 2 of 2 is missing"):
+        checkpoints.read(first)
+
+
+def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
+    from conftest import SMOLLM2
+
+    import tokenizer as tokenizers
+    source = checkpoints.read(SMOLLM2)
+    tokenizer = tokenizers.load(source.tokenizer)
+    checkpoints.save(source, tmp_path / "model.pth", tokenizer.state())
+    again = checkpoints.read(tmp_path / "model.pth")
+    other = tokenizers.load(again.tokenizer)
+    assert other.encode("Hello 123") == tokenizer.encode("Hello 123")
+    assert other.chat_template == tokenizer.chat_template and "im_start" in other.chat_template
+    assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2]
+    a, b = (checkpoints.load(s, torch.bfloat16, "cpu") for s in (source, again))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_generation_config(families, tmp_path):
+    """Its EOS ids join config.json's; its sampling values count where it says that it samples."""
+    model = tiny.make("llama2")
+    model.config.eos_token_id = 7
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(dict(eos_token_id=[7, 9], do_sample=True, temperature=0.6, top_p=0.9)))
+    source = checkpoints.read(tmp_path)
+    assert source.eos_ids == [7, 9] and source.defaults == dict(temperature=0.6, top_p=0.9)
+    path.write_text(json.dumps(dict(temperature=0.6)))
+    assert checkpoints.read(tmp_path).defaults == {}
+    path.write_text('{"eos_token_id": [7, 9],, }')         # as some on the Hub
+    assert checkpoints.read(tmp_path).eos_ids == [7]
