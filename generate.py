@@ -22,24 +22,26 @@ from typing import NamedTuple
 try:
     import torch
 except ModuleNotFoundError:
-    sys.exit("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh` once, then "
-             "`source .venv/bin/activate`")
+    sys.exit("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh` once, "
+             "then `source .venv/bin/activate`")
 import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
+from chat import chat
 from model import Transformer
 from sampling import Sampling, exponential, n_candidates, sample
 
-DEFAULT_MODEL = Path(__file__).parent / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+DEFAULT_MODEL = CHECKPOINTS / "SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
 
 
 # ---- The two steps and the loop -----------------------------------------------------------------
 
 def prefill(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
-    """The prompt [B, T] in one call -> the first new token [B, 1]; last [B, 1]: where each row ends."""
+    """The prompt [B, T] in one call -> the first new token [B, 1]; last [B, 1]: each row's end."""
     return sample(model(tokens, pos, last, n_key)[:, -1], noise, how, seen)
 
 
@@ -57,7 +59,7 @@ class Steps(NamedTuple):
 
 
 def bucket(n: int, limit: int, least: int = 256) -> int:
-    """n rounded up to a power of two: attention reads the live part of the cache, few shapes exist."""
+    """n rounded up to a power of two: attention reads the live cache only, in few shapes."""
     return min(limit, max(least, 1 << (n - 1).bit_length()))
 
 
@@ -73,7 +75,8 @@ def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampl
     """
     (B, T), device, n_vocab = prompt.shape, prompt.device, model.cfg.vocab_size
     end = T + max_new_tokens
-    assert end <= model.cfg.context, f"{T} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
+    assert end <= model.cfg.context, \
+        f"{T} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
     if model.max_batch_size != B or model.max_seq_length < end or not use_cache:
         model.setup_cache(B, end if use_cache else 0)
     shape = B, n_candidates(how, n_vocab)
@@ -82,12 +85,13 @@ def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampl
         seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device).scatter_(1, prompt, True)
 
     limit = model.max_seq_length if use_cache else end
-    width = bucket(T, limit, 32) if steps.pad else T       # padding is masked until it is overwritten
+    width = bucket(T, limit, 32) if steps.pad else T       # padding is masked until overwritten
     tokens = F.pad(prompt, (0, width - T))
     last = torch.full((B, 1), T - 1, device=device)
     pos = torch.arange(width, device=device)
     n_key = bucket(width, limit) if use_cache else width
-    token = steps.prefill(model, tokens, pos, last, n_key, exponential(shape, device, generator), how, seen)
+    noise = exponential(shape, device, generator)
+    token = steps.prefill(model, tokens, pos, last, n_key, noise, how, seen)
     pos = torch.tensor([T], device=device)
     for n in range(T + 1, end):                            # n tokens are known, the last one is new
         yield token
@@ -98,8 +102,8 @@ def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampl
             token = steps.decode(model, token, pos, bucket(n, limit), noise, how, seen)
             pos += 1
         else:
-            prompt = torch.cat((prompt, token), dim=1)
-            token = prefill(model, prompt, torch.arange(n, device=device), last + (n - T), n, noise, how, seen)
+            prompt, pos = torch.cat((prompt, token), dim=1), torch.arange(n, device=device)
+            token = prefill(model, prompt, pos, last + n - T, n, noise, how, seen)
     yield token
 
 
@@ -118,7 +122,8 @@ class CudaGraph:
             fixed = [t.clone() for t in inputs]
 
             def step():
-                return decode_one_token(model, *fixed[:2], n_key, fixed[2], how, fixed[3] if fixed[3:] else None)
+                token, pos, noise, *seen = fixed
+                return decode_one_token(model, token, pos, n_key, noise, how, *(seen or [None]))
 
             side = torch.cuda.Stream()                     # capture wants warmed-up libraries
             side.wait_stream(torch.cuda.current_stream())
@@ -137,7 +142,7 @@ class CudaGraph:
 
 
 def on_gpu(decode):
-    """Keep a compiled step's result: the next replay of its CUDA graph writes into the same memory."""
+    """Keep a compiled step's result: the next replay of its CUDA graph overwrites it."""
     def step(*args):
         torch.compiler.cudagraph_mark_step_begin()
         return decode(*args).clone()
@@ -168,25 +173,26 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
         options = {"cpp.enable_floating_point_contract_flag": "fast"}      # multiply-add in one
         for module in (*model.layers, model.head):
             module.compile(fullgraph=True, dynamic=False, options=options)
-        return Steps(prefill if compile_prefill else uncompiled(prefill), decode_one_token, compile_prefill)
+        first = prefill if compile_prefill else uncompiled(prefill)
+        return Steps(first, decode_one_token, compile_prefill)
     decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True, dynamic=False)
     first = torch.compile(prefill, fullgraph=True, dynamic=False) if compile_prefill else prefill
     return Steps(first, on_gpu(decode) if device == "cuda" else decode, compile_prefill)
 
 
 @torch.inference_mode()
-def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling, steps: Steps) -> None:
+def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling,
+            steps: Steps) -> None:
     """Compile all that a generation of this size will run: its prefill and each live length."""
-    for token in generate(model, prompt, min(2, max_new_tokens), how, steps=steps):
-        pass
-    T, limit = prompt.shape[1], model.max_seq_length
-    seen = None if how.repetition_penalty == 1 else torch.zeros(
-        len(prompt), model.cfg.vocab_size, dtype=torch.bool, device=prompt.device)
-    for n_key in sorted({bucket(n, limit) for n in range(T + 1, T + max_new_tokens)}):
-        for _ in range(3):                                 # CUDA graphs: warm up, record, replay
-            pos = torch.tensor([T], device=prompt.device)
-            noise = exponential((len(prompt), n_candidates(how, model.cfg.vocab_size)), prompt.device)
-            steps.decode(model, token, pos, n_key, noise, how, seen)
+    *_, token = generate(model, prompt, min(2, max_new_tokens), how, steps=steps)
+    (B, T), n_vocab, device = prompt.shape, model.cfg.vocab_size, prompt.device
+    seen = None
+    if how.repetition_penalty != 1:
+        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device)
+    lengths = {bucket(n, model.max_seq_length) for n in range(T + 1, T + max_new_tokens)}
+    for n_key in sorted(lengths) * 3:                      # CUDA graphs: warm up, record, replay
+        noise = exponential((B, n_candidates(how, n_vocab)), device)
+        steps.decode(model, token, torch.tensor([T], device=device), n_key, noise, how, seen)
 
 
 def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int]]:
@@ -196,8 +202,9 @@ def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int]]:
         if not token.is_cuda:
             yield token[:, 0].tolist()
             continue
-        host, copied = torch.empty(token.shape, dtype=token.dtype, pin_memory=True), torch.cuda.Event()
+        host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
         host.copy_(token, non_blocking=True)
+        copied = torch.cuda.Event()
         copied.record()
         waiting.append((host, copied))
         if len(waiting) > 1:
@@ -215,7 +222,8 @@ class Row:
     """Collects one row's ids and text; knows when to stop."""
 
     def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int], stops: list[str]):
-        self.stream, self.eos_ids, self.stops = tokenizers.Stream(tokenizer, prompt_ids), eos_ids, stops
+        self.stream = tokenizers.Stream(tokenizer, prompt_ids)
+        self.eos_ids, self.stops = eos_ids, stops
         self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
 
     def push(self, token_id: int) -> str:
@@ -231,8 +239,8 @@ class Row:
         if found:
             self.text, self.finish_reason = self.text[:min(found)], "stop"
             return self._show(len(self.text))
-        waits = max((n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])), default=0)
-        return self._show(len(self.text) - waits)
+        begun = [n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])]
+        return self._show(len(self.text) - max(begun, default=0))
 
     def finish(self, reason: str) -> str:
         """-> what was still held back."""
@@ -250,7 +258,8 @@ class Row:
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        silent = action.default in (None, False, "", [])
+        return action.help if silent else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -287,7 +296,8 @@ def number(kind, least, most=None, above=False):
             raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
         if (value > least if above else value >= least) and (most is None or value <= most):
             return value
-        bounds = f"{'above' if above else 'at least'} {least}" + (f", at most {most}" if most else "")
+        bounds = f"{'above' if above else 'at least'} {least}"
+        bounds += f", at most {most}" if most else ""
         raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
     return parse
 
@@ -299,8 +309,9 @@ def build_parser() -> Parser:
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
         help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
              "default: the model that scripts/quickstart.sh fetched")
-    add("--random", metavar="NAME", help="a known shape with random weights and no files, for speed "
-        "trials with an integer --prompt: " + ", ".join(checkpoints.SHAPES))
+    add("--random", metavar="NAME",
+        help="a known shape with random weights and no files, for speed trials with an integer "
+             "--prompt: " + ", ".join(checkpoints.SHAPES))
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
@@ -312,6 +323,8 @@ def build_parser() -> Parser:
     add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
     add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
     add("--batch_size", type=number(int, 1), default=1, help="copies of the prompt side by side")
+    add("--interactive", action="store_true",
+        help="chat: messages from the terminal, by the model's own chat template")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="end before this text appears (repeatable)")
     add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
@@ -334,7 +347,8 @@ def build_parser() -> Parser:
              "cuda_graph: the eager step captured in a CUDA graph")
     add = p.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
-    add("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the last sample to FILE.json")
+    add("--profile", type=Path, metavar="FILE",
+        help="write a Chrome trace of the last sample to FILE.json")
     return p
 
 
@@ -350,7 +364,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto is bfloat16 where the device has it, else float16. ValueError where it lacks what was asked."""
+    """auto: bfloat16, or float16 where the device lacks it. ValueError if it was asked for."""
     old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
@@ -365,10 +379,11 @@ def pick_engine(args, device: torch.device) -> str:
     if wants_compile and engine != "compile":
         raise ValueError(f"--engine {engine} contradicts --compile")
     if engine == "cuda_graph" and device.type != "cuda":
-        raise ValueError(f"--engine cuda_graph needs an NVIDIA GPU, the device is {device}: use --compile")
+        raise ValueError(f"--engine cuda_graph needs an NVIDIA GPU, the device is {device}: "
+                         "use --compile")
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     if engine == "compile" and device.type == "cpu" and not compiler:
-        log("note: --compile needs a C++ compiler (apt-get install g++) and found none: running eager")
+        log("note: --compile needs a C++ compiler, none found: running eager (apt-get install g++)")
         return "kv_cache"
     return engine
 
@@ -409,7 +424,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
 
 
 def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
-    """A text's ids, or as many random ones as an integer says. ValueError if it is empty or too long."""
+    """A text's ids, or as many random ones as an integer says. ValueError if none or too many."""
     ids, n = [], 0
     if re.fullmatch(r"[+-]?\d+", text):
         n = int(text)
@@ -421,8 +436,8 @@ def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
         ids = tokenizer.encode(text)
         n = len(ids)
         if max(ids) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
-                             "tokens: they do not belong together")
+            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
+                             f"{cfg.vocab_size} tokens: they do not belong together")
     if n >= cfg.context:
         raise ValueError(f"the prompt has {n} tokens and the model's context is {cfg.context}, "
                          "which leaves no room for a new one: shorten the prompt")
@@ -441,11 +456,13 @@ def fit(n_prompt: int, args, cfg) -> tuple[int, int]:
     n_new = min(args.max_new_tokens, limit - n_prompt)
     if n_new < args.max_new_tokens:
         log(f"note: at most {n_new} new tokens, to stay within {limit} positions")
+    if args.interactive and not args.max_seq_length:
+        return n_new, min(limit, 4096)                     # a whole conversation
     return n_new, args.max_seq_length or bucket(n_prompt + n_new, limit, 32)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """-> the exit status: 0, 2 on bad input (one line on stderr), 130 on Ctrl-C."""
+def main_errors(run: Callable, argv: list[str] | None = None) -> int:
+    """Run a command -> its exit status: 2 on bad input (one line on stderr), 130 on Ctrl-C."""
     try:
         return run(argv)
     except BrokenPipeError:                                # the reader of our output left
@@ -463,6 +480,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def main(argv: list[str] | None = None) -> int:
+    return main_errors(run, argv)
+
+
 def run(argv: list[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -471,10 +492,15 @@ def run(argv: list[str] | None) -> int:
     engine = pick_engine(args, device)
     if not all(args.stop):
         raise ValueError("--stop needs some text")
+    for flag in ("json", "random", "profile"):
+        if args.interactive and getattr(args, flag):
+            raise ValueError(f"--interactive does not go with --{flag}")
+    if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
+        raise ValueError("--interactive answers one message at a time: no --batch_size, --num_samples")
 
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random)
-    parser.set_defaults(**source.defaults)                 # the model's own, where the user is silent
+    parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
     args, cfg = parser.parse_args(argv), source.cfg
     prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, args.seed)
     n_new, length = fit(len(prompt_ids), args, cfg)
@@ -494,13 +520,26 @@ def run(argv: list[str] | None) -> int:
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
-        warm_up(model, prompt, n_new, how, steps)
+        warm_up(model, prompt, min(1024, length - 1) - len(prompt_ids) if args.interactive else n_new,
+                how, steps)
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
 
     generator = torch.Generator(device).manual_seed(args.seed)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids)
     shown = None if args.json or args.batch_size > 1 else "" if args.random else args.prompt
+    if args.interactive:
+        def answer(ids):
+            row, prompt = Row(tokenizer, ids, eos_ids, args.stop), torch.tensor([ids], device=device)
+            room = min(args.max_new_tokens, length - len(ids))
+            tokens = generate(model, prompt, room, how, generator, steps, use_cache)
+            times, _ = follow(tokens, [row], "")
+            log(describe(figures(times, len(ids), 1, read_bytes)))
+            return row.text
+
+        chat(tokenizer, answer, length - 1, log)
+        return 0
+
     speeds, interrupted = [], False
     for i in range(args.num_samples):
         rows = [Row(tokenizer, prompt_ids, eos_ids, args.stop) for _ in range(args.batch_size)]
@@ -524,13 +563,7 @@ def run(argv: list[str] | None) -> int:
                     torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
                 print(f"--- row {j} ---\n{args.prompt}{row.text}", flush=True)
-        if f["ttft_s"]:
-            log(f"Sample {i + 1}: time to first token {f['ttft_s']:.3f} s, "
-                f"prefill {f['prefill_tok_s']:.1f} tok/s" + (
-                    f", decode {f['decode_tok_s']:.2f} tok/s, bandwidth {f['bandwidth_gb_s']:.1f} GB/s"
-                    if f["decode_tok_s"] else "") + (
-                    f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
-                    if f["decode_tok_s"] and args.batch_size > 1 else ""))
+        log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
@@ -541,7 +574,8 @@ def run(argv: list[str] | None) -> int:
     return 130 if interrupted else 0
 
 
-def follow(tokens: Iterator[Tensor], rows: list[Row], shown: str | None) -> tuple[list[float], bool]:
+def follow(tokens: Iterator[Tensor], rows: list[Row],
+           shown: str | None) -> tuple[list[float], bool]:
     """Run one generation to its end: rows collect, and the first one's text streams to stdout.
 
     shown: what to print before it; None: print nothing. -> the time before the first step and after
@@ -579,6 +613,18 @@ def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int)
                 decode_tok_s=1 / step_s if step_s else None,
                 decode_tok_s_total=batch_size / step_s if step_s else None,
                 bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s else None)
+
+
+def describe(f: dict) -> str:
+    """figures() in a line."""
+    if f["ttft_s"] is None:
+        return "no token"
+    line = f"time to first token {f['ttft_s']:.3f} s, prefill {f['prefill_tok_s']:.1f} tok/s"
+    if f["decode_tok_s"]:
+        line += f", decode {f['decode_tok_s']:.2f} tok/s, bandwidth {f['bandwidth_gb_s']:.1f} GB/s"
+        if f["decode_tok_s_total"] > f["decode_tok_s"]:
+            line += f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
+    return line
 
 
 if __name__ == "__main__":

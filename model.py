@@ -23,8 +23,8 @@ class Rope:
     theta: float = 10000.0
     kind: str = "default"                          # default | linear | llama3
     factor: float = 1.0
-    low_freq_factor: float = 1.0                   # llama3: wavelengths longer than context / low are
-    high_freq_factor: float = 4.0                  # stretched, shorter than context / high are kept
+    low_freq_factor: float = 1.0                   # llama3: waves longer than context / low are
+    high_freq_factor: float = 4.0                  # stretched, shorter than context / high kept
     original_context: int = 8192
     divisors: tuple[float, ...] | None = None      # one per frequency, as GGUF files store them
 
@@ -47,7 +47,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False                          # normalize each head before RoPE (Qwen3, Gemma 3)
+    qk_norm: bool = False                          # normalize each head before RoPE (Qwen3)
     post_norm: bool = False                        # normalize each branch's output too (Gemma 2, 3)
     embed_scale: float = 1.0                       # Gemma: sqrt(dim)
     attn_scale: float | None = None                # None: head_dim ** -0.5
@@ -76,7 +76,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of cos, sin [(B, 1,) T, H/2]."""
+    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -103,7 +103,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         if torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
-            y = (self.weight.float() * x.float().view(-1)).sum(-1)                 # [out]
+            y = (self.weight.float() * x.float().view(-1)).sum(-1)         # [out]
             y = y if self.bias is None else y + self.bias.float()
             return y.to(x.dtype).view(*x.shape[:-1], -1)
         return F.linear(x, self.weight, self.bias)
@@ -112,20 +112,20 @@ class Linear(nn.Linear):
 def attend(q, k, v, mask, scale):
     """softmax(q k') v: q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H].
 
-    SDPA, but for one query on a compiled CPU step: there its fixed cost is half of the token's time,
-    and the plain sums below become two loops over the keys.
+    SDPA, but for one query in a compiled CPU step: there its fixed cost is half of the token's
+    time, and the plain sums below become two loops over the keys.
     """
     if torch.compiler.is_compiling() and q.shape[2] == 1 and q.device.type == "cpu":
-        q = q.unflatten(1, (k.shape[1], -1)).float() * scale                       # [B, K, N/K, 1, H]
-        score = (q * k[:, :, None].float()).sum(-1)                                # [B, K, N/K, S]
+        q = q.unflatten(1, (k.shape[1], -1)).float() * scale               # [B, K, N/K, 1, H]
+        score = (q * k[:, :, None].float()).sum(-1)                        # [B, K, N/K, S]
         prob = torch.where(mask, score, -torch.inf).softmax(-1)
-        y = (prob[..., None] * v[:, :, None].float()).sum(-2)                      # [B, K, N/K, H]
+        y = (prob[..., None] * v[:, :, None].float()).sum(-2)              # [B, K, N/K, H]
         return y.to(v.dtype).flatten(1, 2)[:, :, None]
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
 
 
 class RMSNorm(nn.Module):
-    """In fp32 whatever the model's dtype, the weight too, so that Gemma's 1 + w folds in exactly."""
+    """In fp32 whatever the model's dtype, the weight too: Gemma's 1 + w folds in exactly."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.wo = Linear(n * h, cfg.dim, bias=cfg.o_bias)
         self.q_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.cache = None                          # without one, the call's own keys are all there is
+        self.cache = None                          # without one, a call sees its own keys only
 
     def forward(self, x, pos, rope, mask):
         B, T, _ = x.shape
@@ -197,9 +197,11 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.attn, self.ffn = Attention(cfg), FeedForward(cfg)
-        self.attn_norm, self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps), RMSNorm(cfg.dim, cfg.norm_eps)
-        post = (lambda: RMSNorm(cfg.dim, cfg.norm_eps)) if cfg.post_norm else nn.Identity
-        self.post_attn_norm, self.post_ffn_norm = post(), post()
+        def norm(wanted):
+            return RMSNorm(cfg.dim, cfg.norm_eps) if wanted else nn.Identity()
+
+        self.attn_norm, self.ffn_norm = norm(True), norm(True)
+        self.post_attn_norm, self.post_ffn_norm = norm(cfg.post_norm), norm(cfg.post_norm)
 
     def forward(self, x, pos, rope, mask):
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), pos, rope, mask))
@@ -212,7 +214,7 @@ class Transformer(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        blank = torch.empty(cfg.vocab_size, cfg.dim)           # nn.Embedding's own init costs 1 s on meta
+        blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
@@ -231,7 +233,8 @@ class Transformer(nn.Module):
             layer.attn.cache = length and KVCache(
                 batch_size, cfg.n_kv_head, length, cfg.head_dim, self.embed.weight) or None
 
-    def forward(self, tokens: Tensor, pos: Tensor, keep: int | Tensor = 1, n_key: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, pos: Tensor, keep: int | Tensor = 1,
+                n_key: int | None = None) -> Tensor:
         """Logits of the positions in `keep`, in fp32.
 
         tokens [B, T]; pos [T] or [B, T], the absolute position of each token; keep: project only
@@ -242,9 +245,9 @@ class Transformer(nn.Module):
         cfg = self.cfg
         n_key = n_key or self.max_seq_length or tokens.shape[1]
         masks = {w: visible(pos, n_key, w) for w in set(cfg.window)}
-        angle = pos[..., None, None].float() * self.freq                   # [(B,) T, R, H/2]
-        angle = angle if pos.dim() == 1 else angle[:, None]                # broadcast over heads
-        ropes = {r: (angle[..., i, :].cos(), angle[..., i, :].sin()) for i, r in enumerate(self.ropes)}
+        angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
+        angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
+        ropes = {rope: (a.cos(), a.sin()) for rope, a in zip(self.ropes, angles)}
 
         x = self.embed(tokens)                                             # [B, T, D]
         x = x * x.new_full((), cfg.embed_scale)                            # rounded to x's dtype

@@ -21,7 +21,7 @@ class Sampling:
     top_k: int = 0                                 # 0: off
     top_p: float = 1.0                             # 1: off
     min_p: float = 0.0                             # 0: off
-    repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858, as transformers does it
+    repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858
 
 
 def n_candidates(how: Sampling, n_vocab: int) -> int:

@@ -1,0 +1,227 @@
+"""Time the engines side by side, compare what they say, and set them beside the machine and a peer.
+
+It times generate.py's public functions from outside and has no loop of its own. One command gives a
+table of the README again, with the memory bandwidth measured in the same run:
+
+    python benchmark.py -m org/name -p 5 -n 200 -r 5 --engines kv_cache,compile --peers transformers
+"""
+
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+
+import torch
+
+import checkpoint as checkpoints
+from generate import (
+    ENGINES,
+    Help,
+    Parser,
+    Row,
+    build_steps,
+    encode_prompt,
+    figures,
+    follow,
+    generate,
+    log,
+    main_errors,
+    number,
+    open_model,
+    peak_memory,
+    pick_device,
+    pick_dtype,
+    warm_up,
+    weight_bytes,
+)
+from model import Transformer
+from sampling import Sampling
+
+GREEDY = Sampling(temperature=0)
+MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """GB/s of reading 1 GB once, 1e9 bytes: the best of a few sums."""
+    x = torch.ones(1 << 28, device=device)
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best = 0.0
+    for _ in range(7):
+        sync()
+        start = time.perf_counter()
+        x.sum()
+        sync()
+        best = max(best, x.numel() * 4 / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def twin(model: Transformer) -> Transformer:
+    """Another model of the same weights, not a copy, so that each engine can compile its own."""
+    with torch.device("meta"):
+        other = Transformer(model.cfg)
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other.to(model.embed.weight.device).eval()
+
+
+@torch.inference_mode()
+def agrees(model: Transformer, prompt: torch.Tensor, ids: list[int], margin: float) -> bool:
+    """Teacher-forced: is each token, after those before it, within `margin` of the best logit?"""
+    whole = torch.tensor([prompt[0].tolist() + ids], device=prompt.device)
+    model.setup_cache(0, 0)
+    pos = torch.arange(whole.shape[1] - 1, device=prompt.device)
+    logits = model(whole[:, :-1], pos, keep=len(ids))[0]
+    chosen = logits.gather(1, whole[0, -len(ids):, None])[:, 0]
+    return bool((logits.amax(-1) - chosen <= margin).all())
+
+
+class Transformers:
+    """The peer: transformers' own generate, eager, on the same weights and prompt."""
+
+    def __init__(self, source, device, dtype):
+        from pathlib import Path
+
+        from transformers import AutoModelForCausalLM, GgufConfig
+        path, gguf = Path(source.path), {}
+        if path.suffix == ".gguf":                 # as plain weights: what we run
+            gguf = dict(gguf_file=path.name, quantization_config=GgufConfig(dequantize=True))
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **gguf)
+        self.model = model.to(device)
+
+    def __call__(self, prompt, n_new):
+        times = [time.perf_counter()]
+
+        class Clock:                               # generate() hands it the prompt, then each token
+            def put(self, value):
+                times.append(time.perf_counter())
+
+            def end(self):
+                del times[1]
+
+        out = self.model.generate(
+            prompt, max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False, streamer=Clock(),
+            attention_mask=torch.ones_like(prompt), pad_token_id=0)
+        return out[0, prompt.shape[1]:].tolist(), times
+
+
+class Engine:
+    """One of generate.py's engines, compiled and warm."""
+
+    def __init__(self, name, model, prompt, n_new, tokenizer):
+        self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
+        B, T = prompt.shape
+        self.model.setup_cache(B, T + n_new if self.cached else 0)
+        self.steps = build_steps(self.model, name)
+        start = time.perf_counter()
+        if name in ("compile", "cuda_graph"):
+            warm_up(self.model, prompt, n_new, GREEDY, self.steps)
+        self.compile_s = time.perf_counter() - start
+
+    def __call__(self, prompt, n_new):
+        rows = [Row(self.tokenizer, [], set(), []) for _ in prompt]
+        tokens = generate(self.model, prompt, n_new, GREEDY, None, self.steps, self.cached)
+        times, interrupted = follow(tokens, rows, None)
+        if interrupted:
+            raise KeyboardInterrupt
+        return rows[0].ids, times
+
+
+def build_parser():
+    p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
+    add = p.add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
+    add("--random", metavar="NAME", help="a known shape with random weights")
+    add("-p", "--n_prompt", type=number(int, 1), default=5, help="random tokens in the prompt")
+    add("-n", "--max_new_tokens", type=number(int, 2), default=200, help="new tokens")
+    add("-b", "--batch_size", type=number(int, 1), default=1, help="rows")
+    add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+    add("--engines", default="kv_cache,compile", help="a list, with commas: " + ", ".join(ENGINES))
+    add("--peers", default="", help="transformers: its eager generate(), in the same run")
+    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add("-o", "--output", default="md", choices=["md", "json"], help="a table, or one JSON object")
+    return p
+
+
+def run(argv=None) -> int:
+    args = build_parser().parse_args(argv)
+    names, peers = (list(filter(None, s.split(","))) for s in (args.engines, args.peers))
+    for name in [n for n in names if n not in ENGINES] + [p for p in peers if p != "transformers"]:
+        raise ValueError(f"unknown engine or peer '{name}' (engines: {', '.join(ENGINES)}; "
+                         "peers: transformers)")
+    device = pick_device(args.device)
+    if device.type != "cuda" and "cuda_graph" in names:
+        raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
+    dtype = pick_dtype(args.dtype, device)
+    source, tokenizer = open_model(args.checkpoint_path, args.random)
+    ids = encode_prompt(str(args.n_prompt), tokenizer, source.cfg, seed=0)
+    if args.n_prompt + args.max_new_tokens > source.cfg.context:
+        raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
+                         f"of {source.cfg.context}")
+    model = checkpoints.load(source, dtype, device)
+    total, read = weight_bytes(model)
+    prompt = torch.tensor([ids] * args.batch_size, device=device)
+    runners = {}
+    for name in names:
+        log(f"Preparing {name}")
+        runners[name] = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
+    if peers:
+        log("Preparing transformers")
+        runners["transformers, eager"] = Transformers(source, device, dtype)
+
+    results, bandwidths, tokens = {name: [] for name in runners}, [], {}
+    for i in range(args.repetitions + 1):
+        bandwidths.append(read_bandwidth(device))
+        for name in random.sample(list(runners), len(runners)):
+            time.sleep(0.5)                        # let clocks and caches of the last one settle
+            tokens[name], times = runners[name](prompt, args.max_new_tokens)
+            if i:                                  # the first round warms up
+                results[name].append(figures(times, args.n_prompt, args.batch_size, read))
+    bandwidth, reference, rows = statistics.median(bandwidths), twin(model), []
+    for name, samples in results.items():
+        middle = {key: statistics.median(f[key] for f in samples) for key in samples[0]}
+        speeds = [f["decode_tok_s_total"] for f in samples]
+        same = agrees(reference, prompt, tokens[name], MARGIN[dtype]) if name in names else None
+        rows.append(dict(
+            model=source.path.name, engine=name, quantization="none", dtype=str(dtype)[6:],
+            test=f"tg{args.max_new_tokens} @ pp{args.n_prompt}", batch=args.batch_size,
+            tok_s=middle["decode_tok_s_total"], tok_s_min=min(speeds), tok_s_max=max(speeds),
+            tok_s_per_request=middle["decode_tok_s"], ttft_ms=1e3 * middle["ttft_s"],
+            compile_s=getattr(runners[name], "compile_s", 0.0),
+            achieved_gb_s=middle["bandwidth_gb_s"],
+            bandwidth_fraction=middle["bandwidth_gb_s"] / bandwidth, compared=same))
+    result = dict(
+        device=str(device), machine=platform.machine(), threads=torch.get_num_threads(),
+        versions=dict(torch=torch.__version__, python=platform.python_version()),
+        command=" ".join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)]),
+        bandwidth_gb_s=bandwidth, model_bytes=total, peak_memory_bytes=peak_memory(device),
+        rows=rows)
+    print(json.dumps(result) if args.output == "json" else table(result))
+    wrong = [row["engine"] for row in rows if row["compared"] is False]
+    if wrong:
+        log(f"benchmark.py: error: tokens of {', '.join(wrong)} are more than {MARGIN[dtype]} in "
+            "logits away from the reference's")
+    return 1 if wrong else 0
+
+
+def table(result: dict) -> str:
+    """As Markdown; the ratio is to the last row, the peer if there is one."""
+    lines = ["| engine | dtype | test | batch | tok/s (min–max) | ratio | first token, ms | GB/s "
+             "| of bandwidth | compile, s | tokens agree |", "|---" * 11 + "|"]
+    for row in result["rows"]:
+        same = {True: "yes", False: "NO", None: "–"}[row["compared"]]
+        cells = (row["engine"], row["dtype"], row["test"], row["batch"],
+                 f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})",
+                 f"{row['tok_s'] / result['rows'][-1]['tok_s']:.2f}", f"{row['ttft_ms']:.0f}",
+                 f"{row['achieved_gb_s']:.1f}", f"{row['bandwidth_fraction']:.0%}",
+                 f"{row['compile_s']:.1f}", same)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + (
+        f"\n\n{result['rows'][0]['model']}, {result['model_bytes'] / 1e6:.0f} MB of weights; "
+        f"{result['device']}, {result['threads']} threads, reading memory at "
+        f"{result['bandwidth_gb_s']:.1f} GB/s in this run; torch {result['versions']['torch']}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main_errors(run))

@@ -1,0 +1,84 @@
+"""What shared design promises and no other test holds: imports, purity, the README's own claims."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import generate
+
+ROOT = Path(generate.__file__).parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import map as readme_map  # noqa: E402
+
+MODULES = {p.stem for p in ROOT.glob("*.py")}
+MAY_IMPORT = {
+    "model": set(), "sampling": set(), "tokenizer": set(), "tp": set(), "gptq": set(), "kernels": set(),
+    "checkpoint": {"model"}, "quantize": {"checkpoint", "kernels", "gptq", "tokenizer"},
+    "speculate": {"sampling", "tokenizer"}, "batch": {"sampling", "tokenizer"}, "chat": {"sampling", "tokenizer"},
+    "generate": MODULES - {"generate", "eval", "benchmark"}, "eval": MODULES, "benchmark": MODULES,
+}
+
+
+def imports(path):
+    """Names of the modules imported, and whether each is at the top of the file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((a.name.split(".")[0], node in tree.body) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0], node in tree.body
+
+
+def test_imports_point_downward():
+    for name in MODULES:
+        for module, top in imports(ROOT / f"{name}.py"):
+            if module in MODULES:
+                assert module in MAY_IMPORT[name], f"{name}.py imports {module}"
+                assert top, f"{name}.py imports {module} late"
+        assert "sys.path" not in (ROOT / f"{name}.py").read_text()
+
+
+def test_the_model_knows_only_the_math():
+    source = (ROOT / "model.py").read_text()
+    tree = ast.parse(source)
+    calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert not calls & {"print", "open"} and not attributes & {"item", "tolist", "compile"}
+    code = re.sub(r'""".*?"""|#.*', "", source, flags=re.S)
+    assert not re.search(r"llama|qwen|gemma|mistral|int8|int4|rank", code.replace("llama3", ""), re.I)
+    assert {m for m, _ in imports(ROOT / "model.py")} == {"math", "dataclasses", "torch"}
+
+
+def test_nothing_from_a_checkpoint_is_executed():
+    for path in ROOT.glob("*.py"):
+        source = path.read_text()
+        for call in re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source):
+            assert "weights_only=True" in call, f"{path.name}: {call}"
+        assert not re.search(r"\bpickle\.loads?\(|\beval\(|\bexec\(", source.replace(".eval()", ""))
+
+
+def test_one_place_for_defaults():
+    """Every flag is in the README, and every flag in the README exists."""
+    readme = (ROOT / "README.md").read_text()
+    flags = {o for a in generate.build_parser()._actions for o in a.option_strings if o.startswith("--")}
+    missing = flags - set(re.findall(r"--\w+", readme)) - {"--help"}
+    assert not missing, f"not in the README: {missing}"
+
+
+def test_readme_map_is_fresh():
+    readme = (ROOT / "README.md").read_text()
+    stated = readme.split(readme_map.BEGIN)[1].split(readme_map.END)[0]
+    assert stated == readme_map.table(), "run: python scripts/map.py --write"
+
+
+def test_readme_paths_exist():
+    readme = (ROOT / "README.md").read_text()
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", readme) + re.findall(r"(?:bash |\./)(scripts/\S+\.sh)", readme):
+        assert (ROOT / path).exists(), path
+
+
+def test_no_absolute_paths_of_one_machine():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        text = Path(path).read_text() if path.is_file() else ""
+        assert not re.search(r"/(work|root|home)/\w", text), path
