@@ -32,8 +32,7 @@ def chat(tokenizer, answer: Callable[[list[int]], str], limit: int,
         else:                                      # the template writes the special tokens itself
             ids = tokenizer.encode(tokenizer.render(messages), bos=False)
         if len(ids) > limit:
-            note(f"the conversation has {len(ids)} tokens, more than the {limit} that fit: forgotten, "
-                 "ask again" if len(messages) > 1 else f"too long: {len(ids)} tokens, {limit} fit")
+            note(f"{len(ids)} tokens do not fit into {limit}: starting a new conversation")
             messages = []
             continue
         messages.append(dict(role="assistant", content=answer(ids)))

@@ -496,7 +496,7 @@ def run(argv: list[str] | None) -> int:
         if args.interactive and getattr(args, flag):
             raise ValueError(f"--interactive does not go with --{flag}")
     if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
-        raise ValueError("--interactive answers one message at a time: no --batch_size, --num_samples")
+        raise ValueError("--interactive answers one message at a time: one row, one sample")
 
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random)
@@ -520,8 +520,8 @@ def run(argv: list[str] | None) -> int:
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
-        warm_up(model, prompt, min(1024, length - 1) - len(prompt_ids) if args.interactive else n_new,
-                how, steps)
+        ahead = min(1024, length) - len(prompt_ids) if args.interactive else n_new
+        warm_up(model, prompt, ahead, how, steps)
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
 
@@ -530,9 +530,9 @@ def run(argv: list[str] | None) -> int:
     shown = None if args.json or args.batch_size > 1 else "" if args.random else args.prompt
     if args.interactive:
         def answer(ids):
-            row, prompt = Row(tokenizer, ids, eos_ids, args.stop), torch.tensor([ids], device=device)
-            room = min(args.max_new_tokens, length - len(ids))
-            tokens = generate(model, prompt, room, how, generator, steps, use_cache)
+            row, room = Row(tokenizer, ids, eos_ids, args.stop), length - len(ids)
+            tokens = generate(model, torch.tensor([ids], device=device),
+                              min(args.max_new_tokens, room), how, generator, steps, use_cache)
             times, _ = follow(tokens, [row], "")
             log(describe(figures(times, len(ids), 1, read_bytes)))
             return row.text

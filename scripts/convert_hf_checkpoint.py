@@ -23,10 +23,12 @@ args = p.parse_args()
 try:
     path = checkpoints.find(args.checkpoint_dir)
     source = checkpoints.read(path)
-    output = args.output or (path if path.is_dir() else Path("checkpoints") / path.stem) / "model.pth"
+    directory = path if path.is_dir() else Path("checkpoints") / path.stem
+    output = args.output or directory / "model.pth"
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside = isinstance(source.tokenizer, Path) and source.tokenizer.resolve() == output.parent.resolve()
-    tokenizer = None if beside else tokenizers.load(source.tokenizer).state()
+    tokenizer = source.tokenizer                   # stays where it is, if that is beside the output
+    if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
+        tokenizer = tokenizers.load(tokenizer).state()
     dtype = args.dtype and getattr(torch, args.dtype)
     n = len(source.tensors)
 
@@ -34,7 +36,8 @@ try:
         if sys.stderr.isatty():
             print(f"\r{i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr, flush=True)
 
-    checkpoints.save(source, output, tokenizer, dtype, progress)
+    checkpoints.save(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
+                     progress)
     print(output)
 except (OSError, ValueError, ImportError) as e:
     print(f"convert_hf_checkpoint.py: error: {e}", file=sys.stderr)

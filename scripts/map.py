@@ -25,29 +25,31 @@ def code_lines(source: str) -> int:
         if token.type not in silent:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        owner = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if owner and ast.get_docstring(node):
             doc = node.body[0]
             lines -= set(range(doc.lineno, doc.end_lineno + 1))
     return len(lines)
 
 
 def table() -> str:
+    def order(path):
+        return (CORE.index(path.name) if path.name in CORE else len(CORE)), path.name
+
     rows, total = ["| file | code | what it owns |", "|---|---|---|"], 0
-    files = sorted(ROOT.glob("*.py"), key=lambda p: (p.name not in CORE, CORE.index(p.name) if p.name in CORE else 0,
-                                                     p.name))
-    for path in files:
-        source = path.read_text()
-        n, what = code_lines(source), ast.get_docstring(ast.parse(source)).splitlines()[0].rstrip(".")
-        total += n if path.name in CORE else 0
-        rows.append(f"| `{path.name}`{' (core)' if path.name in CORE else ''} | {n} | {what} |")
+    for path in sorted(ROOT.glob("*.py"), key=order):
+        source, core = path.read_text(), path.name in CORE
+        n, title = code_lines(source), ast.get_docstring(ast.parse(source)).splitlines()[0]
+        total += n * core
+        rows.append(f"| `{path.name}`{' (core)' * core} | {n} | {title.rstrip('.')} |")
     return "\n".join(rows) + f"\n\nThe core has {total} lines of code.\n"
 
 
 if __name__ == "__main__":
-    text = table()
     if "--write" in sys.argv:
-        readme = (ROOT / "README.md").read_text()
+        readme = ROOT / "README.md"
         pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-        (ROOT / "README.md").write_text(re.sub(pattern, lambda _: BEGIN + text + END, readme, flags=re.S))
+        text = re.sub(pattern, lambda _: BEGIN + table() + END, readme.read_text(), flags=re.S)
+        readme.write_text(text)
     else:
-        print(text)
+        print(table())

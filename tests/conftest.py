@@ -10,8 +10,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["HF_HUB_OFFLINE"] = "1"                         # the tests that mean the hub say so
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-import checkpoint as checkpoints  # noqa: E402
 import tiny  # noqa: E402
+
+import checkpoint as checkpoints  # noqa: E402
 
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"

@@ -2,8 +2,8 @@
 
 import base64
 import json
-
 import pydoc_data.topics
+
 import pytest
 import sentencepiece
 import torch
