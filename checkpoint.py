@@ -1,8 +1,8 @@
 """Everything that knows the outside formats: file -> ModelConfig + named tensors, and back.
 
-Reads Hugging Face directories (safetensors or .bin), our .pth, Meta's and llama2.c's .pth, and GGUF;
-knows what every model family leaves unsaid. No forward code, no tokenizing. Loading is a pipeline,
-read -> rename -> fuse -> assign, one tensor at a time:
+Reads Hugging Face directories (safetensors or .bin), our .pth, Meta's and llama2.c's .pth, and
+GGUF; knows what every family leaves unsaid. No forward code, no tokenizing. Loading is a pipeline,
+read -> rename -> fuse -> assign, a few megabytes at a time:
 
     checkpoint = read(find("org/name or path"))
     model = load(checkpoint, torch.bfloat16, "cpu")
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from model import ModelConfig, Rope, Transformer
 
-CHUNK = 1 << 22                                    # elements that one read may hold beside the model
+CHUNK = 1 << 22                                    # elements that a read may hold beside the model
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
                 "pytorch_model.bin", "model.pth", "consolidated.00.pth")
@@ -82,7 +82,8 @@ def _qwen_slides(c, i):
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(absent=dict(sliding_window=4096), slides=lambda c, i: True),
-    "qwen2": Family(fixed=dict(qkv_bias=True), absent=dict(sliding_window=4096), slides=_qwen_slides),
+    "qwen2": Family(fixed=dict(qkv_bias=True), absent=dict(sliding_window=4096),
+                    slides=_qwen_slides),
     "qwen3": Family(fixed=dict(qk_norm=True), absent=dict(head_dim=128, sliding_window=4096),
                     slides=_qwen_slides),
     "gemma3_text": Family(
@@ -90,18 +91,20 @@ FAMILIES = {
         absent=dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
                     max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
                     sliding_window=4096, query_pre_attn_scalar=256, tie_word_embeddings=True),
-        names={"post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
+        names={"post_attention_layernorm": "post_attn_norm",
+               "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffn_norm"},
         norm_offset=1.0,
         slides=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
 }
 
-# their name: ours. A parameter is "layers.{i}.{name}.weight" or, outside the layers, "{name}.weight".
+# their name: ours. A parameter is layers.{i}.{name}.weight or, outside the layers, {name}.weight.
 HF_NAMES = {
     "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk", "self_attn.v_proj": "attn.wv",
-    "self_attn.o_proj": "attn.wo", "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
+    "self_attn.o_proj": "attn.wo",
+    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
     "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
 }
 GGUF_NAMES = {
@@ -141,11 +144,14 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
     """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"RoPE scaling '{kind}' is not supported (supported: default, linear, llama3)")
-    original = c.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        raise ValueError(f"RoPE scaling '{kind}' is not supported "
+                         "(supported: default, linear, llama3)")
+    key = "original_max_position_embeddings"
+    original = c.get(key) or rope.get(key)
     divisors = rope.get("divisors")                # only from a GGUF
     return Rope(
-        theta=float(rope.get("rope_theta", theta)), kind=kind, factor=float(rope.get("factor") or 1),
+        theta=float(rope.get("rope_theta", theta)), kind=kind,
+        factor=float(rope.get("factor") or 1),
         low_freq_factor=float(rope.get("low_freq_factor", 1)),
         high_freq_factor=float(rope.get("high_freq_factor", 4)),
         original_context=int(original or c["max_position_embeddings"]),
@@ -166,7 +172,7 @@ def _ropes(c: dict) -> dict[str, Rope]:
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
-    """config.json, in the spelling of transformers 4 or 5, as math. ValueError names what is wrong."""
+    """config.json, in the spelling of transformers 4 or 5, as math. ValueError names a problem."""
     if "text_config" in c:                         # multimodal wrappers: the text part
         c = {"model_type": c.get("model_type", "").split("_")[0] + "_text", **c["text_config"]}
     kind = c.get("model_type")
@@ -175,7 +181,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
     family = FAMILIES[kind]
     if c.get("quantization_config"):
         method = c["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"weights already quantized with '{method}' are not supported: use the original")
+        raise ValueError(f"weights already quantized with '{method}' are not supported: "
+                         "use the original model")
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.absent, **c}
 
     def count(key, default=None):
@@ -189,15 +196,18 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
     activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if activation not in known:
-        raise ValueError(f"activation '{activation}' is not supported (supported: {', '.join(known)})")
+        raise ValueError(f"activation '{activation}' is not supported "
+                         f"(supported: {', '.join(known)})")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if c.get(key):
             raise ValueError(f"'{key}' is not supported")
 
-    n_layer, n_head, dim = (count(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    dim, n_layer, n_head = (
+        count(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     n_kv_head, context = count("num_key_value_heads", n_head), count("max_position_embeddings")
     if n_head % n_kv_head:
-        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads evenly")
+        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
+                         "evenly")
     types = c.get("layer_types") or [
         "sliding_attention" if family.slides(c, i) else "full_attention" for i in range(n_layer)]
     window = tuple(c.get("sliding_window") if t == "sliding_attention" else None for t in types)
@@ -228,7 +238,8 @@ def config_from_dict(d: dict) -> ModelConfig:
     unknown = set(d) - {f.name for f in dataclasses.fields(ModelConfig)}
     if unknown:
         raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
-    rope = tuple(Rope(**{**r, "divisors": r["divisors"] and tuple(r["divisors"])}) for r in d["rope"])
+    rope = tuple(Rope(**{**r, "divisors": r["divisors"] and tuple(r["divisors"])})
+                 for r in d["rope"])
     return ModelConfig(**{**d, "rope": rope, "window": tuple(d["window"])})
 
 
@@ -295,7 +306,8 @@ def _weights(directory: Path, name: str) -> list[Lazy]:
         path = directory / shard
         if not path.exists():
             raise FileNotFoundError(f"{path}: listed in {name} but not there: download it again")
-        lazies += _from_safetensors(path) if shard.endswith(".safetensors") else _from_torch(read_torch(path))
+        lazies += (_from_safetensors(path) if shard.endswith(".safetensors")
+                   else _from_torch(read_torch(path)))
     return lazies
 
 
@@ -304,7 +316,8 @@ def _named(lazies: list[Lazy], table: dict[str, str]) -> dict[str, Lazy]:
     lazies = [t for t in lazies if not NOT_WEIGHTS.search(t.name)]
     unknown = [t.name for t in lazies if rename(t.name, table) is None]
     if unknown:
-        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: {_some(unknown)}")
+        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
+                         f"{_some(unknown)}")
     return {rename(t.name, table): t for t in lazies}
 
 
@@ -313,7 +326,7 @@ def _some(names: list[str]) -> str:
 
 
 def _half_split(t: Lazy, head_dim: int) -> Lazy:
-    """Undo interleaved RoPE order, row pairs (2i, 2i + 1) -> (i, i + H/2), as Meta and llama.cpp have it."""
+    """Undo Meta's and llama.cpp's interleaved RoPE: row pairs (2i, 2i + 1) -> (i, i + H/2)."""
     def rows(a, b):
         whole = t.rows(0, t.shape[0])
         return whole.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(t.shape)[a:b]
@@ -321,7 +334,9 @@ def _half_split(t: Lazy, head_dim: int) -> Lazy:
 
 
 def _offset(t: Lazy, offset: float) -> Lazy:
-    return dataclasses.replace(t, dtype=torch.float32, rows=lambda a, b: t.rows(a, b).float() + offset)
+    def rows(a, b):
+        return t.rows(a, b).float() + offset
+    return dataclasses.replace(t, dtype=torch.float32, rows=rows)
 
 
 def _ids(value) -> list[int]:
@@ -355,8 +370,9 @@ def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]
             generation = read_json(path)
         except ValueError as e:                    # some on the Hub are broken; they are optional
             print(f"note: ignored: {e}", file=sys.stderr)
-    text = config.get("text_config", config)
-    ids = _ids(generation.get("eos_token_id")) + _ids(text.get("eos_token_id")) + _ids(config.get("eos_token_id"))
+    ids = []
+    for c in (generation, config.get("text_config", {}), config):
+        ids += _ids(c.get("eos_token_id"))
     keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     sampled = generation.get("do_sample", False)
     defaults = {k: generation[k] for k in keys if sampled and generation.get(k) is not None}
@@ -366,20 +382,22 @@ def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]
 def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path) -> Checkpoint:
     """Meta's own format, and llama2.c's: params.json or model_args, interleaved RoPE."""
     tensors = _named(lazies, META_NAMES)
-    embed, head, gate = (tensors.get(n) for n in ("embed.weight", "head.weight", "layers.0.ffn.gate.weight"))
+    embed, gate = tensors.get("embed.weight"), tensors.get("layers.0.ffn.gate.weight")
     if embed is None or gate is None:
         raise ValueError(f"{path}: no tok_embeddings.weight or feed_forward.w1.weight")
     scaled, theta = params.get("use_scaled_rope", False), params.get("rope_theta", 10000.0)
-    context = params.get("max_seq_len") or (131072 if scaled else {5e5: 8192, 1e6: 16384}.get(theta, 4096))
+    context = params.get("max_seq_len") or (       # not there: Llama 3.1, Llama 3, CodeLlama, 2
+        131072 if scaled else {5e5: 8192, 1e6: 16384}.get(theta, 4096))
     rope = dict(rope_type="llama3", factor=params.get("rope_scaling_factor", 8), low_freq_factor=1,
                 high_freq_factor=4, original_max_position_embeddings=8192)
     try:
         cfg, _ = config_from_hf(dict(
             model_type="llama", hidden_size=params["dim"], num_hidden_layers=params["n_layers"],
             num_attention_heads=params["n_heads"], num_key_value_heads=params.get("n_kv_heads"),
-            intermediate_size=gate.shape[0], vocab_size=embed.shape[0], max_position_embeddings=context,
-            rms_norm_eps=params.get("norm_eps", 1e-5), rope_theta=theta,
-            rope_scaling=rope if scaled else None, tie_word_embeddings=head is None))
+            intermediate_size=gate.shape[0], vocab_size=embed.shape[0],
+            max_position_embeddings=context, rms_norm_eps=params.get("norm_eps", 1e-5),
+            rope_theta=theta, rope_scaling=rope if scaled else None,
+            tie_word_embeddings="head.weight" not in tensors))
     except KeyError as e:
         raise ValueError(f"{path}: no {e} among the model's parameters") from None
     for name, t in tensors.items():
@@ -401,11 +419,12 @@ def merge_shards(shards: list[list[Lazy]]) -> list[Lazy]:
 
 
 def read_pth(path: Path) -> Checkpoint:
-    """One .pth or .pt: ours, Meta's (params.json beside it), llama2.c's, or bare with config.json."""
+    """One .pth or .pt: ours, Meta's (params.json beside), llama2.c's, or bare with config.json."""
     content, directory = read_torch(path), path.parent
     if content.get("format") == "gpt-faster":
-        return Checkpoint(path, config_from_dict(content["config"]), _named(_from_torch(content["model"]), OUR_NAMES),
-                          content["eos_ids"], content["defaults"], content["tokenizer"] or directory)
+        tensors = _named(_from_torch(content["model"]), OUR_NAMES)
+        return Checkpoint(path, config_from_dict(content["config"]), tensors, content["eos_ids"],
+                          content["defaults"], content["tokenizer"] or directory)
     if "model_args" in content and "model" in content:
         weights = {k.removeprefix("_orig_mod."): v for k, v in content["model"].items()}
         head, embed = weights.get("output.weight"), weights.get("tok_embeddings.weight")
@@ -413,17 +432,19 @@ def read_pth(path: Path) -> Checkpoint:
             del weights["output.weight"]           # llama2.c ties them
         return read_meta(directory, _from_torch(weights), content["model_args"], path)
     if (directory / "params.json").exists():
-        more = sorted(directory.glob("consolidated.*.pth")) if path.name.startswith("consolidated.") else [path]
-        shards = [_from_torch(read_torch(p)) for p in more]
-        return read_meta(directory, merge_shards(shards), read_json(directory / "params.json"), path)
+        sharded = path.name.startswith("consolidated.")
+        paths = sorted(directory.glob("consolidated.*.pth")) if sharded else [path]
+        whole = merge_shards([_from_torch(read_torch(p)) for p in paths])
+        return read_meta(directory, whole, read_json(directory / "params.json"), path)
     if (directory / "config.json").exists():
         return read_hf(directory, path.name)
-    raise ValueError(f"{path}: it holds no config, and there is no config.json or params.json beside it")
+    raise ValueError(f"{path}: it holds no config, and neither config.json nor params.json is "
+                     "beside it")
 
 
 # ---- GGUF (github.com/ggml-org/ggml, docs/gguf.md) ----------------------------------------------
 
-GGUF_KEYS = {                                      # config.json: metadata key, after the architecture
+GGUF_KEYS = {                                      # config.json: the metadata key after "llama."
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
@@ -514,7 +535,8 @@ def _gguf_tensors(path: Path) -> tuple[dict, list[Lazy]]:
         row_bytes = math.prod(shape[1:] or (1,)) * n_bytes // n_block
         begin, end = start + offset, start + offset + shape[0] * row_bytes
         if end > len(data):
-            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, the file at {len(data):,}")
+            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, the file "
+                             f"at {len(data):,}")
 
         def rows(a, b, begin=begin, row_bytes=row_bytes, kind=kind, shape=shape):
             block = np.frombuffer(data, np.uint8, (b - a) * row_bytes, begin + a * row_bytes)
@@ -548,20 +570,23 @@ def read_gguf(path: Path) -> Checkpoint:
     if metadata.get(f"{arch}.expert_count"):
         raise ValueError(f"{path}: mixture-of-experts GGUF files are not supported")
     named = {t.name: t for t in lazies}
-    config = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items() if f"{arch}.{key}" in metadata}
+    config = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
+              if f"{arch}.{key}" in metadata}
     if "token_embd.weight" not in named:
         raise ValueError(f"{path}: no token_embd.weight")
     rope = {}
-    if metadata.get(f"{arch}.rope.scaling.type", "none") != "none":
-        rope = dict(rope_type=metadata[f"{arch}.rope.scaling.type"], factor=metadata[f"{arch}.rope.scaling.factor"])
+    scaling = f"{arch}.rope.scaling."
+    if metadata.get(scaling + "type", "none") != "none":
+        rope = dict(rope_type=metadata[scaling + "type"], factor=metadata.get(scaling + "factor"))
     if "rope_freqs.weight" in named:               # Llama 3.1's scaling, worked out per frequency
         t = named["rope_freqs.weight"]
         rope["divisors"] = t.rows(0, t.shape[0]).tolist()
     if arch == "gemma3":                           # as llama.cpp: only the 27B scales otherwise
-        n_head = config.get("num_attention_heads", 1)
-        config["query_pre_attn_scalar"] = (config["hidden_size"] // n_head if config["num_hidden_layers"] == 62
-                                           else config.get("head_dim", 256))
-        config["sliding_window_pattern"] = metadata.get("gemma3.attention.sliding_window_pattern", 6)
+        scalar = config.get("head_dim", 256)
+        if config.get("num_hidden_layers") == 62:
+            scalar = config["hidden_size"] // config["num_attention_heads"]
+        pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
+        config.update(query_pre_attn_scalar=scalar, sliding_window_pattern=pattern)
         config["hidden_activation"] = "gelu_pytorch_tanh"
     config["attention_bias"] = arch == "llama" and "blk.0.attn_q.bias" in named
     family = "mistral" if arch == "llama" and config.get("sliding_window") else GGUF_FAMILIES[arch]
@@ -584,7 +609,7 @@ def read_gguf(path: Path) -> Checkpoint:
 
 # ---- Finding a checkpoint -----------------------------------------------------------------------
 
-BESIDE = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # what a model needs but weights
+BESIDE = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
 
 
 def download(repo_id: str, local_dir: Path | None = None, token: str | None = None) -> Path:
@@ -608,7 +633,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         return Path(snapshot_download(
             repo_id, local_dir=local_dir, token=token, allow_patterns=[weights(), *BESIDE],
             ignore_patterns=["original/*", "onnx/*", "*/*.safetensors"]))
-    except errors.GatedRepoError:                          # before its parent, RepositoryNotFoundError
+    except errors.GatedRepoError:                          # before RepositoryNotFound, its parent
         problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
                    "`hf auth login` or set HF_TOKEN")
     except errors.RepositoryNotFoundError:
@@ -618,9 +643,11 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         problem = f"'{repo_id}' is not a hub name: expected org/name"
     except errors.HfHubHTTPError as e:
         refused = e.response is not None and e.response.status_code in (401, 403)
-        problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again or unset HF_TOKEN"
-                   if refused else f"the hub failed on {repo_id}, try again later: {_line(e)}")
-    except Exception as e:                                 # the hub's HTTP library has its own kinds
+        problem = f"the hub failed on {repo_id}, try again later: {_line(e)}"
+        if refused:
+            problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
+                       "or unset HF_TOKEN")
+    except Exception as e:                                 # its HTTP library has kinds of its own
         if getattr(e, "errno", None) == errno.ENOSPC:
             raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
                           "HF_HOME to another disk; running it again resumes") from None
@@ -634,16 +661,18 @@ def _line(e: Exception) -> str:
 
 
 def find(name: str) -> Path:
-    """A path, which wins, or a hub name org/name, downloaded. FileNotFoundError names both readings."""
+    """A path, which wins, or a hub name, downloaded. FileNotFoundError names both readings."""
     path = Path(name).expanduser()
     if path.exists():
         return path
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
-        raise FileNotFoundError(f"{name}: no such file or directory (nor is it a hub name, org/name)")
+        raise FileNotFoundError(f"{name}: no such file or directory "
+                                "(nor is it a hub name, org/name)")
     try:
         return download(name)
     except (ValueError, OSError) as e:
-        raise FileNotFoundError(f"{name}: no such file or directory; read as a hub name: {e}") from None
+        raise FileNotFoundError(f"{name}: no such file or directory; "
+                                f"read as a hub name: {e}") from None
 
 
 def read(path: Path) -> Checkpoint:
@@ -666,7 +695,8 @@ def read(path: Path) -> Checkpoint:
         checkpoint = read_gguf(path)
     elif path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json"):
         if not (path.parent / "config.json").exists():
-            raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, and {path.name} needs it")
+            raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, "
+                                    f"and {path.name} needs it")
         checkpoint = read_hf(path.parent, path.name)
     elif path.suffix in (".pth", ".pt"):
         checkpoint = read_pth(path)
@@ -685,7 +715,7 @@ def parts(name: str) -> list[str]:
 
 
 def check(checkpoint: Checkpoint) -> None:
-    """ValueError names tensors that are missing, left over, or of a shape the config contradicts."""
+    """ValueError names tensors that are missing, left over, or not of the config's shape."""
     cfg, tensors = checkpoint.cfg, checkpoint.tensors
     if cfg.tied:
         tensors.pop("head.weight", None)           # some files hold the embedding twice
@@ -695,11 +725,13 @@ def check(checkpoint: Checkpoint) -> None:
         raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {_some(missing)}")
     extra = [tensors[n].name for n in tensors if n not in shapes]
     if extra:
-        raise ValueError(f"{checkpoint.path}: {len(extra)} tensors that its config has no place for: {_some(extra)}")
+        raise ValueError(f"{checkpoint.path}: {len(extra)} tensors that its config has no place "
+                         f"for: {_some(extra)}")
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
-            raise ValueError(f"{checkpoint.path}: {tensors[name].name} is {list(tensors[name].shape)}, "
-                             f"but the config asks for {list(shape)}")
+            found = tensors[name]
+            raise ValueError(f"{checkpoint.path}: {found.name} is {list(found.shape)}, but the "
+                             f"config asks for {list(shape)}")
 
 
 def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -714,7 +746,7 @@ def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
-    """Read every weight into a model on `device`; the norms stay fp32. Peak: the model plus one chunk."""
+    """Read every weight into a model on `device`; norms stay fp32. Peak: the model plus a chunk."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -731,7 +763,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
                     for a, b, rows in part.chunks():
                         weight[top + a:top + b].copy_(rows)
                 except (SafetensorError, RuntimeError, ValueError) as e:
-                    raise ValueError(f"{checkpoint.path}: {part.name} cannot be read: {e}") from None
+                    raise ValueError(f"{checkpoint.path}: {part.name} cannot be read: "
+                                     f"{_line(e)}") from None
                 top += part.shape[0]
         elif weight.dim() > 1:
             weight.normal_(0, 0.02)
@@ -744,7 +777,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
     return model.to(device).eval()                 # the parameters are there already: the rest
 
 
-def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None, dtype: torch.dtype | None = None,
+def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
+         dtype: torch.dtype | None = None,
          progress: Callable[[int], None] = lambda i: None) -> None:
     """Write our .pth, tensor by tensor, whole or not at all.
 
@@ -778,8 +812,9 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None, dtype: torc
 # ---- Known shapes with random weights -----------------------------------------------------------
 
 def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more):
-    return ModelConfig(dim, n_layer, n_head, n_kv_head, more.pop("head_dim", dim // n_head), ffn_dim,
-                       vocab_size, context, **more)
+    head_dim = more.pop("head_dim", dim // n_head)
+    return ModelConfig(dim, n_layer, n_head, n_kv_head, head_dim, ffn_dim, vocab_size, context,
+                       **more)
 
 
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
@@ -799,8 +834,8 @@ SHAPES = {
     "Llama-3.1-70B": lambda: _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_LLAMA3),
     "Llama-3.1-405B": lambda: _llama(16384, 126, 128, 8, 53248, 128256, 131072, **_LLAMA3),
     "Mistral-7B": lambda: _llama(4096, 32, 32, 8, 14336, 32768, 32768, rope=(Rope(1e6),)),
-    "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True, norm_eps=1e-6,
-                                 rope=(Rope(1e6),)),
+    "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True,
+                                 norm_eps=1e-6, rope=(Rope(1e6),)),
     "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True,
                                norm_eps=1e-6, rope=(Rope(1e6),)),
     "gemma-3-270m": lambda: config_from_hf(dict(

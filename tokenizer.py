@@ -9,6 +9,7 @@ about the beginning-of-sequence token. It does not know the model.
 """
 
 import base64
+import datetime
 import json
 import re
 import struct
@@ -27,7 +28,7 @@ GGUF_SPLITS = {
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,),
 }
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6    # tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
 class Tokenizer:
@@ -35,12 +36,14 @@ class Tokenizer:
 
     backend: "json" (data: the text of a tokenizer.json) or "sentencepiece" (data: model bytes).
     control: id -> text of the tokens that are no text (SentencePiece alone does not find them).
+    names: bos_token, eos_token, … -> text, for the chat template.
     """
 
     def __init__(self, backend: str, data, bos_id: int | None, add_bos: bool | None,
-                 chat_template: str | None = None, control: dict[int, str] | None = None):
+                 chat_template: str | None = None, control: dict[int, str] | None = None,
+                 names: dict[str, str] | None = None):
         self.backend, self.data, self.bos_id = backend, data, bos_id
-        self.chat_template, self.control = chat_template, control or {}
+        self.chat_template, self.control, self.names = chat_template, control or {}, names or {}
         if backend == "json":
             from tokenizers import Tokenizer as Fast
             try:
@@ -63,14 +66,15 @@ class Tokenizer:
             self.add_bos = True if add_bos is None else add_bos
             self.n_vocab = self.sp.get_piece_size()
             if not self.control:
-                self.control = {i: self.sp.id_to_piece(i) for i in range(self.n_vocab) if self.sp.is_control(i)}
+                self.control = {i: self.sp.id_to_piece(i) for i in range(self.n_vocab)
+                                if self.sp.is_control(i)}
             names = sorted(self.control.values(), key=len, reverse=True)
             self.specials = {text: i for i, text in self.control.items()}
             self.cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self.add_bos = self.add_bos and self.bos_id is not None
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
-        """bos: None means as the model's config says; special=False reads "<s>" as three characters."""
+        """bos: None is as the model's config says; special=False reads "<s>" as plain text."""
         if self.backend == "json":
             self.fast.encode_special_tokens = not special
             ids = self.fast.encode(text, add_special_tokens=False).ids
@@ -88,11 +92,33 @@ class Tokenizer:
             return self.fast.decode(ids, skip_special_tokens=True)
         return self.sp.decode([i for i in ids if i < self.n_vocab and i not in self.control])
 
+    def render(self, messages: list[dict], **more) -> str:
+        """The chat template's text for messages [{role, content}], ready for the next answer.
+
+        In jinja2's sandbox, with what transformers gives a template. ValueError where it refuses.
+        """
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message):
+            raise ValueError(f"the chat template refuses: {message}")
+
+        world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                              extensions=["jinja2.ext.loopcontrols"])
+        world.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+        world.globals.update(raise_exception=raise_exception,
+                             strftime_now=lambda f: datetime.datetime.now().strftime(f))
+        try:
+            return world.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=True, **self.names, **more)
+        except jinja2.TemplateError as e:
+            raise ValueError(f"the chat template does not render: {e}") from None
+
     def state(self) -> dict:
         """For a .pth whose source has no tokenizer files; load() takes it back."""
         data = self.data if self.backend == "json" else base64.b64encode(self.data).decode()
         return dict(backend=self.backend, data=data, bos_id=self.bos_id, add_bos=self.add_bos,
-                    chat_template=self.chat_template, control=self.control)
+                    chat_template=self.chat_template, control=self.control, names=self.names)
 
 
 class Stream:
@@ -138,22 +164,24 @@ def load(source: Path | str | dict) -> Tokenizer:
 def from_directory(directory: Path) -> Tokenizer:
     """tokenizer.json, else tokenizer.model: SentencePiece, or Llama 3's list of base64 tokens."""
     config = _json(directory / "tokenizer_config.json")
-    bos = config.get("bos_token")
-    bos = bos.get("content") if isinstance(bos, dict) else bos             # an AddedToken, spelled out
-    more = dict(add_bos=config.get("add_bos_token"), chat_template=_chat_template(directory, config))
+    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()
+             if k.endswith("_token") and isinstance(v, (str, dict))}       # or an AddedToken
+    more = dict(add_bos=config.get("add_bos_token"), names=names,
+                chat_template=_chat_template(directory, config))
     if (directory / "tokenizer.json").exists():
         try:
             data = (directory / "tokenizer.json").read_text(encoding="utf-8")
             tokenizer = Tokenizer("json", data, None, **more)
         except ValueError as e:
             raise ValueError(f"{directory / 'tokenizer.json'}: {e}") from None
-        if bos is not None:
-            tokenizer.bos_id = tokenizer.fast.token_to_id(bos)
+        if "bos_token" in names:
+            tokenizer.bos_id = tokenizer.fast.token_to_id(names["bos_token"])
             tokenizer.add_bos = tokenizer.add_bos and tokenizer.bos_id is not None
         return tokenizer
     path = directory / "tokenizer.model"
     if not path.exists():
-        raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or tokenizer.model")
+        raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or "
+                                "tokenizer.model")
     data = path.read_bytes()
     try:
         if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data):
@@ -185,14 +213,15 @@ def _chat_template(directory: Path, config: dict) -> str | None:
 # ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------
 
 def byte_letters() -> dict[int, str]:
-    """Byte -> the printable character that stands for it in byte-level vocabularies (from GPT-2)."""
+    """Byte -> the printable character that stands for it in byte-level vocabularies (GPT-2's)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
 
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tuple[str, ...],
-               special: list[str], added: list[str] = (), whole_words: bool = False, nfc: bool = False):
+               special: list[str], added: list[str] = (), whole_words: bool = False,
+               nfc: bool = False):
     """A tokenizers.Tokenizer. whole_words: a piece that is a token needs no merges (Llama 3)."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
@@ -210,7 +239,8 @@ def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tup
 def tiktoken_to_json(data: bytes) -> str:
     """Llama 3's tokenizer.model, lines of "base64 rank": merges follow from the ranks."""
     letters = byte_letters()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+    lines = map(bytes.split, data.splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     vocab = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
     merges = []
     for token, rank in vocab.items():
@@ -218,13 +248,15 @@ def tiktoken_to_json(data: bytes) -> str:
         merges += [(rank, vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
     merges = [(a, b) for *_, a, b in sorted(merges)]
     n = len(vocab)
-    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
-             "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",
-             "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
-    names += [f"<|reserved_special_token_{i}|>" for i in range(3, 256 - len(names) + 3)]
+    reserved = "<|reserved_special_token_{}|>".format
+    names = ["<|begin_of_text|>", "<|end_of_text|>", reserved(0), reserved(1),
+             "<|finetune_right_pad_id|>", reserved(2), "<|start_header_id|>", "<|end_header_id|>",
+             "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
+    names += [reserved(i) for i in range(3, 256 - len(names) + 3)]
     fast = byte_level(vocab, merges, (LLAMA3,), names, whole_words=True)
     from tokenizers.processors import TemplateProcessing
-    fast.post_processor = TemplateProcessing(single=f"{names[0]} $A", special_tokens=[(names[0], n)])
+    fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
+                                             special_tokens=[(names[0], n)])
     return fast.to_str()
 
 
@@ -240,20 +272,26 @@ def from_gguf(metadata: dict) -> Tokenizer:
         raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama)")
     types = get("token_type") or [NORMAL] * len(tokens)
     control = {i: t for i, t in enumerate(tokens) if types[i] == CONTROL}
-    bos_id, template = get("bos_token_id"), metadata.get("tokenizer.chat_template")
+    bos_id, ids = get("bos_token_id"), {k: get(k + "_token_id") for k in ("bos", "eos", "padding")}
+    more = dict(chat_template=metadata.get("tokenizer.chat_template"),
+                names={f"{k.replace('padding', 'pad')}_token": tokens[i] for k, i in ids.items()
+                       if i is not None and i < len(tokens)})
     if kind == "llama":
         data = sentencepiece_model(tokens, get("scores") or [0.0] * len(tokens), types,
                                    bool(get("add_space_prefix", True)), get("unknown_token_id", 0))
-        return Tokenizer("sentencepiece", data, bos_id, get("add_bos_token", True), template, control)
+        return Tokenizer("sentencepiece", data, bos_id, get("add_bos_token", True),
+                         control=control, **more)
     pre = get("pre", "default")
     if pre not in GGUF_SPLITS:
-        raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported (supported: {', '.join(GGUF_SPLITS)})")
+        raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
+                         f"(supported: {', '.join(GGUF_SPLITS)})")
     llama3 = GGUF_SPLITS[pre] == (LLAMA3,)
     merges = [tuple(m.split(" ")) for m in get("merges", [])]
-    fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre], list(control.values()),
-                      [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED],
-                      whole_words=llama3, nfc=GGUF_SPLITS[pre] == (QWEN2,))
-    return Tokenizer("json", fast.to_str(), bos_id, get("add_bos_token", llama3), template)
+    added = [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED]
+    fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
+                      list(control.values()), added, whole_words=llama3,
+                      nfc=GGUF_SPLITS[pre] == (QWEN2,))
+    return Tokenizer("json", fast.to_str(), bos_id, get("add_bos_token", llama3), **more)
 
 
 def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) -> bytes:
@@ -284,7 +322,8 @@ def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) 
         out.append(bytes_(1, piece))
     bpe, byte_fallback = 2, any(kind == BYTE for kind in types)
     out.append(bytes_(2, number(3, bpe) + number(35, byte_fallback) + number(40, unk_id)))
-    out.append(bytes_(3, bytes_(1, b"identity") + number(3, space_prefix) + number(4, 0) + number(5, 1)))
+    out.append(bytes_(3, bytes_(1, b"identity")            # no normalization; spaces are kept
+                      + number(3, space_prefix) + number(4, 0) + number(5, 1)))
     return b"".join(out)
 
 
@@ -292,7 +331,8 @@ class Numbers:
     """Stands in where a model has no tokenizer: ids are shown as they are."""
 
     def encode(self, text: str) -> list[int]:
-        raise ValueError("this model has no tokenizer: give --prompt an integer, the number of random tokens")
+        raise ValueError("this model has no tokenizer: give --prompt an integer, that many random "
+                         "tokens")
 
     def decode(self, ids: list[int]) -> str:
         return "".join(f" {i}" for i in ids)
