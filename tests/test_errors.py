@@ -239,6 +239,8 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--random", "Llama-9"], "no such shape (known: stories15M"),
     (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
     (["--frobnicate"], "unrecognized arguments"),
+    (["--interactive", "--json"], "--interactive does not go with --json"),
+    (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
 ], ids=" ".join)
 def test_arguments(capsys, llama, argv, message):
     assert message in refused(capsys, *(["-m", llama] if "--random" not in argv else []), *argv)

@@ -3,13 +3,14 @@
 import base64
 import json
 import pydoc_data.topics
+import re
 
 import pytest
 import sentencepiece
 import torch
 from conftest import GEMMA, SMOLLM2
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
@@ -80,7 +81,6 @@ def test_gguf_equals_transformers(path, request):
     # transformers does not know SmolLM2's rule that every digit stands alone, which shows where
     # several spaces come before one, and cuts Gemma's runs of more than 31 spaces elsewhere.
     rule = r"\s\s\d" if path == SMOLLM2 else " " * 32
-    import re
     assert [t for t in different if not re.search(rule, t)] == []
     assert len(different) < 8
 
@@ -119,11 +119,11 @@ def test_splits_equal_transformers():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     for pre, splits in tokenizers.GGUF_SPLITS.items():
         if pre in GGUF_PRE_TOKENIZER_SPLITS and pre != "qwen2":    # theirs allows combining marks too
-            theirs = pre_tokenizers.Split(__import__("tokenizers").Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
+            theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
             for text in TEXTS + PROSE:
                 pieces = [(text, (0, len(text)))]
                 for split in splits:
-                    cut = pre_tokenizers.Split(__import__("tokenizers").Regex(split), "isolated")
+                    cut = pre_tokenizers.Split(Regex(split), "isolated")
                     pieces = [(p, None) for piece, _ in pieces for p, _ in cut.pre_tokenize_str(piece)]
                 assert [p for p, _ in pieces] == [p for p, _ in theirs.pre_tokenize_str(text)]
 
@@ -190,10 +190,10 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_state_works_alone(smollm2, gemma):
+def test_state_works_alone(smollm2, gemma, tmp_path):
     for tokenizer in (smollm2, gemma):
-        buffer = torch.save(tokenizer.state(), path := "/tmp/gpt-faster-tokenizer.pt") or path
-        again = tokenizers.load(torch.load(buffer, weights_only=True))
+        torch.save(tokenizer.state(), tmp_path / "state.pt")
+        again = tokenizers.load(torch.load(tmp_path / "state.pt", weights_only=True))
         for text in TEXTS:
             assert again.encode(text) == tokenizer.encode(text)
 
@@ -239,3 +239,25 @@ def test_stream_of_random_ids_loses_nothing(smollm2, gemma):
             ids = torch.randint(0, tokenizer.n_vocab, (40,), generator=g).tolist()
             stream = tokenizers.Stream(tokenizer, [])
             assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
+
+
+# ---- Chat template -------------------------------------------------------------------------------
+
+def test_chat_template_equals_transformers(smollm2):
+    from transformers import AutoTokenizer
+    theirs = AutoTokenizer.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
+    messages = [dict(role="system", content="Be brief."), dict(role="user", content="Hi {{ x }} 🙂"),
+                dict(role="assistant", content="Yo"), dict(role="user", content="<b>é</b>\n")]
+    for n in (2, 4):
+        expected = theirs.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True)
+        assert smollm2.render(messages[:n]) == expected
+
+
+def test_chat_template_is_sandboxed_and_may_refuse(smollm2):
+    template = "{{ raise_exception('no system') }}"
+    tokenizer = tokenizers.load({**smollm2.state(), "chat_template": template})
+    with pytest.raises(ValueError, match="the chat template refuses: no system"):
+        tokenizer.render([])
+    for evil in ("{{ messages.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}", "{% for"):
+        with pytest.raises(ValueError, match="the chat template does not render"):
+            tokenizers.load({**smollm2.state(), "chat_template": evil}).render([])
