@@ -21,9 +21,13 @@ from typing import NamedTuple
 
 try:
     import torch
-except ModuleNotFoundError:
-    sys.exit("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh` once, "
-             "then `source .venv/bin/activate`")
+except ModuleNotFoundError:                                # not the Python that quickstart made
+    python = Path(__file__).parent / ".venv/bin/python"
+    if __name__ == "__main__" and python.exists() and sys.prefix != str(python.parent.parent):
+        os.execv(python, [python, *sys.argv])
+    print("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh`, "
+          "which makes .venv", file=sys.stderr)
+    sys.exit(2)
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -184,7 +188,8 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
 def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling,
             steps: Steps) -> None:
     """Compile all that a generation of this size will run: its prefill and each live length."""
-    *_, token = generate(model, prompt, min(2, max_new_tokens), how, steps=steps)
+    if steps.pad:                                          # the prefill is compiled too
+        next(generate(model, prompt, 1, how, steps=steps))
     (B, T), n_vocab, device = prompt.shape, model.cfg.vocab_size, prompt.device
     seen = None
     if how.repetition_penalty != 1:
@@ -192,7 +197,8 @@ def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampli
     lengths = {bucket(n, model.max_seq_length) for n in range(T + 1, T + max_new_tokens)}
     for n_key in sorted(lengths) * 3:                      # CUDA graphs: warm up, record, replay
         noise = exponential((B, n_candidates(how, n_vocab)), device)
-        steps.decode(model, token, torch.tensor([T], device=device), n_key, noise, how, seen)
+        pos = torch.tensor([T], device=device)
+        steps.decode(model, prompt[:, -1:], pos, n_key, noise, how, seen)
 
 
 def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int]]:

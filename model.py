@@ -226,6 +226,7 @@ class Transformer(nn.Module):
         self.register_buffer("freq", freq, persistent=False)   # [R, H / 2], fp32, never on meta
         self.max_batch_size = self.max_seq_length = 0          # of the cache
 
+    @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int) -> None:
         """Allocate the KV cache for `length` positions; length 0 removes it."""
         cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length

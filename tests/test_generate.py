@@ -83,6 +83,22 @@ def test_repetition_penalty_equals_transformers(families, ours):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("how", [Sampling(0), Sampling(0.8, 20), Sampling(1.0, 0, 0.9),
+                                 Sampling(0.8, 20, 0.9, 0.05, 1.3)], ids=str)
+def test_the_whole_step_traces_and_draws_the_same(ours, how):
+    """What a GPU captures as one graph: model, penalty and sampling, without a break."""
+    torch._dynamo.reset()
+    model, prompt = ours("gemma3_text"), torch.randint(0, 160, (2, 6))
+    step = torch.compile(generate.decode_one_token, backend="aot_eager", fullgraph=True, dynamic=False)
+    first = torch.compile(generate.prefill, backend="aot_eager", fullgraph=True, dynamic=False)
+    drawn = []
+    for steps in (generate.Steps(), generate.Steps(first, generate.on_gpu(step), pad=True)):
+        model.setup_cache(2, 64)
+        g = torch.Generator().manual_seed(3)
+        drawn.append([t.tolist() for t in generate.generate(model, prompt, 12, how, g, steps)])
+    assert drawn[0] == drawn[1]
+
+
 def test_seed_repeats_and_compiled_prefill_draws_the_same(smollm2):
     model, _, tokenizer = smollm2
     prompt, how = torch.tensor([tokenizer.encode("Once upon a time")]), Sampling(1.0, 50)
@@ -254,11 +270,20 @@ def test_closed_pipe():
 
 
 def test_python_without_torch(tmp_path):
-    """On a fresh machine: the first command says what to run."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command("--prompt", "Hi"), capture_output=True, text=True, env=environment)
-    assert done.returncode != 0 and "bash scripts/quickstart.sh" in done.stderr and "Traceback" not in done.stderr
+    """On a fresh machine the first command says what to run; after quickstart it finds .venv."""
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no/torch.py").write_text("raise ModuleNotFoundError('torch')")
+    (tmp_path / "generate.py").write_bytes((ROOT / "generate.py").read_bytes())
+    argv = [sys.executable, str(tmp_path / "generate.py"), "--prompt", "Hi"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "no")}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "bash scripts/quickstart.sh" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho this one: $@")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith("this one: ") and done.stdout.endswith("generate.py --prompt Hi\n")
 
 
 def test_convert_script(tmp_path):
