@@ -86,3 +86,19 @@ def test_low_precision_is_near(families, dtype):
     assert got.dtype == torch.float32 and low.norm.weight.dtype == torch.float32
     error = (got - expected).norm() / expected.norm()
     assert error < (0.05 if dtype == torch.bfloat16 else 0.008)
+
+
+@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
+def test_keys_that_config_json_leaves_out(kind):
+    """Gemma 3 4B's names seven keys. The others mean what transformers' class says."""
+    from transformers import CONFIG_MAPPING
+    few = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=99,
+               model_type=kind)
+    full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
+    if kind == "mistral":
+        few["num_key_value_heads"] = full["num_key_value_heads"] = 4      # 8 by default: more than heads
+    if kind.startswith("qwen"):
+        few["num_key_value_heads"] = full["num_key_value_heads"] = 2
+    few["max_position_embeddings"] = full["max_position_embeddings"]
+    ours, theirs = checkpoints.config_from_hf(few)[0], checkpoints.config_from_hf(full)[0]
+    assert ours == theirs
