@@ -8,6 +8,7 @@ table of the README again, with the memory bandwidth measured in the same run:
 
 import json
 import platform
+import pydoc_data.topics
 import random
 import statistics
 import sys
@@ -38,6 +39,7 @@ from generate import (
 )
 from model import Transformer
 from sampling import Sampling
+from tokenizer import Numbers
 
 GREEDY = Sampling(temperature=0)
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -55,6 +57,17 @@ def read_bandwidth(device: torch.device) -> float:
         sync()
         best = max(best, x.numel() * 4 / (time.perf_counter() - start) / 1e9)
     return best
+
+
+def english(n: int, tokenizer, cfg) -> list[int]:
+    """n tokens of Python's own documentation, or random ones where there is no tokenizer.
+
+    Not always random: after nonsense, rounding alone can change what a model says in bf16.
+    """
+    if n < cfg.context and not isinstance(tokenizer, Numbers):
+        text = "\n".join(pydoc_data.topics.topics.values())
+        return tokenizer.encode(text[:20 * n])[:n]
+    return encode_prompt(str(n), tokenizer, cfg, seed=0)
 
 
 def twin(model: Transformer) -> Transformer:
@@ -132,7 +145,7 @@ def build_parser():
     add = p.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
     add("--random", metavar="NAME", help="a known shape with random weights")
-    add("-p", "--n_prompt", type=number(int, 1), default=5, help="random tokens in the prompt")
+    add("-p", "--n_prompt", type=number(int, 1), default=5, help="tokens in the prompt")
     add("-n", "--max_new_tokens", type=number(int, 2), default=200, help="new tokens")
     add("-b", "--batch_size", type=number(int, 1), default=1, help="rows")
     add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
@@ -146,16 +159,21 @@ def build_parser():
 
 def run(argv=None) -> int:
     args = build_parser().parse_args(argv)
-    names, peers = (list(filter(None, s.split(","))) for s in (args.engines, args.peers))
+    names, peers = ([name.strip() for name in text.split(",") if name.strip()]
+                    for text in (args.engines, args.peers))
     for name in [n for n in names if n not in ENGINES] + [p for p in peers if p != "transformers"]:
         raise ValueError(f"unknown engine or peer '{name}' (engines: {', '.join(ENGINES)}; "
                          "peers: transformers)")
+    if not names:
+        raise ValueError(f"--engines names none: choose from {', '.join(ENGINES)}")
     device = pick_device(args.device)
     if device.type != "cuda" and "cuda_graph" in names:
         raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
-    dtype = pick_dtype(args.dtype, device)
     source, tokenizer = open_model(args.checkpoint_path, args.random)
-    ids = encode_prompt(str(args.n_prompt), tokenizer, source.cfg, seed=0)
+    dtype = pick_dtype(args.dtype, device, source.cfg)
+    if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
+        raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")
+    ids = english(args.n_prompt, tokenizer, source.cfg)
     if args.n_prompt + args.max_new_tokens > source.cfg.context:
         raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
                          f"of {source.cfg.context}")

@@ -125,18 +125,16 @@ META_NAMES = {
 }
 OUR_NAMES = {name: name for name in (*HF_NAMES.values(), "post_attn_norm", "post_ffn_norm")}
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_freqs\.weight$"
-                         r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.")
+                         r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.|^(v|mm)\.")
 
 
 def rename(name: str, table: dict[str, str]) -> str | None:
     """Their parameter name -> ours, or None where there is no such parameter."""
     stem, _, kind = name.rpartition(".")           # kind: weight | bias
-    match = re.fullmatch(r"(?:.*\.)?(?:layers|blk)\.(\d+)\.(.+)", stem)
-    if match:
-        ours = table.get(match[2])
-        return ours and f"layers.{match[1]}.{ours}.{kind}"
-    ours = table.get(re.sub(r"^((model|language_model|_orig_mod)\.)+", "", stem))
-    return ours and f"{ours}.{kind}"
+    stem = re.sub(r"^((model|language_model|_orig_mod)\.)+", "", stem)
+    match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", stem)
+    ours = table.get(match[2] if match else stem)
+    return ours and (f"layers.{match[1]}." if match else "") + f"{ours}.{kind}"
 
 
 # ---- config.json -> ModelConfig -----------------------------------------------------------------
@@ -211,8 +209,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
                          "evenly")
     types = c.get("layer_types") or [
         "sliding_attention" if family.slides(c, i) else "full_attention" for i in range(n_layer)]
-    window = tuple(c.get("sliding_window") if t == "sliding_attention" else None for t in types)
     ropes = _ropes(c)
+    if not isinstance(types, list) or set(types) - set(ropes) or len(types) != n_layer:
+        raise ValueError(f"'layer_types' is not {n_layer} times one of {', '.join(ropes)}")
+    window = tuple(c.get("sliding_window") if t == "sliding_attention" else None for t in types)
     rope = tuple(ropes[t] for t in types)
     scalar = c.get("query_pre_attn_scalar")
     bias = bool(c.get("attention_bias", False))
@@ -319,7 +319,11 @@ def _named(lazies: list[Lazy], table: dict[str, str]) -> dict[str, Lazy]:
     if unknown:
         raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
                          f"{_some(unknown)}")
-    return {rename(t.name, table): t for t in lazies}
+    named = {rename(t.name, table): t for t in lazies}
+    if len(named) < len(lazies):
+        twice = [t.name for t in lazies if named[rename(t.name, table)] is not t]
+        raise ValueError(f"{len(twice)} tensors are there twice: {_some(twice)}")
+    return named
 
 
 def _some(names: list[str]) -> str:
@@ -349,7 +353,7 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
     config = read_json(directory / "config.json")
     try:
         cfg, family = config_from_hf(config)
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"{directory / 'config.json'}: {e}") from None
     lazies = _weights(directory, weights)
     ours = lazies and all(rename(t.name, OUR_NAMES) for t in lazies)   # our .pth, its config beside
@@ -374,13 +378,20 @@ def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]
     ids = []
     for c in (generation, config.get("text_config", {}), config):
         ids += _ids(c.get("eos_token_id"))
-    keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampled = generation.get("do_sample", False)
-    defaults = {k: generation[k] for k in keys if sampled and generation.get(k) is not None}
+    valid = dict(temperature=lambda v: v >= 0, top_k=lambda v: v == int(v) >= 0,
+                 top_p=lambda v: 0 < v <= 1, min_p=lambda v: 0 <= v <= 1,
+                 repetition_penalty=lambda v: v > 0)
+    stated = {k: generation[k] for k in valid
+              if generation.get("do_sample") and generation.get(k) is not None}
+    defaults = {k: int(v) if k == "top_k" else float(v) for k, v in stated.items()
+                if isinstance(v, (int, float)) and valid[k](v)}
+    if bad := set(stated) - set(defaults):
+        print(f"note: ignored in {path}: {', '.join(sorted(bad))}", file=sys.stderr)
     return list(dict.fromkeys(ids)), defaults
 
 
-def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path) -> Checkpoint:
+def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path,
+              eos_ids: list[int] | None = None) -> Checkpoint:
     """Meta's own format, and llama2.c's: params.json or model_args, interleaved RoPE."""
     tensors = _named(lazies, META_NAMES)
     embed, gate = tensors.get("embed.weight"), tensors.get("layers.0.ffn.gate.weight")
@@ -389,8 +400,9 @@ def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path) -> 
     scaled, theta = params.get("use_scaled_rope", False), params.get("rope_theta", 10000.0)
     context = params.get("max_seq_len") or (       # not there: Llama 3.1, Llama 3, CodeLlama, 2
         131072 if scaled else {5e5: 8192, 1e6: 16384}.get(theta, 4096))
-    rope = dict(rope_type="llama3", factor=params.get("rope_scaling_factor", 8), low_freq_factor=1,
-                high_freq_factor=4, original_max_position_embeddings=8192)
+    factor = 32 if params.get("dim") in (2048, 3072) else 8            # Llama 3.2 1B and 3B; 3.1
+    rope = dict(rope_type="llama3", factor=params.get("rope_scaling_factor", factor),
+                low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
     try:
         cfg, _ = config_from_hf(dict(
             model_type="llama", hidden_size=params["dim"], num_hidden_layers=params["n_layers"],
@@ -404,18 +416,24 @@ def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path) -> 
     for name, t in tensors.items():
         if name.endswith(("wq.weight", "wk.weight")):
             tensors[name] = _half_split(t, cfg.head_dim)
-    return Checkpoint(path, cfg, tensors, tokenizer=directory)
+    return Checkpoint(path, cfg, tensors, eos_ids or [], tokenizer=directory)
 
 
 def merge_shards(shards: list[list[Lazy]]) -> list[Lazy]:
     """Meta's consolidated.NN.pth: tensor-parallel pieces, split along the rows or the columns."""
     def merge(pieces):
-        first = pieces[0]
-        column = re.search(r"\.(wo|w2)\.weight$|^tok_embeddings", first.name)
-        if len(pieces) == 1 or len(first.shape) == 1:
-            return first
-        whole = torch.cat([p.rows(0, p.shape[0]) for p in pieces], dim=1 if column else 0)
-        return Lazy(first.name, tuple(whole.shape), first.dtype, lambda a, b: whole[a:b])
+        name, shape, n = pieces[0].name, pieces[0].shape, pieces[0].shape[0]
+        if len(pieces) == 1 or len(shape) == 1:
+            return pieces[0]
+        if re.search(r"\.(wo|w2)\.weight$|^tok_embeddings", name):
+            shape = n, sum(p.shape[1] for p in pieces)
+            rows = lambda a, b: torch.cat([p.rows(a, b) for p in pieces], dim=1)
+        else:
+            shape = n * len(pieces), shape[1]
+            rows = lambda a, b: torch.cat([         # piece i holds the rows from i * n
+                p.rows(max(a - i * n, 0), min(b - i * n, n)) for i, p in enumerate(pieces)
+                if i * n < b and a < (i + 1) * n])
+        return Lazy(name, shape, pieces[0].dtype, rows)
     return [merge(pieces) for pieces in zip(*shards)]
 
 
@@ -431,7 +449,8 @@ def read_pth(path: Path) -> Checkpoint:
         head, embed = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         if head is not None and embed is not None and head.data_ptr() == embed.data_ptr():
             del weights["output.weight"]           # llama2.c ties them
-        return read_meta(directory, _from_torch(weights), content["model_args"], path)
+        bos, eos = 1, 2                            # the stories end where the next would begin
+        return read_meta(directory, _from_torch(weights), content["model_args"], path, [bos, eos])
     if (directory / "params.json").exists():
         sharded = path.name.startswith("consolidated.")
         paths = sorted(directory.glob("consolidated.*.pth")) if sharded else [path]
@@ -453,6 +472,7 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "rope_theta": "rope.freq_base", "rope_local_base_freq": "rope.freq_base_swa",
     "sliding_window": "attention.sliding_window",
 }
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 
@@ -604,6 +624,8 @@ def read_gguf(path: Path) -> Checkpoint:
                 tensors[name] = _half_split(t, cfg.head_dim)
     key = "tokenizer.ggml.{}_token_id".format
     eos_ids = [metadata[key(k)] for k in ("eos", "eot", "eom") if metadata.get(key(k)) is not None]
+    tokens = metadata.get("tokenizer.ggml.tokens") or []   # many name one id only
+    eos_ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     return Checkpoint(path, cfg, tensors, list(dict.fromkeys(eos_ids)), {}, tokenizer)
 
@@ -633,7 +655,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
     try:
         return Path(snapshot_download(
             repo_id, local_dir=local_dir, token=token, allow_patterns=[weights(), *BESIDE],
-            ignore_patterns=["original/*", "onnx/*", "*/*.safetensors"]))
+            ignore_patterns=["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]))
     except errors.GatedRepoError:                          # before RepositoryNotFound, its parent
         problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
                    "`hf auth login` or set HF_TOKEN")
@@ -793,6 +815,7 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
     content = dict(format="gpt-faster", config=config_to_dict(checkpoint.cfg), model=blank,
                    eos_ids=checkpoint.eos_ids, defaults=checkpoint.defaults, tokenizer=tokenizer)
     partial = path.with_name(path.name + ".partial")
+    partial.touch()                                # a directory we may not write to says so plainly
     try:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, partial)           # with holes where the weights will be, so that

@@ -366,16 +366,26 @@ def pick_device(name: str) -> torch.device:
     count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
     if kind not in here or (index and not (index.isdigit() and int(index) < count)):
         raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
-    return torch.device(kind, int(index)) if index else torch.device(kind)
+    device = torch.device(kind, int(index)) if index else torch.device(kind)
+    if kind == "cuda" and index:
+        torch.cuda.set_device(device)                      # streams, events and graphs follow it
+    return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16, or float16 where the device lacks it. ValueError if it was asked for."""
+def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
+    """auto: bfloat16, or where the device lacks it float16, or where that overflows float32.
+
+    ValueError if the device or the model does not bear what was asked for.
+    """
     old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
                          "use --dtype float16 or float32")
-    return getattr(torch, name if name != "auto" else "float16" if old_gpu else "bfloat16")
+    if name == "float16" and cfg.post_norm:
+        raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
+                         "or float32")
+    small = "float32" if cfg.post_norm else "float16"
+    return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -416,6 +426,8 @@ def open_model(path: str | None = None, shape: str | None = None):
     """
     if shape:
         return checkpoints.random_weights(shape), tokenizers.Numbers()
+    if path is not None and not str(path).strip():
+        raise ValueError("--checkpoint_path is empty: an unset variable?")
     if path is None and not DEFAULT_MODEL.exists():
         raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
                                 "default one, or give --checkpoint_path")
@@ -426,6 +438,7 @@ def open_model(path: str | None = None, shape: str | None = None):
 def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16):
     """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer."""
     source, tokenizer = open_model(path)
+    source.eos_ids = source.eos_ids or tokenizer.eos_ids
     return checkpoints.load(source, dtype, device), source, tokenizer
 
 
@@ -494,10 +507,11 @@ def run(argv: list[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, device)
     engine = pick_engine(args, device)
     if not all(args.stop):
         raise ValueError("--stop needs some text")
+    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
     for flag in ("json", "random", "profile"):
         if args.interactive and getattr(args, flag):
             raise ValueError(f"--interactive does not go with --{flag}")
@@ -508,6 +522,7 @@ def run(argv: list[str] | None) -> int:
     source, tokenizer = open_model(args.checkpoint_path, args.random)
     parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
     args, cfg = parser.parse_args(argv), source.cfg
+    dtype = pick_dtype(args.dtype, device, cfg)
     prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, args.seed)
     n_new, length = fit(len(prompt_ids), args, cfg)
     model = checkpoints.load(source, dtype, device)
@@ -532,7 +547,7 @@ def run(argv: list[str] | None) -> int:
         log(f"Compilation time: {compile_s:.2f} seconds")
 
     generator = torch.Generator(device).manual_seed(args.seed)
-    eos_ids = set() if args.ignore_eos else set(source.eos_ids)
+    eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
     shown = None if args.json or args.batch_size > 1 else "" if args.random else args.prompt
     if args.interactive:
         def answer(ids):

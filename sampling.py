@@ -62,7 +62,8 @@ def truncate(logits: Tensor, how: Sampling) -> tuple[Tensor, Tensor | None]:
         return torch.ones_like(ids, dtype=torch.float32), ids
     k = n_candidates(how, logits.shape[-1])
     logits, ids = logits.topk(k) if k < logits.shape[-1] else (logits, None)
-    probs = torch.softmax(logits.float() / how.temperature, dim=-1)        # over the survivors
+    logits = logits.float() - logits.amax(-1, keepdim=True)                # tiny temperatures too
+    probs = torch.softmax(logits / max(how.temperature, 1e-20), dim=-1)    # over the survivors
     keep = probs >= how.min_p * probs.amax(-1, keepdim=True)
     if how.top_p < 1:
         above = probs.cumsum(-1) - probs                                   # topk is sorted

@@ -13,6 +13,7 @@ import datetime
 import json
 import re
 import struct
+import sys
 from pathlib import Path
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -36,12 +37,13 @@ class Tokenizer:
 
     backend: "json" (data: the text of a tokenizer.json) or "sentencepiece" (data: model bytes).
     control: id -> text of the tokens that are no text (SentencePiece alone does not find them).
-    names: bos_token, eos_token, … -> text, for the chat template.
+    names: bos_token, eos_token, … -> text, for the chat template. eos_ids: what the tokenizer's own
+    files say of the end of a sequence, for models whose config says nothing.
     """
 
     def __init__(self, backend: str, data, bos_id: int | None, add_bos: bool | None,
                  chat_template: str | None = None, control: dict[int, str] | None = None,
-                 names: dict[str, str] | None = None):
+                 names: dict[str, str] | None = None, eos_ids: list[int] | None = None):
         self.backend, self.data, self.bos_id = backend, data, bos_id
         self.chat_template, self.control, self.names = chat_template, control or {}, names or {}
         if backend == "json":
@@ -50,7 +52,11 @@ class Tokenizer:
                 self.fast = Fast.from_str(data)
             except Exception as e:                 # the library raises the bare class
                 raise ValueError(f"not a readable tokenizer.json: {e}") from None
-            prefix = self.fast.encode("").ids      # what the file's own post-processor adds
+            self.fast.no_truncation()              # fine-tuning scripts leave these behind
+            self.fast.no_padding()
+            plain, whole = (self.fast.encode("a", add_special_tokens=s).ids for s in (False, True))
+            starts = [i for i in range(len(whole)) if whole[i:i + len(plain)] == plain]
+            prefix = whole[:starts[0]] if starts else []   # what its post-processor puts first
             if self.bos_id is None and prefix:
                 self.bos_id = prefix[0]
             self.add_bos = bool(prefix) if add_bos is None else add_bos
@@ -65,6 +71,7 @@ class Tokenizer:
                 self.bos_id = self.sp.bos_id()
             self.add_bos = True if add_bos is None else add_bos
             self.n_vocab = self.sp.get_piece_size()
+            eos_ids = eos_ids or [i for i in [self.sp.eos_id()] if i >= 0]
             if not self.control:
                 self.control = {i: self.sp.id_to_piece(i) for i in range(self.n_vocab)
                                 if self.sp.is_control(i)}
@@ -72,9 +79,11 @@ class Tokenizer:
             self.specials = {text: i for i, text in self.control.items()}
             self.cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self.add_bos = self.add_bos and self.bos_id is not None
+        self.eos_ids = eos_ids or []
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
         """bos: None is as the model's config says; special=False reads "<s>" as plain text."""
+        text = text.encode("utf-8", "replace").decode()    # a terminal may send bytes that are none
         if self.backend == "json":
             self.fast.encode_special_tokens = not special
             ids = self.fast.encode(text, add_special_tokens=False).ids
@@ -110,15 +119,17 @@ class Tokenizer:
                              strftime_now=lambda f: datetime.datetime.now().strftime(f))
         try:
             return world.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.names, **more)
-        except jinja2.TemplateError as e:
+                messages=messages, add_generation_prompt=True, tools=None, documents=None,
+                **self.names, **more)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"the chat template does not render: {e}") from None
 
     def state(self) -> dict:
         """For a .pth whose source has no tokenizer files; load() takes it back."""
         data = self.data if self.backend == "json" else base64.b64encode(self.data).decode()
         return dict(backend=self.backend, data=data, bos_id=self.bos_id, add_bos=self.add_bos,
-                    chat_template=self.chat_template, control=self.control, names=self.names)
+                    chat_template=self.chat_template, control=self.control, names=self.names,
+                    eos_ids=self.eos_ids)
 
 
 class Stream:
@@ -185,7 +196,8 @@ def from_directory(directory: Path) -> Tokenizer:
     data = path.read_bytes()
     try:
         if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data):
-            return Tokenizer("json", tiktoken_to_json(data), None, **{**more, "add_bos": True})
+            text, eos_ids = tiktoken_to_json(data)
+            return Tokenizer("json", text, None, **{**more, "add_bos": True}, eos_ids=eos_ids)
         return Tokenizer("sentencepiece", data, None, **more)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
@@ -195,9 +207,12 @@ def _json(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{path}: not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
 
 
 def _chat_template(directory: Path, config: dict) -> str | None:
@@ -236,8 +251,11 @@ def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tup
     return fast
 
 
-def tiktoken_to_json(data: bytes) -> str:
-    """Llama 3's tokenizer.model, lines of "base64 rank": merges follow from the ranks."""
+def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
+    """Llama 3's tokenizer.model, lines of "base64 rank": merges follow from the ranks.
+
+    -> the text of a tokenizer.json, and the ids that end a text, a message or a turn.
+    """
     letters = byte_letters()
     lines = map(bytes.split, data.splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
@@ -257,7 +275,8 @@ def tiktoken_to_json(data: bytes) -> str:
     from tokenizers.processors import TemplateProcessing
     fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
                                              special_tokens=[(names[0], n)])
-    return fast.to_str()
+    ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    return fast.to_str(), [n + names.index(end) for end in ends]
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------
@@ -282,6 +301,9 @@ def from_gguf(metadata: dict) -> Tokenizer:
         return Tokenizer("sentencepiece", data, bos_id, get("add_bos_token", True),
                          control=control, **more)
     pre = get("pre", "default")
+    if pre == "default":
+        print("note: this GGUF does not say how to split text into words: as GPT-2 does",
+              file=sys.stderr)
     if pre not in GGUF_SPLITS:
         raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
                          f"(supported: {', '.join(GGUF_SPLITS)})")
@@ -329,6 +351,8 @@ def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) 
 
 class Numbers:
     """Stands in where a model has no tokenizer: ids are shown as they are."""
+
+    eos_ids: list[int] = []
 
     def encode(self, text: str) -> list[int]:
         raise ValueError("this model has no tokenizer: give --prompt an integer, that many random "

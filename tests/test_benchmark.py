@@ -45,6 +45,7 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, message", [
+    (["--engines", ","], "--engines names none"),
     (["--engines", "steam"], "unknown engine or peer 'steam'"),
     (["--peers", "gpt-slow"], "unknown engine or peer 'gpt-slow'"),
     (["-n", "1"], "must be at least 2"),

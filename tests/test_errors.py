@@ -147,7 +147,10 @@ def test_config_json(capsys, llama):
     for changes, message in ((dict(hidden_size="many"), "'hidden_size' is 'many', expected a positive integer"),
                              (dict(num_hidden_layers=-1), "'num_hidden_layers' is -1"),
                              (dict(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),
-                             (dict(rms_norm_eps=[]), "config.json: "), (dict(rope_parameters=3), "config.json: ")):
+                             (dict(rms_norm_eps=[]), "config.json: "), (dict(rope_parameters=3), "config.json: "),
+                             (dict(rope_parameters=[1]), "config.json: "), (dict(quantization_config="x"), "config.json: "),
+                             (dict(layer_types=["x"] * 4), "'layer_types' is not 4 times one of full_attention"),
+                             (dict(layer_types=["full_attention"]), "'layer_types' is not 4 times")):
         config.write_text(whole)
         edit(config, **changes)
         assert message in refused(capsys, "-m", llama)
@@ -239,6 +242,8 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--random", "Llama-9"], "no such shape (known: stories15M"),
     (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
     (["--frobnicate"], "unrecognized arguments"),
+    (["--profile", "/nowhere/trace"], "a file in a directory that exists is needed"),
+    (["-m", " "], "--checkpoint_path is empty: an unset variable?"),
     (["--interactive", "--json"], "--interactive does not go with --json"),
     (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
 ], ids=" ".join)
@@ -261,13 +266,34 @@ def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
     assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
-    assert generate.pick_dtype("auto", torch.device("cuda")) == torch.float16
+    plain, gemma = (checkpoints.SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
+    assert generate.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
+    assert generate.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
+
+
+def test_dtype_that_the_model_does_not_bear(capsys):
+    message = refused(capsys, "--random", "gemma-3-270m", "--prompt", "4", "--dtype", "float16")
+    assert "exceed float16's range: use --dtype bfloat16 or float32" in message
 
 
 def test_no_compiler_runs_eager(capsys, llama, monkeypatch):
     monkeypatch.setattr(generate.shutil, "which", lambda name: None)
     status, out, err = run(capsys, "-m", llama, "--compile", "--prompt", "9", "--max_new_tokens", "3", "--json")
     assert status == 0 and "needs a C++ compiler" in err and json.loads(out)["engine"] == "kv_cache"
+
+
+def test_values_of_generation_config_that_make_no_sense(capsys, llama):
+    values = dict(do_sample=True, temperature=-1.0, top_k=-1, top_p=0.9, repetition_penalty=0, min_p="x")
+    (llama / "generation_config.json").write_text(json.dumps(values))
+    status, out, err = run(capsys, "-m", llama, "--prompt", "4", "--max_new_tokens", "2")
+    assert status == 0 and "generation_config.json: min_p, repetition_penalty, temperature, top_k" in err
+    (llama / "generation_config.json").write_text(json.dumps(dict(do_sample=True, top_k=50.0, top_p=None)))
+    assert checkpoints.read(llama).defaults == dict(top_k=50)
+
+
+def test_prompt_that_is_not_utf8(capsys, llama):
+    status, out, err = run(capsys, "-m", llama, "--prompt", "a \udcff", "--max_new_tokens", "2", "--json")
+    assert status == 0 and json.loads(out)["prompt_ids"]
 
 
 def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_meta(families, name, shards, tmp_path):
     source = checkpoints.read(tmp_path)
     if name == "llama3":
         assert source.cfg.rope[0].original_context == 8192 and source.cfg.context == 131072
+        assert source.cfg.rope[0].factor == 8
         from transformers import AutoModelForCausalLM
         again = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
         again.load_state_dict(model.state_dict())
@@ -75,7 +76,7 @@ def test_llama2c(families, tmp_path):
                 norm_eps=1e-5, max_seq_len=128, dropout=0.0)
     torch.save(dict(model=state, model_args=args, iter_num=7, best_val_loss=1.5), tmp_path / "stories.pt")
     source = checkpoints.read(tmp_path / "stories.pt")
-    assert source.cfg.tied and source.cfg.context == 128
+    assert source.cfg.tied and source.cfg.context == 128 and source.eos_ids == [1, 2]
     model = tiny.make("llama2")
     model.lm_head.weight = model.model.embed_tokens.weight
     close(our_logits(tmp_path / "stories.pt", tokens()), tiny.logits(model, tokens()))
@@ -96,7 +97,7 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "mistral-nemo": "llama", 
                  "qwen3": "qwen3", "gemma3_text": "gemma3"}
 
 
-def write_gguf(model, arch, path, kind="F32"):
+def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     """As llama.cpp's converter does: names, permuted q and k, norms of 1 + w, rope_freqs."""
     c, prefix = model.config, arch
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -134,6 +135,11 @@ def write_gguf(model, arch, path, kind="F32"):
         data = gguf.quantize(t, kind) if quantize else t
         w.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data,
                      raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
+    if vocabulary:
+        w.add_tokenizer_model("gpt2")
+        w.add_token_list(list(vocabulary))
+    for name in more:
+        w.add_tensor(name, more[name])
     if rope["rope_type"] == "llama3":
         from model import Rope, rope_frequencies
         scaled = rope_frequencies(Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32), head_dim)
@@ -202,6 +208,20 @@ def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2]
     a, b = (checkpoints.load(s, torch.bfloat16, "cpu") for s in (source, again))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_gguf_with_vision_tensors(families, tmp_path):
+    """Ollama keeps Gemma's vision tower in the same file, under names that end alike."""
+    _, model = families("qwen2")
+    path = write_gguf(model, "qwen2", tmp_path / "model.gguf",
+                      more={"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32), "mm.input": np.ones(3, np.float32)})
+    close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+def test_gguf_end_of_turn(families, tmp_path):
+    _, model = families("qwen2")
+    path = write_gguf(model, "qwen2", tmp_path / "model.gguf", vocabulary=["a", "<|im_end|>", "b"])
+    assert checkpoints.read(path).eos_ids == [3, 5, 1]
 
 
 def test_generation_config(families, tmp_path):

@@ -37,12 +37,14 @@ def test_same_tokens_as_transformers(path):
         ids = their_tokenizer(prompt, return_tensors="pt").input_ids
         out = theirs.generate(ids, max_new_tokens=32, do_sample=False)[0].tolist()
         expected[prompt] = out[:ids.shape[1]], out[ids.shape[1]:]
+    theirs_eos = [theirs.generation_config.eos_token_id]
     del theirs
 
     torch._dynamo.reset()
     model, source, tokenizer = generate.load_model(str(path), "cpu", torch.float32)
     eos = set(source.eos_ids)
     model.setup_cache(1, 64)
+    assert eos >= set(theirs_eos)
     for engine in ("kv_cache", "compile"):                 # the second compiles what the first ran
         steps = generate.build_steps(model, engine)
         for prompt in PROMPTS:

@@ -69,6 +69,13 @@ def test_nucleus_is_exact_and_keeps_ties():
     assert nucleus(uniform, 0.01).all()                    # all tie with the likeliest
 
 
+@pytest.mark.parametrize("how", [Sampling(1e-40), Sampling(1e-60, 5), Sampling(1e-9, 0, 0.5)])
+def test_tiny_temperature_is_greedy(how):
+    logits = random_logits()
+    noise = exponential((16, n_candidates(how, 300)), "cpu")
+    assert torch.equal(sample(logits, noise, how), logits.argmax(-1, keepdim=True))
+
+
 def test_greedy_is_argmax_and_needs_no_noise_luck():
     logits = random_logits()
     how = Sampling(temperature=0, top_k=7, top_p=0.5, min_p=0.3)

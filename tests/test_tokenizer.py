@@ -133,6 +133,7 @@ def test_splits_equal_transformers():
 def test_sentencepiece(sp_model):
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
     tokenizer = tokenizers.load(sp_model.parent)
+    assert tokenizer.eos_ids == [2]
     for text in TEXTS + PROSE[:5]:
         assert tokenizer.encode(text) == [sp.bos_id(), *sp.encode(text)]
         assert tokenizer.decode(tokenizer.encode(text)) == sp.decode(sp.encode(text))
@@ -166,6 +167,19 @@ def test_tokenizer_json_and_its_config(bpe, tmp_path):
     assert tokenizers.load(tmp_path).chat_template == "from the file"
 
 
+def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
+    """Truncation and padding are not obeyed; a post-processor that appends is not taken for BOS."""
+    fast = Fast.from_str(bpe.to_str())
+    fast.enable_truncation(4)
+    fast.enable_padding(length=16)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.load(tmp_path).encode("the statement of a class") == bpe.encode("the statement of a class").ids
+    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.load(tmp_path)
+    assert tokenizer.bos_id is None and tokenizer.encode("the") == bpe.encode("the", add_special_tokens=False).ids
+
+
 def test_llama3_tiktoken_file(bpe, tmp_path):
     """Ranks alone give the merges back: as many tokens as the BPE that they came from."""
     vocab = sorted(((i, t) for t, i in bpe.get_vocab().items() if i > 1))
@@ -175,6 +189,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(data)
     tokenizer = tokenizers.load(tmp_path)
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
+    assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
     plain = tokenizers.byte_letters()
     for word in "the statement of a class definition called return".split():
@@ -204,7 +219,8 @@ def test_state_works_alone(smollm2, gemma, tmp_path):
     ({"tokenizer.json": b"\xff\xfe"}, "tokenizer.json"),
     ({"tokenizer.model": b"garbage" * 99}, "not a readable SentencePiece model"),
     ({"tokenizer.json": b"{}", "tokenizer_config.json": b"nope"}, "tokenizer_config.json: not valid JSON"),
-], ids=["none", "json", "encoding", "sentencepiece", "config"])
+    ({"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"}, "expected a JSON object, found list"),
+], ids=["none", "json", "encoding", "sentencepiece", "config", "list"])
 def test_bad_files(files, message, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -258,6 +274,6 @@ def test_chat_template_is_sandboxed_and_may_refuse(smollm2):
     tokenizer = tokenizers.load({**smollm2.state(), "chat_template": template})
     with pytest.raises(ValueError, match="the chat template refuses: no system"):
         tokenizer.render([])
-    for evil in ("{{ messages.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}", "{% for"):
+    for evil in ("{{ messages + 1 }}", "{{ messages.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}", "{% for"):
         with pytest.raises(ValueError, match="the chat template does not render"):
             tokenizers.load({**smollm2.state(), "chat_template": evil}).render([])
