@@ -17,23 +17,16 @@ import time
 import torch
 
 import checkpoint as checkpoints
+from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pick_dtype
 from generate import (
     ENGINES,
-    Help,
-    Parser,
     Row,
     build_steps,
     encode_prompt,
     figures,
     follow,
     generate,
-    log,
-    main_errors,
-    number,
     open_model,
-    peak_memory,
-    pick_device,
-    pick_dtype,
     warm_up,
     weight_bytes,
 )
@@ -242,4 +235,4 @@ def table(result: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main_errors(run))
+    sys.exit(guarded(run))

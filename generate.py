@@ -5,11 +5,9 @@ It composes the other files and holds the only generation loop. No file formats,
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
-import argparse
 import json
 import os
 import re
-import resource
 import shutil
 import sys
 import time
@@ -34,6 +32,7 @@ from torch import Tensor
 import checkpoint as checkpoints
 import tokenizer as tokenizers
 from chat import chat
+from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pick_dtype
 from model import Transformer
 from sampling import Sampling, exponential, n_candidates, sample
 
@@ -262,52 +261,6 @@ class Row:
 
 # ---- Command line -------------------------------------------------------------------------------
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):
-        silent = action.default in (None, False, "", [])
-        return action.help if silent else super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with dashes for underscores, and errors in one line."""
-
-    def parse_args(self, args=None, namespace=None):
-        def underscores(match):
-            return "--" + match[0][2:].replace("-", "_")
-
-        args = sys.argv[1:] if args is None else args
-        args = [re.sub(r"^--[a-z]+(-[a-z]+)+(?==|$)", underscores, arg) for arg in args]
-        return super().parse_args(args, namespace)
-
-    def error(self, message):
-        fail(message)
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def fail(message) -> None:
-    log(f"{Path(sys.argv[0]).name}: error: {message}")
-    sys.exit(2)
-
-
-def number(kind, least, most=None, above=False):
-    """An argparse type: an int or float that is at least (or above) `least`, and at most `most`."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
-        if (value > least if above else value >= least) and (most is None or value <= most):
-            return value
-        bounds = f"{'above' if above else 'at least'} {least}"
-        bounds += f", at most {most}" if most else ""
-        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
-    return parse
-
-
 def build_parser() -> Parser:
     p = Parser(description="Generate text from an open-weight transformer. "
                            "Text goes to stdout, everything else to stderr.", formatter_class=Help)
@@ -358,36 +311,6 @@ def build_parser() -> Parser:
     return p
 
 
-def pick_device(name: str) -> torch.device:
-    """auto is the first accelerator. ValueError names the devices that this machine has."""
-    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
-    here = [kind for kind, module in kinds.items() if module.is_available()] + ["cpu"]
-    kind, _, index = (here[0] if name == "auto" else name).partition(":")
-    count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
-    if kind not in here or (index and not (index.isdigit() and int(index) < count)):
-        raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
-    device = torch.device(kind, int(index)) if index else torch.device(kind)
-    if kind == "cuda" and index:
-        torch.cuda.set_device(device)                      # streams, events and graphs follow it
-    return device
-
-
-def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
-    """auto: bfloat16, or where the device lacks it float16, or where that overflows float32.
-
-    ValueError if the device or the model does not bear what was asked for.
-    """
-    old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    if name == "bfloat16" and old_gpu:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
-                         "use --dtype float16 or float32")
-    if name == "float16" and cfg.post_norm:
-        raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
-                         "or float32")
-    small = "float32" if cfg.post_norm else "float16"
-    return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
-
-
 def pick_engine(args, device: torch.device) -> str:
     """One of ENGINES. ValueError where the flags contradict each other or the device."""
     wants_compile = args.compile or args.compile_prefill
@@ -402,14 +325,6 @@ def pick_engine(args, device: torch.device) -> str:
         log("note: --compile needs a C++ compiler, none found: running eager (apt-get install g++)")
         return "kv_cache"
     return engine
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 def weight_bytes(model: Transformer) -> tuple[int, int]:
@@ -480,27 +395,8 @@ def fit(n_prompt: int, args, cfg) -> tuple[int, int]:
     return n_new, args.max_seq_length or bucket(n_prompt + n_new, limit, 32)
 
 
-def main_errors(run: Callable, argv: list[str] | None = None) -> int:
-    """Run a command -> its exit status: 2 on bad input (one line on stderr), 130 on Ctrl-C."""
-    try:
-        return run(argv)
-    except BrokenPipeError:                                # the reader of our output left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (OSError, ValueError, ImportError) as e:
-        fail(e)
-    except RuntimeError as e:
-        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
-            raise
-        fail("out of memory: try a smaller model, --max_seq_length or --batch_size "
-             f"({str(e).splitlines()[0][:160]})")
-    except KeyboardInterrupt:
-        log("interrupted")
-        return 130
-
-
 def main(argv: list[str] | None = None) -> int:
-    return main_errors(run, argv)
+    return guarded(run, argv)
 
 
 def run(argv: list[str] | None) -> int:

@@ -3,21 +3,21 @@
     python scripts/download.py --repo_id meta-llama/Llama-3.1-8B
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import download  # noqa: E402
+from cli import Parser, guarded  # noqa: E402
 
-p = argparse.ArgumentParser(description="Download a model from the hub into checkpoints/ORG/NAME.")
-p.add_argument("--repo_id", required=True, help="org/name")
-p.add_argument("--hf_token", help="for gated models; default: HF_TOKEN or `hf auth login`")
-args = p.parse_args()
-try:
+
+def run(argv=None) -> int:
+    p = Parser(description="Download a model from the hub into checkpoints/ORG/NAME.")
+    p.add_argument("--repo_id", required=True, help="org/name")
+    p.add_argument("--hf_token", help="for gated models; default: HF_TOKEN, or `hf auth login`")
+    args = p.parse_args(argv)
     print(download(args.repo_id, Path("checkpoints") / args.repo_id, args.hf_token))
-except (OSError, ValueError) as e:
-    print(f"download.py: error: {e}", file=sys.stderr)
-    sys.exit(2)
-except KeyboardInterrupt:
-    sys.exit(130)
+    return 0
+
+
+sys.exit(guarded(run))

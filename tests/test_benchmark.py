@@ -54,7 +54,7 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch):
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
-        benchmark.main_errors(benchmark.run, ["-m", str(SMOLLM2), "--device", "cpu", *argv])
+        benchmark.guarded(benchmark.run, ["-m", str(SMOLLM2), "--device", "cpu", *argv])
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
