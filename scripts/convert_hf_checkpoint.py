@@ -18,7 +18,7 @@ def run(argv=None) -> int:
     p = Parser(description="Convert a checkpoint to model.pth.")
     p.add_argument("--checkpoint_dir", required=True, metavar="PATH", help="a directory or a file")
     p.add_argument("--output", type=Path, metavar="FILE",
-                   help="default: model.pth in the directory, or, of a file, checkpoints/NAME/model.pth")
+                   help="default: model.pth in the directory, or checkpoints/NAME/model.pth")
     p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
                    help="default: what the source has (a GGUF's packed weights become bfloat16)")
     args = p.parse_args(argv)

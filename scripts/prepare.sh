@@ -5,9 +5,11 @@
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: ./scripts/prepare.sh ORG/NAME|PATH" >&2; exit 2; }
 here=$(dirname "$0")
+python=$here/../.venv/bin/python                # what quickstart.sh made, else the active environment
+[ -x "$python" ] || python=python
 source=$1
 if [ ! -e "$source" ]; then
-  python "$here/download.py" --repo_id "$source"
+  "$python" "$here/download.py" --repo_id "$source"
   source=checkpoints/$source
 fi
-python "$here/convert_hf_checkpoint.py" --checkpoint_dir "$source"
+"$python" "$here/convert_hf_checkpoint.py" --checkpoint_dir "$source"
