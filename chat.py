@@ -22,6 +22,7 @@ def chat(tokenizer, answer: Callable[[list[int]], str], limit: int,
         try:
             line = input("> ")
         except EOFError:
+            print()
             return
         if not line.strip():
             messages = []
