@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -86,8 +87,6 @@ class Transformers:
     """The peer: transformers' own generate, eager, on the same weights and prompt."""
 
     def __init__(self, source, device, dtype):
-        from pathlib import Path
-
         from transformers import AutoModelForCausalLM, GgufConfig
         path, gguf = Path(source.path), {}
         if path.suffix == ".gguf":                 # as plain weights: what we run

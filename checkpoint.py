@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import ModelConfig, Rope, Transformer
 
@@ -72,6 +73,7 @@ class Family:
     absent: dict = field(default_factory=dict)     # config.json keys it may leave out
     names: dict = field(default_factory=dict)      # parameter names that mean something else
     norm_offset: float = 0.0                       # norms multiply by offset + weight
+    scaled_embed: bool = False                     # embeddings are multiplied by sqrt(dim)
     slides: Callable[[dict, int], bool] = lambda c, i: False   # is layer i's attention windowed?
 
 
@@ -95,7 +97,7 @@ FAMILIES = {
         names={"post_attention_layernorm": "post_attn_norm",
                "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffn_norm"},
-        norm_offset=1.0,
+        norm_offset=1.0, scaled_embed=True,
         slides=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
 }
 
@@ -223,15 +225,11 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
         activation=known[activation],
         tied=bool(c.get("tie_word_embeddings", False)),
         qkv_bias=bias, o_bias=bias, mlp_bias=bool(c.get("mlp_bias", False)),
-        embed_scale=dim**0.5 if kind == "gemma3_text" else 1.0,
+        embed_scale=dim**0.5 if family.scaled_embed else 1.0,
         attn_scale=scalar and scalar**-0.5,
         rope=rope[:1] if len(set(rope)) == 1 else rope,
         window=window[:1] if len(set(window)) == 1 else window)
     return ModelConfig(**{**fields, **family.fixed}), family
-
-
-def config_to_dict(cfg: ModelConfig) -> dict:
-    return dataclasses.asdict(cfg)
 
 
 def config_from_dict(d: dict) -> ModelConfig:
@@ -807,12 +805,11 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
     norms = {n for n in checkpoint.tensors if "norm" in n}
     with FakeTensorMode():
         blank = {n: torch.empty(t.shape, dtype=torch.float32 if n in norms else dtype or t.dtype)
                  for n, t in checkpoint.tensors.items()}
-    content = dict(format="gpt-faster", config=config_to_dict(checkpoint.cfg), model=blank,
+    content = dict(format="gpt-faster", config=dataclasses.asdict(checkpoint.cfg), model=blank,
                    eos_ids=checkpoint.eos_ids, defaults=checkpoint.defaults, tokenizer=tokenizer)
     partial = path.with_name(path.name + ".partial")
     partial.touch()                                # a directory we may not write to says so plainly

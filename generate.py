@@ -467,6 +467,8 @@ def run(argv: list[str] | None) -> int:
         if profile:
             path = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
             trace.export_chrome_trace(str(path))
+            if not path.exists():                          # it only logs that it could not
+                raise OSError(f"{path}: the trace could not be written")
             log(f"Trace written to {path}")
         f = figures(times, len(prompt_ids), args.batch_size, read_bytes)
         for j, row in enumerate(rows):
