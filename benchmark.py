@@ -76,7 +76,7 @@ def twin(model: Transformer) -> Transformer:
 def agrees(model: Transformer, prompt: torch.Tensor, ids: list[int], margin: float) -> bool:
     """Teacher-forced: is each token, after those before it, within `margin` of the best logit?"""
     whole = torch.tensor([prompt[0].tolist() + ids], device=prompt.device)
-    model.setup_cache(0, 0)
+    model.setup_cache(0, whole.shape[1])
     pos = torch.arange(whole.shape[1] - 1, device=prompt.device)
     logits = model(whole[:, :-1], pos, keep=len(ids))[0]
     chosen = logits.gather(1, whole[0, -len(ids):, None])[:, 0]
@@ -116,7 +116,7 @@ class Engine:
     def __init__(self, name, model, prompt, n_new, tokenizer):
         self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
         B, T = prompt.shape
-        self.model.setup_cache(B, T + n_new if self.cached else 0)
+        self.model.setup_cache(B if self.cached else 0, T + n_new)
         self.steps = build_steps(self.model, name)
         start = time.perf_counter()
         if name in ("compile", "cuda_graph"):

@@ -10,45 +10,53 @@ read -> rename -> fuse -> assign, a few megabytes at a time:
 
 import dataclasses
 import errno
-import json
-import math
 import mmap
 import os
-import pickle
 import re
-import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dequantize import dequantized
+from families import (
+    FAMILIES,
+    GGUF_DIFFERENT,
+    GGUF_NAMES,
+    GGUF_PERMUTED,
+    HF_NAMES,
+    META_NAMES,
+    OUR_NAMES,
+    config_from_dict,
+    config_from_gguf,
+    config_from_hf,
+    fold,
+    look_up,
+    named,
+)
+from files import (
+    Lazy,
+    as_rows,
+    first_line,
+    from_torch,
+    gguf_tensors,
+    hub_weights,
+    merge_shards,
+    pick,
+    read_json,
+    read_torch,
+    some,
+)
 from model import ModelConfig, Rope, Transformer
 
-CHUNK = 1 << 22                                    # elements that a read may hold beside the model
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
                 "pytorch_model.bin", "model.pth", "consolidated.00.pth")
-
-
-@dataclass
-class Lazy:
-    """A tensor that is still on disk: its name there, its shape, and how to read rows [a, b)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: Callable[[int, int], Tensor]
-
-    def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
-        step = max(1, CHUNK * self.shape[0] // math.prod(self.shape))
-        for a in range(0, self.shape[0], step):
-            b = min(a + step, self.shape[0])
-            yield a, b, self.rows(a, b)
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 
 
 @dataclass
@@ -63,283 +71,14 @@ class Checkpoint:
     tokenizer: Path | dict | None = None           # what tokenizer.load() takes
 
 
-# ---- Families: what config.json does not say ----------------------------------------------------
-
-@dataclass(frozen=True)
-class Family:
-    """How a model_type differs from Llama."""
-
-    fixed: dict = field(default_factory=dict)      # ModelConfig fields it never states
-    absent: dict = field(default_factory=dict)     # config.json keys it may leave out
-    names: dict = field(default_factory=dict)      # parameter names that mean something else
-    norm_offset: float = 0.0                       # norms multiply by offset + weight
-    scaled_embed: bool = False                     # embeddings are multiplied by sqrt(dim)
-    slides: Callable[[dict, int], bool] = lambda c, i: False   # is layer i's attention windowed?
-
-
-def _qwen_slides(c, i):
-    return bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28)
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(absent=dict(sliding_window=4096), slides=lambda c, i: True),
-    "qwen2": Family(fixed=dict(qkv_bias=True), absent=dict(sliding_window=4096),
-                    slides=_qwen_slides),
-    "qwen3": Family(fixed=dict(qk_norm=True), absent=dict(head_dim=128, sliding_window=4096),
-                    slides=_qwen_slides),
-    "gemma3_text": Family(
-        fixed=dict(qk_norm=True, post_norm=True),
-        absent=dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-                    max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
-                    sliding_window=4096, query_pre_attn_scalar=256, tie_word_embeddings=True,
-                    hidden_activation="gelu_pytorch_tanh"),
-        names={"post_attention_layernorm": "post_attn_norm",
-               "pre_feedforward_layernorm": "ffn_norm",
-               "post_feedforward_layernorm": "post_ffn_norm"},
-        norm_offset=1.0, scaled_embed=True,
-        slides=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
-}
-
-# their name: ours. A parameter is layers.{i}.{name}.weight or, outside the layers, {name}.weight.
-HF_NAMES = {
-    "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk", "self_attn.v_proj": "attn.wv",
-    "self_attn.o_proj": "attn.wo",
-    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
-    "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
-}
-GGUF_NAMES = {
-    "token_embd": "embed", "output_norm": "norm", "output": "head",
-    "attn_norm": "attn_norm", "ffn_norm": "ffn_norm",
-    "post_attention_norm": "post_attn_norm", "post_ffw_norm": "post_ffn_norm",
-    "attn_q": "attn.wq", "attn_k": "attn.wk", "attn_v": "attn.wv", "attn_output": "attn.wo",
-    "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
-    "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
-}
-META_NAMES = {
-    "tok_embeddings": "embed", "norm": "norm", "output": "head",
-    "attention_norm": "attn_norm", "ffn_norm": "ffn_norm",
-    "attention.wq": "attn.wq", "attention.wk": "attn.wk", "attention.wv": "attn.wv",
-    "attention.wo": "attn.wo",
-    "feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down",
-}
-OUR_NAMES = {name: name for name in (*HF_NAMES.values(), "post_attn_norm", "post_ffn_norm")}
-NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_freqs\.weight$"
-                         r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.|^(v|mm)\.")
-
-
-def rename(name: str, table: dict[str, str]) -> str | None:
-    """Their parameter name -> ours, or None where there is no such parameter."""
-    stem, _, kind = name.rpartition(".")           # kind: weight | bias
-    stem = re.sub(r"^((model|language_model|_orig_mod)\.)+", "", stem)
-    match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", stem)
-    ours = table.get(match[2] if match else stem)
-    return ours and (f"layers.{match[1]}." if match else "") + f"{ours}.{kind}"
-
-
-# ---- config.json -> ModelConfig -----------------------------------------------------------------
-
-def _rope(c: dict, rope: dict, theta) -> Rope:
-    """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"RoPE scaling '{kind}' is not supported "
-                         "(supported: default, linear, llama3)")
-    key = "original_max_position_embeddings"
-    original = c.get(key) or rope.get(key)
-    divisors = rope.get("divisors")                # only from a GGUF
-    return Rope(
-        theta=float(rope.get("rope_theta", theta)), kind=kind,
-        factor=float(rope.get("factor") or 1),
-        low_freq_factor=float(rope.get("low_freq_factor", 1)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4)),
-        original_context=int(original or c["max_position_embeddings"]),
-        divisors=divisors and tuple(divisors))
-
-
-def _ropes(c: dict) -> dict[str, Rope]:
-    """RoPE by layer type: one for all, or one each for full and sliding attention (Gemma 3)."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    theta, kinds = c.get("rope_theta", 10000.0), ("full_attention", "sliding_attention")
-    if any(kind in rope for kind in kinds):
-        return {kind: _rope(c, rope.get(kind) or {}, theta) for kind in kinds}
-    ropes = dict.fromkeys(kinds, _rope(c, rope, theta))
-    if "rope_local_base_freq" in c:
-        ropes["sliding_attention"] = Rope(theta=float(c["rope_local_base_freq"]),
-                                          original_context=int(c["max_position_embeddings"]))
-    return ropes
-
-
-def config_from_hf(c: dict) -> tuple[ModelConfig, Family]:
-    """config.json, in the spelling of transformers 4 or 5, as math. ValueError names a problem."""
-    if "text_config" in c:                         # multimodal wrappers: the text part
-        c = {"model_type": c.get("model_type", "").split("_")[0] + "_text", **c["text_config"]}
-    kind = c.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
-    family = FAMILIES[kind]
-    if c.get("quantization_config"):
-        method = c["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"weights already quantized with '{method}' are not supported: "
-                         "use the original model")
-    c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.absent, **c}
-
-    def count(key, default=None):
-        value = default if c.get(key) is None else c[key]
-        if value is None:
-            raise ValueError(f"config.json has no '{key}'")
-        if type(value) is not int or value < 1:
-            raise ValueError(f"'{key}' is {value!r}, expected a positive integer")
-        return value
-
-    activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
-    known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-    if activation not in known:
-        raise ValueError(f"activation '{activation}' is not supported "
-                         f"(supported: {', '.join(known)})")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if c.get(key):
-            raise ValueError(f"'{key}' is not supported")
-
-    dim, n_layer, n_head = (
-        count(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    n_kv_head, context = count("num_key_value_heads", n_head), count("max_position_embeddings")
-    if n_head % n_kv_head:
-        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
-                         "evenly")
-    types = c.get("layer_types") or [
-        "sliding_attention" if family.slides(c, i) else "full_attention" for i in range(n_layer)]
-    ropes = _ropes(c)
-    if not isinstance(types, list) or set(types) - set(ropes) or len(types) != n_layer:
-        raise ValueError(f"'layer_types' is not {n_layer} times one of {', '.join(ropes)}")
-    window = tuple(c.get("sliding_window") if t == "sliding_attention" else None for t in types)
-    rope = tuple(ropes[t] for t in types)
-    scalar = c.get("query_pre_attn_scalar")
-    bias = bool(c.get("attention_bias", False))
-    fields = dict(
-        dim=dim, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head,
-        head_dim=count("head_dim", dim // n_head), ffn_dim=count("intermediate_size"),
-        vocab_size=count("vocab_size"), context=context, norm_eps=float(c["rms_norm_eps"]),
-        activation=known[activation],
-        tied=bool(c.get("tie_word_embeddings", False)),
-        qkv_bias=bias, o_bias=bias, mlp_bias=bool(c.get("mlp_bias", False)),
-        embed_scale=dim**0.5 if family.scaled_embed else 1.0,
-        attn_scale=scalar and scalar**-0.5,
-        rope=rope[:1] if len(set(rope)) == 1 else rope,
-        window=window[:1] if len(set(window)) == 1 else window)
-    return ModelConfig(**{**fields, **family.fixed}), family
-
-
-def config_from_dict(d: dict) -> ModelConfig:
-    """The config stored in our own .pth."""
-    unknown = set(d) - {f.name for f in dataclasses.fields(ModelConfig)}
-    if unknown:
-        raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
-    rope = tuple(Rope(**{**r, "divisors": r["divisors"] and tuple(r["divisors"])})
-                 for r in d["rope"])
-    return ModelConfig(**{**d, "rope": rope, "window": tuple(d["window"])})
-
-
 # ---- Formats ------------------------------------------------------------------------------------
 
-def read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path}: not valid JSON ({e})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_torch(path: Path) -> dict:
-    """A PyTorch file, memory-mapped where its format allows. Never executes what is in it."""
-    for lazy in (True, False):
-        try:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=lazy)
-            break
-        except pickle.UnpicklingError as e:
-            raise ValueError(f"{path}: refused, it holds more than weights "
-                             f"({_line(e)})") from None
-        except (RuntimeError, EOFError, ValueError) as e:
-            if not lazy or "mmap can only be used" not in str(e):      # a file older than torch 1.6
-                raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
-                                 f"{_line(e)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
-    return value
-
-
-def _from_torch(tensors: dict) -> list[Lazy]:
-    return [Lazy(n, tuple(t.shape), t.dtype, lambda a, b, t=t: t[a:b])
-            for n, t in tensors.items() if isinstance(t, Tensor)]
-
-
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
-                      "BF16": torch.bfloat16}
-
-
-def _from_safetensors(path: Path) -> list[Lazy]:
-    try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as e:
-        raise ValueError(f"{path}: not a readable safetensors file (truncated?): {e}") from None
-    lazies = []
-    for name in file.keys():
-        piece = file.get_slice(name)
-        dtype = SAFETENSORS_DTYPES.get(piece.get_dtype(), torch.uint8)
-        lazies.append(Lazy(name, tuple(piece.get_shape()), dtype, lambda a, b, s=piece: s[a:b]))
-    return lazies
-
-
-def _weights(directory: Path, name: str) -> list[Lazy]:
-    """Every tensor of model.safetensors, pytorch_model.bin, or the shards that an index lists."""
-    if name.endswith(".index.json"):
-        shards = sorted(set(read_json(directory / name).get("weight_map", {}).values()))
-    else:
-        shards = [name]
-    lazies = []
-    for shard in shards:
-        path = directory / shard
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: listed in {name} but not there: download it again")
-        lazies += (_from_safetensors(path) if shard.endswith(".safetensors")
-                   else _from_torch(read_torch(path)))
-    return lazies
-
-
-def _named(lazies: list[Lazy], table: dict[str, str]) -> dict[str, Lazy]:
-    """By our names. ValueError names the tensors that mean nothing to us."""
-    lazies = [t for t in lazies if not NOT_WEIGHTS.search(t.name)]
-    unknown = [t.name for t in lazies if rename(t.name, table) is None]
-    if unknown:
-        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
-                         f"{_some(unknown)}")
-    named = {rename(t.name, table): t for t in lazies}
-    if len(named) < len(lazies):
-        twice = [t.name for t in lazies if named[rename(t.name, table)] is not t]
-        raise ValueError(f"{len(twice)} tensors are there twice: {_some(twice)}")
-    return named
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-
-
-def _half_split(t: Lazy, head_dim: int) -> Lazy:
+def _half_split(tensors: dict[str, Lazy], head_dim: int) -> None:
     """Undo Meta's and llama.cpp's interleaved RoPE: row pairs (2i, 2i + 1) -> (i, i + H/2)."""
-    def rows(a, b):
-        whole = t.rows(0, t.shape[0])
-        return whole.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(t.shape)[a:b]
-    return dataclasses.replace(t, rows=rows)
-
-
-def _offset(t: Lazy, offset: float) -> Lazy:
-    def rows(a, b):
-        return t.rows(a, b).float() + offset
-    return dataclasses.replace(t, dtype=torch.float32, rows=rows)
+    for name, t in tensors.items():
+        if re.search(r"\.w[qk]\.", name):
+            rows = torch.arange(t.shape[0]).view(-1, head_dim // 2, 2)
+            tensors[name] = pick(t, rows.transpose(1, 2).flatten())
 
 
 def _ids(value) -> list[int]:
@@ -350,16 +89,19 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
     """A Hugging Face directory: config.json, weights, generation_config.json, tokenizer files."""
     config = read_json(directory / "config.json")
     try:
-        cfg, family = config_from_hf(config)
-    except (ValueError, TypeError, AttributeError) as e:
+        cfg, c = config_from_hf(config)
+        lazies = hub_weights(directory, weights)
+        quantization = (config.get("quantization_config") or config.get("compression_config")
+                        or c.get("quantization_config"))
+        if quantization:
+            lazies = dequantized(lazies, quantization)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"{directory / 'config.json'}: {e}") from None
-    lazies = _weights(directory, weights)
-    ours = lazies and all(rename(t.name, OUR_NAMES) for t in lazies)   # our .pth, its config beside
-    tensors = _named(lazies, OUR_NAMES if ours else {**HF_NAMES, **family.names})
-    if family.norm_offset and not ours:
-        for name, t in tensors.items():
-            if "norm" in name:
-                tensors[name] = _offset(t, family.norm_offset)
+    family = FAMILIES[c["model_type"]]
+    ours = lazies and all(look_up(t.name, OUR_NAMES) for t in lazies)  # our .pth, its config beside
+    tensors = named(lazies, OUR_NAMES if ours else {**HF_NAMES, **family.names}, cfg)
+    if not ours:
+        fold(tensors, c, cfg, family.norm_offset)
     eos_ids, defaults = generation_defaults(directory, config)
     return Checkpoint(directory / weights, cfg, tensors, eos_ids, defaults, directory)
 
@@ -391,8 +133,8 @@ def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]
 def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path,
               eos_ids: list[int] | None = None) -> Checkpoint:
     """Meta's own format, and llama2.c's: params.json or model_args, interleaved RoPE."""
-    tensors = _named(lazies, META_NAMES)
-    embed, gate = tensors.get("embed.weight"), tensors.get("layers.0.ffn.gate.weight")
+    sizes = {t.name: t.shape[0] for t in lazies}
+    embed, gate = sizes.get("tok_embeddings.weight"), sizes.get("layers.0.feed_forward.w1.weight")
     if embed is None or gate is None:
         raise ValueError(f"{path}: no tok_embeddings.weight or feed_forward.w1.weight")
     scaled, theta = params.get("use_scaled_rope", False), params.get("rope_theta", 10000.0)
@@ -405,54 +147,36 @@ def read_meta(directory: Path, lazies: list[Lazy], params: dict, path: Path,
         cfg, _ = config_from_hf(dict(
             model_type="llama", hidden_size=params["dim"], num_hidden_layers=params["n_layers"],
             num_attention_heads=params["n_heads"], num_key_value_heads=params.get("n_kv_heads"),
-            intermediate_size=gate.shape[0], vocab_size=embed.shape[0],
+            intermediate_size=gate, vocab_size=embed,
             max_position_embeddings=context, rms_norm_eps=params.get("norm_eps", 1e-5),
             rope_theta=theta, rope_scaling=rope if scaled else None,
-            tie_word_embeddings="head.weight" not in tensors))
+            tie_word_embeddings="output.weight" not in sizes))
     except KeyError as e:
         raise ValueError(f"{path}: no {e} among the model's parameters") from None
-    for name, t in tensors.items():
-        if name.endswith(("wq.weight", "wk.weight")):
-            tensors[name] = _half_split(t, cfg.head_dim)
+    tensors = named(lazies, META_NAMES, cfg)
+    _half_split(tensors, cfg.head_dim)
     return Checkpoint(path, cfg, tensors, eos_ids or [], tokenizer=directory)
-
-
-def merge_shards(shards: list[list[Lazy]]) -> list[Lazy]:
-    """Meta's consolidated.NN.pth: tensor-parallel pieces, split along the rows or the columns."""
-    def merge(pieces):
-        name, shape, n = pieces[0].name, pieces[0].shape, pieces[0].shape[0]
-        if len(pieces) == 1 or len(shape) == 1:
-            return pieces[0]
-        if re.search(r"\.(wo|w2)\.weight$|^tok_embeddings", name):
-            shape = n, sum(p.shape[1] for p in pieces)
-            rows = lambda a, b: torch.cat([p.rows(a, b) for p in pieces], dim=1)
-        else:
-            shape = n * len(pieces), shape[1]
-            rows = lambda a, b: torch.cat([         # piece i holds the rows from i * n
-                p.rows(max(a - i * n, 0), min(b - i * n, n)) for i, p in enumerate(pieces)
-                if i * n < b and a < (i + 1) * n])
-        return Lazy(name, shape, pieces[0].dtype, rows)
-    return [merge(pieces) for pieces in zip(*shards)]
 
 
 def read_pth(path: Path) -> Checkpoint:
     """One .pth or .pt: ours, Meta's (params.json beside), llama2.c's, or bare with config.json."""
     content, directory = read_torch(path), path.parent
     if content.get("format") == "gpt-faster":
-        tensors = _named(_from_torch(content["model"]), OUR_NAMES)
-        return Checkpoint(path, config_from_dict(content["config"]), tensors, content["eos_ids"],
-                          content["defaults"], content["tokenizer"] or directory)
+        cfg = config_from_dict(content["config"])
+        tensors = named(from_torch(content["model"]), OUR_NAMES, cfg)
+        return Checkpoint(path, cfg, tensors, content["eos_ids"], content["defaults"],
+                          content["tokenizer"] or directory)
     if "model_args" in content and "model" in content:
         weights = {k.removeprefix("_orig_mod."): v for k, v in content["model"].items()}
         head, embed = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         if head is not None and embed is not None and head.data_ptr() == embed.data_ptr():
             del weights["output.weight"]           # llama2.c ties them
         bos, eos = 1, 2                            # the stories end where the next would begin
-        return read_meta(directory, _from_torch(weights), content["model_args"], path, [bos, eos])
+        return read_meta(directory, from_torch(weights), content["model_args"], path, [bos, eos])
     if (directory / "params.json").exists():
         sharded = path.name.startswith("consolidated.")
         paths = sorted(directory.glob("consolidated.*.pth")) if sharded else [path]
-        whole = merge_shards([_from_torch(read_torch(p)) for p in paths])
+        whole = merge_shards([from_torch(read_torch(p)) for p in paths])
         return read_meta(directory, whole, read_json(directory / "params.json"), path)
     if (directory / "config.json").exists():
         return read_hf(directory, path.name)
@@ -460,170 +184,30 @@ def read_pth(path: Path) -> Checkpoint:
                      "beside it")
 
 
-# ---- GGUF (github.com/ggml-org/ggml, docs/gguf.md) ----------------------------------------------
-
-GGUF_KEYS = {                                      # config.json: the metadata key after "llama."
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base", "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window": "attention.sliding_window",
-}
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-
-
-def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
-    """Metadata, tensor infos (name, shape, type, offset) and where the tensors begin.
-
-    The gguf package has a reader, but it takes 8 s for a 262k vocabulary where this takes 0.3 s.
-    """
-    at, codes = 0, "BbHhIif?__Qqd"                 # struct's letters in the order of GGUF's types
-
-    def take(code):
-        nonlocal at
-        value, = struct.unpack_from("<" + code, data, at)
-        at += struct.calcsize(code)
-        return value
-
-    def string():
-        nonlocal at
-        n = take("Q")
-        if at + n > len(data):
-            raise struct.error("text runs past the end of the file")
-        at += n
-        return bytes(data[at - n:at]).decode("utf-8", "replace")
-
-    def value(kind):
-        nonlocal at
-        if kind == 8:
-            return string()
-        if kind == 9:
-            kind, n = take("I"), take("Q")
-            if kind in (8, 9):
-                return [value(kind) for _ in range(n)]
-            values = struct.unpack_from(f"<{n}{codes[kind]}", data, at)
-            at += n * struct.calcsize(codes[kind])
-            return list(values)
-        return take(codes[kind])
-
-    if bytes(data[:4]) != b"GGUF":
-        raise ValueError("it does not begin with 'GGUF'")
-    at = 4
-    version = take("I")
-    if version not in (2, 3):
-        raise ValueError(f"GGUF version {version} is not supported (2 and 3 are)")
-    n_tensors, n_keys = take("Q"), take("Q")
-    metadata = {}
-    for _ in range(n_keys):
-        key = string()
-        metadata[key] = value(take("I"))
-    infos = []
-    for _ in range(n_tensors):
-        name = string()
-        shape = tuple(take("Q") for _ in range(take("I")))[::-1]       # stored fastest first
-        infos.append((name, shape, take("I"), take("Q")))
-    alignment = metadata.get("general.alignment", 32)
-    return metadata, infos, -(-at // alignment) * alignment
-
-
-def _gguf_tensors(path: Path) -> tuple[dict, list[Lazy]]:
-    """Metadata and tensors of one file, dequantized as they are read."""
-    try:
-        import gguf
-        import numpy as np
-    except ImportError:
-        raise ImportError("reading a GGUF needs: pip install gguf") from None
-    with open(path, "rb") as f:
-        if os.path.getsize(path) < 24:
-            raise ValueError(f"{path}: not a readable GGUF file: too short")
-        data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
-    try:
-        metadata, infos, start = read_gguf_header(data)
-    except (struct.error, ValueError, IndexError, MemoryError, OverflowError) as e:
-        raise ValueError(f"{path}: not a readable GGUF file (truncated?): {e}") from None
-    lazies = []
-    for name, shape, kind, offset in infos:
-        try:
-            kind = gguf.GGMLQuantizationType(kind)
-        except ValueError:
-            raise ValueError(f"{path}: {name} has quantization type {kind}, unknown to gguf "
-                             f"{getattr(gguf, '__version__', '')}: pip install -U gguf") from None
-        n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-        row_bytes = math.prod(shape[1:] or (1,)) * n_bytes // n_block
-        begin, end = start + offset, start + offset + shape[0] * row_bytes
-        if end > len(data):
-            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, the file "
-                             f"at {len(data):,}")
-
-        def rows(a, b, begin=begin, row_bytes=row_bytes, kind=kind, shape=shape):
-            block = np.frombuffer(data, np.uint8, (b - a) * row_bytes, begin + a * row_bytes)
-            if kind == gguf.GGMLQuantizationType.BF16:                 # torch does this one faster
-                return torch.from_numpy(block.copy()).view(torch.bfloat16).view(b - a, *shape[1:])
-            values = gguf.dequantize(block if len(shape) == 1 else block.reshape(b - a, -1), kind)
-            return torch.from_numpy(np.array(values, copy=True)).view(b - a, *shape[1:])
-
-        if len(shape) == 1:                        # a vector's blocks do not end with its rows
-            def rows(a, b, begin=begin, n=shape[0], size=shape[0] * n_bytes // n_block, kind=kind):
-                block = np.frombuffer(data, np.uint8, size, begin)
-                return torch.from_numpy(np.array(gguf.dequantize(block, kind), copy=True))[a:b]
-        dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
-        lazies.append(Lazy(name, shape, dtype, rows))
-    return metadata, lazies
-
-
 def read_gguf(path: Path) -> Checkpoint:
     """A GGUF file, or the first of a split one: config, tensors and tokenizer are all inside."""
-    metadata, lazies = _gguf_tensors(path)
+    metadata, lazies = gguf_tensors(path)
     parts = metadata.get("split.count", 1)
     for i in range(1, parts):
         part = Path(re.sub(r"-00001-of-", f"-{i + 1:05d}-of-", str(path)))
         if part == path or not part.exists():
             raise FileNotFoundError(f"{part}: part {i + 1} of {parts} is missing")
-        lazies += _gguf_tensors(part)[1]
+        lazies += gguf_tensors(part)[1]
     arch = metadata.get("general.architecture")
-    if arch not in GGUF_FAMILIES:
-        raise ValueError(f"{path}: architecture '{arch}' is not supported "
-                         f"(supported: {', '.join(GGUF_FAMILIES)})")
-    if metadata.get(f"{arch}.expert_count"):
-        raise ValueError(f"{path}: mixture-of-experts GGUF files are not supported")
-    named = {t.name: t for t in lazies}
-    config = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
-              if f"{arch}.{key}" in metadata}
-    if "token_embd.weight" not in named:
-        raise ValueError(f"{path}: no token_embd.weight")
-    rope = {}
-    scaling = f"{arch}.rope.scaling."
-    if metadata.get(scaling + "type", "none") != "none":
-        rope = dict(rope_type=metadata[scaling + "type"], factor=metadata.get(scaling + "factor"))
-    if "rope_freqs.weight" in named:               # Llama 3.1's scaling, worked out per frequency
-        t = named["rope_freqs.weight"]
-        rope["divisors"] = t.rows(0, t.shape[0]).tolist()
-    if arch == "gemma3":                           # as llama.cpp: only the 27B scales otherwise
-        scalar = config.get("head_dim", 256)
-        if config.get("num_hidden_layers") == 62:
-            scalar = config["hidden_size"] // config["num_attention_heads"]
-        pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
-        config.update(query_pre_attn_scalar=scalar, sliding_window_pattern=pattern)
-        config["hidden_activation"] = "gelu_pytorch_tanh"
-    config["attention_bias"] = arch == "llama" and "blk.0.attn_q.bias" in named
-    family = "mistral" if arch == "llama" and config.get("sliding_window") else GGUF_FAMILIES[arch]
     try:
-        cfg, _ = config_from_hf({
-            **config, "model_type": family, "vocab_size": named["token_embd.weight"].shape[0],
-            "rope_scaling": rope, "tie_word_embeddings": "output.weight" not in named})
+        cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in lazies}))
+        tensors = named(lazies, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, cfg)
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f"{path}: {e}") from None
-    tensors = _named(lazies, GGUF_NAMES)
-    if arch == "llama":                            # llama.cpp stores the others unpermuted
-        for name, t in tensors.items():
-            if ".wq." in name or ".wk." in name:
-                tensors[name] = _half_split(t, cfg.head_dim)
+    fold(tensors, c, cfg, norm_offset=0)           # llama.cpp's converter has added it
+    if arch in GGUF_PERMUTED:
+        _half_split(tensors, cfg.head_dim)
     key = "tokenizer.ggml.{}_token_id".format
     eos_ids = [metadata[key(k)] for k in ("eos", "eot", "eom") if metadata.get(key(k)) is not None]
     tokens = metadata.get("tokenizer.ggml.tokens") or []   # many name one id only
     eos_ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]
+    if "<|end|>" in tokens and "<|return|>" not in tokens: # Phi-3 ends there, gpt-oss goes on
+        eos_ids.append(tokens.index("<|end|>"))
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     return Checkpoint(path, cfg, tensors, list(dict.fromkeys(eos_ids)), {}, tokenizer)
 
@@ -664,7 +248,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         problem = f"'{repo_id}' is not a hub name: expected org/name"
     except errors.HfHubHTTPError as e:
         refused = e.response is not None and e.response.status_code in (401, 403)
-        problem = f"the hub failed on {repo_id}, try again later: {_line(e)}"
+        problem = f"the hub failed on {repo_id}, try again later: {first_line(e)}"
         if refused:
             problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
                        "or unset HF_TOKEN")
@@ -673,12 +257,9 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
             raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
                           "HF_HOME to another disk; running it again resumes") from None
         problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
-                   f"network and HF_HUB_OFFLINE, or give a path ({type(e).__name__}: {_line(e)})")
+                   "network and HF_HUB_OFFLINE, or give a path "
+                   f"({type(e).__name__}: {first_line(e)})")
     raise ValueError(problem)
-
-
-def _line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:160]
 
 
 def find(name: str) -> Path:
@@ -710,7 +291,7 @@ def read(path: Path) -> Checkpoint:
             raise FileNotFoundError(
                 f"{path}: no model in this directory: expected config.json with model.safetensors, "
                 f"model.pth, consolidated.00.pth or one .gguf, found "
-                f"{_some(sorted(p.name for p in path.iterdir())) or 'nothing'}")
+                f"{some(sorted(p.name for p in path.iterdir())) or 'nothing'}")
         path = path / found[0]
     if path.suffix == ".gguf":
         checkpoint = read_gguf(path)
@@ -743,11 +324,11 @@ def check(checkpoint: Checkpoint) -> None:
     shapes = _shapes(cfg)
     missing = [n for n in shapes if n not in tensors]
     if missing:
-        raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {_some(missing)}")
+        raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {some(missing)}")
     extra = [tensors[n].name for n in tensors if n not in shapes]
     if extra:
         raise ValueError(f"{checkpoint.path}: {len(extra)} tensors that its config has no place "
-                         f"for: {_some(extra)}")
+                         f"for: {some(extra)}")
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             found = tensors[name]
@@ -755,11 +336,20 @@ def check(checkpoint: Checkpoint) -> None:
                              f"config asks for {list(shape)}")
 
 
+def _blank(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return Transformer(cfg)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our names on disk -> the shapes that the config asks for."""
-    with torch.device("meta"):
-        model = Transformer(cfg)
-    shapes = {}
+    model, shapes = _blank(cfg, torch.float32), {}
     for name, p in model.named_parameters():
         rows = model.layers[0].attn.split if len(parts(name)) > 1 else (p.shape[0],)
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(parts(name), rows)})
@@ -768,25 +358,19 @@ def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
     """Read every weight into a model on `device`; norms stay fp32. Peak: the model plus a chunk."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = Transformer(checkpoint.cfg)
-    finally:
-        torch.set_default_dtype(default)
+    model = _blank(checkpoint.cfg, dtype)
     for name, meta in list(model.named_parameters()):
         weight = torch.empty_like(meta, device=device)
         if checkpoint.tensors:
-            top = 0
+            top, target = 0, as_rows(weight)
             for part in (checkpoint.tensors[p] for p in parts(name)):
                 try:
                     for a, b, rows in part.chunks():
-                        weight[top + a:top + b].copy_(rows)
+                        target[top + a:top + b].copy_(rows)
                 except (SafetensorError, RuntimeError, ValueError) as e:
                     raise ValueError(f"{checkpoint.path}: {part.name} cannot be read: "
-                                     f"{_line(e)}") from None
-                top += part.shape[0]
+                                     f"{first_line(e)}") from None
+                top += part.n_row
         elif weight.dim() > 1:
             weight.normal_(0, 0.02)
         else:
@@ -805,9 +389,10 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
     """
-    norms = {n for n in checkpoint.tensors if "norm" in n}
+    precise = {n for n, p in _blank(checkpoint.cfg, torch.bfloat16).named_parameters()
+               if p.dtype == torch.float32}
     with FakeTensorMode():
-        blank = {n: torch.empty(t.shape, dtype=torch.float32 if n in norms else dtype or t.dtype)
+        blank = {n: torch.empty(t.shape, dtype=torch.float32 if n in precise else dtype or t.dtype)
                  for n, t in checkpoint.tensors.items()}
     content = dict(format="gpt-faster", config=dataclasses.asdict(checkpoint.cfg), model=blank,
                    eos_ids=checkpoint.eos_ids, defaults=checkpoint.defaults, tokenizer=tokenizer)
@@ -823,7 +408,7 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
         for i, (name, t) in enumerate(checkpoint.tensors.items(), 1):
             progress(i)
             for a, b, rows in t.chunks():
-                holes[name][a:b].copy_(rows)
+                as_rows(holes[name])[a:b].copy_(rows)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

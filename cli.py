@@ -104,10 +104,11 @@ def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
                          "use --dtype float16 or float32")
-    if name == "float16" and cfg.post_norm:
+    overflows = cfg.post_norm and cfg.embed_scale != 1         # Gemma 2 and 3: NaN in float16
+    if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
                          "or float32")
-    small = "float32" if cfg.post_norm else "float16"
+    small = "float32" if overflows else "float16"
     return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
 
 

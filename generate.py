@@ -80,8 +80,9 @@ def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampl
     end = T + max_new_tokens
     assert end <= model.cfg.context, \
         f"{T} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
-    if model.max_batch_size != B or model.max_seq_length < end or not use_cache:
-        model.setup_cache(B, end if use_cache else 0)
+    rows = B if use_cache else 0
+    if model.max_batch_size != rows or model.max_seq_length < end:
+        model.setup_cache(rows, end)
     shape = B, n_candidates(how, n_vocab)
     seen = None
     if how.repetition_penalty != 1:
@@ -328,9 +329,16 @@ def pick_engine(args, device: torch.device) -> str:
 
 
 def weight_bytes(model: Transformer) -> tuple[int, int]:
-    """All weights, and those that each step reads: not the embedding, unless it is the head too."""
-    total, table = sum(p.numel() * p.element_size() for p in model.parameters()), model.embed.weight
-    return total, total - (0 if model.cfg.tied else table.numel() * table.element_size())
+    """All weights, and those that one row's step reads: active experts, no lone embedding."""
+    def size(parameters):
+        return sum(p.numel() * p.element_size() for p in parameters)
+
+    cfg, total = model.cfg, size(model.parameters())
+    idle = 0 if cfg.tied else size([model.embed.weight])
+    experts = size(p for p in model.parameters() if p.dim() == 3)
+    if experts:
+        idle += experts * (cfg.n_expert - cfg.n_active) // cfg.n_expert
+    return total, total - idle
 
 
 def open_model(path: str | None = None, shape: str | None = None):
@@ -430,7 +438,7 @@ def run(argv: list[str] | None) -> int:
         f"{total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
     use_cache = engine != "recompute"
-    model.setup_cache(args.batch_size, length if use_cache else 0)
+    model.setup_cache(args.batch_size if use_cache else 0, length)
     prompt = torch.tensor([prompt_ids] * args.batch_size, device=device)
 
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)

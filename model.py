@@ -21,12 +21,16 @@ class Rope:
     """Rotary embedding: the base, and how its frequencies are stretched to a longer context."""
 
     theta: float = 10000.0
-    kind: str = "default"                          # default | linear | llama3
+    kind: str = "default"                          # linear | dynamic | llama3 | yarn | none
     factor: float = 1.0
-    low_freq_factor: float = 1.0                   # llama3: waves longer than context / low are
-    high_freq_factor: float = 4.0                  # stretched, shorter than context / high kept
-    original_context: int = 8192
-    divisors: tuple[float, ...] | None = None      # one per frequency, as GGUF files store them
+    low_freq_factor: float = 1.0                   # llama3, yarn (beta_slow, beta_fast): waves that
+    high_freq_factor: float = 4.0                  # turn less often than low in the original
+    original_context: int = 8192                   # context are stretched, more than high kept
+    truncate: bool = True                          # yarn: round the ends of the ramp in between
+    amplitude: float = 1.0                         # of cos and sin (yarn, longrope)
+    partial: float = 1.0                           # the share of a head that turns
+    divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files) …
+    long_divisors: tuple[float, ...] | None = None             # … beyond original_context
 
 
 @dataclass(frozen=True)
@@ -42,37 +46,83 @@ class ModelConfig:
     vocab_size: int
     context: int                                   # longest sequence the model was trained for
     norm_eps: float = 1e-5
-    activation: str = "silu"                       # silu (SwiGLU) | gelu_tanh (GeGLU)
+    layer_norm: bool = False                       # LayerNorm with bias instead of RMSNorm
+    pre_norm: bool = True                          # normalize what goes into a branch
+    post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
+    qk_norm: str | None = None                     # before RoPE: "head", each; "wide", all as one
+    activation: str = "silu"                       # silu | gelu_tanh | clamped_silu
+    gated: bool = True                             # act(gate) * up, else act(up)
     tied: bool = False                             # the head is the embedding, transposed
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False                          # normalize each head before RoPE (Qwen3)
-    post_norm: bool = False                        # normalize each branch's output too (Gemma 2, 3)
     embed_scale: float = 1.0                       # Gemma: sqrt(dim)
+    residual_scale: float = 1.0                    # Granite: of what each branch adds
     attn_scale: float | None = None                # None: head_dim ** -0.5
+    attn_cap: float | None = None                  # scores end at cap * tanh(score / cap)
+    logit_cap: float | None = None                 # and logits
+    sinks: bool = False                            # a learned score per head that no key has
+    learned_pos: bool = False                      # an embedding per position, added to the token's
     rope: tuple[Rope, ...] = (Rope(),)             # tiled over layers
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
+    sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
+    n_expert: int = 0
+    n_active: int = 0                              # experts per token
+    expert_dim: int = 0                            # width of each
+    renormalize: bool = True                       # the active experts' probabilities sum to 1
+    router_bias: bool = False
+    shared_dim: int = 0                            # width of the expert that serves every token
+
+    def at(self, layer: int, of: tuple):
+        """A layer's own entry of `rope`, `window` or `sparse`."""
+        return of[layer % len(of)]
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+def _clamped_silu(gate, up):                       # gpt-oss: alpha 1.702, limit 7
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position, fp32 [H / 2] on CPU (transformers' modeling_rope_utils)."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-    freq = 1.0 / rope.theta**exponent
-    if rope.divisors is not None:
-        return freq / torch.tensor(rope.divisors, device="cpu")
-    if rope.kind == "linear":
-        return freq / rope.factor
-    if rope.kind == "llama3":
-        turns = rope.original_context * freq / (2 * math.pi)   # full turns over the old context
+GATED = {"silu": lambda gate, up: F.silu(gate) * up, "clamped_silu": _clamped_silu,
+         "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up}
+UNGATED = {"gelu_tanh": lambda up: F.gelu(up, approximate="tanh")}
+
+
+def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
+    """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most.
+
+    transformers' modeling_rope_utils, where "dynamic" and "longrope" follow the current length.
+    """
+    n, original = int(head_dim * rope.partial), rope.original_context
+    theta, divisors = rope.theta, rope.divisors
+    if length > original and rope.kind == "dynamic":
+        theta *= (rope.factor * length / original - rope.factor + 1) ** (n / (n - 2))
+    if length > original and rope.long_divisors:
+        divisors = rope.long_divisors
+    exponent = torch.arange(0, n, 2, dtype=torch.int64, device="cpu").float() / n
+    freq = 1.0 / theta**exponent
+    if divisors is not None:
+        freq = freq / torch.tensor(divisors, device="cpu")
+    elif rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        turns = original * freq / (2 * math.pi)    # full turns over the original context
         low, high = rope.low_freq_factor, rope.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * freq + (1 - keep) * freq / rope.factor
-    assert rope.kind == "default", f"unknown kind of RoPE: {rope.kind}"
-    return freq
+        freq = keep * freq + (1 - keep) * freq / rope.factor
+    elif rope.kind == "yarn":                      # as llama3, but a ramp over the index
+        at = [n * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+              for turns in (rope.high_freq_factor, rope.low_freq_factor)]
+        low, high = (math.floor(at[0]), math.ceil(at[1])) if rope.truncate else at
+        low, high = max(low, 0), min(high, n - 1)
+        ramp = (torch.arange(n // 2, device="cpu") - low) / (high - low or 0.001)
+        stretch = ramp.clamp(0, 1)
+        freq = (1 - stretch) * freq + stretch * freq / rope.factor
+    elif rope.kind == "none":
+        freq = torch.zeros_like(freq)
+    else:
+        assert rope.kind in ("default", "dynamic"), f"unknown kind of RoPE: {rope.kind}"
+    return F.pad(freq, (0, head_dim // 2 - n // 2))                        # the rest stands still
 
 
 def rotate(x, cos, sin):
@@ -109,21 +159,6 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-def attend(q, k, v, mask, scale):
-    """softmax(q k') v: q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H].
-
-    SDPA, but for one query in a compiled CPU step: there its fixed cost is half of the token's
-    time, and the plain sums below become two loops over the keys.
-    """
-    if torch.compiler.is_compiling() and q.shape[2] == 1 and q.device.type == "cpu":
-        q = q.unflatten(1, (k.shape[1], -1)).float() * scale               # [B, K, N/K, 1, H]
-        score = (q * k[:, :, None].float()).sum(-1)                        # [B, K, N/K, S]
-        prob = torch.where(mask, score, -torch.inf).softmax(-1)
-        y = (prob[..., None] * v[:, :, None].float()).sum(-2)              # [B, K, N/K, H]
-        return y.to(v.dtype).flatten(1, 2)[:, :, None]
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-
-
 class RMSNorm(nn.Module):
     """In fp32 whatever the model's dtype, the weight too: Gemma's 1 + w folds in exactly."""
 
@@ -136,6 +171,60 @@ class RMSNorm(nn.Module):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * self.weight).type_as(x)
+
+
+class WideNorm(RMSNorm):
+    """Over all heads [..., N, H] as one vector."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps, dtype=torch.float32)
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class SoftCap(nn.Module):
+    def __init__(self, cap: float):
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x):
+        return self.cap * torch.tanh(x / self.cap)
+
+
+class SinkSoftmax(nn.Module):
+    """Softmax over the keys and one more score per head, whose share is thrown away."""
+
+    def __init__(self, n_head: int):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(n_head, dtype=torch.float32))
+
+    def forward(self, score):                      # [B, K, N/K, T, S]
+        sink = self.sinks.view(score.shape[1], -1, 1, 1)
+        top = torch.maximum(score.amax(-1, keepdim=True), sink)
+        share = (score - top).exp()
+        return share / (share.sum(-1, keepdim=True) + (sink - top).exp())
+
+
+class Zero(nn.Module):
+    """Where others have an embedding of positions, or a shared expert."""
+
+    def forward(self, x):
+        return 0
 
 
 class KVCache(nn.Module):
@@ -166,42 +255,169 @@ class Attention(nn.Module):
         self.scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
         self.wqkv = Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
         self.wo = Linear(n * h, cfg.dim, bias=cfg.o_bias)
-        self.q_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+        def norm(width):
+            return {None: nn.Identity, "head": lambda: RMSNorm(h, cfg.norm_eps),
+                    "wide": lambda: WideNorm(width, cfg.norm_eps)}[cfg.qk_norm]()
+
+        self.q_norm, self.k_norm = norm(n * h), norm(k * h)
+        self.cap = SoftCap(cfg.attn_cap) if cfg.attn_cap else nn.Identity()
+        self.softmax = SinkSoftmax(n) if cfg.sinks else nn.Softmax(-1)
+        self.needs_scores = bool(cfg.attn_cap or cfg.sinks)                # SDPA keeps them inside
         self.cache = None                          # without one, a call sees its own keys only
 
     def forward(self, x, pos, rope, mask):
         B, T, _ = x.shape
         q, k, v = self.wqkv(x).split(self.split, dim=-1)
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
-        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
+        q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
             k, v = self.cache(pos, k, v, mask.shape[-1])
-        y = attend(q, k, v, mask, self.scale)
+        y = self.attend(q, k, v, mask)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+
+    def attend(self, q, k, v, mask):
+        """softmax(q k') v: q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H].
+
+        SDPA, but where its scores are needed, and for one query in a compiled CPU step: there its
+        fixed cost is half of the token's time, and plain sums become two loops over the keys.
+        """
+        one = torch.compiler.is_compiling() and q.shape[2] == 1 and q.device.type == "cpu"
+        if not (one or self.needs_scores):
+            return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=True)
+
+        def product(a, b):                         # [..., T, I] @ [..., I, J], fp32
+            if one:
+                return (a.mT.float() * b.float()).sum(-2, keepdim=True)
+            return (a.to(b.dtype) @ b).float()
+
+        q = q.unflatten(1, (k.shape[1], -1))                               # [B, K, N/K, T, H]
+        score = self.cap(product(q, k[:, :, None].mT) * self.scale)        # [B, K, N/K, T, S]
+        prob = self.softmax(torch.where(mask.unsqueeze(-3), score, -torch.inf))
+        return product(prob, v[:, :, None]).to(v.dtype).flatten(1, 2)
 
 
 class FeedForward(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, ffn_dim: int):
         super().__init__()
-        self.gate = Linear(cfg.dim, cfg.ffn_dim, bias=cfg.mlp_bias)
-        self.up = Linear(cfg.dim, cfg.ffn_dim, bias=cfg.mlp_bias)
-        self.down = Linear(cfg.ffn_dim, cfg.dim, bias=cfg.mlp_bias)
-        self.activation = ACTIVATIONS[cfg.activation]
+        self.gate = Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
+        self.up = Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
+        self.down = Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
+        self.activation = GATED[cfg.activation]
 
     def forward(self, x):
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x), self.up(x)))
+
+
+class UngatedFeedForward(nn.Module):
+    def __init__(self, cfg: ModelConfig, ffn_dim: int):
+        super().__init__()
+        self.up = Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
+        self.down = Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
+        self.activation = UNGATED[cfg.activation]
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+@torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows [ends[e-1], ends[e]) of x [M, in] by weight[e] [out, in] -> [M, out], on the device.
+
+    An operator of our own only because torch traces F.grouped_mm in bfloat16 and no other dtype.
+    """
+    return F.grouped_mm(x, weight.mT, offs=ends)
+
+
+@grouped_mm.register_fake
+def _(x, weight, ends):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+class ExpertLinear(nn.Module):
+    """One Linear per expert: weight [E, out, in], bias [E, out]."""
+
+    def __init__(self, n_expert: int, n_in: int, n_out: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(n_expert, n_out)) if bias else None
+
+    def forward(self, x, ids, ends):
+        """x [M, in], each row for the expert in ids [M] -> [M, out].
+
+        ends [E]: the rows are sorted by expert, those of e end there. None: they are few, and each
+        reads its own expert's weights in one pass, as in Linear (Inductor fuses the indexing).
+        """
+        if ends is None:
+            y = (self.weight[ids].float() * x[:, None].float()).sum(-1).to(x.dtype)
+        else:
+            y = grouped_mm(x, self.weight, ends)
+        return y if self.bias is None else y + self.bias[ids]
+
+
+class SharedExpert(FeedForward):
+    """Serves every token, to a degree that it decides itself."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg, cfg.shared_dim)
+        self.degree = Linear(cfg.dim, 1, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) * torch.sigmoid(self.degree(x))
+
+
+class MoE(nn.Module):
+    """Mixture of experts: the router picks n_active of them for each token, and weighs them.
+
+    Softmax over the router's top k equals softmax over all, top k, renormalized: one form for both.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        E, D, width = cfg.n_expert, cfg.dim, cfg.expert_dim
+        self.n_expert, self.n_active = E, cfg.n_active
+        self.router = Linear(D, E, bias=cfg.router_bias)
+        self.gate, self.up = (ExpertLinear(E, D, width, cfg.mlp_bias) for _ in range(2))
+        self.down = ExpertLinear(E, width, D, cfg.mlp_bias)
+        self.activation = GATED[cfg.activation]
+        self.shared = SharedExpert(cfg) if cfg.shared_dim else Zero()
+        self.weigh = (lambda p: p / p.sum(-1, keepdim=True)) if cfg.renormalize else nn.Identity()
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)                                             # [n, D]
+        prob, ids = self.router(flat).float().softmax(-1).topk(self.n_active)
+        prob, ids = self.weigh(prob).flatten(), ids.flatten()              # [M], M = n * n_active
+        order, ends = torch.arange(len(ids), device=x.device), None
+        if not (torch.compiler.is_compiling() and len(ids) <= self.n_expert):
+            ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
+            expert = torch.arange(self.n_expert, device=x.device)
+            ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
+        y = flat[order // self.n_active]
+        y = self.down(self.activation(self.gate(y, ids, ends), self.up(y, ids, ends)), ids, ends)
+        y = torch.empty_like(y).index_copy(0, order, y) if ends is not None else y
+        y = (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
+        return (y + self.shared(flat)).view_as(x)
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.attn, self.ffn = Attention(cfg), FeedForward(cfg)
-        def norm(wanted):
-            return RMSNorm(cfg.dim, cfg.norm_eps) if wanted else nn.Identity()
+        self.attn = Attention(cfg)
+        dense = FeedForward if cfg.gated else UngatedFeedForward
+        self.ffn = MoE(cfg) if cfg.at(layer, cfg.sparse) else dense(cfg, cfg.ffn_dim)
+        Norm = LayerNorm if cfg.layer_norm else RMSNorm
 
-        self.attn_norm, self.ffn_norm = norm(True), norm(True)
-        self.post_attn_norm, self.post_ffn_norm = norm(cfg.post_norm), norm(cfg.post_norm)
+        def before():
+            return Norm(cfg.dim, cfg.norm_eps) if cfg.pre_norm else nn.Identity()
+
+        def after():
+            if cfg.post_norm:
+                return Norm(cfg.dim, cfg.norm_eps)
+            return Scale(cfg.residual_scale) if cfg.residual_scale != 1 else nn.Identity()
+
+        self.attn_norm, self.ffn_norm = before(), before()
+        self.post_attn_norm, self.post_ffn_norm = after(), after()
 
     def forward(self, x, pos, rope, mask):
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), pos, rope, mask))
@@ -216,22 +432,35 @@ class Transformer(nn.Module):
         self.cfg = cfg
         blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
-        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.pos_embed = nn.Embedding(cfg.context, cfg.dim) if cfg.learned_pos else Zero()
+        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.norm = (LayerNorm if cfg.layer_norm else RMSNorm)(cfg.dim, cfg.norm_eps)
         self.head = Linear(cfg.dim, cfg.vocab_size, bias=False)
         if cfg.tied:
             self.head.weight = self.embed.weight
+        self.cap = SoftCap(cfg.logit_cap) if cfg.logit_cap else nn.Identity()
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
-        freq = torch.stack([rope_frequencies(r, cfg.head_dim) for r in self.ropes])
-        self.register_buffer("freq", freq, persistent=False)   # [R, H / 2], fp32, never on meta
+        amplitude = torch.ones(len(self.ropes), cfg.head_dim // 2, device="cpu")
+        for i, rope in enumerate(self.ropes):
+            amplitude[i, :int(cfg.head_dim * rope.partial) // 2] = rope.amplitude
+        self.register_buffer("freq", self._frequencies(0), persistent=False)   # [R, H / 2], fp32,
+        self.register_buffer("amplitude", amplitude, persistent=False)         # never on meta
         self.max_batch_size = self.max_seq_length = 0          # of the cache
+
+    def _frequencies(self, length: int) -> Tensor:
+        head_dim = self.cfg.head_dim
+        return torch.stack([rope_frequencies(rope, head_dim, length) for rope in self.ropes])
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int) -> None:
-        """Allocate the KV cache for `length` positions; length 0 removes it."""
+        """Allocate the KV cache for `length` positions; batch_size 0 removes it.
+
+        RoPE whose frequencies depend on the sequence's length takes this one from now on.
+        """
         cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length
+        self.freq.copy_(self._frequencies(length))             # in place: graphs know where it is
         for layer in self.layers:
-            layer.attn.cache = length and KVCache(
+            layer.attn.cache = batch_size and KVCache(
                 batch_size, cfg.n_kv_head, length, cfg.head_dim, self.embed.weight) or None
 
     def forward(self, tokens: Tensor, pos: Tensor, keep: int | Tensor = 1,
@@ -244,19 +473,19 @@ class Transformer(nn.Module):
         -> [B, n, V]
         """
         cfg = self.cfg
-        n_key = n_key or self.max_seq_length or tokens.shape[1]
+        n_key = n_key or (self.max_batch_size and self.max_seq_length) or tokens.shape[1]
         masks = {w: visible(pos, n_key, w) for w in set(cfg.window)}
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
         angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
-        ropes = {rope: (a.cos(), a.sin()) for rope, a in zip(self.ropes, angles)}
+        ropes = {rope: (a.cos() * amplitude, a.sin() * amplitude)
+                 for rope, a, amplitude in zip(self.ropes, angles, self.amplitude)}
 
         x = self.embed(tokens)                                             # [B, T, D]
-        x = x * x.new_full((), cfg.embed_scale)                            # rounded to x's dtype
+        x = x * x.new_full((), cfg.embed_scale) + self.pos_embed(pos)      # rounded to x's dtype
         for i, layer in enumerate(self.layers):
-            rope, window = cfg.rope[i % len(cfg.rope)], cfg.window[i % len(cfg.window)]
-            x = layer(x, pos, ropes[rope], masks[window])
+            x = layer(x, pos, ropes[cfg.at(i, cfg.rope)], masks[cfg.at(i, cfg.window)])
         if isinstance(keep, int):
             x = x[:, -keep:]
         else:
             x = x.gather(1, keep[..., None].expand(-1, -1, cfg.dim))
-        return self.head(self.norm(x)).float()                             # [B, n, V]
+        return self.cap(self.head(self.norm(x)).float())                   # [B, n, V]

@@ -16,6 +16,7 @@ def tokens(n=24, batch=2, vocab=160):
 def our_logits(path, prompt):
     model = checkpoints.load(checkpoints.read(path), torch.float32, "cpu")
     n = prompt.shape[1]
+    model.setup_cache(0, n)                                # RoPE for sequences of this length
     return model(prompt, torch.arange(n), keep=n)
 
 
@@ -92,13 +93,14 @@ def test_low_precision_is_near(families, dtype):
 def test_keys_that_config_json_leaves_out(kind):
     """Gemma 3 4B's names seven keys. The others mean what transformers' class says."""
     from transformers import CONFIG_MAPPING
-    few = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=99,
+    few = dict(hidden_size=256, intermediate_size=96, num_hidden_layers=8, num_attention_heads=16, vocab_size=99,
                model_type=kind)
+    if kind == "gpt2":
+        few = dict(n_embd=256, n_layer=8, n_head=16, vocab_size=99, model_type=kind)
     full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
-    if kind == "mistral":
-        few["num_key_value_heads"] = full["num_key_value_heads"] = 4      # 8 by default: more than heads
-    if kind.startswith("qwen"):
+    if kind in ("mistral", "qwen2", "qwen3"):              # these state both always
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
-    few["max_position_embeddings"] = full["max_position_embeddings"]
+    if kind != "gpt2":
+        few["max_position_embeddings"] = full["max_position_embeddings"]
     ours, theirs = checkpoints.config_from_hf(few)[0], checkpoints.config_from_hf(full)[0]
     assert ours == theirs

@@ -17,7 +17,7 @@ def tokens(n=20, batch=3):
 
 
 def whole(model, prompt):
-    model.setup_cache(0, 0)
+    model.setup_cache(0, LENGTH)
     return model(prompt, torch.arange(prompt.shape[1]), keep=prompt.shape[1])
 
 

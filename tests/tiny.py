@@ -9,6 +9,12 @@ SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_atten
             num_key_value_heads=2, vocab_size=160, max_position_embeddings=128, rms_norm_eps=1e-5)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.5, 1.7], [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]
+PHI3 = dict(SIZE, pad_token_id=0)
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=SHORT, long_factor=LONG,
+                partial_rotary_factor=0.75)
+MOE = dict(num_experts_per_tok=2, moe_intermediate_size=48)
 GEMMA = dict(SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20, rms_norm_eps=1e-6,
              layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
              rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
@@ -26,6 +32,37 @@ FAMILIES = {
     "qwen2-window": lambda: hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=8,
                                            max_window_layers=2),
     "qwen3": lambda: hf.Qwen3Config(**SIZE, head_dim=24),
+    "llama-dynamic": lambda: hf.LlamaConfig(
+        **{**SIZE, "max_position_embeddings": 16}, rope_parameters=dict(rope_type="dynamic", factor=8.0, rope_theta=1e4)),
+    "qwen2-yarn": lambda: hf.Qwen2Config(**SIZE, rope_parameters=YARN),
+    "mixtral": lambda: hf.MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=8, shared_expert_intermediate_size=40,
+                                           mlp_only_layers=[1]),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=8, head_dim=24, norm_topk_prob=True,
+                                           decoder_sparse_step=2),
+    "olmoe": lambda: hf.OlmoeConfig(**{**SIZE, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
+    "granite": lambda: hf.GraniteConfig(**SIZE, embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6,
+                                        attention_multiplier=0.1, tie_word_embeddings=True),
+    "granitemoe": lambda: hf.GraniteMoeConfig(**{**SIZE, "intermediate_size": 32}, num_local_experts=6,
+                                              num_experts_per_tok=2, embedding_multiplier=3.0, logits_scaling=1.5,
+                                              residual_multiplier=0.6, attention_multiplier=0.1),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **{**SIZE, "intermediate_size": 64}, head_dim=24, sliding_window=8, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters=dict(YARN, beta_fast=32.0, beta_slow=1.0, truncate=False)),
+    "phi3": lambda: hf.Phi3Config(**PHI3, sliding_window=8),
+    "phi3-longrope": lambda: hf.Phi3Config(     # the prompt is longer than 16: the long factors
+        **PHI3, rope_parameters=dict(LONGROPE), original_max_position_embeddings=16),
+    "phi3-shortrope": lambda: hf.Phi3Config(
+        **PHI3, rope_parameters=dict(LONGROPE), original_max_position_embeddings=64),
+    "smollm3": lambda: hf.SmolLM3Config(**SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2, no_rope_layers=[1, 0, 1, 1]),
+    "olmo2": lambda: hf.Olmo2Config(**SIZE),
+    "olmo3": lambda: hf.Olmo3Config(**SIZE, sliding_window=8, rope_parameters=dict(
+        full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+    "gpt2": lambda: hf.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=128, vocab_size=160,
+                                  bos_token_id=1, eos_token_id=2),
+    "gemma": lambda: hf.GemmaConfig(**{**SIZE, "num_key_value_heads": 1}, head_dim=24),
+    "gemma2": lambda: hf.Gemma2Config(**SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20,
+                                      attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3_text": lambda: hf.Gemma3TextConfig(**GEMMA),
     "gemma3": lambda: hf.Gemma3Config(
         text_config=GEMMA, vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -41,12 +78,14 @@ def make(name: str, seed: int = 0):
     kind = hf.AutoModelForImageTextToText if name == "gemma3" else hf.AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32).eval()
     for key, p in model.named_parameters():
-        if "norm" in key:
+        if "norm" in key or ".ln_" in key:
             p.data += 0.3 * torch.randn_like(p)            # around 1, or around 0 where it is 1 + w
+        elif p.dim() == 1 and key.endswith("sinks"):
+            p.data = torch.randn_like(p)
         elif key.endswith("bias"):
             p.data = 0.3 * torch.randn_like(p)
         else:
-            p.data = torch.randn_like(p) * (0.7 if "embed" in key else p.shape[-1] ** -0.5)
+            p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)
     return model
 
 
@@ -55,8 +94,12 @@ def old_spelling(directory) -> None:
     path = directory / "config.json"
     whole = json.loads(path.read_text())
     c = whole.get("text_config", whole)
-    rope = c.pop("rope_parameters")
-    if "full_attention" in rope:
+    rope = c.pop("rope_parameters", None)
+    if rope is None:
+        return                                             # GPT-2 is spelled as ever
+    if "full_attention" in rope and c["model_type"] == "olmo3":
+        rope = rope["full_attention"]
+    elif "full_attention" in rope:
         c["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
         c["layer_types"] = c.pop("layer_types")            # its pattern is not a period here
