@@ -13,7 +13,9 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -110,6 +112,18 @@ class Transformers:
         return out[0, prompt.shape[1]:].tolist(), times
 
 
+class Case(NamedTuple):
+    """An engine or peer on a model, and what came of it."""
+
+    name: str                                      # of the model
+    engine: str
+    model: Transformer
+    prompt: torch.Tensor
+    runner: Callable                               # (prompt, n_new) -> ids, times
+    tokens: list[int]                              # of the last run
+    results: list[dict]
+
+
 class Engine:
     """One of generate.py's engines, compiled and warm."""
 
@@ -136,7 +150,8 @@ def build_parser():
     p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
     add = p.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
-    add("--random", metavar="NAME", help="a known shape with random weights")
+    add("--random", metavar="NAMES",
+        help="known shapes with random weights, with commas: each is run beside the others")
     add("-p", "--n_prompt", type=number(int, 1), default=5, help="tokens in the prompt")
     add("-n", "--max_new_tokens", type=number(int, 2), default=200, help="new tokens")
     add("-b", "--batch_size", type=number(int, 1), default=1, help="rows")
@@ -161,51 +176,56 @@ def run(argv=None) -> int:
     device = pick_device(args.device)
     if device.type != "cuda" and "cuda_graph" in names:
         raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
-    source, tokenizer = open_model(args.checkpoint_path, args.random)
-    dtype = pick_dtype(args.dtype, device, source.cfg)
-    if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
-        raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")
-    ids = english(args.n_prompt, tokenizer, source.cfg)
-    if args.n_prompt + args.max_new_tokens > source.cfg.context:
-        raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
-                         f"of {source.cfg.context}")
-    model = checkpoints.load(source, dtype, device)
-    total, read = weight_bytes(model)
-    prompt = torch.tensor([ids] * args.batch_size, device=device)
-    runners = {}
-    for name in names:
-        log(f"Preparing {name}")
-        runners[name] = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
-    if peers:
-        log("Preparing transformers")
-        runners["transformers, eager"] = Transformers(source, device, dtype)
+    cases = []
+    for shape in (args.random or "").split(","):
+        source, tokenizer = open_model(args.checkpoint_path, shape.strip())
+        dtype = pick_dtype(args.dtype, device, source.cfg)
+        if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
+            raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")
+        ids = english(args.n_prompt, tokenizer, source.cfg)
+        if args.n_prompt + args.max_new_tokens > source.cfg.context:
+            raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
+                             f"of {source.cfg.context}")
+        model = checkpoints.load(source, dtype, device)
+        prompt = torch.tensor([ids] * args.batch_size, device=device)
+        for name in names:
+            log(f"Preparing {source.path.name} {name}")
+            runner = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
+            cases.append(Case(source.path.name, name, model, prompt, runner, [], []))
+        if peers:
+            log("Preparing transformers")
+            cases.append(Case(source.path.name, "transformers, eager", model, prompt,
+                              Transformers(source, device, dtype), [], []))
 
-    results, bandwidths, tokens = {name: [] for name in runners}, [], {}
+    bandwidths = []
     for i in range(args.repetitions + 1):
         bandwidths.append(read_bandwidth(device))
-        for name in random.sample(list(runners), len(runners)):
+        for case in random.sample(cases, len(cases)):
             time.sleep(0.5)                        # let clocks and caches of the last one settle
-            tokens[name], times = runners[name](prompt, args.max_new_tokens)
+            case.tokens[:], times = case.runner(case.prompt, args.max_new_tokens)
             if i:                                  # the first round warms up
-                results[name].append(figures(times, args.n_prompt, args.batch_size, read))
-    bandwidth, reference, rows = statistics.median(bandwidths), twin(model), []
-    for name, samples in results.items():
-        middle = {key: statistics.median(f[key] for f in samples) for key in samples[0]}
-        speeds = [f["decode_tok_s_total"] for f in samples]
-        same = agrees(reference, prompt, tokens[name], MARGIN[dtype]) if name in names else None
+                case.results.append(figures(times, args.n_prompt, args.batch_size,
+                                            weight_bytes(case.model)[1]))
+    bandwidth, rows = statistics.median(bandwidths), []
+    for case in cases:
+        middle = {key: statistics.median(f[key] for f in case.results) for key in case.results[0]}
+        speeds, same = [f["decode_tok_s_total"] for f in case.results], None
+        if isinstance(case.runner, Engine):
+            same = agrees(twin(case.model), case.prompt, case.tokens, MARGIN[dtype])
         rows.append(dict(
-            model=source.path.name, engine=name, quantization="none", dtype=str(dtype)[6:],
+            model=case.name, model_bytes=weight_bytes(case.model)[0], engine=case.engine,
+            quantization="none", dtype=str(dtype)[6:],
             test=f"tg{args.max_new_tokens} @ pp{args.n_prompt}", batch=args.batch_size,
             tok_s=middle["decode_tok_s_total"], tok_s_min=min(speeds), tok_s_max=max(speeds),
             tok_s_per_request=middle["decode_tok_s"], ttft_ms=1e3 * middle["ttft_s"],
-            compile_s=getattr(runners[name], "compile_s", 0.0),
+            compile_s=getattr(case.runner, "compile_s", 0.0),
             achieved_gb_s=middle["bandwidth_gb_s"],
             bandwidth_fraction=middle["bandwidth_gb_s"] / bandwidth, compared=same))
     result = dict(
         device=str(device), machine=platform.machine(), threads=torch.get_num_threads(),
         versions=dict(torch=torch.__version__, python=platform.python_version()),
         command=" ".join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)]),
-        bandwidth_gb_s=bandwidth, model_bytes=total, peak_memory_bytes=peak_memory(device),
+        bandwidth_gb_s=bandwidth, peak_memory_bytes=peak_memory(device),
         rows=rows)
     print(json.dumps(result) if args.output == "json" else table(result))
     wrong = [row["engine"] for row in rows if row["compared"] is False]
@@ -217,18 +237,22 @@ def run(argv=None) -> int:
 
 def table(result: dict) -> str:
     """As Markdown; the ratio is to the last row, the peer if there is one."""
+    sizes = {row["model"]: row["model_bytes"] for row in result["rows"]}
+    several = len(sizes) > 1
     lines = ["| engine | dtype | test | batch | tok/s (min–max) | ratio | first token, ms | GB/s "
              "| of bandwidth | compile, s | tokens agree |", "|---" * 11 + "|"]
     for row in result["rows"]:
         same = {True: "yes", False: "NO", None: "–"}[row["compared"]]
-        cells = (row["engine"], row["dtype"], row["test"], row["batch"],
+        engine = f"{row['model']}: {row['engine']}" if several else row["engine"]
+        cells = (engine, row["dtype"], row["test"], row["batch"],
                  f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})",
                  f"{row['tok_s'] / result['rows'][-1]['tok_s']:.2f}", f"{row['ttft_ms']:.0f}",
                  f"{row['achieved_gb_s']:.1f}", f"{row['bandwidth_fraction']:.0%}",
                  f"{row['compile_s']:.1f}", same)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + (
-        f"\n\n{result['rows'][0]['model']}, {result['model_bytes'] / 1e6:.0f} MB of weights; "
+        "\n\n" + ", ".join(f"{name}, {size / 1e6:.0f} MB" for name, size in sizes.items())
+        + " of weights; "
         f"{result['device']}, {result['threads']} threads, reading memory at "
         f"{result['bandwidth_gb_s']:.1f} GB/s in this run; torch {result['versions']['torch']}.")
 

@@ -423,6 +423,13 @@ def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more
                        **more)
 
 
+def _mixtral(dim, n_layer, n_head, n_kv_head, expert_dim):
+    return config_from_hf(dict(
+        model_type="mixtral", hidden_size=dim, num_hidden_layers=n_layer, vocab_size=32000,
+        num_attention_heads=n_head, num_key_value_heads=n_kv_head, intermediate_size=expert_dim,
+        max_position_embeddings=32768))[0]
+
+
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
 SHAPES = {
     "stories15M": lambda: _llama(288, 6, 6, 6, 768, 32000, 256, tied=True),
@@ -444,6 +451,22 @@ SHAPES = {
                                  norm_eps=1e-6, rope=(Rope(1e6),)),
     "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True,
                                norm_eps=1e-6, rope=(Rope(1e6),)),
+    "gpt2": lambda: config_from_hf(dict(
+        model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257))[0],
+    "Mixtral-8x7B": lambda: _mixtral(4096, 32, 32, 8, 14336),
+    "Mixtral-8x160M": lambda: _mixtral(1024, 16, 16, 8, 3072),         # to set beside a dense model
+    "Mixtral-8x160M-dense": lambda: _llama(1024, 16, 16, 8, 6144, 32000, 32768),   # as wide as two
+    "Qwen3-30B-A3B": lambda: config_from_hf(dict(
+        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
+        rope_theta=1e6, max_position_embeddings=40960))[0],
+    "gpt-oss-20b": lambda: config_from_hf(dict(
+        model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
+    "gemma-2-2b": lambda: config_from_hf(dict(
+        model_type="gemma2", hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
+        vocab_size=256000))[0],
     "gemma-3-270m": lambda: config_from_hf(dict(
         model_type="gemma3_text", hidden_size=640, num_hidden_layers=18, intermediate_size=2048,
         num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512,

@@ -93,7 +93,8 @@ GGUF_NAMES = {
     "attn_sinks.weight": "attn.softmax.sinks",
     "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
     "ffn_gate_inp": "ffn.router", "ffn_gate_exps": "ffn.gate", "ffn_up_exps": "ffn.up",
-    "ffn_down_exps": "ffn.down", "ffn_gate.*": "ffn.gate", "ffn_up.*": "ffn.up",
+    "ffn_down_exps": "ffn.down", "ffn_gate_up_exps": Fused(("ffn.gate", "ffn.up")),
+    "ffn_gate.*": "ffn.gate", "ffn_up.*": "ffn.up",
     "ffn_down.*": "ffn.down", "ffn_gate_shexp": "ffn.shared.gate", "ffn_up_shexp": "ffn.shared.up",
     "ffn_down_shexp": "ffn.shared.down", "ffn_gate_inp_shexp": "ffn.shared.degree",
 }
@@ -153,8 +154,22 @@ def named(lazies: list[Lazy], table: dict, cfg: ModelConfig) -> dict[str, Lazy]:
                          f"{some(unknown)}")
     if twice:
         raise ValueError(f"{len(twice)} tensors are there twice: {some(twice)}")
-    return {name: experts[-1] if -1 in experts else stack([experts[i] for i in sorted(experts)])
-            for name, experts in found.items()}
+    return {name: _together(name, experts) for name, experts in found.items()}
+
+
+def _together(name: str, experts: dict[int, Lazy]) -> Lazy:
+    """The tensor itself, under -1, or one of all experts' tensors."""
+    if -1 in experts:
+        return experts[-1]
+    if set(experts) != set(range(max(experts) + 1)):
+        raise ValueError(f"{name}: experts {', '.join(map(str, sorted(experts)))}, "
+                         f"expected 0 to {max(experts)}")
+    pieces = [experts[i] for i in sorted(experts)]
+    for piece in pieces:
+        if piece.shape != pieces[0].shape:
+            raise ValueError(f"{piece.name} is {list(piece.shape)}, unlike the others' "
+                             f"{list(pieces[0].shape)}")
+    return stack(pieces)
 
 
 def _pieces(t: Lazy, fused: Fused, cfg: ModelConfig) -> list[Lazy]:
@@ -223,7 +238,7 @@ FAMILIES = {
                "block_sparse_moe.experts.*.w3": "ffn.up",
                "block_sparse_moe.experts.*.w2": "ffn.down"},
         slides=_always, sparse=_always),
-    "qwen2": Family(fixed=dict(qkv_bias=True), absent=_QWEN, slides=_qwen_slides),
+    "qwen2": Family(fixed=dict(qkv_bias=True, o_bias=False), absent=_QWEN, slides=_qwen_slides),
     "qwen2_moe": Family(
         fixed=dict(o_bias=False),
         absent=dict(_QWEN, qkv_bias=True, num_experts=60, num_experts_per_tok=4,
@@ -259,7 +274,7 @@ FAMILIES = {
         names=SANDWICH_NAMES, norm_offset=1.0, scaled_embed=True,
         slides=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
     "phi3": Family(
-        absent=dict(rms_norm_eps=1e-5, original_max_position_embeddings=4096),
+        absent=dict(rms_norm_eps=1e-5, max_position_embeddings=4096),
         names={"self_attn.qkv_proj": Fused(("attn.wq", "attn.wk", "attn.wv")),
                "mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up"))},
         slides=_always),
@@ -537,8 +552,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, Lazy]) -> dict:
     c["model_type"] = GGUF_FAMILIES[arch]
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
     c["tie_word_embeddings"] = "output.weight" not in tensors
-    if arch in ("llama", "granite", "granitemoe", "qwen3", "qwen3moe", "smollm3"):
-        c["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    c["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    c["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if arch == "llama" and c.get("num_experts"):
         c.update(model_type="mixtral", norm_topk_prob=True)
     elif arch == "llama" and c.get("sliding_window"):

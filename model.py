@@ -458,7 +458,8 @@ class Transformer(nn.Module):
         RoPE whose frequencies depend on the sequence's length takes this one from now on.
         """
         cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length
-        self.freq.copy_(self._frequencies(length))             # in place: graphs know where it is
+        with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
+            self.freq.copy_(self._frequencies(length))
         for layer in self.layers:
             layer.attn.cache = batch_size and KVCache(
                 batch_size, cfg.n_kv_head, length, cfg.head_dim, self.embed.weight) or None

@@ -9,6 +9,7 @@ import torch
 from conftest import SMOLLM2
 
 import checkpoint as checkpoints
+import files
 import generate
 
 
@@ -50,7 +51,7 @@ def edit(path, **changes):
 def split_gguf(whole, directory):
     """Cut a GGUF in two, as llama.cpp's gguf-split does."""
     data = whole.read_bytes()
-    metadata, infos, start = checkpoints.read_gguf_header(memoryview(data))
+    metadata, infos, start = files.read_gguf_header(memoryview(data))
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", data, 4)
     first_info = data.index(struct.pack("<Q", len(infos[0][0])) + infos[0][0].encode())
     keys = data[24:first_info]
@@ -162,12 +163,17 @@ def test_unsupported_features_are_named(capsys, llama):
     config = llama / "config.json"
     whole = config.read_text()
     for change, message in (
-            (dict(model_type="mamba"), "model_type 'mamba' is not supported (supported: llama, mistral"),
+            (dict(model_type="nonsense"), "model_type 'nonsense' is not supported (supported: llama, mistral"),
+            (dict(model_type="mamba2"), "'mamba2' is not supported: it has state-space layers (Mamba, RWKV), another"),
+            (dict(model_type="qwen3_next"), "it has gated DeltaNet"), (dict(model_type="deepseek_v3"), "(MLA), another kind"),
+            (dict(model_type="lfm2"), "it has convolution layers"), (dict(model_type="t5"), "an encoder and a decoder"),
             (dict(model_type=...), "model_type 'None'"),
-            (dict(hidden_act="relu"), "activation 'relu'"),
-            (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "RoPE scaling 'yarn'"),
-            (dict(quantization_config=dict(quant_method="awq")), "already quantized with 'awq'"),
-            (dict(final_logit_softcapping=30.0), "'final_logit_softcapping' is not supported")):
+            (dict(hidden_act="relu"), "activation 'relu'"), (dict(clip_qkv=8.0), "'clip_qkv' is not supported"),
+            (dict(rope_parameters=dict(rope_type="proportional", rope_theta=1e4)), "RoPE scaling 'proportional'"),
+            (dict(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[2.0] * 8)),
+             "1 short and 8 long RoPE factors for 8 frequencies"),
+            (dict(model_type="mixtral", num_local_experts=2, num_experts_per_tok=3), "3 active of 2 experts"),
+            (dict(model_type="gpt_oss", swiglu_limit=9.0), "'swiglu_limit' and 'swiglu_alpha' are supported as")):
         config.write_text(whole)
         edit(config, **change)
         assert message in refused(capsys, "-m", llama)
@@ -190,6 +196,18 @@ def test_missing_and_unknown_tensors(capsys, llama):
     state["model.layers.0.mamba.A"] = torch.ones(1)
     save_file(state, llama / "model.safetensors")
     assert "1 tensors that this architecture does not have: model.layers.0.mamba.A" in refused(capsys, "-m", llama)
+
+
+def test_missing_expert(capsys, families, tmp_path):
+    from safetensors.torch import load_file, save_file
+    shutil.copytree(families("mixtral")[0], tmp_path / "mixtral")
+    path = tmp_path / "mixtral/model.safetensors"
+    whole = load_file(path)
+    name = "model.layers.2.block_sparse_moe.experts.1.w3.weight"
+    save_file({k: v for k, v in whole.items() if k != name}, path)
+    assert "layers.2.ffn.up.weight: experts 0, 2, 3, expected 0 to 3" in refused(capsys, "-m", path.parent)
+    save_file({**whole, name: whole[name][:-1].clone()}, path)
+    assert f"{name} is [95, 64], unlike the others' [96, 64]" in refused(capsys, "-m", path.parent)
 
 
 def test_missing_shard(capsys, families, tmp_path):

@@ -93,47 +93,99 @@ def test_a_pth_that_would_run_code_is_refused(tmp_path):
 
 # ---- GGUF ----------------------------------------------------------------------------------------
 
-ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "mistral-nemo": "llama", "qwen2": "qwen2",
-                 "qwen3": "qwen3", "gemma3_text": "gemma3"}
+ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", "mistral-nemo": "llama",
+                 "mistral-window": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2-yarn": "qwen2", "qwen3": "qwen3",
+                 "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2",
+                 "gemma3_text": "gemma3", "phi3": "phi3", "phi3-longrope": "phi3", "gpt2": "gpt2",
+                 "smollm3": "smollm3", "olmo2": "olmo2", "olmoe": "olmoe", "granite": "granite",
+                 "granitemoe": "granitemoe", "gpt_oss": "gpt-oss"}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+KEYS = {                                                   # after the architecture's name: config attribute
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+INSTEAD = {                                                # HF's name where gguf's own table has none
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "block_sparse_moe.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",), "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+    "block_sparse_moe.experts.down_proj": ("ffn_down_exps.weight",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",), "self_attn.sinks": ("attn_sinks.weight",),
+}
 
 
-def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
-    """As llama.cpp's converter does: names, permuted q and k, norms of 1 + w, rope_freqs."""
-    c, prefix = model.config, arch
+def as_llama_cpp(model, arch):
+    """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
+    c = model.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    w = gguf.GGUFWriter(str(path), arch)
-    w.add_context_length(c.max_position_embeddings)
-    w.add_embedding_length(c.hidden_size)
-    w.add_block_count(c.num_hidden_layers)
-    w.add_feed_forward_length(c.intermediate_size)
-    w.add_head_count(c.num_attention_heads)
-    w.add_head_count_kv(c.num_key_value_heads)
-    w.add_key_length(head_dim)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps)
-    rope = c.rope_parameters
-    if arch == "gemma3":
-        w.add_sliding_window(c.sliding_window)
-        w.add_float64(f"{prefix}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
-        rope = rope["full_attention"]
-    w.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        w.add_rope_scaling_factor(rope["factor"])
-    w.add_uint32("tokenizer.ggml.eos_token_id", 3)
-    w.add_uint32("tokenizer.ggml.eot_token_id", 5)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), c.num_hidden_layers)
-    kind = gguf.GGMLQuantizationType[kind]
+    names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], c.num_hidden_layers)
     for name, t in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             t = interleave(t, head_dim)
-        if arch == "gemma3" and "norm" in name:
+        if arch.startswith("gemma") and "norm" in name:
             t = t + 1
-        t = t.numpy()
-        quantize = t.ndim == 2 and kind.name != "F32"
-        data = gguf.quantize(t, kind) if quantize else t
-        w.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data,
+        if arch == "gpt2" and t.ndim == 2 and ".h." in name:
+            t = t.T
+        if arch == "gpt-oss" and t.ndim == 3:
+            t = t.transpose(1, 2)                          # [E, in, out] in the checkpoint
+        *prefix, inner = name.split(".", 3)
+        into = INSTEAD.get(inner, ())
+        if arch == "gpt-oss" and len(into) == 2:
+            pieces = (t[:, ::2], t[:, 1::2])               # gate and up take turns
+        else:
+            pieces = t.chunk(max(len(into), 1), dim=1) if into and t.ndim > 1 else (t,)
+        theirs = [f"blk.{prefix[2]}.{n}" for n in into] or [names.get_name(name, (".weight", ".bias"))]
+        yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
+
+
+def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
+    c, w = model.config, gguf.GGUFWriter(str(path), arch)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    for key, attribute in KEYS.items():
+        value = getattr(c, attribute, None)
+        if value is not None:
+            (w.add_float32 if isinstance(value, float) else w.add_uint32)(f"{arch}.{key}", value)
+    if head_dim != c.hidden_size // c.num_attention_heads:
+        w.add_key_length(head_dim)
+    if n_expert := getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None):
+        w.add_expert_count(n_expert)
+    if arch == "gpt-oss":
+        w.add_expert_feed_forward_length(c.intermediate_size)
+    if getattr(c, "sliding_window", None) and not arch.startswith(("qwen", "smollm")):
+        w.add_sliding_window(c.sliding_window)
+    rope = getattr(c, "rope_parameters", None) or dict(rope_type="default", rope_theta=1e4)
+    if arch == "gemma3":
+        w.add_float64(f"{arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    if arch != "gpt2":
+        w.add_rope_freq_base(rope["rope_theta"])
+        w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
+    if rope["rope_type"] in ("linear", "yarn"):
+        w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        w.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        w.add_tensor("rope_factors_long.weight", np.array(rope["long_factor"], np.float32))
+        w.add_tensor("rope_factors_short.weight", np.array(rope["short_factor"], np.float32))
+        original = rope["original_max_position_embeddings"]
+        scale = np.log(c.max_position_embeddings / original) / np.log(original)
+        w.add_rope_scaling_attn_factors(float(np.sqrt(1 + scale)))
+    w.add_uint32("tokenizer.ggml.eos_token_id", 3)
+    w.add_uint32("tokenizer.ggml.eot_token_id", 5)
+    kind = gguf.GGMLQuantizationType[kind]
+    for name, t in as_llama_cpp(model, arch):
+        quantize = t.ndim >= 2 and kind.name != "F32"
+        w.add_tensor(name, gguf.quantize(t, kind) if quantize else t,
                      raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
     if vocabulary:
         w.add_tokenizer_model("gpt2")
@@ -151,17 +203,30 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     return path
 
 
+def variant(name, **changes):
+    """A tiny model of a family with some config values changed."""
+    config = tiny.FAMILIES[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    tiny.FAMILIES["variant"] = lambda: config
+    try:
+        return tiny.make("variant")
+    finally:
+        del tiny.FAMILIES["variant"]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gguf(families, name, tmp_path):
     _, model = families(name)
-    if name == "gemma3_text":                              # a GGUF knows only "every n-th is full"
-        config = tiny.FAMILIES[name]()
-        config.layer_types = ["sliding_attention"] * 5 + ["full_attention"]
-        config.num_hidden_layers = 6
-        config.query_pre_attn_scalar = config.head_dim     # as all but the 27B
-        tiny.FAMILIES["gguf-gemma3"] = lambda: config
-        model = tiny.make("gguf-gemma3")
-        del tiny.FAMILIES["gguf-gemma3"]
+    if name == "gemma3_text":                              # a GGUF knows only "every n-th is full" …
+        model = variant(name, layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6,
+                        query_pre_attn_scalar=24)          # … and scales by the head's width, but in the 27B
+    if name == "gemma2":
+        model = variant(name, query_pre_attn_scalar=24)
+    if name == "smollm3":                                  # every fourth layer has no RoPE
+        model = variant(name, no_rope_layers=[1, 1, 1, 0])
+    if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
+        model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
     source = checkpoints.read(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path

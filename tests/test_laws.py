@@ -14,7 +14,8 @@ import map as readme_map  # noqa: E402
 MODULES = {p.stem for p in ROOT.glob("*.py")}
 MAY_IMPORT = {
     "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": set(), "gptq": set(), "kernels": set(),
-    "checkpoint": {"model"}, "quantize": {"checkpoint", "kernels", "gptq", "tokenizer", "cli"},
+    "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
+    "checkpoint": {"model", "files", "families", "dequantize"}, "quantize": {"checkpoint", "files", "kernels", "gptq", "tokenizer", "cli"},
     "speculate": {"sampling", "tokenizer"}, "batch": {"sampling", "tokenizer"}, "chat": {"sampling", "tokenizer"},
     "generate": MODULES - {"generate", "eval", "benchmark"}, "eval": MODULES, "benchmark": MODULES,
 }
