@@ -39,7 +39,7 @@ class Lazy:
 
     @property
     def n_row(self) -> int:
-        return math.prod(self.shape[:2]) if len(self.shape) > 2 else self.shape[0]
+        return math.prod(self.shape[:2]) if len(self.shape) > 2 else math.prod(self.shape[:1])
 
     def whole(self) -> Tensor:
         return self.rows(0, self.n_row).reshape(self.shape)
@@ -53,7 +53,7 @@ class Lazy:
 
 def as_rows(t: Tensor) -> Tensor:
     """A tensor in the shape in which Lazy counts its rows."""
-    return t.flatten(0, 1) if t.dim() > 2 else t
+    return t.flatten(0, 1) if t.dim() > 2 else t.reshape(1) if t.dim() == 0 else t
 
 
 # ---- Tensors made of others ---------------------------------------------------------------------
@@ -203,7 +203,7 @@ def safetensors(path: Path) -> list[Lazy]:
     def lazy(name):
         piece = file.get_slice(name)
         shape, dtype = tuple(piece.get_shape()), DTYPES.get(piece.get_dtype(), torch.uint8)
-        rows = lambda a, b: piece[a:b] if shape else piece[...]
+        rows = lambda a, b: piece[a:b] if shape else piece[...].reshape(1)
         if len(shape) > 2:                         # slices do not cross the first axis
             rows = lambda a, b: _across(
                 a, b, shape[1], lambda i, low, high: piece[i:i + 1, low:high][0])
