@@ -20,15 +20,20 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = _WORDS + r"\p{N}{1,3}" + _REST, _WORDS + r"\p{N}" + _REST
-TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN, GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{tail}"
+    rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for tail, number in (("", r"\p{N}"), (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")))
 # tokenizer.ggml.pre: how text is cut before merging, each pattern applied to the last one's pieces
 GGUF_SPLITS = {
-    "gpt-2": (GPT2,), "default": (GPT2,), "smollm": (r"\p{N}", GPT2), "starcoder": (r"\p{N}", GPT2),
+    "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (r"\p{N}", GPT2),
+    "starcoder": (r"\p{N}", GPT2), "refact": (r"\p{N}", GPT2), "dbrx": (LLAMA3,),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
-    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,),
+    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
+    "llama4": (GPT4O,),
 }
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -307,13 +312,13 @@ def from_gguf(metadata: dict) -> Tokenizer:
     if pre not in GGUF_SPLITS:
         raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
                          f"(supported: {', '.join(GGUF_SPLITS)})")
-    llama3 = GGUF_SPLITS[pre] == (LLAMA3,)
     merges = [tuple(m.split(" ")) for m in get("merges", [])]
     added = [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED]
+    whole = pre in WHOLE_WORDS
     fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
-                      list(control.values()), added, whole_words=llama3,
+                      list(control.values()), added, whole_words=whole,
                       nfc=GGUF_SPLITS[pre] == (QWEN2,))
-    return Tokenizer("json", fast.to_str(), bos_id, get("add_bos_token", llama3), **more)
+    return Tokenizer("json", fast.to_str(), bos_id, get("add_bos_token", whole), **more)
 
 
 def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) -> bytes:

@@ -179,7 +179,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
         w.add_tensor("rope_factors_short.weight", np.array(rope["short_factor"], np.float32))
         original = rope["original_max_position_embeddings"]
         scale = np.log(c.max_position_embeddings / original) / np.log(original)
-        w.add_rope_scaling_attn_factors(float(np.sqrt(1 + scale)))
+        w.add_rope_scaling_attn_factors(rope.get("attention_factor") or float(np.sqrt(1 + scale)))
     w.add_uint32("tokenizer.ggml.eos_token_id", 3)
     w.add_uint32("tokenizer.ggml.eot_token_id", 5)
     kind = gguf.GGMLQuantizationType[kind]

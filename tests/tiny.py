@@ -9,7 +9,7 @@ SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_atten
             num_key_value_heads=2, vocab_size=160, max_position_embeddings=128, rms_norm_eps=1e-5)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.5, 1.7], [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]
 PHI3 = dict(SIZE, pad_token_id=0)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=SHORT, long_factor=LONG,
@@ -40,6 +40,10 @@ FAMILIES = {
                                            mlp_only_layers=[1]),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=8, head_dim=24, norm_topk_prob=True,
                                            decoder_sparse_step=2),
+    "qwen2_moe-window": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=4, shared_expert_intermediate_size=40,
+                                                  use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    "qwen3_moe-window": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=4, head_dim=16, use_sliding_window=True,
+                                                  sliding_window=8),
     "olmoe": lambda: hf.OlmoeConfig(**{**SIZE, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
     "granite": lambda: hf.GraniteConfig(**SIZE, embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6,
                                         attention_multiplier=0.1, tie_word_embeddings=True),
@@ -51,7 +55,7 @@ FAMILIES = {
         rope_parameters=dict(YARN, beta_fast=32.0, beta_slow=1.0, truncate=False)),
     "phi3": lambda: hf.Phi3Config(**PHI3, sliding_window=8),
     "phi3-longrope": lambda: hf.Phi3Config(     # the prompt is longer than 16: the long factors
-        **PHI3, rope_parameters=dict(LONGROPE), original_max_position_embeddings=16),
+        **PHI3, rope_parameters=dict(LONGROPE, attention_factor=1.3), original_max_position_embeddings=16),
     "phi3-shortrope": lambda: hf.Phi3Config(
         **PHI3, rope_parameters=dict(LONGROPE), original_max_position_embeddings=64),
     "smollm3": lambda: hf.SmolLM3Config(**SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2, no_rope_layers=[1, 0, 1, 1]),
@@ -103,10 +107,13 @@ def old_spelling(directory) -> None:
         c["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
         c["layer_types"] = c.pop("layer_types")            # its pattern is not a period here
-    elif c["model_type"] == "qwen2":
+    elif c["model_type"] in ("qwen2", "qwen2_moe"):
         c.pop("layer_types")
     c["rope_theta"] = rope.pop("rope_theta")
-    rope["type"] = rope.pop("rope_type")
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if c["model_type"] == "phi3" and key in rope:      # beside it, not in it
+            c[key] = rope.pop(key)
+    rope["type"] = rope.pop("rope_type").replace("longrope", "su")
     c["rope_scaling"] = None if rope["type"] == "default" else rope
     whole["torch_dtype"] = whole.pop("dtype", "float32")
     if c.get("head_dim") == c["hidden_size"] // c["num_attention_heads"]:
