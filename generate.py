@@ -276,7 +276,8 @@ def build_parser() -> Parser:
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
     add("--max_seq_length", type=number(int, 2),
-        help="positions to allocate; default: what the prompt and the new tokens need")
+        help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
+             "the kinds dynamic and longrope takes its factors for this length")
     add = p.add_argument_group("text").add_argument
     add("--prompt", default="Hello, my name is",
         help="text, or an integer for a synthetic prompt of that many random tokens")

@@ -347,12 +347,15 @@ class ExpertLinear(nn.Module):
         """x [M, in], each row for the expert in ids [M] -> [M, out].
 
         ends [E]: the rows are sorted by expert, those of e end there. None: they are few, and each
-        reads its own expert's weights in one pass, as in Linear (Inductor fuses the indexing).
+        reads its own expert's weights: compiled in one pass, as in Linear (Inductor fuses the
+        indexing), else by way of a copy.
         """
-        if ends is None:
+        if ends is not None:
+            y = grouped_mm(x, self.weight, ends)
+        elif torch.compiler.is_compiling():
             y = (self.weight[ids].float() * x[:, None].float()).sum(-1).to(x.dtype)
         else:
-            y = grouped_mm(x, self.weight, ends)
+            y = (self.weight[ids] @ x[..., None]).squeeze(-1)
         return y if self.bias is None else y + self.bias[ids]
 
 
@@ -389,7 +392,9 @@ class MoE(nn.Module):
         prob, ids = self.router(flat).float().softmax(-1).topk(self.n_active)
         prob, ids = self.weigh(prob).flatten(), ids.flatten()              # [M], M = n * n_active
         order, ends = torch.arange(len(ids), device=x.device), None
-        if not (torch.compiler.is_compiling() and len(ids) <= self.n_expert):
+        # eager on a GPU too: grouped_mm may wait for it there, which no CUDA graph can record
+        few = torch.compiler.is_compiling() or x.device.type != "cpu"
+        if not few or len(ids) > self.n_expert:
             ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
             expert = torch.arange(self.n_expert, device=x.device)
             ends = torch.searchsorted(ids, expert, right=True, out_int32=True)

@@ -1,19 +1,20 @@
-"""The README's map of the files, with their lines of code (no blank lines, comments or docstrings).
+"""Two parts of the README: the map of the files, and the table of families that the tests check.
 
-    python scripts/map.py            # print it
-    python scripts/map.py --write    # put it into README.md
+Lines of code are without blank lines, comments and docstrings. Families are what the tests are
+parametrized with, so this needs requirements-dev.txt.
+
+    python scripts/map.py            # print them
+    python scripts/map.py --write    # put them into README.md
 """
 
 import ast
 import io
-import re
 import sys
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
-BEGIN, END = "<!-- map: made by scripts/map.py -->\n", "<!-- end of map -->"
 
 
 def code_lines(source: str) -> int:
@@ -45,11 +46,47 @@ def table() -> str:
     return "\n".join(rows) + f"\n\nThe core has {total} lines of code.\n"
 
 
+def families() -> str:
+    """model_type, its models, and the variants that tests/ compares with transformers."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from test_dequantize import PACKED_FAMILIES
+    from test_formats import ARCHITECTURES
+    from test_model import INDUCTOR
+    from tiny import FAMILIES, MODELS
+
+    kinds = {name: make().model_type for name, make in FAMILIES.items()}
+    rows = ["| model_type | models | variants tested | GGUF | more |", "|---|---|---|---|---|"]
+    for kind, models in MODELS.items():
+        variants = [n for n in kinds if kinds[n] in (kind, kind.removesuffix("_text"))]
+        archs = dict.fromkeys(ARCHITECTURES[n] for n in variants if n in ARCHITECTURES)
+        more = ["Inductor"] * any(n in INDUCTOR for n in variants)
+        more += ["packed weights"] * any(n in PACKED_FAMILIES for n in variants)
+        rows.append(f"| `{kind}` | {models} | {', '.join(variants)} "
+                    f"| {', '.join(archs) or '–'} | {', '.join(more) or '–'} |")
+    return "\n".join(rows) + "\n"
+
+
+PARTS = {"map": table, "families": families}
+
+
+def begin(name: str) -> str:
+    return f"<!-- {name}: made by scripts/map.py -->\n"
+
+
+def end(name: str) -> str:
+    return f"<!-- end of {name} -->"
+
+
+def write(readme: Path) -> None:
+    text = readme.read_text()
+    for name, make in PARTS.items():
+        before, rest = text.split(begin(name))
+        text = before + begin(name) + make() + end(name) + rest.split(end(name))[1]
+    readme.write_text(text)
+
+
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        readme = ROOT / "README.md"
-        pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-        text = re.sub(pattern, lambda _: BEGIN + table() + END, readme.read_text(), flags=re.S)
-        readme.write_text(text)
+        write(ROOT / "README.md")
     else:
-        print(table())
+        print(*(make() for make in PARTS.values()), sep="\n")

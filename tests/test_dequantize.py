@@ -4,12 +4,13 @@ Packers write one number at a time into Python integers, so that they share noth
 """
 
 import json
+import re
 import shutil
 
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
 from dequantize import INSTEAD, dequantized
@@ -326,6 +327,8 @@ def as_packed(w):
     return parts, q * wide
 
 
+WHOLE_FAMILIES = ["qwen3", "phi3-longrope", "mixtral"]
+PACKED_FAMILIES = [*WHOLE_FAMILIES, "gpt_oss"]
 WHOLE = {"fp8-block": (lambda w: as_fp8(w, (-(-w.shape[0] // 32), -(-w.shape[1] // 32))),
                        dict(quant_method="fp8", weight_block_size=[32, 32])),
          "fp8-tensor": (lambda w: as_fp8(w, ()), dict(quant_method="fp8")),
@@ -335,24 +338,27 @@ WHOLE = {"fp8-block": (lambda w: as_fp8(w, (-(-w.shape[0] // 32), -(-w.shape[1] 
 
 
 @pytest.mark.parametrize("method", WHOLE)
-@pytest.mark.parametrize("family", ["qwen3", "phi3-longrope"])
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
 def test_a_whole_model(families, family, method, tmp_path):
-    """Its linears packed in the Hub's layout, two of them fused; transformers gets the numbers."""
-    directory, quantize = families(family)[0], WHOLE[method][0]
-    shutil.copy(directory / "config.json", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": WHOLE[method][1]}))
-    model, disk = tiny.make(family), {}
-    for name, w in model.state_dict().items():
-        if name.endswith("proj.weight"):
-            parts, value = quantize(w)
-            disk |= {name.removesuffix("weight") + n: t.contiguous() for n, t in parts.items()}
-            w.copy_(value)
+    """Its linears packed in the Hub's layout, fused ones and experts too; transformers gets the numbers."""
+    directory, model = families(family)
+    quantize, quantization = WHOLE[method]
+    config, packed_, plain = json.loads((directory / "config.json").read_text()), {}, {}
+    for name, w in load_file(directory / "model.safetensors").items():
+        if re.search(r"(proj|w[123])\.weight$", name):
+            parts, w = quantize(w)
+            packed_ |= {name.removesuffix("weight") + n: t.contiguous() for n, t in parts.items()}
         else:
-            disk[name] = w
-    save_file(disk, tmp_path / "model.safetensors")
+            packed_[name] = w
+        plain[name] = w.contiguous()
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain/model.safetensors", metadata={"format": "pt"})
+    shutil.copy(directory / "config.json", tmp_path / "plain")
+    save_file(packed_, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    reference = type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
     prompt = torch.randint(0, 160, (2, 24))
-    close(our_logits(tmp_path, prompt), tiny.logits(model, prompt))
+    close(our_logits(tmp_path, prompt), tiny.logits(reference, prompt))
 
 
 def test_a_whole_gpt_oss(families, tmp_path):

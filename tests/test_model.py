@@ -5,11 +5,12 @@ import tiny
 import torch
 
 from generate import build_steps, generate, warm_up
-from model import visible
+from model import ExpertLinear, visible
 from sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
 LENGTH = 40
+INDUCTOR = ["mixtral", "gpt_oss", "gemma2", "gpt2", "olmo2"]
 
 
 def tokens(n=20, batch=3):
@@ -83,7 +84,7 @@ def test_compiled_equals_eager(ours, name):
     close(step(prompt[:1, 8:], torch.tensor([8]), 1, 32), expected[:1, 8:])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_equals_eager(ours, name):
     """The real backend: gathered experts, sinks, caps, post-norms, two kinds of layers."""
     torch._dynamo.reset()
@@ -111,6 +112,21 @@ def test_generate_with_and_without_cache(ours):
         for i in range(3):
             alone = [t.tolist() for t in generate(model, prompt[i:i + 1], 25, GREEDY)]
             assert alone == [[t[i]] for t in cached]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_ways_through_an_expert(dtype):
+    """Sorted rows by one grouped product, few rows one by one, eager (as on a GPU) and compiled."""
+    expert = ExpertLinear(5, 16, 24, bias=True).to(dtype)
+    for p in expert.parameters():
+        torch.nn.init.normal_(p)
+    ids = torch.tensor([0, 0, 3, 4])                       # experts 1 and 2 have no rows
+    x, ends = torch.randn(4, 16).to(dtype), torch.tensor([2, 2, 2, 3, 4], dtype=torch.int32)
+    with torch.no_grad():
+        expected = torch.stack([expert.weight[i] @ row + expert.bias[i] for i, row in zip(ids, x)])
+        few = torch.compile(expert, backend="aot_eager", fullgraph=True)(x, ids, None)
+        for y in (expert(x, ids, ends), expert(x, ids, None), few):
+            torch.testing.assert_close(y, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=0.05)
 
 
 def test_visible():

@@ -75,6 +75,19 @@ FAMILIES = {
 }
 
 
+MODELS = {                                                 # for the README: who is of this model_type
+    "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
+    "mistral": "Mistral 7B (v0.1 with its window, v0.2, v0.3), Nemo, Small",
+    "mixtral": "Mixtral 8x7B, 8x22B",
+    "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "qwen3": "Qwen3", "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
+    "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
+    "phi3": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "granite": "Granite 3.x", "granitemoe": "Granite 3.x MoE",
+    "gpt_oss": "gpt-oss 20b, 120b", "gpt2": "GPT-2",
+}
+
+
 def make(name: str, seed: int = 0):
     """A transformers model with weights as large as trained ones, so that no error can hide."""
     torch.manual_seed(seed)
