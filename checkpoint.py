@@ -449,7 +449,7 @@ SHAPES = {
     "Mistral-7B": lambda: _llama(4096, 32, 32, 8, 14336, 32768, 32768, rope=(Rope(1e6),)),
     "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True,
                                  norm_eps=1e-6, rope=(Rope(1e6),)),
-    "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True,
+    "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm="head",
                                norm_eps=1e-6, rope=(Rope(1e6),)),
     "gpt2": lambda: config_from_hf(dict(
         model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257))[0],

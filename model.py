@@ -287,15 +287,15 @@ class Attention(nn.Module):
         if not (one or self.needs_scores):
             return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=True)
 
-        def product(a, b):                         # [..., T, I] @ [..., I, J], fp32
+        def product(a, b):                         # [B, K, N/K, T, I] @ [B, K, I, J] in fp32
             if one:
-                return (a.mT.float() * b.float()).sum(-2, keepdim=True)
-            return (a.to(b.dtype) @ b).float()
+                return (a.mT.float() * b[:, :, None].float()).sum(-2, keepdim=True)
+            return (a.flatten(2, 3).to(b.dtype) @ b).unflatten(2, a.shape[2:4]).float()
 
         q = q.unflatten(1, (k.shape[1], -1))                               # [B, K, N/K, T, H]
-        score = self.cap(product(q, k[:, :, None].mT) * self.scale)        # [B, K, N/K, T, S]
+        score = self.cap(product(q, k.mT) * self.scale)                    # [B, K, N/K, T, S]
         prob = self.softmax(torch.where(mask.unsqueeze(-3), score, -torch.inf))
-        return product(prob, v[:, :, None]).to(v.dtype).flatten(1, 2)
+        return product(prob, v).to(v.dtype).flatten(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -437,7 +437,9 @@ class Transformer(nn.Module):
         self.cfg = cfg
         blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
-        self.pos_embed = nn.Embedding(cfg.context, cfg.dim) if cfg.learned_pos else Zero()
+        self.pos_embed = Zero()
+        if cfg.learned_pos:
+            self.pos_embed = nn.Embedding.from_pretrained(torch.empty(cfg.context, cfg.dim))
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
         self.norm = (LayerNorm if cfg.layer_norm else RMSNorm)(cfg.dim, cfg.norm_eps)
         self.head = Linear(cfg.dim, cfg.vocab_size, bias=False)

@@ -111,14 +111,21 @@ class Tokenizer:
 
         In jinja2's sandbox, with what transformers gives a template. ValueError where it refuses.
         """
-        import jinja2
+        import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def raise_exception(message):
             raise ValueError(f"the chat template refuses: {message}")
 
+        class Generation(jinja2.ext.Extension):    # marks answers for training: only its inside
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
         world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                              extensions=["jinja2.ext.loopcontrols"])
+                                              extensions=["jinja2.ext.loopcontrols", Generation])
         world.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
         world.globals.update(raise_exception=raise_exception,
                              strftime_now=lambda f: datetime.datetime.now().strftime(f))

@@ -264,9 +264,14 @@ def test_chat_template_equals_transformers(smollm2):
     theirs = AutoTokenizer.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="Hi {{ x }} 🙂"),
                 dict(role="assistant", content="Yo"), dict(role="user", content="<b>é</b>\n")]
-    for n in (2, 4):
-        expected = theirs.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True)
-        assert smollm2.render(messages[:n]) == expected
+    marked = ("{% for m in messages %}{% if m.role == 'assistant' %}\n{% generation %}\n{{ m.content }}<end>\n"
+              "{% endgeneration %}\n{% else %}[{{ m.content }}]{% endif %}{% endfor %}")       # as SmolLM3's
+    for template in (smollm2.chat_template, marked):
+        theirs.chat_template = template
+        ours = tokenizers.load({**smollm2.state(), "chat_template": template})
+        for n in (2, 4):
+            expected = theirs.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True)
+            assert ours.render(messages[:n]) == expected
 
 
 def test_chat_template_is_sandboxed_and_may_refuse(smollm2):
