@@ -56,6 +56,8 @@ from model import ModelConfig, Rope, Transformer
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
                 "pytorch_model.bin", "model.pth", "consolidated.00.pth")
+BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
+              RuntimeError)                        # what nonsense in a config may run into
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 
 
@@ -82,7 +84,8 @@ def _half_split(tensors: dict[str, Lazy], head_dim: int) -> None:
 
 
 def _ids(value) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+    value = value if isinstance(value, list) else [value]
+    return [i for i in value if type(i) is int]
 
 
 def read_hf(directory: Path, weights: str) -> Checkpoint:
@@ -90,13 +93,17 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
     config = read_json(directory / "config.json")
     try:
         cfg, c = config_from_hf(config)
-        lazies = hub_weights(directory, weights)
-        quantization = (config.get("quantization_config") or config.get("compression_config")
-                        or c.get("quantization_config"))
-        if quantization:
-            lazies = dequantized(lazies, quantization)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except BAD_CONFIG as e:
         raise ValueError(f"{directory / 'config.json'}: {e}") from None
+    lazies = hub_weights(directory, weights)
+    quantization = (config.get("quantization_config") or config.get("compression_config")
+                    or c.get("quantization_config"))
+    if quantization:
+        try:
+            lazies = dequantized(lazies, quantization)
+        except BAD_CONFIG as e:
+            raise ValueError(f"{directory / 'config.json'}: quantization_config: "
+                             f"{first_line(e)}") from None
     family = FAMILIES[c["model_type"]]
     ours = lazies and all(look_up(t.name, OUR_NAMES) for t in lazies)  # our .pth, its config beside
     tensors = named(lazies, OUR_NAMES if ours else {**HF_NAMES, **family.names}, cfg)
@@ -197,7 +204,7 @@ def read_gguf(path: Path) -> Checkpoint:
     try:
         cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in lazies}))
         tensors = named(lazies, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, cfg)
-    except (ValueError, TypeError, KeyError) as e:
+    except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
     fold(tensors, c, cfg, norm_offset=0)           # llama.cpp's converter has added it
     if arch in GGUF_PERMUTED:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from files import Lazy, offset, pick, scaled, some, stack, transpose
-from model import ModelConfig, Rope
+from model import GATED, UNGATED, ModelConfig, Rope
 
 
 @dataclass(frozen=True)
@@ -346,6 +346,8 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
     """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta") or theta)
+    if not theta > 1:
+        raise ValueError(f"'rope_theta' is {theta}, expected a number above 1")
     partial = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     longest = c["max_position_embeddings"]
     original = (c.get("original_max_position_embeddings")
@@ -406,6 +408,12 @@ def _head_dim(c: dict) -> int:
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 
+NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+           "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
+           "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
+           "shared_expert_intermediate_size", "rms_norm_eps")
+
+
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     """config.json, in the spelling of transformers 4 or 5, as math. ValueError names a problem.
 
@@ -434,8 +442,14 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
             raise ValueError(f"'{key}' is {value!r}, expected a positive integer")
         return value
 
+    for key in NUMBERS:
+        value = c.get(key) or 0
+        if type(value) not in (int, float) or value < 0:
+            raise ValueError(f"'{key}' is {value!r}, expected a positive number")
     activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    known = {theirs: ours for theirs, ours in known.items()
+             if ours in (GATED if family.fixed.get("gated", True) else UNGATED)}
     if activation not in known and "activation" not in family.fixed:
         raise ValueError(f"activation '{activation}' is not supported "
                          f"(supported: {', '.join(known)})")
@@ -447,6 +461,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
 
     dim, n_layer, n_head = (
         count(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if n_layer > 1000:                             # the model is built before it is compared
+        raise ValueError(f"'num_hidden_layers' is {n_layer}, expected at most 1000")
     n_kv_head, context = (count("num_key_value_heads", n_head),
                           count("max_position_embeddings"))
     if n_head % n_kv_head:
@@ -474,7 +490,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
         mlp_bias=bool(c.get("mlp_bias", False)),
         embed_scale=dim**0.5 if family.scaled_embed else float(c.get("embedding_multiplier") or 1),
         residual_scale=float(c.get("residual_multiplier") or 1),
-        attn_scale=scalar**-0.5 if scalar else c.get("attention_multiplier"),
+        attn_scale=scalar**-0.5 if scalar else c.get("attention_multiplier") or None,
         attn_cap=c.get("attn_logit_softcapping"), logit_cap=c.get("final_logit_softcapping"),
         rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
     if any(sparse):
@@ -483,7 +499,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
             n_active=count("num_experts_per_tok"),
             expert_dim=count("moe_intermediate_size", ffn_dim),
             renormalize=bool(c.get("norm_topk_prob", True)),
-            shared_dim=c.get("shared_expert_intermediate_size", 0))
+            shared_dim=int(c.get("shared_expert_intermediate_size") or 0))
         if facts["n_active"] > facts["n_expert"]:
             raise ValueError(f"{facts['n_active']} active of {facts['n_expert']} experts")
     return ModelConfig(**{**facts, **family.fixed}), c

@@ -159,6 +159,28 @@ def test_config_json(capsys, llama):
     assert "config.json" in refused(capsys, "-m", llama)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", "phi3-longrope", "gpt2"])
+def test_nonsense_in_config_json(families, name, tmp_path):
+    """Any value of any key, a wrong one too: a ValueError, or a model that runs. 1,000 and more of them."""
+    shutil.copytree(families(name)[0], tmp_path / name)
+    config = tmp_path / name / "config.json"
+    whole = json.loads(config.read_text())
+    inner = [(k, key) for k, v in whole.items() if isinstance(v, dict) for key in v]
+    for where in [*((key,) for key in whole), *inner, ("logits_scaling",), ("layer_types",), ("sliding_window",)]:
+        for value in (None, "x", -1, 0, [], {}, 1.5, [1], 10**6):
+            wrong = json.loads(json.dumps(whole))
+            target = wrong if len(where) == 1 else wrong[where[0]]
+            target[where[-1]] = value
+            config.write_text(json.dumps(wrong))
+            try:
+                source = checkpoints.read(config.parent)
+            except ValueError:
+                continue
+            model = checkpoints.load(source, torch.float32, "cpu")
+            model.setup_cache(1, 8)
+            model(torch.tensor([[1, 2, 3]]), torch.arange(3))
+
+
 def test_unsupported_features_are_named(capsys, llama):
     config = llama / "config.json"
     whole = config.read_text()
