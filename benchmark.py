@@ -41,8 +41,9 @@ GREEDY = Sampling(temperature=0)
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
-def margin(dtype: torch.dtype, model: Transformer) -> float:
+def margin(model: Transformer) -> float:
     """In logits. Rounding makes a router exchange near-tied experts, so mixtures get twice that."""
+    dtype = model.embed.weight.dtype
     return MARGIN[dtype] * (1 + (any(model.cfg.sparse) and dtype != torch.float32))
 
 
@@ -182,8 +183,8 @@ def run(argv=None) -> int:
     if device.type != "cuda" and "cuda_graph" in names:
         raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
     cases = []
-    for shape in (args.random or "").split(","):
-        source, tokenizer = open_model(args.checkpoint_path, shape.strip())
+    for shape in [s.strip() for s in (args.random or "").split(",") if s.strip()] or [None]:
+        source, tokenizer = open_model(args.checkpoint_path, shape)
         dtype = pick_dtype(args.dtype, device, source.cfg)
         if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
             raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")
@@ -216,10 +217,10 @@ def run(argv=None) -> int:
         middle = {key: statistics.median(f[key] for f in case.results) for key in case.results[0]}
         speeds, same = [f["decode_tok_s_total"] for f in case.results], None
         if isinstance(case.runner, Engine):
-            same = agrees(twin(case.model), case.prompt, case.tokens, margin(dtype, case.model))
+            same = agrees(twin(case.model), case.prompt, case.tokens, margin(case.model))
         rows.append(dict(
             model=case.name, model_bytes=weight_bytes(case.model)[0], engine=case.engine,
-            quantization="none", dtype=str(dtype)[6:],
+            quantization="none", dtype=str(case.model.embed.weight.dtype)[6:],
             test=f"tg{args.max_new_tokens} @ pp{args.n_prompt}", batch=args.batch_size,
             tok_s=middle["decode_tok_s_total"], tok_s_min=min(speeds), tok_s_max=max(speeds),
             tok_s_per_request=middle["decode_tok_s"], ttft_ms=1e3 * middle["ttft_s"],
@@ -233,10 +234,10 @@ def run(argv=None) -> int:
         bandwidth_gb_s=bandwidth, peak_memory_bytes=peak_memory(device),
         rows=rows)
     print(json.dumps(result) if args.output == "json" else table(result))
-    wrong = [row["engine"] for row in rows if row["compared"] is False]
-    if wrong:
-        log(f"benchmark.py: error: tokens of {', '.join(wrong)} are more than "
-            f"{margin(dtype, model)} in logits away from the reference's")
+    wrong = [case for case, row in zip(cases, rows) if row["compared"] is False]
+    for case in wrong:
+        log(f"benchmark.py: error: tokens of {case.engine} are more than {margin(case.model)} in "
+            "logits away from the reference's")
     return 1 if wrong else 0
 
 

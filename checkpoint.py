@@ -37,6 +37,7 @@ from families import (
     fold,
     look_up,
     named,
+    reorder_heads,
 )
 from files import (
     Lazy,
@@ -46,7 +47,6 @@ from files import (
     gguf_tensors,
     hub_weights,
     merge_shards,
-    pick,
     read_json,
     read_torch,
     some,
@@ -54,8 +54,8 @@ from files import (
 from model import ModelConfig, Rope, Transformer
 
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
-                "pytorch_model.bin", "model.pth", "consolidated.00.pth")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+                "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
 BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
               RuntimeError)                        # what nonsense in a config may run into
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
@@ -77,10 +77,7 @@ class Checkpoint:
 
 def _half_split(tensors: dict[str, Lazy], head_dim: int) -> None:
     """Undo Meta's and llama.cpp's interleaved RoPE: row pairs (2i, 2i + 1) -> (i, i + H/2)."""
-    for name, t in tensors.items():
-        if re.search(r"\.w[qk]\.", name):
-            rows = torch.arange(t.shape[0]).view(-1, head_dim // 2, 2)
-            tensors[name] = pick(t, rows.transpose(1, 2).flatten())
+    reorder_heads(tensors, torch.arange(head_dim).view(-1, 2).T.flatten())
 
 
 def _ids(value) -> list[int]:
@@ -98,6 +95,9 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
     lazies = hub_weights(directory, weights)
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
+    if quantization and c["model_type"] == "gpt2":
+        raise ValueError(f"{directory / 'config.json'}: a quantized GPT-2 is not supported: "
+                         "use the original model")
     if quantization:
         try:
             lazies = dequantized(lazies, quantization)
@@ -106,7 +106,10 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
                              f"{first_line(e)}") from None
     family = FAMILIES[c["model_type"]]
     ours = lazies and all(look_up(t.name, OUR_NAMES) for t in lazies)  # our .pth, its config beside
-    tensors = named(lazies, OUR_NAMES if ours else {**HF_NAMES, **family.names}, cfg)
+    try:
+        tensors = named(lazies, OUR_NAMES if ours else {**HF_NAMES, **family.names}, cfg)
+    except ValueError as e:
+        raise ValueError(f"{directory / weights}: {e}") from None
     if not ours:
         fold(tensors, c, cfg, family.norm_offset)
     eos_ids, defaults = generation_defaults(directory, config)
@@ -329,6 +332,9 @@ def check(checkpoint: Checkpoint) -> None:
     if cfg.tied:
         tensors.pop("head.weight", None)           # some files hold the embedding twice
     shapes = _shapes(cfg)
+    for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
+        if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
+            del tensors[name]
     missing = [n for n in shapes if n not in tensors]
     if missing:
         raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {some(missing)}")

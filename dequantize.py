@@ -11,18 +11,20 @@ import math
 import re
 
 import torch
+import torch.nn.functional as F
 
 from files import Lazy, made_once
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
-FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])   # e2m1
+_FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
+FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # of a byte, low first
 # AWQ's int32 holds eight neighbouring outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 
 # of activations and the kv cache: a float forward pass needs none of them
 UNUSED = re.compile(r"(\.|_proj_)(activation_scale|"
-                    r"(input|output|prob|[qkv])_(global_scale|scale_ub|scale|zero_point))$")
+                    r"(input|output|prob|kv|[qkv])_(global_scale|scale_ub|scale|zero_point))$")
 PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|blocks|scales)$|"
                      r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
 
@@ -167,9 +169,8 @@ def _mxfp4(tensors, quantization):
         _check(x, [blocks, scales], blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3)
         E, n_out, n_block = scales.shape
 
-        def values(a, b, blocks=blocks):
-            byte = blocks.rows(a, b)                                    # [b - a, in/32, 16]
-            return FP4[torch.stack((byte & 15, byte >> 4), -1).int()].flatten(1)
+        def values(a, b, blocks=blocks):                                # [b - a, in/32, 16]
+            return F.embedding(blocks.rows(a, b).int(), FP4_PAIRS).flatten(1)
         yield _scaled(x + ".weight", (E, n_out, n_block * 32), values, scales, None, [(1, 32)])
 
 
@@ -202,12 +203,15 @@ def _scaled(name, shape, values, scale, zero, sizes, group=None):
         row = torch.arange(a, b)
         row = row // n_out * grid[-2] + row % n_out // bo
         few = _number(t.rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
-        return few[row - row[0]] if grid[-1] == 1 else few[row - row[0]][:, column]
+        few = few[row - row[0]] if bo > 1 else few
+        if grid[-1] == 1:
+            return few
+        return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column]
 
     def rows(a, b):
         column = group.whole().long() if group else None
-        if column is None or (column <= 0).all():  # all 0, or all -1: what unordered groups leave
-            column = torch.arange(n_in) // max(bi, 1)
+        if group and bi and (column <= 0).all():   # all 0, or all -1: what unordered groups leave
+            column = None
         w = values(a, b).float()
         if zero:
             w = w - spread(zero, a, b, column)

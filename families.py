@@ -176,8 +176,7 @@ def _pieces(t: Lazy, fused: Fused, cfg: ModelConfig) -> list[Lazy]:
     t, n = transpose(t) if fused.transposed else t, len(fused.into)
     if n == 1:
         return [t]
-    experts = len(t.shape) > 2 or len(t.shape) == 2 and t.name.endswith("bias")
-    size = t.shape[0] if not experts else t.shape[-1 if t.name.endswith("bias") else -2]
+    size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
     if fused.interleaved:
         return [pick(t, torch.arange(i, size, n)) for i in range(n)]
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
@@ -187,22 +186,27 @@ def _pieces(t: Lazy, fused: Fused, cfg: ModelConfig) -> list[Lazy]:
     return [pick(t, index) for index in torch.arange(size).split(list(sizes))]
 
 
+def reorder_heads(tensors: dict[str, Lazy], order: torch.Tensor) -> None:
+    """Put each query and key head's rows in another order, in place."""
+    for name, t in tensors.items():
+        if re.search(r"\.(w[qk]|[qk]_norm)\.", name):
+            heads = torch.arange(t.shape[0]).view(-1, len(order))
+            tensors[name] = pick(t, heads[:, order].flatten())
+
+
 def fold(tensors: dict[str, Lazy], c: dict, cfg: ModelConfig, norm_offset: float) -> None:
     """What the config says of weights goes into them, in place; c: as config_from_hf gives it.
 
     The output's divisor goes into the last norm. Where RoPE turns only part of a head, its pairs
     (i, i + R/2) move to (i, i + H/2), where the model has them: scores do not mind the order.
     """
-    n, head_dim = int(cfg.head_dim * cfg.rope[0].partial), cfg.head_dim
-    inside = torch.arange(head_dim)
-    order = torch.cat((inside[:n // 2], inside[n:(head_dim + n) // 2],
-                       inside[n // 2:n], inside[(head_dim + n) // 2:]))
     for name, t in tensors.items():
         if norm_offset and "norm" in name:
             tensors[name] = offset(t, norm_offset)
-        if n < head_dim and re.search(r"\.w[qk]\.", name):
-            heads = torch.arange(t.shape[0]).view(-1, head_dim)
-            tensors[name] = pick(t, heads[:, order].flatten())
+    n = int(cfg.head_dim * cfg.rope[0].partial)
+    if n < cfg.head_dim:
+        turning, still = torch.arange(n).chunk(2), torch.arange(n, cfg.head_dim).chunk(2)
+        reorder_heads(tensors, torch.cat((turning[0], still[0], turning[1], still[1])))
     if (divisor := c.get("logits_scaling") or 1) != 1:
         for name in ("norm.weight", "norm.bias"):
             if name in tensors:
@@ -218,6 +222,11 @@ def _qwen_slides(c, i):
 def _qwen_sparse(c, i):
     step = c.get("decoder_sparse_step", 1)
     return i not in (c.get("mlp_only_layers") or []) and (i + 1) % step == 0
+
+
+def _smollm3_turns(c, i):
+    stated = c.get("no_rope_layers")               # 1 where there is RoPE
+    return bool(stated[i] if stated else (i + 1) % c.get("no_rope_layer_interval", 4))
 
 
 def _always(c, i):
@@ -281,10 +290,8 @@ FAMILIES = {
     "smollm3": Family(
         absent=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True,
                     max_position_embeddings=32768),
-        turns=lambda c, i: bool((c.get("no_rope_layers") or [
-            (j + 1) % c.get("no_rope_layer_interval", 4) for j in range(i + 1)])[i]),
-        slides=lambda c, i: (bool(c.get("use_sliding_window"))
-                             and not FAMILIES["smollm3"].turns(c, i))),
+        turns=_smollm3_turns,
+        slides=lambda c, i: bool(c.get("use_sliding_window")) and not _smollm3_turns(c, i)),
     "olmo2": Family(fixed=_OLMO, absent=dict(rms_norm_eps=1e-5), names=SANDWICH_NAMES),
     "olmo3": Family(fixed=_OLMO, absent=dict(rms_norm_eps=1e-5, sliding_window=4096,
                                              rope_theta=5e5),
@@ -352,6 +359,7 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
     longest = c["max_position_embeddings"]
     original = (c.get("original_max_position_embeddings")
                 or rope.get("original_max_position_embeddings") or longest)
+    original = longest if kind == "dynamic" else original
     factor = float(rope.get("factor") or longest / original)
     stated = dict(theta=theta, partial=float(partial), original_context=int(original))
     divisors = rope.get("divisors")                # only from a GGUF
@@ -359,10 +367,8 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
         stated.update(divisors=tuple(divisors))
     if kind == "default":
         return Rope(**stated)
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return Rope(**stated, kind=kind, factor=factor)
-    if kind == "dynamic":
-        return Rope(**{**stated, "original_context": int(longest)}, kind=kind, factor=factor)
     if kind == "llama3":
         return Rope(**stated, kind=kind, factor=factor,
                     low_freq_factor=float(rope.get("low_freq_factor", 1)),
@@ -447,7 +453,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
         if type(value) not in (int, float) or value < 0:
             raise ValueError(f"'{key}' is {value!r}, expected a positive number")
     activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
-    known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+             "gelu": "gelu"}
     known = {theirs: ours for theirs, ours in known.items()
              if ours in (GATED if family.fixed.get("gated", True) else UNGATED)}
     if activation not in known and "activation" not in family.fixed:
@@ -479,7 +486,11 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     context = max([context] + [int(r.factor * r.original_context) for r in rope
                                if r.kind in ("dynamic", "yarn")])
     sparse = [family.sparse(c, i) for i in range(n_layer)]
-    scalar, bias = c.get("query_pre_attn_scalar"), bool(c.get("attention_bias", False))
+    bias, scale = bool(c.get("attention_bias", False)), c.get("attention_multiplier") or None
+    if scalar := c.get("query_pre_attn_scalar"):
+        scale = scalar**-0.5
+    if c.get("scale_attn_weights") is False:
+        scale = 1.0
     ffn_dim = count("intermediate_size", 4 * dim if kind == "gpt2" else None)
     facts = dict(
         dim=dim, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head,
@@ -490,7 +501,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
         mlp_bias=bool(c.get("mlp_bias", False)),
         embed_scale=dim**0.5 if family.scaled_embed else float(c.get("embedding_multiplier") or 1),
         residual_scale=float(c.get("residual_multiplier") or 1),
-        attn_scale=scalar**-0.5 if scalar else c.get("attention_multiplier") or None,
+        attn_scale=scale,
         attn_cap=c.get("attn_logit_softcapping"), logit_cap=c.get("final_logit_softcapping"),
         rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
     if any(sparse):
@@ -515,6 +526,8 @@ def config_from_dict(d: dict) -> ModelConfig:
     unknown = set(d) - {f.name for f in fields(ModelConfig)}
     if unknown:
         raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
+    if isinstance(d["qk_norm"], bool):             # before there were two ways to do it
+        d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
     return ModelConfig(**{**as_tuples(d), "rope": tuple(Rope(**as_tuples(r)) for r in d["rope"])})
 

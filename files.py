@@ -121,7 +121,7 @@ def transpose(t: Lazy) -> Lazy:
         if i not in held:
             held.clear()
             held[i] = t.rows(i * n_in, (i + 1) * n_in).T
-        return held[i][low:high]
+        return held[i][low:high] if high < n_out else held.pop(i)[low:high]
     return replace(t, shape=(*lead, n_out, n_in), rows=lambda a, b: _across(a, b, n_out, part))
 
 

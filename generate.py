@@ -118,10 +118,13 @@ class CudaGraph:
     them, from fixed tensors, so nothing of the first call is baked in."""
 
     def __init__(self):
-        self.graphs = {}
+        self.graphs, self.cache = {}, None
 
     def __call__(self, model, token, pos, n_key, noise, how, seen):
         inputs = [token, pos, noise] + ([seen] if seen is not None else [])
+        cache = model.layers[0].attn.cache         # another one: the graphs wrote the old one
+        if cache is not self.cache:
+            self.cache, self.graphs = cache, {}
         if n_key not in self.graphs:
             fixed = [t.clone() for t in inputs]
 

@@ -50,7 +50,7 @@ class ModelConfig:
     pre_norm: bool = True                          # normalize what goes into a branch
     post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
     qk_norm: str | None = None                     # before RoPE: "head", each; "wide", all as one
-    activation: str = "silu"                       # silu | gelu_tanh | clamped_silu
+    activation: str = "silu"                       # of GATED or UNGATED below
     gated: bool = True                             # act(gate) * up, else act(up)
     tied: bool = False                             # the head is the embedding, transposed
     qkv_bias: bool = False
@@ -73,9 +73,10 @@ class ModelConfig:
     router_bias: bool = False
     shared_dim: int = 0                            # width of the expert that serves every token
 
-    def at(self, layer: int, of: tuple):
-        """A layer's own entry of `rope`, `window` or `sparse`."""
-        return of[layer % len(of)]
+
+def at(layer: int, tiled: tuple):
+    """A layer's own entry of `rope`, `window` or `sparse`."""
+    return tiled[layer % len(tiled)]
 
 
 def _clamped_silu(gate, up):                       # gpt-oss: alpha 1.702, limit 7
@@ -85,7 +86,7 @@ def _clamped_silu(gate, up):                       # gpt-oss: alpha 1.702, limit
 
 GATED = {"silu": lambda gate, up: F.silu(gate) * up, "clamped_silu": _clamped_silu,
          "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up}
-UNGATED = {"gelu_tanh": lambda up: F.gelu(up, approximate="tanh")}
+UNGATED = {"gelu": F.gelu, "gelu_tanh": lambda up: F.gelu(up, approximate="tanh")}
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
@@ -392,9 +393,10 @@ class MoE(nn.Module):
         prob, ids = self.router(flat).float().softmax(-1).topk(self.n_active)
         prob, ids = self.weigh(prob).flatten(), ids.flatten()              # [M], M = n * n_active
         order, ends = torch.arange(len(ids), device=x.device), None
-        # eager on a GPU too: grouped_mm may wait for it there, which no CUDA graph can record
-        few = torch.compiler.is_compiling() or x.device.type != "cpu"
-        if not few or len(ids) > self.n_expert:
+        few = torch.compiler.is_compiling() and len(ids) <= self.n_expert
+        if x.device.type != "cpu" and x.shape[1] == 1:         # grouped_mm may wait for the GPU,
+            few = True                                         # which no CUDA graph can record
+        if not few:
             ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
             expert = torch.arange(self.n_expert, device=x.device)
             ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
@@ -410,7 +412,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(cfg)
         dense = FeedForward if cfg.gated else UngatedFeedForward
-        self.ffn = MoE(cfg) if cfg.at(layer, cfg.sparse) else dense(cfg, cfg.ffn_dim)
+        self.ffn = MoE(cfg) if at(layer, cfg.sparse) else dense(cfg, cfg.ffn_dim)
         Norm = LayerNorm if cfg.layer_norm else RMSNorm
 
         def before():
@@ -491,7 +493,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)                                             # [B, T, D]
         x = x * x.new_full((), cfg.embed_scale) + self.pos_embed(pos)      # rounded to x's dtype
         for i, layer in enumerate(self.layers):
-            x = layer(x, pos, ropes[cfg.at(i, cfg.rope)], masks[cfg.at(i, cfg.window)])
+            x = layer(x, pos, ropes[at(i, cfg.rope)], masks[at(i, cfg.window)])
         if isinstance(keep, int):
             x = x[:, -keep:]
         else:

@@ -259,7 +259,7 @@ def test_mixed_precision_and_dense():
 def test_what_is_dropped():
     """Scales of activations and of the cache; not Gemma 3n's parameter of a similar name."""
     keep = ["altup.correct_output_scale", "logit_scale", "norm.weight", "x.bias"]
-    drop = ["x.input_scale", "x.k_scale", "x.v_scale", "k_proj.output_scale", "x.activation_scale",
+    drop = ["x.input_scale", "x.k_scale", "x.v_scale", "k_proj.output_scale", "x.activation_scale", "self_attn.kv_scale",
             "experts.gate_up_proj_activation_scale", "x.input_scale_ub", "x.input_zero_point"]
     assert list(run({n: torch.ones(1) for n in keep + drop}, FP8_CONFIG)) == keep
 
@@ -359,6 +359,21 @@ def test_a_whole_model(families, family, method, tmp_path):
     reference = type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
     prompt = torch.randint(0, 160, (2, 24))
     close(our_logits(tmp_path, prompt), tiny.logits(reference, prompt))
+
+
+def test_biases_that_autogptq_invents(families, tmp_path):
+    """Zeros for every layer of a model that has none. Others are still refused; real ones stay."""
+    directory, model = families("qwen2")
+    disk = load_file(directory / "model.safetensors")
+    zeros = {n.removesuffix("weight") + "bias": torch.zeros(w.shape[0]) for n, w in disk.items() if "proj.weight" in n}
+    shutil.copy(directory / "config.json", tmp_path)
+    save_file({**zeros, **disk}, tmp_path / "model.safetensors")
+    prompt = torch.randint(0, 160, (2, 24))
+    close(our_logits(tmp_path, prompt), tiny.logits(model, prompt))
+    zeros["model.layers.1.mlp.up_proj.bias"][3] = 0.1
+    save_file({**zeros, **disk}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors that its config has no place for: model.layers.1.mlp.up_proj.bias"):
+        our_logits(tmp_path, prompt)
 
 
 def test_a_whole_gpt_oss(families, tmp_path):

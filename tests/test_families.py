@@ -70,6 +70,30 @@ def test_pth_round_trip(families, name, tmp_path):
     assert torch.equal(a, b)
 
 
+def test_index_left_over_from_shards(families, tmp_path):
+    """A merged model.safetensors counts, as with transformers, whatever an old index says."""
+    directory, model = families("llama3")
+    shutil.copytree(directory, tmp_path / "merged")
+    (tmp_path / "merged/model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    close(our_logits(tmp_path / "merged", tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_pth_of_the_first_release(families, name, tmp_path):
+    """Its config had fewer fields, and qk_norm was a bool."""
+    source = checkpoints.read(families(name)[0])
+    checkpoints.save(source, tmp_path / "model.pth", None)
+    content = torch.load(tmp_path / "model.pth")
+    old = ("dim n_layer n_head n_kv_head head_dim ffn_dim vocab_size context norm_eps activation tied qkv_bias o_bias "
+           "mlp_bias qk_norm post_norm embed_scale attn_scale rope window").split()
+    config = {key: content["config"][key] for key in old}
+    config["qk_norm"] = bool(config["qk_norm"])
+    keys = "theta kind factor low_freq_factor high_freq_factor original_context divisors".split()
+    config["rope"] = tuple({key: rope[key] for key in keys} for rope in config["rope"])
+    torch.save({**content, "config": config}, tmp_path / "model.pth")
+    assert checkpoints.read(tmp_path / "model.pth").cfg == source.cfg
+
+
 def test_bare_pth_with_config_beside(families, tmp_path):
     directory, model = families("llama3")
     shutil.copy(directory / "config.json", tmp_path)
