@@ -112,9 +112,9 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         freq = keep * freq + (1 - keep) * freq / rope.factor
     elif rope.kind == "yarn":                      # as llama3, but a ramp over the index
-        at = [n * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-              for turns in (rope.high_freq_factor, rope.low_freq_factor)]
-        low, high = (math.floor(at[0]), math.ceil(at[1])) if rope.truncate else at
+        ends = [n * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                for turns in (rope.high_freq_factor, rope.low_freq_factor)]
+        low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
         low, high = max(low, 0), min(high, n - 1)
         ramp = (torch.arange(n // 2, device="cpu") - low) / (high - low or 0.001)
         stretch = ramp.clamp(0, 1)
