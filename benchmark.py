@@ -182,8 +182,13 @@ def run(argv=None) -> int:
     device = pick_device(args.device)
     if device.type != "cuda" and "cuda_graph" in names:
         raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
-    cases = []
-    for shape in [s.strip() for s in (args.random or "").split(",") if s.strip()] or [None]:
+    cases, shapes = [], [None]
+    if args.random is not None:
+        shapes = [shape.strip() for shape in args.random.split(",") if shape.strip()]
+    if not shapes:
+        raise ValueError("--random names none: known shapes are "
+                         + ", ".join(checkpoints.SHAPES))
+    for shape in shapes:
         source, tokenizer = open_model(args.checkpoint_path, shape)
         dtype = pick_dtype(args.dtype, device, source.cfg)
         if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):

@@ -3,7 +3,7 @@
 A Llama-like family is one row of FAMILIES. It reads no file and no weight; `checkpoint.py` hands it
 a config (GGUF and Meta files are put into config.json's words first) and the tensors' names:
 
-    cfg, family = config_from_hf(json.loads(text))
+    cfg, c = config_from_hf(json.loads(text))      # c: config.json with its gaps filled
 """
 
 import math
@@ -584,7 +584,7 @@ def config_from_gguf(metadata: dict, tensors: dict[str, Lazy]) -> dict:
     c["attention_bias"] = "blk.0.attn_q.bias" in tensors
     c["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if arch == "llama" and c.get("num_experts"):
-        c.update(model_type="mixtral", norm_topk_prob=True)
+        c["model_type"] = "mixtral"
     elif arch == "llama" and c.get("sliding_window"):
         c["model_type"] = "mistral"
     if arch == "olmo2" and c.get("sliding_window"):
@@ -595,8 +595,7 @@ def config_from_gguf(metadata: dict, tensors: dict[str, Lazy]) -> dict:
         large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
                                       else c.get("head_dim", 256))
-        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
-        c["sliding_window_pattern"] = pattern
+        c["sliding_window_pattern"] = metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
 
     scaling = {hf: metadata[f"{arch}.rope.scaling.{key}"] for hf, key in GGUF_ROPE_KEYS.items()
                if f"{arch}.rope.scaling.{key}" in metadata}

@@ -351,7 +351,9 @@ def open_model(path: str | None = None, shape: str | None = None):
     No weight is read yet. FileNotFoundError, ValueError or OSError say in one line what was found
     and what to do.
     """
-    if shape:
+    if shape is not None and path is not None:
+        raise ValueError("--random and --checkpoint_path exclude each other")
+    if shape is not None:
         return checkpoints.random_weights(shape), tokenizers.Numbers()
     if path is not None and not str(path).strip():
         raise ValueError("--checkpoint_path is empty: an unset variable?")

@@ -49,12 +49,15 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch):
     (["--engines", "steam"], "unknown engine or peer 'steam'"),
     (["--peers", "gpt-slow"], "unknown engine or peer 'gpt-slow'"),
     (["-n", "1"], "must be at least 2"),
+    (["--random", " ,"], "--random names none: known shapes are stories15M"),
+    (["--random", "stories15M,Llama-9"], "--random Llama-9: no such shape (known: stories15M"),
     (["-p", "9000"], "the prompt has 9000 tokens and the model's context is 8192"),
     (["-p", "8000", "-n", "1000"], "8000 + 1000 tokens exceed the context of 8192"),
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
-        benchmark.guarded(benchmark.run, ["-m", str(SMOLLM2), "--device", "cpu", *argv])
+        model = [] if "--random" in argv else ["-m", str(SMOLLM2)]
+        benchmark.guarded(benchmark.run, [*model, "--device", "cpu", *argv])
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 

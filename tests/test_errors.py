@@ -280,6 +280,8 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--engine", "steam"], "invalid choice: 'steam'"),
     (["--engine", "recompute", "--compile"], "--engine recompute contradicts --compile"),
     (["--random", "Llama-9"], "no such shape (known: stories15M"),
+    (["--random", ""], "no such shape (known: stories15M"),
+    (["--random", "stories15M", "-m", "x.pth", "--prompt", "4"], "--random and --checkpoint_path exclude each other"),
     (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
     (["--frobnicate"], "unrecognized arguments"),
     (["--profile", "/nowhere/trace"], "a file in a directory that exists is needed"),
