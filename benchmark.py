@@ -6,10 +6,11 @@ table of the README again, with the memory bandwidth measured in the same run:
     python benchmark.py -m org/name -p 5 -n 200 -r 5 --engines kv_cache,compile --peers transformers
 """
 
+import copy
 import json
 import platform
-import pydoc_data.topics
 import random
+import re
 import statistics
 import sys
 import time
@@ -20,7 +21,18 @@ from typing import NamedTuple
 import torch
 
 import checkpoint as checkpoints
-from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pick_dtype
+import quantize
+from cli import (
+    Help,
+    Parser,
+    english_text,
+    guarded,
+    log,
+    number,
+    peak_memory,
+    pick_device,
+    pick_dtype,
+)
 from generate import (
     ENGINES,
     Row,
@@ -43,8 +55,8 @@ MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 def margin(model: Transformer) -> float:
     """In logits. Rounding makes a router exchange near-tied experts, so mixtures get twice that."""
-    dtype = model.embed.weight.dtype
-    return MARGIN[dtype] * (1 + (any(model.cfg.sparse) and dtype != torch.float32))
+    sparse = any(model.cfg.sparse) and model.dtype != torch.float32
+    return MARGIN[model.dtype] * (1 + sparse)
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -67,17 +79,13 @@ def english(n: int, tokenizer, cfg) -> list[int]:
     Not always random: after nonsense, rounding alone can change what a model says in bf16.
     """
     if n < cfg.context and not isinstance(tokenizer, Numbers):
-        text = "\n".join(pydoc_data.topics.topics.values())
-        return tokenizer.encode(text[:20 * n])[:n]
+        return tokenizer.encode(english_text()[:20 * n])[:n]
     return encode_prompt(str(n), tokenizer, cfg, seed=0)
 
 
 def twin(model: Transformer) -> Transformer:
     """Another model of the same weights, not a copy, so that each engine can compile its own."""
-    with torch.device("meta"):
-        other = Transformer(model.cfg)
-    other.load_state_dict(model.state_dict(), assign=True)
-    return other.to(model.embed.weight.device).eval()
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 @torch.inference_mode()
@@ -122,6 +130,7 @@ class Case(NamedTuple):
     """An engine or peer on a model, and what came of it."""
 
     name: str                                      # of the model
+    quantization: str                              # of its weights, or none
     engine: str
     model: Transformer
     prompt: torch.Tensor
@@ -162,6 +171,9 @@ def build_parser():
     add("-n", "--max_new_tokens", type=number(int, 2), default=200, help="new tokens")
     add("-b", "--batch_size", type=number(int, 1), default=1, help="rows")
     add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+    add("--quantize", default="none", metavar="LIST",
+        help="none, int8, int4 (groups of 32), int4-g64, …, with commas: each is run beside the "
+             "others; a file that is quantized already stays as it is with none")
     add("--engines", default="kv_cache,compile", help="a list, with commas: " + ", ".join(ENGINES))
     add("--peers", default="", help="transformers: its eager generate(), in the same run")
     add("--device", default="auto", help="auto, cpu, cuda")
@@ -172,11 +184,15 @@ def build_parser():
 
 def run(argv=None) -> int:
     args = build_parser().parse_args(argv)
-    names, peers = ([name.strip() for name in text.split(",") if name.strip()]
-                    for text in (args.engines, args.peers))
+    names, peers, schemes = ([name.strip() for name in text.split(",") if name.strip()]
+                             for text in (args.engines, args.peers, args.quantize))
     for name in [n for n in names if n not in ENGINES] + [p for p in peers if p != "transformers"]:
         raise ValueError(f"unknown engine or peer '{name}' (engines: {', '.join(ENGINES)}; "
                          "peers: transformers)")
+    for scheme in schemes:
+        if not re.fullmatch(r"none|int8|int4(-g(32|64|128|256))?", scheme):
+            raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
+                             "of 32, 64, 128 or 256)")
     if not names:
         raise ValueError(f"--engines names none: choose from {', '.join(ENGINES)}")
     device = pick_device(args.device)
@@ -197,15 +213,21 @@ def run(argv=None) -> int:
         if args.n_prompt + args.max_new_tokens > source.cfg.context:
             raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
                              f"of {source.cfg.context}")
-        model = checkpoints.load(source, dtype, device)
         prompt = torch.tensor([ids] * args.batch_size, device=device)
-        for name in names:
-            log(f"Preparing {source.path.name} {name}")
-            runner = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
-            cases.append(Case(source.path.name, name, model, prompt, runner, [], []))
+        for scheme in schemes:
+            packed = source
+            if scheme != "none":
+                mode, _, group = scheme.partition("-g")
+                packed = quantize.quantized(source, mode, int(group or 32), device=device)
+            model = quantize.load(packed, dtype, device)
+            stated = quantize.schemes(packed)[0]
+            for name in names:
+                log(f"Preparing {source.path.name} {scheme} {name}")
+                runner = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
+                cases.append(Case(source.path.name, stated, name, model, prompt, runner, [], []))
         if peers:
             log("Preparing transformers")
-            cases.append(Case(source.path.name, "transformers, eager", model, prompt,
+            cases.append(Case(source.path.name, "none", "transformers, eager", model, prompt,
                               Transformers(source, device, dtype), [], []))
 
     bandwidths = []
@@ -225,7 +247,7 @@ def run(argv=None) -> int:
             same = agrees(twin(case.model), case.prompt, case.tokens, margin(case.model))
         rows.append(dict(
             model=case.name, model_bytes=weight_bytes(case.model)[0], engine=case.engine,
-            quantization="none", dtype=str(case.model.embed.weight.dtype)[6:],
+            quantization=case.quantization, dtype=str(case.model.dtype)[6:],
             test=f"tg{args.max_new_tokens} @ pp{args.n_prompt}", batch=args.batch_size,
             tok_s=middle["decode_tok_s_total"], tok_s_min=min(speeds), tok_s_max=max(speeds),
             tok_s_per_request=middle["decode_tok_s"], ttft_ms=1e3 * middle["ttft_s"],
@@ -248,24 +270,23 @@ def run(argv=None) -> int:
 
 def table(result: dict) -> str:
     """As Markdown; the ratio is to the last row, the peer if there is one."""
-    sizes = {row["model"]: row["model_bytes"] for row in result["rows"]}
-    several = len(sizes) > 1
-    lines = ["| engine | dtype | test | batch | tok/s (min–max) | ratio | first token, ms | GB/s "
-             "| of bandwidth | compile, s | tokens agree |", "|---" * 11 + "|"]
+    several = len({row["model"] for row in result["rows"]}) > 1
+    lines = ["| engine | weights | MB | test | batch | tok/s (min–max) | ratio | first token, ms "
+             "| GB/s | of bandwidth | compile, s | tokens agree |", "|---" * 12 + "|"]
     for row in result["rows"]:
         same = {True: "yes", False: "NO", None: "–"}[row["compared"]]
         engine = f"{row['model']}: {row['engine']}" if several else row["engine"]
-        cells = (engine, row["dtype"], row["test"], row["batch"],
+        weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
+        cells = (engine, weights, f"{row['model_bytes'] / 1e6:.0f}", row["test"], row["batch"],
                  f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})",
                  f"{row['tok_s'] / result['rows'][-1]['tok_s']:.2f}", f"{row['ttft_ms']:.0f}",
                  f"{row['achieved_gb_s']:.1f}", f"{row['bandwidth_fraction']:.0%}",
                  f"{row['compile_s']:.1f}", same)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + (
-        "\n\n" + ", ".join(f"{name}, {size / 1e6:.0f} MB" for name, size in sizes.items())
-        + " of weights; "
-        f"{result['device']}, {result['threads']} threads, reading memory at "
-        f"{result['bandwidth_gb_s']:.1f} GB/s in this run; torch {result['versions']['torch']}.")
+        f"\n\n{result['rows'][0]['dtype']} on {result['device']}, {result['threads']} threads, "
+        f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; "
+        f"torch {result['versions']['torch']}.")
 
 
 if __name__ == "__main__":

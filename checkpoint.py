@@ -2,10 +2,17 @@
 
 Reads Hugging Face directories (safetensors or .bin), our .pth, Meta's and llama2.c's .pth, and
 GGUF; knows what every family leaves unsaid. No forward code, no tokenizing. Loading is a pipeline,
-read -> rename -> fuse -> assign, a few megabytes at a time:
+read -> rename -> fuse -> assign, a few megabytes at a time. quantize.py puts its own step between:
 
     checkpoint = read(find("org/name or path"))
     model = load(checkpoint, torch.bfloat16, "cpu")
+
+A quantized weight on disk, where x is "layers.0.attn.wq" or the like, w its weight [out, in] (or
+[E, out, in]) and G a divisor of in; scales and zeros are floating-point numbers:
+
+    int8   x.weight int8  [out, in]     x.scales [out]                 w = weight * scale
+    int4   x.weight uint8 [out, in/2]   x.scales, x.zeros [out, in/G]  w = (q - 8) * scale + zero
+           a byte holds two neighbouring q, the first one in its low half
 """
 
 import dataclasses
@@ -56,6 +63,7 @@ from model import ModelConfig, Rope, Transformer
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
+VERSION = 1                                        # of our .pth; a newer one is refused
 BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
               RuntimeError)                        # what nonsense in a config may run into
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
@@ -67,10 +75,11 @@ class Checkpoint:
 
     path: Path
     cfg: ModelConfig
-    tensors: dict[str, Lazy]                       # by our names; empty: random weights
+    tensors: dict[str, Lazy]                       # by our names
     eos_ids: list[int] = field(default_factory=list)
     defaults: dict = field(default_factory=dict)   # sampling values of generation_config.json
     tokenizer: Path | dict | None = None           # what tokenizer.load() takes
+    quantization: dict | None = None               # how, for people; the tensors say what
 
 
 # ---- Formats ------------------------------------------------------------------------------------
@@ -172,10 +181,13 @@ def read_pth(path: Path) -> Checkpoint:
     """One .pth or .pt: ours, Meta's (params.json beside), llama2.c's, or bare with config.json."""
     content, directory = read_torch(path), path.parent
     if content.get("format") == "gpt-faster":
+        if content.get("version", 1) > VERSION:
+            raise ValueError(f"{path}: its format is version {content['version']}, this program "
+                             f"reads up to {VERSION}: update it, or convert the original again")
         cfg = config_from_dict(content["config"])
         tensors = named(from_torch(content["model"]), OUR_NAMES, cfg)
         return Checkpoint(path, cfg, tensors, content["eos_ids"], content["defaults"],
-                          content["tokenizer"] or directory)
+                          content["tokenizer"] or directory, content.get("quantization"))
     if "model_args" in content and "model" in content:
         weights = {k.removeprefix("_orig_mod."): v for k, v in content["model"].items()}
         head, embed = weights.get("output.weight"), weights.get("tok_embeddings.weight")
@@ -318,6 +330,16 @@ def read(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def beside(path: Path, name: str) -> Path:
+    """Where to write what is made of `path`: in its directory, or in checkpoints/NAME for a GGUF
+    or what the hub's cache holds (…/models--org--name/snapshots/revision)."""
+    if path.suffix == ".gguf":
+        return Path("checkpoints") / path.stem / name
+    if path.parent.name == "snapshots":
+        return Path("checkpoints") / Path(*path.parent.parent.name.split("--")[1:]) / name
+    return (path if path.is_dir() else path.parent) / name
+
+
 def parts(name: str) -> list[str]:
     """The parameters on disk that make up one in memory: ….wqkv.weight -> ….wq.weight, …"""
     for fused, pieces in FUSED.items():
@@ -329,12 +351,24 @@ def parts(name: str) -> list[str]:
 def check(checkpoint: Checkpoint) -> None:
     """ValueError names tensors that are missing, left over, or not of the config's shape."""
     cfg, tensors = checkpoint.cfg, checkpoint.tensors
-    if cfg.tied:
+    if cfg.tied and "head.scales" not in tensors:
         tensors.pop("head.weight", None)           # some files hold the embedding twice
     shapes = _shapes(cfg)
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
         if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
             del tensors[name]
+    for scales in [n for n in tensors if n.endswith(".scales")]:
+        x = scales.removesuffix(".scales")
+        shape = (cfg.vocab_size, cfg.dim) if x == "head" else shapes.get(f"{x}.weight")
+        if shape and f"{x}.zeros" in tensors:
+            n_group = tensors[scales].shape[-1]
+            if n_group < 1 or shape[-1] % n_group or shape[-1] % 2:
+                raise ValueError(f"{checkpoint.path}: {scales} has {n_group} groups, which do not "
+                                 f"divide the {shape[-1]} inputs")
+            shapes[f"{x}.weight"] = *shape[:-1], shape[-1] // 2
+            shapes[scales] = shapes[f"{x}.zeros"] = *shape[:-1], n_group
+        elif shape:
+            shapes[f"{x}.weight"], shapes[scales] = shape, shape[:-1]
     missing = [n for n in shapes if n not in tensors]
     if missing:
         raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {some(missing)}")
@@ -343,13 +377,18 @@ def check(checkpoint: Checkpoint) -> None:
         raise ValueError(f"{checkpoint.path}: {len(extra)} tensors that its config has no place "
                          f"for: {some(extra)}")
     for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            found = tensors[name]
+        found = tensors[name]
+        if found.shape != shape:
             raise ValueError(f"{checkpoint.path}: {found.name} is {list(found.shape)}, but the "
                              f"config asks for {list(shape)}")
+        x, _, leaf = name.rpartition(".")
+        kind = torch.uint8 if f"{x}.zeros" in shapes else torch.int8
+        if leaf == "weight" and f"{x}.scales" in shapes and found.dtype != kind:
+            raise ValueError(f"{checkpoint.path}: {found.name} is of {found.dtype}, but what is "
+                             f"beside it asks for {kind}")
 
 
-def _blank(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
+def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
     """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -362,37 +401,72 @@ def _blank(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
 
 def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our names on disk -> the shapes that the config asks for."""
-    model, shapes = _blank(cfg, torch.float32), {}
+    model, shapes = blank_model(cfg, torch.float32), {}
     for name, p in model.named_parameters():
         rows = model.layers[0].attn.split if len(parts(name)) > 1 else (p.shape[0],)
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(parts(name), rows)})
     return shapes
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device) -> Transformer:
-    """Read every weight into a model on `device`; norms stay fp32. Peak: the model plus a chunk."""
-    model = _blank(checkpoint.cfg, dtype)
-    for name, meta in list(model.named_parameters()):
-        weight = torch.empty_like(meta, device=device)
-        if checkpoint.tensors:
-            top, target = 0, as_rows(weight)
-            for part in (checkpoint.tensors[p] for p in parts(name)):
-                try:
-                    for a, b, rows in part.chunks():
-                        target[top + a:top + b].copy_(rows)
-                except (SafetensorError, RuntimeError, ValueError) as e:
-                    raise ValueError(f"{checkpoint.path}: {part.name} cannot be read: "
-                                     f"{first_line(e)}") from None
-                top += part.n_row
-        elif weight.dim() > 1:
-            weight.normal_(0, 0.02)
-        else:
-            weight.fill_(1.0 if "norm" in name else 0.0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(weight, requires_grad=False))
-    if checkpoint.cfg.tied:
-        model.head.weight = model.embed.weight
+def n_parameters(checkpoint: Checkpoint) -> int:
+    """Of the model, however its weights are stored."""
+    model = blank_model(checkpoint.cfg, torch.bfloat16)
+    return sum(p.numel() for p in model.parameters())
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device,
+         rewrite: Callable[[Transformer], None] = lambda model: None,
+         ready: Callable[[torch.nn.Module], None] = lambda module: None) -> Transformer:
+    """Read every weight into a model on `device`; norms stay fp32. Peak: the model plus a chunk.
+
+    rewrite may exchange modules of the model before it has memory, ready sees each one that has
+    its weights: quantize.load() uses both.
+    """
+    model = blank_model(checkpoint.cfg, dtype)
+    rewrite(model)
+    load_part(model, "", checkpoint, device, ready)
     return model.to(device).eval()                 # the parameters are there already: the rest
+
+
+def load_part(model: Transformer, prefix: str, checkpoint: Checkpoint, device,
+              ready: Callable[[torch.nn.Module], None] = lambda module: None) -> None:
+    """Give memory and weights to the modules whose names begin with `prefix`."""
+    made = {}                                      # a tied head shares the embedding's
+    for name, module in list(model.named_modules()):
+        if not name.startswith(prefix):
+            continue
+        for leaf, meta in list(module.named_parameters(recurse=False)):
+            if meta not in made:
+                weight = torch.empty_like(meta, device=device)
+                _fill(weight, checkpoint, parts(f"{name}.{leaf}"))
+                made[meta] = torch.nn.Parameter(weight, requires_grad=False)
+            setattr(module, leaf, made[meta])
+        ready(module)
+
+
+def _fill(weight: torch.Tensor, checkpoint: Checkpoint, names: list[str]) -> None:
+    top, target = 0, as_rows(weight)
+    for part in (checkpoint.tensors[name] for name in names):
+        if part.rows is None:                      # random: as large as trained ones
+            _randomize(target[top:top + part.n_row], part)
+        try:
+            for a, b, rows in part.chunks() if part.rows else ():
+                target[top + a:top + b].copy_(rows)
+        except (SafetensorError, RuntimeError, ValueError) as e:
+            raise ValueError(f"{checkpoint.path}: {part.name} cannot be read: "
+                             f"{first_line(e)}") from None
+        top += part.n_row
+
+
+def _randomize(weight: torch.Tensor, t: Lazy) -> None:
+    if t.name.endswith(".scales"):
+        weight.fill_(0.02 / 73 if len(t.shape) < 2 else 0.02 / 4.6)        # of int8's, int4's range
+    elif not weight.is_floating_point():
+        weight.random_(-127, 128) if weight.dtype == torch.int8 else weight.random_(0, 256)
+    elif weight.dim() > 1 and not t.name.endswith(".zeros"):
+        weight.normal_(0, 0.02)
+    else:
+        weight.fill_(1.0 if "norm" in t.name else 0.0)
 
 
 def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
@@ -402,13 +476,20 @@ def save(checkpoint: Checkpoint, path: Path, tokenizer: dict | None,
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
     """
-    precise = {n for n, p in _blank(checkpoint.cfg, torch.bfloat16).named_parameters()
+    precise = {n for n, p in blank_model(checkpoint.cfg, torch.bfloat16).named_parameters()
                if p.dtype == torch.float32}
+
+    def kind(name, t):
+        if name in precise:
+            return torch.float32
+        packed = not t.dtype.is_floating_point or name.endswith((".scales", ".zeros"))
+        return t.dtype if packed else dtype or t.dtype
+
     with FakeTensorMode():
-        blank = {n: torch.empty(t.shape, dtype=torch.float32 if n in precise else dtype or t.dtype)
-                 for n, t in checkpoint.tensors.items()}
-    content = dict(format="gpt-faster", config=dataclasses.asdict(checkpoint.cfg), model=blank,
-                   eos_ids=checkpoint.eos_ids, defaults=checkpoint.defaults, tokenizer=tokenizer)
+        blank = {n: torch.empty(t.shape, dtype=kind(n, t)) for n, t in checkpoint.tensors.items()}
+    content = dict(format="gpt-faster", version=VERSION, config=dataclasses.asdict(checkpoint.cfg),
+                   quantization=checkpoint.quantization, model=blank, eos_ids=checkpoint.eos_ids,
+                   defaults=checkpoint.defaults, tokenizer=tokenizer)
     partial = path.with_name(path.name + ".partial")
     partial.touch()                                # a directory we may not write to says so plainly
     try:
@@ -492,4 +573,6 @@ def random_weights(name: str) -> Checkpoint:
     shapes = {k.lower(): k for k in SHAPES}
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
-    return Checkpoint(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]](), {})
+    cfg = SHAPES[shapes[name.lower()]]()
+    tensors = {n: Lazy(n, shape, torch.bfloat16, None) for n, shape in _shapes(cfg).items()}
+    return Checkpoint(Path(shapes[name.lower()]), cfg, tensors)

@@ -7,6 +7,7 @@ It knows no model and no other file of ours; generate.py, benchmark.py and the s
 
 import argparse
 import os
+import pydoc_data.topics
 import re
 import resource
 import sys
@@ -63,6 +64,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         fail(message)
+
+
+def english_text(held_out: bool = False) -> str:
+    """Text that every machine has: Python's own documentation. held_out: its last fifth, which
+    perplexity is measured on; else the rest, which quantization is calibrated on."""
+    text = "\n".join(pydoc_data.topics.topics.values())
+    cut = len(text) * 4 // 5
+    return text[cut:] if held_out else text[:cut]
 
 
 def number(kind, least, most=None, above=False):

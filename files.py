@@ -35,7 +35,7 @@ class Lazy:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Callable[[int, int], Tensor]             # (a, b) -> [b - a, *row]
+    rows: Callable[[int, int], Tensor] | None      # (a, b) -> [b - a, *row]; None: random weights
 
     @property
     def n_row(self) -> int:

@@ -30,10 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint as checkpoints
+import quantize
 import tokenizer as tokenizers
 from chat import chat
 from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pick_dtype
-from model import Transformer
+from model import MoE, Transformer
 from sampling import Sampling, exponential, n_candidates, sample
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -177,7 +178,8 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
         return Steps()
     torch._dynamo.config.recompile_limit = 64              # buckets, window kinds, prefill lengths
     if device == "cpu":
-        options = {"cpp.enable_floating_point_contract_flag": "fast"}      # multiply-add in one
+        options = {"cpp.enable_floating_point_contract_flag": "fast",      # multiply-add in one
+                   "cpp_wrapper": quantize.calls_kernels(model)}           # calls from C++
         for module in (*model.layers, model.head):
             module.compile(fullgraph=True, dynamic=False, options=options)
         first = prefill if compile_prefill else uncompiled(prefill)
@@ -278,6 +280,7 @@ def build_parser() -> Parser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+    quantize.add_flags(add)
     add("--max_seq_length", type=number(int, 2),
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
              "the kinds dynamic and longrope takes its factors for this length")
@@ -338,9 +341,9 @@ def weight_bytes(model: Transformer) -> tuple[int, int]:
         return sum(p.numel() * p.element_size() for p in parameters)
 
     cfg, total = model.cfg, size(model.parameters())
-    idle = 0 if cfg.tied else size([model.embed.weight])
-    experts = size(p for p in model.parameters() if p.dim() == 3)
-    if experts:
+    idle = 0 if model.head.weight is model.embed.weight else size(model.embed.parameters())
+    for moe in (module for module in model.modules() if isinstance(module, MoE)):
+        experts = size(p for part in (moe.gate, moe.up, moe.down) for p in part.parameters())
         idle += experts * (cfg.n_expert - cfg.n_active) // cfg.n_expert
     return total, total - idle
 
@@ -364,11 +367,16 @@ def open_model(path: str | None = None, shape: str | None = None):
     return source, tokenizers.load(source.tokenizer)
 
 
-def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16):
-    """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer."""
+def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16, **how):
+    """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer.
+
+    how: mode="int8" or "int4" and quantize.quantized()'s other arguments quantize while loading.
+    """
     source, tokenizer = open_model(path)
     source.eos_ids = source.eos_ids or tokenizer.eos_ids
-    return checkpoints.load(source, dtype, device), source, tokenizer
+    if how:
+        source = quantize.quantized(source, **how)
+    return quantize.load(source, dtype, device), source, tokenizer
 
 
 def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
@@ -435,13 +443,15 @@ def run(argv: list[str] | None) -> int:
     dtype = pick_dtype(args.dtype, device, cfg)
     prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, args.seed)
     n_new, length = fit(len(prompt_ids), args, cfg)
-    model = checkpoints.load(source, dtype, device)
+    source = quantize.as_flagged(source, args, device)
+    model = quantize.load(source, dtype, device)
     load_s = time.perf_counter() - start
 
     total_bytes, read_bytes = weight_bytes(model)
-    n_params = sum(p.numel() for p in model.parameters())
-    log(f"{source.path.name}: {n_params / 1e6:.0f}M parameters, {str(dtype)[6:]}, "
-        f"{total_bytes / 1e6:.0f} MB on {device}")
+    linears, head = quantize.schemes(source)
+    packed = quantize.describe(source)
+    log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
+        f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
     use_cache = engine != "recompute"
     model.setup_cache(args.batch_size if use_cache else 0, length)
@@ -491,8 +501,9 @@ def run(argv: list[str] | None) -> int:
                     prompt=args.prompt, text=row.text, prompt_ids=prompt_ids, new_ids=row.ids,
                     finish_reason=row.finish_reason, sample=i, row=j, **f, load_s=load_s,
                     compile_s=compile_s, peak_memory_bytes=peak_memory(device),
-                    model_bytes=total_bytes, engine=engine, batch_size=args.batch_size,
-                    seed=args.seed, device=str(device), dtype=str(dtype)[6:],
+                    model_bytes=total_bytes, quantization=linears, quantized_head=head,
+                    engine=engine, batch_size=args.batch_size, seed=args.seed,
+                    device=str(device), dtype=str(dtype)[6:],
                     torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
                 print(f"--- row {j} ---\n{args.prompt}{row.text}", flush=True)

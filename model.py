@@ -231,11 +231,10 @@ class Zero(nn.Module):
 class KVCache(nn.Module):
     """Keys and values of every position so far, in preallocated [B, K, S, H]."""
 
-    def __init__(self, batch_size: int, n_kv_head: int, length: int, head_dim: int, like: Tensor):
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device):
         super().__init__()
-        shape = (batch_size, n_kv_head, length, head_dim)
         for name in ("k", "v"):
-            zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
 
     def forward(self, pos, k, v, n_key):
@@ -436,7 +435,7 @@ class Transformer(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.dtype = cfg, torch.get_default_dtype()  # of activations and the cache
         blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
         self.pos_embed = Zero()
@@ -469,9 +468,9 @@ class Transformer(nn.Module):
         cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length
         with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
             self.freq.copy_(self._frequencies(length))
+        shape = batch_size, cfg.n_kv_head, length, cfg.head_dim
         for layer in self.layers:
-            layer.attn.cache = batch_size and KVCache(
-                batch_size, cfg.n_kv_head, length, cfg.head_dim, self.embed.weight) or None
+            layer.attn.cache = KVCache(shape, self.dtype, self.freq.device) if batch_size else None
 
     def forward(self, tokens: Tensor, pos: Tensor, keep: int | Tensor = 1,
                 n_key: int | None = None) -> Tensor:
@@ -482,8 +481,19 @@ class Transformer(nn.Module):
         n_key: attend to the first n_key cache slots only, which must hold every position so far.
         -> [B, n, V]
         """
-        cfg = self.cfg
         n_key = n_key or (self.max_batch_size and self.max_seq_length) or tokens.shape[1]
+        x, around = self.enter(tokens, pos, n_key)
+        for layer, (rope, mask) in zip(self.layers, around):
+            x = layer(x, pos, rope, mask)
+        if isinstance(keep, int):
+            x = x[:, -keep:]
+        else:
+            x = x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
+        return self.cap(self.head(self.norm(x)).float())                   # [B, n, V]
+
+    def enter(self, tokens: Tensor, pos: Tensor, n_key: int) -> tuple[Tensor, list]:
+        """What the first layer takes [B, T, D], and each layer's (rope, mask) beside it."""
+        cfg = self.cfg
         masks = {w: visible(pos, n_key, w) for w in set(cfg.window)}
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
         angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
@@ -492,10 +502,4 @@ class Transformer(nn.Module):
 
         x = self.embed(tokens)                                             # [B, T, D]
         x = x * x.new_full((), cfg.embed_scale) + self.pos_embed(pos)      # rounded to x's dtype
-        for i, layer in enumerate(self.layers):
-            x = layer(x, pos, ropes[at(i, cfg.rope)], masks[at(i, cfg.window)])
-        if isinstance(keep, int):
-            x = x[:, -keep:]
-        else:
-            x = x.gather(1, keep[..., None].expand(-1, -1, cfg.dim))
-        return self.cap(self.head(self.norm(x)).float())                   # [B, n, V]
+        return x, [(ropes[at(i, cfg.rope)], masks[at(i, cfg.window)]) for i in range(cfg.n_layer)]

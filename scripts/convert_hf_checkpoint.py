@@ -10,8 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint as checkpoints  # noqa: E402
-import tokenizer as tokenizers  # noqa: E402
 from cli import Parser, guarded  # noqa: E402
+from quantize import write  # noqa: E402
 
 
 def run(argv=None) -> int:
@@ -24,20 +24,8 @@ def run(argv=None) -> int:
     args = p.parse_args(argv)
     path = checkpoints.find(args.checkpoint_dir)
     source = checkpoints.read(path)
-    directory = path if path.is_dir() else Path("checkpoints") / path.stem
-    output = args.output or directory / "model.pth"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer = source.tokenizer                   # stays where it is, if that is beside the output
-    if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
-        tokenizer = tokenizers.load(tokenizer).state()
-    n = len(source.tensors)
-
-    def progress(i):
-        if sys.stderr.isatty():
-            print(f"\r{i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr, flush=True)
-
-    checkpoints.save(source, output, tokenizer if isinstance(tokenizer, dict) else None,
-                     args.dtype and getattr(torch, args.dtype), progress)
+    output = args.output or checkpoints.beside(path, "model.pth")
+    write(source, output, args.dtype and getattr(torch, args.dtype))
     print(output)
     return 0
 

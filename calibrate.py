@@ -1,0 +1,191 @@
+"""GPTQ's Hessians: run calibration text through a model layer by layer, and solve each linear.
+
+Owns the calibration text and which linears are solved together. One layer's weights and all hidden
+states are in memory at a time; a layer sees what the quantized layers before it give. Knows no
+number format: `grid` and `numbers` come from quantize.py, the mathematics from gptq.py.
+
+    solver = Solver(source, windows, device, dtype, 32, int4_grid, int4_numbers)
+    solver("layers.0.attn.wq.weight", tensor)      # -> q [out, in], scales and zeros [out, in/G]
+"""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint, blank_model, load_part, parts
+from cli import english_text, log
+from gptq import output_error, solve
+from model import ExpertLinear
+
+# In this order, each with what those before it have become. One stage's linears have equal inputs.
+STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate", "ffn.up"),
+          ("ffn.shared.gate", "ffn.shared.up"), ("ffn.down",), ("ffn.shared.down",))
+
+
+def calibration_text(file: str | None, tasks: list[str], include_path: str | None = None) -> str:
+    """A file's text, that of lm-eval tasks, or Python's own documentation."""
+    if file:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: not UTF-8 text") from None
+        if not text.strip():
+            raise ValueError(f"{file}: no text to calibrate on")
+        return text
+    return "\n".join(task_texts(tasks, include_path)) if tasks else english_text()
+
+
+def task_texts(names: list[str], include_path: str | None):
+    """Questions with their right answers, from the training split where there is one."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ImportError("--calibration_tasks needs: pip install lm-eval") from None
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}")
+    try:
+        tasks = manager.load(names)["tasks"].values()
+    except Exception as e:                         # its datasets library has kinds of its own
+        raise OSError(f"the data of {', '.join(names)} cannot be had: "
+                      f"{(str(e).splitlines() or [type(e).__name__])[0][:160]}") from None
+    for task in tasks:
+        for doc in task.training_docs() if task.has_training_docs() else task.eval_docs:
+            target = task.doc_to_target(doc)
+            if isinstance(target, int):
+                target = task.doc_to_choice(doc)[target]
+            target = target[0] if isinstance(target, list) else target
+            yield f"{task.doc_to_text(doc)}{task.config.target_delimiter}{target}\n"
+
+
+def windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
+    """ids -> [n, length], n at most limit; pad: the last, shorter one too, with zeros."""
+    if pad and len(ids) % length:
+        ids = ids + [0] * (-len(ids) % length)
+    n = min(len(ids) // length, limit)
+    if n < 2:
+        raise ValueError(f"the calibration text has {len(ids)} tokens, less than two windows of "
+                         f"{length}: give more text or a smaller --calibration_seq_length")
+    return torch.tensor(ids[:n * length]).view(n, length)
+
+
+class _Seen(Exception):
+    """Ends a layer's forward pass: the inputs in question have been seen."""
+
+
+class Solver:
+    """Solves the linears of a checkpoint, layer by layer, as they are asked for in this order."""
+
+    @torch.inference_mode()
+    def __init__(self, source: Checkpoint, tokens: Tensor, device, dtype: torch.dtype,
+                 groupsize: int, grid: Callable, numbers: Callable, percdamp: float = 0.01,
+                 blocksize: int = 128, act_order: bool = False):
+        """tokens [n, T]; every ninth window, or the last one, is held out to judge by."""
+        self.source, self.device, self.groupsize = source, device, groupsize
+        self.grid, self.numbers = grid, numbers
+        self.how = percdamp, blocksize, act_order
+        self.model = blank_model(source.cfg, dtype)
+        for part in ("embed", "pos_embed"):
+            load_part(self.model, part, source, device)
+        tokens, self.pos = tokens.to(device), torch.arange(tokens.shape[1], device=device)
+        self.model.setup_cache(0, tokens.shape[1])         # none, but RoPE for this length
+        for name in ("freq", "amplitude"):
+            setattr(self.model, name, getattr(self.model, name).to(device))
+        self.x = []                                # hidden states [1, T, D] of each window
+        for row in tokens:
+            x, self.around = self.model.enter(row[None], self.pos, len(row))
+            self.x.append(x)
+        n = len(self.x)
+        self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
+        self.layer, self.solved, self.ratios = -1, {}, []
+
+    def summary(self) -> str:
+        better = sum(ratio < 1 for ratio in self.ratios)
+        return (f"{better} of {len(self.ratios)} linears have a smaller output error on held-out "
+                f"text than rounding gives; median ratio {statistics.median(self.ratios):.2f}, "
+                f"worst {max(self.ratios):.2f}")
+
+    def __call__(self, name: str, tensor) -> tuple[Tensor, Tensor, Tensor]:
+        while name not in self.solved:
+            assert not self.solved, f"{name} was asked for before {next(iter(self.solved))}"
+            self._next_layer()
+        return self.solved.pop(name)
+
+    @torch.inference_mode()
+    def _next_layer(self) -> None:
+        self.layer += 1
+        name, layer = f"layers.{self.layer}", self.model.layers[self.layer]
+        load_part(self.model, f"{name}.", self.source, self.device)
+        modules, ratios = dict(layer.named_modules()), []
+        for stage in STAGES:
+            stage = [n for n in stage if n in modules]
+            hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
+            ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
+        for i, x in enumerate(self.x):
+            self.x[i] = layer(x, self.pos, *self.around[self.layer])
+        layer.to("meta")
+        self.ratios += ratios
+        log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
+            f"{statistics.median(ratios):.2f} of rounding's")
+
+    def _hessians(self, layer, module) -> tuple[Tensor, Tensor]:
+        """Of the module's inputs, from the text to calibrate on and the text held out.
+
+        [in, in], or [E, in, in] with each expert's own inputs.
+        """
+        experts, n_in = isinstance(module, ExpertLinear), module.weight.shape[-1]
+        shape = (module.weight.shape[0], n_in, n_in) if experts else (n_in, n_in)
+        both = torch.zeros(2, *shape, device=self.device)
+
+        def see(_, inputs):
+            x = inputs[0].flatten(0, -2).float()
+            if not experts:
+                both[held].addmm_(x.T, x)
+            else:
+                for e in inputs[1].unique().tolist():
+                    rows = x[inputs[1] == e]
+                    both[held, e].addmm_(rows.T, rows)
+            raise _Seen
+
+        hook = module.register_forward_pre_hook(see)
+        try:
+            for i, x in enumerate(self.x):
+                held = int(i in self.held_out)
+                try:
+                    layer(x, self.pos, *self.around[self.layer])
+                except _Seen:
+                    pass
+        finally:
+            hook.remove()
+        return both[0], both[1]
+
+    def _solve(self, name, module, hessian, held_out) -> float:
+        """-> how the output error on held-out text compares with rounding's."""
+        tensors = [self.source.tensors[p] for p in parts(f"{name}.weight")]
+        weight = torch.cat([t.whole().to(self.device).float() for t in tensors], dim=-2)
+        shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
+        solved, error, rounded = [], 0.0, 0.0
+        for w, target, h, held in zip(weight.view(shape), module.weight.view(shape),
+                                      hessian.view(square), held_out.view(square)):
+            solved.append(solve(w, h, self.groupsize, self.grid, self.numbers, *self.how))
+            groups = w.unflatten(-1, (-1, self.groupsize))
+            grid = self.grid(groups)
+            nearest = _plain(self.numbers(groups, *grid).flatten(-2), *grid)
+            rounded += output_error(nearest - w, held)
+            new = _plain(*solved[-1])
+            error += output_error(new - w, held)
+            target.copy_(new)
+        rows = [t.shape[-2] for t in tensors]
+        whole = (torch.stack(t).view(*weight.shape[:-1], -1).cpu() for t in zip(*solved))
+        pieces = zip(*(t.split(rows, dim=-2) for t in whole))
+        self.solved.update(zip(parts(f"{name}.weight"), pieces))
+        return error / rounded if rounded else 1.0
+
+
+def _plain(q: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    groups = q.unflatten(-1, (scales.shape[-1], -1)) - 8
+    return (groups * scales[..., None] + zeros[..., None]).flatten(-2)

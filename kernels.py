@@ -1,0 +1,229 @@
+"""Products with int8 and int4 weights: one Kernel per device, each beside a plain one.
+
+Owns the layouts in memory. Knows no modules, no files and not which linear gets which kernel: that
+is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
+
+    int8: weight int8 [out, in], scales [out]                    w = weight * scale
+    int4: weight uint8 [out, in/2], scales, zeros [out, in/G]    w = (q - 8) * scale + zero
+
+    weight, scales, zeros = INT4_CPU.pack(weight, scales, zeros)
+    y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Kernel(NamedTuple):
+    """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
+
+    unpack: any rows of pack's weight -> as on disk.
+    """
+
+    name: str
+    product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
+    unpack: Callable[[Tensor], Tensor] = lambda weight: weight
+
+
+# ---- Plain: any device, any dtype, and the reference of the others ------------------------------
+
+def pairs(q: Tensor) -> Tensor:
+    """Numbers 0 to 15 [..., in] -> bytes [..., in/2], the first of two neighbours low."""
+    return q[..., ::2].to(torch.uint8) | q[..., 1::2].to(torch.uint8) << 4
+
+
+def unpaired(weight: Tensor) -> Tensor:
+    return torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
+
+
+def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
+    """The weights [..., out, in] that the numbers stand for, computed in fp32."""
+    if zeros is None:
+        return (weight.float() * scales[..., None].float()).to(dtype)
+    q = unpaired(weight).float().unflatten(-1, (scales.shape[-1], -1)) - 8
+    return (q * scales[..., None].float() + zeros[..., None].float()).flatten(-2).to(dtype)
+
+
+def plain(x, weight, scales, zeros):
+    """One row, compiled: a pass over the numbers, as model.Linear does. Else by way of weights."""
+    if not (torch.compiler.is_compiling() and x.shape[0] == 1):
+        return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
+    if zeros is None:
+        y = (weight.float() * x.float()).sum(-1) * scales.float()
+    else:
+        y = (dequantize(weight, scales, zeros, torch.float32) * x.float()).sum(-1)
+    return y.to(x.dtype)[None]
+
+
+PLAIN = Kernel("plain", plain)
+
+
+# ---- CPU ----------------------------------------------------------------------------------------
+# For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
+# For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
+
+HAS_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512" and (
+    torch.ops.mkldnn._is_mkldnn_bf16_supported())
+SCRATCH = 1 << 24                                  # weights unpacked at a time
+_scratch = {}
+
+
+def scratch(n: int, dtype=torch.bfloat16) -> Tensor:
+    """Memory that is always the same: fresh pages cost more than what is done with them."""
+    if n > _scratch.get(dtype, torch.empty(0)).numel():
+        _scratch[dtype] = torch.empty(n, dtype=dtype)
+    return _scratch[dtype][:n]
+
+
+def pack_int8_cpu(weight, scales, zeros=None):
+    """-> [out, in/4], the bits of four numbers in a float32; those of column j:
+
+    byte    0      1         2         3         Inductor loads float32 at the memory's speed,
+    column  j   j + in/4  j + in/2  j + 3in/4    int8 at a fifth of it; x needs no reordering
+    """
+    four = weight.unflatten(-1, (4, -1)).transpose(-1, -2).contiguous()
+    return four.view(torch.float32).squeeze(-1), scales, None
+
+
+def unpack_int8_cpu(weight):
+    return weight.view(torch.int8).unflatten(-1, (-1, 4)).transpose(-1, -2).flatten(-2)
+
+
+def int8_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Several rows, by ATen's kernel, or many: int8 becomes bf16 exactly, the scales can wait."""
+    weight, n_out, n_in = weight.view(torch.int8), weight.shape[0], x.shape[1]
+    x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # the columns' order
+    if x.dtype == torch.bfloat16 and (x.shape[0] <= 16 or not HAS_BF16):
+        return torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+    y, step = x.new_empty(x.shape[0], n_out), max(1, SCRATCH // n_in)
+    for a in range(0, n_out, step):
+        part, scale = weight[a:a + step], scales[a:a + step]
+        w = scratch(part.numel(), x.dtype).view_as(part).copy_(part)
+        if x.dtype == torch.float16:                       # whose sums might overflow
+            w.mul_(scale[:, None])
+            scale = scale.new_ones(())
+        torch.mul(F.linear(x, w), scale, out=y[:, a:a + step])
+    return y
+
+
+int8_rows_op = torch.library.custom_op("gpt_faster::int8_rows", int8_rows, mutates_args=())
+int8_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], weight.shape[0]))
+
+
+def int8_cpu(x, weight, scales, zeros=None):
+    if not torch.compiler.is_compiling():
+        return int8_rows(x, weight, scales)
+    if x.shape[0] > 1:
+        return int8_rows_op(x, weight, scales)
+    # as_strided has Inductor write x to memory as fp32: beside bf16 it loads two vectors at once,
+    # and then its view of float32 as int32 is slow
+    quarters = x.float().as_strided((4, x.shape[1] // 4), (x.shape[1] // 4, 1))
+    four = weight.view(torch.int32)
+    byte = (four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24)       # signed
+    y = sum(b.float() * q for b, q in zip(byte, quarters)).sum(-1) * scales.float()
+    return y.to(x.dtype)[None]
+
+
+def pack_int4_cpu(weight, scales, zeros):
+    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64.
+
+    On AVX-512 a block of 64 rows is [in, 32] bytes, with rows r and r + 32 in byte r.
+    """
+    n_out, n_group = scales.shape
+    padded, step = -(-n_out // 64) * 64, max(64, SCRATCH // (weight.shape[1] * 2) // 64 * 64)
+    packed = weight.new_empty(padded, weight.shape[1])
+    for a in range(0, padded, step):
+        q = unpaired(weight[a:a + step]).int()
+        q = F.pad(q, (0, 0, 0, min(step, padded - a) - q.shape[0]))
+        packed[a:a + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    both = torch.stack((scales, zeros), -1).transpose(0, 1)
+    return packed, F.pad(both, (0, 0, 0, padded - n_out)).contiguous(), None
+
+
+def unpack_int4_cpu(weight):
+    """On AVX2 a block is 32 rows, with r and r + 16 in a byte. Whole blocks only."""
+    half = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+    blocks = weight.view(-1, weight.shape[1] * 2, half)                    # [blocks, in, half]
+    q = torch.cat((blocks & 15, blocks >> 4), -1).transpose(1, 2)          # [blocks, 2 half, in]
+    return pairs(q.flatten(0, 1))
+
+
+def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Many rows: unpack blocks of columns of w' [in, out], then multiply."""
+    n_group, n_out, _ = scales.shape
+    n_in = weight.shape[1] * 2
+    y, step = x.new_empty(x.shape[0], n_out), max(64, SCRATCH // n_in // 64 * 64)
+    for a in range(0, n_out, step):
+        n = min(step, n_out - a)
+        block = weight[a:a + n].view(n // 64, n_in, 32)
+        w = scratch(n_in * n).view(n_in, n // 64, 2, 32)
+        halves = w.transpose(0, 1)                                         # [blocks, in, 2, 32]
+        halves[:, :, 0].copy_(block & 15)
+        halves[:, :, 1].copy_(block >> 4)
+        scale, zero = (t[:, None, a:a + n] for t in scales.unbind(-1))     # [in/G, 1, n]
+        w = w.view(n_group, -1, n).sub_(8)
+        torch.addcmul(zero, w, scale, out=w)
+        torch.mm(x, w.view(n_in, n), out=y[:, a:a + n])
+    return y
+
+
+int4_rows_op = torch.library.custom_op("gpt_faster::int4_rows", int4_rows, mutates_args=())
+int4_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], scales.shape[1]))
+
+
+def int4_cpu(x, weight, scales, zeros=None):
+    if x.shape[0] > 96 and HAS_BF16:
+        many = int4_rows_op if torch.compiler.is_compiling() else int4_rows
+        return many(x, weight, scales)
+    group = 2 * weight.shape[1] // scales.shape[0]
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
+
+
+INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu, unpack_int8_cpu)
+INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, unpack_int4_cpu)
+
+
+@torch.library.custom_op("gpt_faster::expert_rows", mutates_args=())
+def expert_rows(x: Tensor, ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
+                kernel: str, n_out: int) -> Tensor:
+    """Each row of x [M, in] by its own expert's packed weights, neighbours of the same together.
+
+    An operator because its loop depends on data, which only a CPU may read at no cost.
+    """
+    y, a = x.new_empty(x.shape[0], n_out), 0
+    for e, same in groupby(ids.tolist()):
+        b, zero = a + len(list(same)), None if zeros is None else zeros[e]
+        y[a:b] = KERNELS[kernel].product(x[a:b], weight[e], scales[e], zero)[:, :n_out]
+        a = b
+    return y
+
+
+@expert_rows.register_fake
+def _(x, ids, weight, scales, zeros, kernel, n_out):
+    return x.new_empty(x.shape[0], n_out)
+
+
+# ---- CUDA, bfloat16, compute capability 8.0 and later -------------------------------------------
+
+def pack_int4_cuda(weight, scales, zeros):
+    """tinygemm's tiles [out/8, in/(16 i), 32, i/2] int32, i = 8, 4 or 2; scales as on a CPU."""
+    inner = next(i for i in (8, 4, 2) if weight.shape[1] * 2 % (16 * i) == 0)
+    step = max(8, SCRATCH // (weight.shape[1] * 2) // 8 * 8)
+    tiles = [torch.ops.aten._convert_weight_to_int4pack(rows[:, 1::2] | rows[:, ::2] << 4, inner)
+             for rows in map(unpaired, weight.split(step))]
+    return torch.cat(tiles), torch.stack((scales, zeros), -1).transpose(0, 1).contiguous(), None
+
+
+def int4_cuda(x, weight, scales, zeros=None):
+    group = weight.shape[1] * weight.shape[3] * 32 // scales.shape[0]
+    return torch.ops.aten._weight_int4pack_mm(x.contiguous(), weight, group, scales)
+
+
+INT4_CUDA = Kernel("int4 cuda", int4_cuda, pack_int4_cuda)
+KERNELS = {k.name: k for k in (PLAIN, INT8_CPU, INT4_CPU, INT4_CUDA)}

@@ -1,0 +1,395 @@
+"""int8 and int4 weights: round to nearest or GPTQ, the linears that use them, and the command.
+
+A quantized Checkpoint is a Checkpoint whose tensors come out as numbers and scales (checkpoint.py
+has the layout), whether they are read from a file or made while loading; so one way of loading and
+one way of writing serve all. Owns which tensors are quantized, the modules, and which kernel serves
+where (kernels.py has those). Knows no model families and no packed layouts.
+
+    python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import calibrate
+import checkpoint as checkpoints
+import kernels
+import tokenizer as tokenizers
+from checkpoint import Checkpoint, parts
+from cli import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from files import Lazy, as_rows, made_once
+from model import ExpertLinear, Linear, Transformer, grouped_mm
+
+GROUPSIZES = (32, 64, 128, 256)
+LINEARS = re.compile(r"\.(wq|wk|wv|wo|gate|up|down)\.weight$")     # not routers: small and touchy
+
+
+# ---- Round to nearest ---------------------------------------------------------------------------
+
+def int8_scales(w: Tensor) -> Tensor:
+    """w [n, in] -> [n], bfloat16, so that every dtype a model runs in has the same numbers."""
+    return (w.abs().amax(-1) / 127).clamp(min=1e-20).bfloat16()
+
+
+def int8_numbers(w: Tensor, scales: Tensor) -> Tensor:
+    return (w / scales[:, None].float()).round().clamp(-127, 127).to(torch.int8)
+
+
+def int4_grid(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups w [..., G] -> scale and zero [...]: number q stands for (q - 8) * scale + zero.
+
+    From the smallest to the largest weight, in bfloat16 for the same reason.
+    """
+    low, high = w.aminmax(dim=-1)
+    scale = ((high - low) / 15).clamp(min=1e-20).bfloat16().float()
+    return scale, (low + 8 * scale).bfloat16().float()
+
+
+def int4_numbers(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """w [..., G], scale and zero [...] -> 0 to 15 [..., G], as floating-point numbers."""
+    return ((w - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
+
+
+def _int8(t: Lazy, device) -> dict[str, Tensor]:
+    weight = as_rows(torch.empty(t.shape, dtype=torch.int8))
+    scales = torch.empty(t.n_row, dtype=torch.bfloat16)
+    for a, b, rows in t.chunks():
+        rows = rows.to(device).float()
+        scales[a:b] = found = int8_scales(rows)
+        weight[a:b] = int8_numbers(rows, found)
+    return dict(weight=weight, scales=scales)
+
+
+def _int4(t: Lazy, device, groupsize: int) -> dict[str, Tensor]:
+    weight = torch.empty(t.n_row, t.shape[-1] // 2, dtype=torch.uint8)
+    scales, zeros = torch.empty(2, t.n_row, t.shape[-1] // groupsize, dtype=torch.bfloat16)
+    for a, b, rows in t.chunks():
+        groups = rows.to(device).float().unflatten(-1, (-1, groupsize))
+        scale, zero = int4_grid(groups)
+        weight[a:b] = kernels.pairs(int4_numbers(groups, scale, zero).flatten(-2))
+        scales[a:b], zeros[a:b] = scale, zero
+    return dict(weight=weight, scales=scales, zeros=zeros)
+
+
+def pieces(t: Lazy, groupsize: int | None, make: Callable[[], dict[str, Tensor]]) -> list[Lazy]:
+    """weight, scales and, in int4, zeros of a tensor in place of it; int8 if groupsize is None.
+
+    They are made together when the first is asked for, and each is dropped once it was read.
+    """
+    lead, n_in, x = t.shape[:-1], t.shape[-1], t.name.removesuffix(".weight")
+    if groupsize is None:
+        layout = dict(weight=((*lead, n_in), torch.int8), scales=(lead, torch.bfloat16))
+    else:
+        groups = (*lead, n_in // groupsize), torch.bfloat16
+        layout = dict(weight=((*lead, n_in // 2), torch.uint8), scales=groups, zeros=groups)
+    if t.rows is None:                             # random weights: so are these
+        return [Lazy(f"{x}.{leaf}", *kind, None) for leaf, kind in layout.items()]
+    held = {}
+
+    def piece(leaf):
+        if leaf not in held:
+            held.update(make())
+        return held.pop(leaf).view(layout[leaf][0])
+    return [made_once(f"{x}.{leaf}", *kind, lambda leaf=leaf: piece(leaf))
+            for leaf, kind in layout.items()]
+
+
+def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
+              device="cpu", solver: Callable | None = None) -> Checkpoint:
+    """The checkpoint with numbers and scales for weights, made as they are read.
+
+    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row. head:
+    none, int8 or int4, of the output; where it is the embedding too, int8 serves both and int4 is
+    a copy for the output. solver(name, tensor) -> q, scales and zeros, in place of rounding (GPTQ).
+    ValueError where the source is quantized already or the group size does not divide.
+    """
+    if stated := describe(source):
+        raise ValueError(f"{source.path} is quantized already ({stated}): start from the original")
+    everything, tied = dict(source.tensors), source.cfg.tied
+    todo = {name: mode for name in everything if LINEARS.search(name)}
+    if tied and head == "int4":
+        everything["head.weight"] = replace(everything["embed.weight"], name="head.weight")
+    if head != "none":
+        todo["embed.weight" if tied and head == "int8" else "head.weight"] = head
+    widths = {everything[n].shape[-1]: n for n, kind in todo.items() if kind == "int4"}
+    bad = [width for width in widths if width % groupsize]
+    if bad:
+        fit = [str(g) for g in GROUPSIZES if not any(width % g for width in widths)]
+        raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
+                         f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
+
+    def make(name, t):
+        if todo[name] == "int8":
+            return _int8(t, device)
+        if solver and LINEARS.search(name):
+            q, scales, zeros = solver(name, t)
+            return dict(weight=kernels.pairs(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
+        return _int4(t, device, groupsize)
+
+    tensors = {}
+    for name in sorted(everything, key=_layer):    # GPTQ goes from the first layer to the last
+        t = replace(everything[name], name=name)
+        new = [t]
+        if name in todo:
+            new = pieces(t, groupsize if todo[name] == "int4" else None,
+                         lambda name=name, t=t: make(name, t))
+        tensors.update((piece.name, piece) for piece in new)
+    stated = dict(mode=mode, head=head, gptq=solver is not None)
+    return replace(source, tensors=tensors, quantization=stated)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def schemes(source: Checkpoint) -> tuple[str, str]:
+    """Of the linears and of the head, as the tensors say: "none", "int8", "int4-g32", …"""
+    found = {}, {}
+    for name in source.tensors:
+        x, _, leaf = name.rpartition(".")
+        if leaf == "scales":
+            kind = "int8"
+            if f"{x}.zeros" in source.tensors:
+                scales, weight = (source.tensors[f"{x}.{leaf}"] for leaf in ("scales", "weight"))
+                kind = f"int4-g{weight.shape[-1] * 2 // scales.shape[-1]}"
+            found[x in ("embed", "head")][kind] = True
+    return tuple("/".join(kinds) or "none" for kinds in found)
+
+
+def describe(source: Checkpoint) -> str:
+    """schemes() in words, and how they were found; "" if nothing is quantized."""
+    linears, head = schemes(source)
+    how = " by GPTQ" if (source.quantization or {}).get("gptq") else ""
+    return "" if (linears, head) == ("none", "none") else f"{linears}{how}, head {head}"
+
+
+def add_flags(add: Callable) -> None:
+    """For every command that loads a model."""
+    add("--quantize", choices=["int8", "int4"],
+        help="round the weights while loading, without a file; GPTQ is quantize.py's")
+    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
+        help="int4: weights of a row that share a scale")
+    add("--quantize_head", choices=["none", "int8", "int4"], default="int8",
+        help="the output layer; int8 also serves the embedding where both are one matrix")
+
+
+def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
+    if args.quantize is None:
+        return source
+    return quantized(source, args.quantize, args.groupsize, args.quantize_head, device)
+
+
+# ---- The modules --------------------------------------------------------------------------------
+
+def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -> kernels.Kernel:
+    """The fastest that this device has for this dtype and shape [..., out, in], else the plain."""
+    device = torch.device(device)
+    if device.type == "cpu" and not int4 and shape[-1] % 32 == 0:
+        return kernels.INT8_CPU
+    fits = dtype == torch.bfloat16 and shape[-1] % 32 == 0 and groupsize in GROUPSIZES
+    if device.type == "cpu" and int4 and fits:
+        return kernels.INT4_CPU
+    if fits and int4 and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
+            torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
+        return kernels.INT4_CUDA
+    return kernels.PLAIN
+
+
+class QuantizedLinear(nn.Module):
+    """A Linear [out, in] or an ExpertLinear [E, out, in] of numbers and scales.
+
+    Its tensors are loaded as they lie on disk; pack() then gives them the kernel's layout.
+    """
+
+    def __init__(self, like: Linear | ExpertLinear, groupsize: int | None, dtype, device):
+        super().__init__()
+        self.shape, self.bias, int4 = like.weight.shape, like.bias, groupsize is not None
+        *lead, n_in = self.shape
+        precise = torch.float32 if dtype == torch.float16 else dtype       # tiny scales underflow
+        n_group, n_byte = (n_in // groupsize, n_in // 2) if int4 else (0, n_in)
+
+        def blank(*shape, dtype=precise):
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+        self.weight = blank(*lead, n_byte, dtype=torch.uint8 if int4 else torch.int8)
+        self.scales = blank(*lead, n_group) if int4 else blank(*lead)
+        self.zeros = blank(*lead, n_group) if int4 else None
+        self.kernel = pick_kernel(int4, dtype, device, self.shape, groupsize)
+
+    def pack(self) -> None:
+        leaves = self.weight, self.scales, self.zeros
+        if len(self.shape) == 2:
+            leaves = self.kernel.pack(*leaves)
+        elif self.kernel.name != "plain":
+            each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves))
+                    for e in range(self.shape[0])]
+            leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
+        for name, t in zip(("weight", "scales", "zeros"), leaves):
+            if t is not getattr(self, name):       # else it may be shared with the embedding
+                setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
+
+    def forward(self, x):
+        y = self.kernel.product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.zeros)
+        y = y[:, :self.shape[0]].view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedExperts(QuantizedLinear):
+    def forward(self, x, ids, ends):               # as ExpertLinear
+        if x.device.type == "cpu":
+            y = kernels.expert_rows(x, ids, self.weight, self.scales, self.zeros, self.kernel.name,
+                                    self.shape[1])
+        elif ends is not None:
+            w = kernels.dequantize(self.weight, self.scales, self.zeros, x.dtype)
+            y = grouped_mm(x, w, ends)
+        else:
+            own = (t if t is None else t[ids] for t in (self.weight, self.scales, self.zeros))
+            w = kernels.dequantize(*own, torch.float32)
+            y = (w * x[:, None].float()).sum(-1).to(x.dtype)
+        return y if self.bias is None else y + self.bias[ids]
+
+
+def calls_kernels(model: nn.Module) -> bool:
+    """Does a compiled block call operators instead of being one piece of code?"""
+    return any(isinstance(m, QuantizedLinear) and m.kernel is kernels.INT4_CPU
+               for m in model.modules())
+
+
+class QuantizedEmbedding(nn.Module):
+    """Shares the head's int8 weight [V, D] and scales [V]."""
+
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.scales, self.dtype = head.weight, head.scales, dtype
+        self.kernel = head.kernel
+
+    def forward(self, ids):
+        rows, scales = self.kernel.unpack(self.weight[ids]), self.scales[ids]
+        return kernels.dequantize(rows, scales, None, self.dtype)
+
+
+def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+    """checkpoint.load(), with the modules that the source's tensors ask for."""
+    def rewrite(model):
+        for name, module in list(model.named_modules()):
+            shared = name == "head" and "embed.scales" in source.tensors
+            x = "embed" if shared else parts(f"{name}.weight")[0].removesuffix(".weight")
+            if not isinstance(module, Linear | ExpertLinear) or f"{x}.scales" not in source.tensors:
+                continue
+            groupsize = None
+            if f"{x}.zeros" in source.tensors:
+                groupsize = module.weight.shape[-1] // source.tensors[f"{x}.zeros"].shape[-1]
+            new = QuantizedLinear if isinstance(module, Linear) else QuantizedExperts
+            new = new(module, groupsize, dtype, device)
+            model.set_submodule(name, new)
+            if shared:
+                model.embed = QuantizedEmbedding(new, dtype)
+
+    def ready(module):
+        if isinstance(module, QuantizedLinear):
+            module.pack()
+
+    model = checkpoints.load(source, dtype, device, rewrite, ready)
+    if "embed.scales" in source.tensors:           # what pack() made is one again
+        model.embed.weight, model.embed.scales = model.head.weight, model.head.scales
+    return model
+
+
+# ---- The command --------------------------------------------------------------------------------
+
+def build_parser() -> Parser:
+    p = Parser(description="Quantize a checkpoint into one file.", formatter_class=Help)
+    add = p.add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", required=True,
+        help="anything that generate.py reads")
+    add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
+        help="int4-gptq: fit the rounding to what the layers are fed")
+    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
+        help="int4: weights of a row that share a scale")
+    add("--quantize_head", choices=["none", "int8", "int4"], default="int8",
+        help="the output layer; int8 also serves the embedding where both are one matrix")
+    add("--output", type=Path, metavar="FILE",
+        help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
+             "source, or in checkpoints/NAME for a GGUF or hub model")
+    add("--label", default="", help="put into the default file name: model_LABELint8.pth")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda, cuda:1, mps, xpu")
+    add = p.add_argument_group("int4-gptq").add_argument
+    add("--calibration_file", metavar="FILE",
+        help="UTF-8 text to calibrate on; default: Python's own documentation, without the last "
+             "fifth, which eval.py measures perplexity on")
+    add("--calibration_tasks", nargs="+", default=[], metavar="TASK",
+        help="or the text of these lm-eval tasks")
+    add("--include_path", metavar="DIR", help="where lm-eval finds more tasks")
+    add("--calibration_limit", type=number(int, 2), default=128, help="windows of text at most")
+    add("--calibration_seq_length", type=number(int, 2), default=512, help="tokens in a window")
+    add("--pad_calibration_inputs", action="store_true",
+        help="use the last window too, which is shorter, filled up with zeros")
+    add("--percdamp", type=number(float, 0, above=True), default=0.01,
+        help="added to the Hessian's diagonal, as a share of its mean")
+    add("--blocksize", type=number(int, 1), default=128, help="columns solved at a time")
+    add("--act_order", action="store_true",
+        help="the columns with the largest inputs first; the file's layout stays the same")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the calibration's forward passes")
+    return p
+
+
+def run(argv=None) -> int:
+    args = build_parser().parse_args(argv)
+    device = pick_device(args.device)
+    path = checkpoints.find(args.checkpoint_path)
+    source = checkpoints.read(path)
+    mode, _, gptq = args.mode.partition("-")
+    suffix = "" if mode == "int8" else f".g{args.groupsize}"
+    output = args.output or checkpoints.beside(path, f"model_{args.label}{args.mode}{suffix}.pth")
+    if args.calibration_file and args.calibration_tasks:
+        raise ValueError("--calibration_file and --calibration_tasks exclude each other")
+    new = quantized(source, mode, args.groupsize, args.quantize_head, device)
+    if gptq:
+        text = calibrate.calibration_text(args.calibration_file, args.calibration_tasks,
+                                          args.include_path)
+        length = args.calibration_seq_length
+        if length > source.cfg.context:
+            raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
+                             f"{source.cfg.context}")
+        ids = tokenizers.load(source.tokenizer).encode(text)
+        tokens = calibrate.windows(ids, length, args.calibration_limit,
+                                   args.pad_calibration_inputs)
+        log(f"calibrating on {len(tokens)} windows of {length} tokens")
+        solver = calibrate.Solver(
+            source, tokens, device, pick_dtype(args.dtype, device, source.cfg), args.groupsize,
+            int4_grid, int4_numbers, args.percdamp, args.blocksize, args.act_order)
+        new = quantized(source, mode, args.groupsize, args.quantize_head, device, solver)
+    write(new, output, quiet=bool(gptq))
+    if gptq:
+        log(solver.summary())
+    print(output)
+    return 0
+
+
+def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
+          quiet: bool = False) -> None:
+    """A .pth that works alone: with the tokenizer, unless its files are beside it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer, n = source.tokenizer, len(source.tensors)
+    if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
+        tokenizer = tokenizers.load(tokenizer).state()
+
+    def progress(i):
+        if sys.stderr.isatty() and not quiet:
+            bar = "#" * (30 * i // n)
+            print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,
+                  flush=True)
+
+    checkpoints.save(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
+                     progress)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))
