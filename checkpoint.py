@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dequantize import dequantized
+from dequantize import dequantized, unpacked_int4
 from families import (
     FAMILIES,
     GGUF_DIFFERENT,
@@ -121,8 +121,23 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
         raise ValueError(f"{directory / weights}: {e}") from None
     if not ours:
         fold(tensors, c, cfg, family.norm_offset)
+    for x in [n.removesuffix(".weight") for n in tensors if n.endswith(".wq.weight")]:
+        _same_kind(tensors, [x, x[:-1] + "k", x[:-1] + "v"])
     eos_ids, defaults = generation_defaults(directory, config)
     return Checkpoint(directory / weights, cfg, tensors, eos_ids, defaults, directory)
+
+
+def _same_kind(tensors: dict[str, Lazy], xs: list[str]) -> None:
+    """What is one matrix in memory is quantized alike, or not at all."""
+    def kind(x):
+        scales = tensors.get(f"{x}.scales")
+        return scales and scales.shape[1:]
+
+    if len({kind(x) for x in xs}) > 1:
+        for x in xs:
+            if kind(x) is not None:
+                pieces = (tensors.pop(f"{x}.{leaf}") for leaf in ("weight", "scales", "zeros"))
+                tensors[f"{x}.weight"] = unpacked_int4(*pieces)
 
 
 def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]:
@@ -236,6 +251,8 @@ def read_gguf(path: Path) -> Checkpoint:
 
 # ---- Finding a checkpoint -----------------------------------------------------------------------
 
+DEFAULT_MODEL = Path(__file__).parent / (
+    "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 BESIDE = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
 
 
@@ -284,8 +301,17 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
     raise ValueError(problem)
 
 
-def find(name: str) -> Path:
-    """A path, which wins, or a hub name, downloaded. FileNotFoundError names both readings."""
+def find(name: str | None) -> Path:
+    """A path, which wins, or a hub name, downloaded; None: the model that quickstart fetched.
+
+    FileNotFoundError names both readings.
+    """
+    if name is None and not DEFAULT_MODEL.exists():
+        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
+                                "default one, or give --checkpoint_path")
+    name = str(DEFAULT_MODEL if name is None else name)
+    if not name.strip():
+        raise ValueError("--checkpoint_path is empty: an unset variable?")
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -332,12 +358,13 @@ def read(path: Path) -> Checkpoint:
 
 def beside(path: Path, name: str) -> Path:
     """Where to write what is made of `path`: in its directory, or in checkpoints/NAME for a GGUF
-    or what the hub's cache holds (…/models--org--name/snapshots/revision)."""
-    if path.suffix == ".gguf":
-        return Path("checkpoints") / path.stem / name
-    if path.parent.name == "snapshots":
-        return Path("checkpoints") / Path(*path.parent.parent.name.split("--")[1:]) / name
-    return (path if path.is_dir() else path.parent) / name
+    elsewhere, or what the hub's cache holds (…/models--org--name/snapshots/revision)."""
+    directory = path if path.is_dir() else path.parent
+    if path.suffix == ".gguf" and "checkpoints" not in path.absolute().parts:
+        directory = Path("checkpoints", path.stem)
+    elif directory.parent.name == "snapshots":
+        directory = Path("checkpoints", *directory.parent.parent.name.split("--")[1:])
+    return directory / name
 
 
 def parts(name: str) -> list[str]:

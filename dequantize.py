@@ -1,14 +1,16 @@
-"""Weights that the Hub stores already quantized -> plain floating-point weights, row by row.
+"""Weights that the Hub stores already quantized -> our int4, or plain weights, row by row.
 
 Owns the layouts: which tensors on disk make one linear, how integers are packed, which scale each
 number has. Knows nothing of files, models or config.json beyond its `quantization_config`. Every
-layout ends in the same sum, weight = (number - zero point) * scale, which `_scaled` does in fp32:
+layout ends in the same sum, weight = (number - zero point) * scale. Four bits with a scale for each
+so many neighbours of a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
 
     tensors = dequantized(tensors, config["quantization_config"])
 """
 
 import math
 import re
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +34,10 @@ PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|b
 def dequantized(lazies: list[Lazy], quantization: dict) -> list[Lazy]:
     """All tensors of a checkpoint, a quantized linear's as one X.weight [out, in] or [E, out, in].
 
-    quantization: config.json's quantization_config (or compression_config). Other tensors pass
-    unchanged; scales of activations and of the kv cache are dropped. Rows come in fp32, and `dtype`
-    says what they were before: the scales' 16-bit type, or bfloat16. Reads nothing large.
+    Or as X.weight, X.scales and X.zeros of checkpoint.py's int4. quantization: config.json's
+    quantization_config (or compression_config). Other tensors pass unchanged; scales of activations
+    and of the kv cache are dropped. Plain rows come in fp32, and `dtype` says what they were:
+    the scales' 16-bit type, or bfloat16. Reads nothing large.
     ValueError: a method, format, version or bits that is not supported; tensors that are missing
     or do not fit each other.
     """
@@ -89,7 +92,7 @@ def _awq(tensors, quantization):
         (n_in, n_word), (n_group, n_out) = _two(weight), _two(scales)
         _check(x, [weight, zeros, scales],
                n_word * 8 == n_out and zeros.shape == (n_group, n_word))
-        yield _grouped(x, n_in, weight, zeros, scales, lambda t: points(t).T, points, sizes)
+        yield from _grouped(x, 4, n_in, weight, zeros, scales, lambda t: points(t).T, points, sizes)
 
 
 def _gptq(tensors, quantization):
@@ -117,9 +120,9 @@ def _gptq(tensors, quantization):
                      if zeros.shape == (n_group, _ceil(n_out * b, 32))), 0)
         _check(x, [weight, zeros, scales], bits and scales.shape[1] == n_out)
         # the defaults tie each lambda to this linear's bits
-        yield _grouped(x, n_word * 32 // bits, weight, zeros, scales,
-                       lambda t, bits=bits: _unpacked(t.T, bits),
-                       lambda t, bits=bits: _zero_points(t, bits, version), sizes, group)
+        yield from _grouped(x, bits, n_word * 32 // bits, weight, zeros, scales,
+                            lambda t, bits=bits: _unpacked(t.T, bits),
+                            lambda t, bits=bits: _zero_points(t, bits, version), sizes, group)
 
 
 def _compressed_tensors(tensors, quantization):
@@ -159,7 +162,12 @@ def _compressed_tensors(tensors, quantization):
                              lambda zero=zero, bits=bits, n=n_out:
                                  _signed(zero.whole().T, bits, n).T)
         values = lambda a, b, packed=packed, bits=bits, n=n_in: _signed(packed.rows(a, b), bits, n)
-        yield _scaled(x + ".weight", shape, values, scale, zero, sizes, group)
+        if bits == 4 and _plain_groups(shape, scale, zero, sizes, group):
+            numbers = lambda a, b, values=values: (values(a, b) + 8).to(torch.uint8)
+            point = zero and replace(zero, rows=lambda a, b, zero=zero: zero.rows(a, b).float() + 8)
+            yield from _int4(x, shape, numbers, scale, point)
+        else:
+            yield _scaled(x + ".weight", shape, values, scale, zero, sizes, group)
     yield from _fp8(tensors, quantization, "fp8 or int8", sizes)
 
 
@@ -221,7 +229,51 @@ def _scaled(name, shape, values, scale, zero, sizes, group=None):
     return Lazy(name, tuple(shape), scale.dtype if half else torch.bfloat16, rows)
 
 
-def _grouped(x, n_in, weight, zeros, scales, numbers, points, sizes, group=None):
+def _plain_groups(shape, scale, zero, sizes, group) -> bool:
+    """Does each run of so many neighbours of a row share a scale, in the order they are in?
+
+    As _scaled would find, which has the answer where it is no, or where nothing fits.
+    """
+    n_in, n_group = shape[-1], scale.shape[-1]
+    if scale.shape != (shape[0], n_group) or n_in % n_group or n_in % 2 or (
+            zero and zero.shape != scale.shape) or n_in // n_group not in (n_in, *(
+                columns for _, columns in sizes)):
+        return False
+    order = group and group.whole().long()         # -1 or 0 everywhere: no order
+    return order is None or order.shape == (n_in,) and (
+        bool((order <= 0).all()) or torch.equal(order, torch.arange(n_in) // (n_in // n_group)))
+
+
+def _int4(x, shape, numbers, scale, zero, scale_again=None):
+    """checkpoint.py's int4, from numbers(a, b) of 0 to 15 and their zero points (None: 8)."""
+    (n_out, n_in), grid, again = shape, scale.shape, scale_again or scale
+
+    def rows(a, b):
+        q = numbers(a, b)
+        return q[:, ::2] | q[:, 1::2] << 4
+
+    def zeros(a, b):
+        point = zero.rows(a, b).float() if zero else torch.full((b - a, grid[1]), 8.0)
+        return (8 - point) * again.rows(a, b).float()
+
+    yield Lazy(x + ".weight", (n_out, n_in // 2), torch.uint8, rows)
+    yield replace(scale, name=x + ".scales")
+    yield Lazy(x + ".zeros", grid, torch.float32, zeros)
+
+
+def unpacked_int4(weight: Lazy, scales: Lazy, zeros: Lazy) -> Lazy:
+    """checkpoint.py's int4 as plain weights."""
+    n_group = scales.shape[-1]
+
+    def rows(a, b):
+        q = torch.stack((weight.rows(a, b) & 15, weight.rows(a, b) >> 4), -1).flatten(-2)
+        q = q.float().unflatten(-1, (n_group, -1)) - 8
+        scale, zero = (t.rows(a, b).float()[..., None] for t in (scales, zeros))
+        return (q * scale + zero).flatten(-2)
+    return Lazy(weight.name, (*weight.shape[:-1], weight.shape[-1] * 2), torch.bfloat16, rows)
+
+
+def _grouped(x, bits, n_in, weight, zeros, scales, numbers, points, sizes, group=None):
     """AWQ's and GPTQ's linear: numbers() unpacks weight to [out, in], points() zeros as stored.
 
     Stored with out last, so nothing can be read by rows: one byte a number is held meanwhile.
@@ -231,7 +283,10 @@ def _grouped(x, n_in, weight, zeros, scales, numbers, points, sizes, group=None)
     z = made_once(x, (n_out, n_group), torch.int16,
                   lambda: points(zeros.whole())[:, :n_out].short().T)
     s = made_once(x, (n_out, n_group), scales.dtype, lambda: scales.whole().T)
-    return _scaled(x + ".weight", q.shape, q.rows, s, z, sizes, group)
+    if bits == 4 and _plain_groups(q.shape, s, z, sizes, group):
+        s2 = made_once(x, s.shape, s.dtype, lambda: scales.whole().T)      # for the zeros
+        return _int4(x, q.shape, q.rows, s, z, s2)
+    return [_scaled(x + ".weight", q.shape, q.rows, s, z, sizes, group)]
 
 
 def _unpacked(words, bits, order=range(32)):

@@ -37,8 +37,6 @@ from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pi
 from model import MoE, Transformer
 from sampling import Sampling, exponential, n_candidates, sample
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
-DEFAULT_MODEL = CHECKPOINTS / "SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
 
 
@@ -358,12 +356,7 @@ def open_model(path: str | None = None, shape: str | None = None):
         raise ValueError("--random and --checkpoint_path exclude each other")
     if shape is not None:
         return checkpoints.random_weights(shape), tokenizers.Numbers()
-    if path is not None and not str(path).strip():
-        raise ValueError("--checkpoint_path is empty: an unset variable?")
-    if path is None and not DEFAULT_MODEL.exists():
-        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
-                                "default one, or give --checkpoint_path")
-    source = checkpoints.read(checkpoints.find(str(path or DEFAULT_MODEL)))
+    source = checkpoints.read(checkpoints.find(path))
     return source, tokenizers.load(source.tokenizer)
 
 

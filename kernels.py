@@ -130,20 +130,28 @@ def int8_cpu(x, weight, scales, zeros=None):
     return y.to(x.dtype)[None]
 
 
+def scales_and_zeros(scales, zeros, n_in):
+    """[out, in/G] each -> [in/G', out, 2], G' the largest group of ATen's that divides G."""
+    group = n_in // scales.shape[1]
+    times = group // next(g for g in (256, 128, 64, 32) if group % g == 0)
+    both = torch.stack((scales, zeros), -1).repeat_interleave(times, 1)
+    return both.transpose(0, 1).contiguous()
+
+
 def pack_int4_cpu(weight, scales, zeros):
     """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64.
 
     On AVX-512 a block of 64 rows is [in, 32] bytes, with rows r and r + 32 in byte r.
     """
-    n_out, n_group = scales.shape
+    n_out = weight.shape[0]
     padded, step = -(-n_out // 64) * 64, max(64, SCRATCH // (weight.shape[1] * 2) // 64 * 64)
     packed = weight.new_empty(padded, weight.shape[1])
     for a in range(0, padded, step):
         q = unpaired(weight[a:a + step]).int()
         q = F.pad(q, (0, 0, 0, min(step, padded - a) - q.shape[0]))
         packed[a:a + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    both = torch.stack((scales, zeros), -1).transpose(0, 1)
-    return packed, F.pad(both, (0, 0, 0, padded - n_out)).contiguous(), None
+    both = scales_and_zeros(scales, zeros, weight.shape[1] * 2)
+    return packed, F.pad(both, (0, 0, 0, padded - n_out)), None
 
 
 def unpack_int4_cpu(weight):
@@ -217,7 +225,7 @@ def pack_int4_cuda(weight, scales, zeros):
     step = max(8, SCRATCH // (weight.shape[1] * 2) // 8 * 8)
     tiles = [torch.ops.aten._convert_weight_to_int4pack(rows[:, 1::2] | rows[:, ::2] << 4, inner)
              for rows in map(unpaired, weight.split(step))]
-    return torch.cat(tiles), torch.stack((scales, zeros), -1).transpose(0, 1).contiguous(), None
+    return torch.cat(tiles), scales_and_zeros(scales, zeros, weight.shape[1] * 2), None
 
 
 def int4_cuda(x, weight, scales, zeros=None):

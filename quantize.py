@@ -192,10 +192,10 @@ def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -
     device = torch.device(device)
     if device.type == "cpu" and not int4 and shape[-1] % 32 == 0:
         return kernels.INT8_CPU
-    fits = dtype == torch.bfloat16 and shape[-1] % 32 == 0 and groupsize in GROUPSIZES
-    if device.type == "cpu" and int4 and fits:
+    fits = dtype == torch.bfloat16 and int4 and groupsize % 32 == 0
+    if fits and device.type == "cpu":
         return kernels.INT4_CPU
-    if fits and int4 and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
+    if fits and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
             torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
         return kernels.INT4_CUDA
     return kernels.PLAIN
@@ -306,8 +306,8 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
 def build_parser() -> Parser:
     p = Parser(description="Quantize a checkpoint into one file.", formatter_class=Help)
     add = p.add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", required=True,
-        help="anything that generate.py reads")
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
+        help="anything that generate.py reads; default: the model that quickstart.sh fetched")
     add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
     add("--groupsize", type=int, choices=GROUPSIZES, default=32,

@@ -6,6 +6,7 @@ Packers write one number at a time into Python integers, so that they share noth
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -13,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
-from dequantize import INSTEAD, dequantized
+import checkpoint as checkpoints
+from dequantize import INSTEAD, dequantized, unpacked_int4
 from files import Lazy
+from quantize import schemes
 
 N_OUT, N_IN, G = 64, 96, 32
 READS = []                                         # names of tensors that were read
@@ -32,8 +35,14 @@ def lazy(name, t):
 def run(tensors, quantization):
     READS.clear()
     done = dequantized([lazy(n, t) for n, t in tensors.items()], quantization)
-    assert all(n.endswith("weight_shape") for n in READS)
-    return {t.name: t for t in done}
+    assert all(n.endswith(("weight_shape", "g_idx")) for n in READS)
+    done = {t.name: t for t in done}
+    for name in [n for n in done if n.endswith(".scales")]:            # int4 that stays int4
+        x = name.removesuffix(".scales")
+        half = done[name].dtype if done[name].dtype.itemsize == 2 else torch.bfloat16
+        plain = unpacked_int4(*(done.pop(f"{x}.{leaf}") for leaf in ("weight", "scales", "zeros")))
+        done[f"{x}.weight"] = replace(plain, dtype=half)
+    return done
 
 
 def same(got, want, dtype=torch.bfloat16):
@@ -337,15 +346,16 @@ WHOLE = {"fp8-block": (lambda w: as_fp8(w, (-(-w.shape[0] // 32), -(-w.shape[1] 
          "pack-quantized": (as_packed, ct("pack-quantized", dict(num_bits=4, group_size=G)))}
 
 
-@pytest.mark.parametrize("method", WHOLE)
-@pytest.mark.parametrize("family", WHOLE_FAMILIES)
-def test_a_whole_model(families, family, method, tmp_path):
-    """Its linears packed in the Hub's layout, fused ones and experts too; transformers gets the numbers."""
+def whole_model(families, family, method, tmp_path, which=r"(proj|w[123])\.weight$"):
+    """Its linears packed in the Hub's layout, fused ones and experts too; transformers gets the numbers.
+
+    -> what is quantized once it is read.
+    """
     directory, model = families(family)
     quantize, quantization = WHOLE[method]
     config, packed_, plain = json.loads((directory / "config.json").read_text()), {}, {}
     for name, w in load_file(directory / "model.safetensors").items():
-        if re.search(r"(proj|w[123])\.weight$", name):
+        if re.search(which, name):
             parts, w = quantize(w)
             packed_ |= {name.removesuffix("weight") + n: t.contiguous() for n, t in parts.items()}
         else:
@@ -359,6 +369,22 @@ def test_a_whole_model(families, family, method, tmp_path):
     reference = type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
     prompt = torch.randint(0, 160, (2, 24))
     close(our_logits(tmp_path, prompt), tiny.logits(reference, prompt))
+    return checkpoints.read(tmp_path)
+
+
+@pytest.mark.parametrize("method", WHOLE)
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
+def test_a_whole_model(families, family, method, tmp_path):
+    found = schemes(whole_model(families, family, method, tmp_path))
+    assert found == (f"int4-g{G}" if method in ("awq", "pack-quantized") else "none", "none")
+
+
+@pytest.mark.parametrize("which", [r"k_proj\.weight$", r"(q|v|o)_proj\.weight$"])
+def test_what_is_fused_is_quantized_alike(families, tmp_path, which):
+    """One of q, k and v is plain: all are, in memory; wo keeps its four bits."""
+    source = whole_model(families, "qwen3", "awq", tmp_path, which)
+    assert schemes(source)[0] == ("none" if "k_" in which else f"int4-g{G}")
+    assert not {f"layers.0.attn.w{x}.scales" for x in "qkv"} & set(source.tensors)
 
 
 def test_biases_that_autogptq_invents(families, tmp_path):

@@ -78,7 +78,7 @@ def test_missing_path_names_both_readings(capsys):
 
 
 def test_no_default_model_says_what_to_run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(generate, "DEFAULT_MODEL", tmp_path / "none.gguf")
+    monkeypatch.setattr(checkpoints, "DEFAULT_MODEL", tmp_path / "none.gguf")
     assert "bash scripts/quickstart.sh" in refused(capsys, "--prompt", "Hi")
 
 

@@ -8,6 +8,7 @@ import tiny
 import torch
 
 import checkpoint as checkpoints
+import quantize
 
 
 def tokens(n=24, batch=2, vocab=160):
@@ -15,7 +16,7 @@ def tokens(n=24, batch=2, vocab=160):
 
 
 def our_logits(path, prompt):
-    model = checkpoints.load(checkpoints.read(path), torch.float32, "cpu")
+    model = quantize.load(checkpoints.read(path), torch.float32, "cpu")
     n = prompt.shape[1]
     model.setup_cache(0, n)                                # RoPE for sequences of this length
     return model(prompt, torch.arange(n), keep=n)
