@@ -164,7 +164,8 @@ class Engine:
 def build_parser():
     p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
     add = p.add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
+    add("--checkpoint_path", "--model", "-m", action="append", metavar="PATH_OR_NAME",
+        help="as generate.py's; repeatable, each is run beside the others")
     add("--random", metavar="NAMES",
         help="known shapes with random weights, with commas: each is run beside the others")
     add("-p", "--n_prompt", type=number(int, 1), default=5, help="tokens in the prompt")
@@ -198,14 +199,15 @@ def run(argv=None) -> int:
     device = pick_device(args.device)
     if device.type != "cuda" and "cuda_graph" in names:
         raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
-    cases, shapes = [], [None]
+    cases, models = [], [(path, None) for path in args.checkpoint_path or [None]]
     if args.random is not None:
         shapes = [shape.strip() for shape in args.random.split(",") if shape.strip()]
-    if not shapes:
-        raise ValueError("--random names none: known shapes are "
-                         + ", ".join(checkpoints.SHAPES))
-    for shape in shapes:
-        source, tokenizer = open_model(args.checkpoint_path, shape)
+        if not shapes:
+            raise ValueError("--random names none: known shapes are "
+                             + ", ".join(checkpoints.SHAPES))
+        models = [(path, shape) for shape in shapes for path, _ in models]
+    for path, shape in models:
+        source, tokenizer = open_model(path, shape)
         dtype = pick_dtype(args.dtype, device, source.cfg)
         if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
             raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")

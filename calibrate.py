@@ -1,8 +1,9 @@
 """GPTQ's Hessians: run calibration text through a model layer by layer, and solve each linear.
 
 Owns the calibration text and which linears are solved together. One layer's weights and all hidden
-states are in memory at a time; a layer sees what the quantized layers before it give. Knows no
-number format: `grid` and `numbers` come from quantize.py, the mathematics from gptq.py.
+states are in memory at a time; a layer sees what the quantized layers before it give (the embedding
+is as it was). Knows no number format: `grid` and `numbers` come from quantize.py, the mathematics
+from gptq.py.
 
     solver = Solver(source, windows, device, dtype, 32, int4_grid, int4_numbers)
     solver("layers.0.attn.wq.weight", tensor)      # -> q [out, in], scales and zeros [out, in/G]
@@ -35,7 +36,7 @@ def calibration_text(file: str | None, tasks: list[str], include_path: str | Non
         if not text.strip():
             raise ValueError(f"{file}: no text to calibrate on")
         return text
-    return "\n".join(task_texts(tasks, include_path)) if tasks else english_text()
+    return "\n\n".join(task_texts(tasks, include_path)) if tasks else english_text()
 
 
 def task_texts(names: list[str], include_path: str | None):
@@ -59,7 +60,8 @@ def task_texts(names: list[str], include_path: str | None):
             if isinstance(target, int):
                 target = task.doc_to_choice(doc)[target]
             target = target[0] if isinstance(target, list) else target
-            yield f"{task.doc_to_text(doc)}{task.config.target_delimiter}{target}\n"
+            question = task.doc_to_text(doc)
+            yield f"{question}{task.config.target_delimiter if question else ''}{target}"
 
 
 def windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
@@ -167,6 +169,8 @@ class Solver:
         """-> how the output error on held-out text compares with rounding's."""
         tensors = [self.source.tensors[p] for p in parts(f"{name}.weight")]
         weight = torch.cat([t.whole().to(self.device).float() for t in tensors], dim=-2)
+        if not weight.isfinite().all():
+            raise ValueError(f"{name}.weight has weights that are infinite or no numbers")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
         solved, error, rounded = [], 0.0, 0.0
         for w, target, h, held in zip(weight.view(shape), module.weight.view(shape),

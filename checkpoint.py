@@ -58,7 +58,7 @@ from files import (
     read_torch,
     some,
 )
-from model import ModelConfig, Rope, Transformer
+from model import ExpertLinear, Linear, ModelConfig, Rope, Transformer
 
 FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -370,8 +370,8 @@ def beside(path: Path, name: str) -> Path:
 def parts(name: str) -> list[str]:
     """The parameters on disk that make up one in memory: ….wqkv.weight -> ….wq.weight, …"""
     for fused, pieces in FUSED.items():
-        if f".{fused}." in name:
-            return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
+        if f".{fused}." in f"{name}.":
+            return [name.replace(f".{fused}", f".{piece}") for piece in pieces]
     return [name]
 
 
@@ -384,18 +384,7 @@ def check(checkpoint: Checkpoint) -> None:
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
         if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
             del tensors[name]
-    for scales in [n for n in tensors if n.endswith(".scales")]:
-        x = scales.removesuffix(".scales")
-        shape = (cfg.vocab_size, cfg.dim) if x == "head" else shapes.get(f"{x}.weight")
-        if shape and f"{x}.zeros" in tensors:
-            n_group = tensors[scales].shape[-1]
-            if n_group < 1 or shape[-1] % n_group or shape[-1] % 2:
-                raise ValueError(f"{checkpoint.path}: {scales} has {n_group} groups, which do not "
-                                 f"divide the {shape[-1]} inputs")
-            shapes[f"{x}.weight"] = *shape[:-1], shape[-1] // 2
-            shapes[scales] = shapes[f"{x}.zeros"] = *shape[:-1], n_group
-        elif shape:
-            shapes[f"{x}.weight"], shapes[scales] = shape, shape[:-1]
+    _check_quantized(checkpoint, shapes)
     missing = [n for n in shapes if n not in tensors]
     if missing:
         raise ValueError(f"{checkpoint.path}: {len(missing)} tensors are missing: {some(missing)}")
@@ -408,11 +397,43 @@ def check(checkpoint: Checkpoint) -> None:
         if found.shape != shape:
             raise ValueError(f"{checkpoint.path}: {found.name} is {list(found.shape)}, but the "
                              f"config asks for {list(shape)}")
+
+
+def _check_quantized(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Put the shapes of numbers and scales into `shapes`, in place of the weights'.
+
+    ValueError where they are of a wrong kind, alone, or of unlike kinds within one matrix. Scales
+    of what cannot be quantized stay without a place.
+    """
+    cfg, tensors, path = checkpoint.cfg, checkpoint.tensors, checkpoint.path
+    model = blank_model(cfg, torch.float32)
+    linears = [parts(n) for n, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)]
+    kinds = {}                                     # x: its inputs' groups, 0 for int8
+    for x in [x for pieces in linears for x in pieces] + ["embed"] * cfg.tied:
+        scales, zeros = tensors.get(f"{x}.scales"), tensors.get(f"{x}.zeros")
+        if scales is None or (x == "embed" and zeros):
+            continue
+        shape = shapes["embed.weight"] if x == "head" else shapes[f"{x}.weight"]
+        kinds[x] = 0 if zeros is None else ((0, *scales.shape)[-1])
+        shapes[f"{x}.weight"], shapes[f"{x}.scales"] = shape, shape[:-1]
+        if zeros is not None:
+            if kinds[x] < 1 or shape[-1] % kinds[x] or shape[-1] % 2:
+                raise ValueError(f"{path}: {x}.scales has {kinds[x]} groups, which do not divide "
+                                 f"the {shape[-1]} inputs")
+            shapes[f"{x}.weight"] = *shape[:-1], shape[-1] // 2
+            shapes[f"{x}.scales"] = shapes[f"{x}.zeros"] = *shape[:-1], kinds[x]
+    for pieces in linears:
+        if len({kinds.get(x) for x in pieces}) > 1:
+            raise ValueError(f"{path}: {', '.join(pieces)} are one matrix in memory, but not "
+                             "quantized alike")
+    for name in shapes.keys() & tensors.keys():
         x, _, leaf = name.rpartition(".")
-        kind = torch.uint8 if f"{x}.zeros" in shapes else torch.int8
-        if leaf == "weight" and f"{x}.scales" in shapes and found.dtype != kind:
-            raise ValueError(f"{checkpoint.path}: {found.name} is of {found.dtype}, but what is "
-                             f"beside it asks for {kind}")
+        dtype, packed = tensors[name].dtype, leaf == "weight" and x in kinds
+        kind = (torch.uint8 if kinds[x] else torch.int8) if packed else "floating-point numbers"
+        if (dtype != kind) if packed else not dtype.is_floating_point:
+            beside = [n for n in tensors if n in (f"{x}.scales", f"{x}.zeros")]
+            raise ValueError(f"{path}: {name} is of {dtype}, but with "
+                             f"{some(beside) or 'no scales'} beside it {kind} is expected")
 
 
 def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:

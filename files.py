@@ -175,7 +175,9 @@ def read_torch(path: Path) -> dict:
         except pickle.UnpicklingError as e:
             raise ValueError(f"{path}: refused, it holds more than weights "
                              f"({first_line(e)})") from None
-        except (RuntimeError, EOFError, ValueError) as e:
+        except (RuntimeError, EOFError, ValueError, OSError) as e:
+            if isinstance(e, OSError) and e.filename:      # not found, not allowed
+                raise
             if not lazy or "mmap can only be used" not in str(e):      # a file older than torch 1.6
                 raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
                                  f"{first_line(e)}") from None

@@ -17,12 +17,12 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
     """The upper Cholesky factor U of the damped Hessian's inverse, inv(H) = U' U. [in, in]
 
     Damped by percdamp times the mean of the diagonal, and by ten times more until it can be
-    factored. ValueError where the Hessian has infinities.
+    factored. ValueError where that does not help, or the Hessian has infinities.
     """
     if not hessian.isfinite().all():
         raise ValueError("the calibration text gives infinite activations in this dtype")
     damp = percdamp * hessian.diagonal().mean()
-    while True:
+    for _ in range(8):
         damped = hessian.clone()
         damped.diagonal().add_(damp)
         lower, failed = torch.linalg.cholesky_ex(damped)
@@ -32,6 +32,7 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
             if not failed:
                 return upper
         damp = 10 * damp
+    raise ValueError("the inputs' Hessian cannot be inverted: give more damping (--percdamp)")
 
 
 def output_error(change: Tensor, hessian: Tensor) -> float:
@@ -66,7 +67,8 @@ def solve(weight: Tensor, hessian: Tensor, groupsize: int, grid: Callable, numbe
             g = int(group[a + i])
             if not act_order and (a + i) % groupsize == 0:     # from what the columns are by now
                 end = a + i + groupsize
-                now = torch.cat((block[:, i:i + groupsize], W[:, b:max(b, end)]), 1)
+                ahead = W[:, b:max(b, end)] - error[:, :i] @ U[a:a + i, b:max(b, end)]
+                now = torch.cat((block[:, i:i + groupsize], ahead), 1)
                 scales[:, g], zeros[:, g] = grid(now)
             w, scale, zero = block[:, i], scales[:, g], zeros[:, g]
             q[:, a + i] = number = numbers(w[:, None], scale, zero)[:, 0]

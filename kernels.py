@@ -77,7 +77,8 @@ _scratch = {}
 def scratch(n: int, dtype=torch.bfloat16) -> Tensor:
     """Memory that is always the same: fresh pages cost more than what is done with them."""
     if n > _scratch.get(dtype, torch.empty(0)).numel():
-        _scratch[dtype] = torch.empty(n, dtype=dtype)
+        with torch.inference_mode(False):          # whoever calls: it serves everyone
+            _scratch[dtype] = torch.empty(n, dtype=dtype)
     return _scratch[dtype][:n]
 
 
@@ -170,12 +171,13 @@ def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     for a in range(0, n_out, step):
         n = min(step, n_out - a)
         block = weight[a:a + n].view(n // 64, n_in, 32)
+        half = scratch(block.numel(), torch.uint8).view_as(block)
         w = scratch(n_in * n).view(n_in, n // 64, 2, 32)
-        halves = w.transpose(0, 1)                                         # [blocks, in, 2, 32]
-        halves[:, :, 0].copy_(block & 15)
-        halves[:, :, 1].copy_(block >> 4)
+        for i, unpack in enumerate((torch.bitwise_and, torch.bitwise_right_shift)):
+            unpack(block, (15, 4)[i], out=half)
+            w[:, :, i].transpose(0, 1).copy_(half.view(torch.int8).sub_(8))
         scale, zero = (t[:, None, a:a + n] for t in scales.unbind(-1))     # [in/G, 1, n]
-        w = w.view(n_group, -1, n).sub_(8)
+        w = w.view(n_group, -1, n)
         torch.addcmul(zero, w, scale, out=w)
         torch.mm(x, w.view(n_in, n), out=y[:, a:a + n])
     return y

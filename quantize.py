@@ -63,7 +63,7 @@ def _int8(t: Lazy, device) -> dict[str, Tensor]:
         rows = rows.to(device).float()
         scales[a:b] = found = int8_scales(rows)
         weight[a:b] = int8_numbers(rows, found)
-    return dict(weight=weight, scales=scales)
+    return finite(t.name, weight=weight, scales=scales)
 
 
 def _int4(t: Lazy, device, groupsize: int) -> dict[str, Tensor]:
@@ -74,7 +74,13 @@ def _int4(t: Lazy, device, groupsize: int) -> dict[str, Tensor]:
         scale, zero = int4_grid(groups)
         weight[a:b] = kernels.pairs(int4_numbers(groups, scale, zero).flatten(-2))
         scales[a:b], zeros[a:b] = scale, zero
-    return dict(weight=weight, scales=scales, zeros=zeros)
+    return finite(t.name, weight=weight, scales=scales, zeros=zeros)
+
+
+def finite(name: str, **pieces) -> dict[str, Tensor]:
+    if not all(pieces[leaf].isfinite().all() for leaf in pieces.keys() - {"weight"}):
+        raise ValueError(f"{name} has weights that are infinite or no numbers")
+    return pieces
 
 
 def pieces(t: Lazy, groupsize: int | None, make: Callable[[], dict[str, Tensor]]) -> list[Lazy]:
@@ -348,6 +354,8 @@ def run(argv=None) -> int:
     mode, _, gptq = args.mode.partition("-")
     suffix = "" if mode == "int8" else f".g{args.groupsize}"
     output = args.output or checkpoints.beside(path, f"model_{args.label}{args.mode}{suffix}.pth")
+    if output.is_dir() or output.suffix not in (".pth", ".pt"):
+        raise ValueError(f"--output {output}: expected a file that ends in .pth")
     if args.calibration_file and args.calibration_tasks:
         raise ValueError("--calibration_file and --calibration_tasks exclude each other")
     new = quantized(source, mode, args.groupsize, args.quantize_head, device)
@@ -359,6 +367,9 @@ def run(argv=None) -> int:
             raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
                              f"{source.cfg.context}")
         ids = tokenizers.load(source.tokenizer).encode(text)
+        if max(ids, default=0) >= source.cfg.vocab_size:
+            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
+                             f"{source.cfg.vocab_size} tokens: they do not belong together")
         tokens = calibrate.windows(ids, length, args.calibration_limit,
                                    args.pad_calibration_inputs)
         log(f"calibrating on {len(tokens)} windows of {length} tokens")
@@ -376,10 +387,10 @@ def run(argv=None) -> int:
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
           quiet: bool = False) -> None:
     """A .pth that works alone: with the tokenizer, unless its files are beside it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer, n = source.tokenizer, len(source.tensors)
     if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
         tokenizer = tokenizers.load(tokenizer).state()
+    output.parent.mkdir(parents=True, exist_ok=True)
 
     def progress(i):
         if sys.stderr.isatty() and not quiet:

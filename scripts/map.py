@@ -1,4 +1,4 @@
-"""Two parts of the README: the map of the files, and the table of families that the tests check.
+"""Parts of the README: the map of files, the families that are tested, what quantization costs.
 
 Lines of code are without blank lines, comments and docstrings. Families are what the tests are
 parametrized with, so this needs requirements-dev.txt.
@@ -9,6 +9,7 @@ parametrized with, so this needs requirements-dev.txt.
 
 import ast
 import io
+import json
 import sys
 import tokenize
 from pathlib import Path
@@ -66,7 +67,29 @@ def families() -> str:
     return "\n".join(rows) + "\n"
 
 
-PARTS = {"map": table, "families": families}
+def quality() -> str:
+    """Of benchmarks/quality.json, which scripts/quality.py writes."""
+    result = json.loads((ROOT / "benchmarks/quality.json").read_text())
+    lines = ["| model | weights | file, MB | process at its peak, MB | perplexity "
+             "| tok/s (min–max) | of bandwidth |", "|---" * 7 + "|"]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['model']} | {row['weights']} | {row['file_bytes'] / 1e6:.0f} "
+            f"| {row['peak_memory_bytes'] / 1e6:.0f} | {row['perplexity']:.3f} "
+            f"| {row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f}) "
+            f"| {row['bandwidth_fraction']:.0%} |")
+    row, versions = result["rows"][0], result["versions"]
+    counts = " and ".join(str(n) for n in sorted({row["tokens"] for row in result["rows"]}))
+    lines.append(
+        f"\n`{result['command']}`: perplexity of the last fifth of Python {versions['python']}'s "
+        f"documentation (`eval.py --perplexity pydoc`, windows of {row['window']} tokens, stride "
+        f"{row['stride']}; {counts} tokens); compiled decoding, 200 tokens, medians of 7 "
+        f"interleaved runs on {result['threads']} {result['capability']} cores that read memory at "
+        f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}.")
+    return "\n".join(lines) + "\n"
+
+
+PARTS = {"map": table, "families": families, "quality": quality}
 
 
 def begin(name: str) -> str:

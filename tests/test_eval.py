@@ -12,6 +12,7 @@ import transformers
 from conftest import SMOLLM2
 
 import benchmark
+import calibrate
 import eval as evaluation
 import generate
 
@@ -120,7 +121,7 @@ def test_smollm2_perplexity(capsys, peer, tmp_path):
     perplexity, count = sliding(peer, ids, 256, 170)
     assert status == 0 and result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     known = dict(tokens=count, window=256, stride=170, model=SMOLLM2.name, dtype="float32", device="cpu",
-                 quantization=None)
+                 quantization="none")
     assert known.items() <= result.items() and result["model_bytes"] > 5e8 and result["seconds"] > 0
     status, out, _ = run(capsys, *argv, 30, "--max_seq_length", 30, "--limit", 60)
     assert status == 0 and out.startswith("perplexity ") and "over 58 tokens (" in out
@@ -321,6 +322,15 @@ def test_bad_input(capsys, argv, message, tasks, local_only, tmp_path):
     status, out, err = run(capsys, *more, *argv)
     assert status == 2 and out == "" and "Traceback" not in err
     assert "error: " in err.splitlines()[-1] and message in err.splitlines()[-1]
+
+
+def test_tasks_as_calibration_text(tasks, local_only):
+    """quantize.py --calibration_tasks: questions with their right answers; whole texts."""
+    text = calibrate.calibration_text(None, ["local_choice", "local_rolling"], str(tasks))
+    assert text.startswith("The capital of France is Paris\n\nWater freezes when it gets cold\n\n")
+    assert text.endswith("Is ice hot? Answer: no\n\n" + "\n\n".join(TEXT[:n] for n in (40, 200, 330)))
+    with pytest.raises(ValueError, match="no task nope"):
+        calibrate.calibration_text(None, ["nope", "local_text"], str(tasks))
 
 
 def test_no_lm_eval(capsys, monkeypatch):

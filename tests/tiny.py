@@ -14,7 +14,7 @@ SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.5, 1.7], [1.0, 1.5, 2.5, 4.0, 6.0, 9.0]
 PHI3 = dict(SIZE, pad_token_id=0)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=SHORT, long_factor=LONG,
                 partial_rotary_factor=0.75)
-MOE = dict(num_experts_per_tok=2, moe_intermediate_size=48)
+MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 GEMMA = dict(SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20, rms_norm_eps=1e-6,
              layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
              rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
@@ -36,11 +36,11 @@ FAMILIES = {
         **{**SIZE, "max_position_embeddings": 16}, rope_parameters=dict(rope_type="dynamic", factor=8.0, rope_theta=1e4)),
     "qwen2-yarn": lambda: hf.Qwen2Config(**SIZE, rope_parameters=YARN),
     "mixtral": lambda: hf.MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=8, shared_expert_intermediate_size=40,
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=8, shared_expert_intermediate_size=128,
                                            mlp_only_layers=[1]),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=8, head_dim=24, norm_topk_prob=True,
                                            decoder_sparse_step=2),
-    "qwen2_moe-window": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=4, shared_expert_intermediate_size=40,
+    "qwen2_moe-window": lambda: hf.Qwen2MoeConfig(**SIZE, **MOE, num_experts=4, shared_expert_intermediate_size=128,
                                                   use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "qwen3_moe-window": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=4, head_dim=16, use_sliding_window=True,
                                                   sliding_window=8),
