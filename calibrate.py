@@ -22,8 +22,8 @@ from gptq import output_error, solve
 from model import ExpertLinear
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate", "ffn.up"),
-          ("ffn.shared.gate", "ffn.shared.up"), ("ffn.down",), ("ffn.shared.down",))
+STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
+          ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
 
 
 def calibration_text(file: str | None, tasks: list[str], include_path: str | None = None) -> str:

@@ -60,7 +60,8 @@ from files import (
 )
 from model import ExpertLinear, Linear, ModelConfig, Rope, Transformer
 
-FUSED = {"wqkv": ("wq", "wk", "wv")}               # parameter in memory: parameters on disk
+# in memory: on disk
+FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up")}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
 VERSION = 1                                        # of our .pth; a newer one is refused
@@ -121,8 +122,9 @@ def read_hf(directory: Path, weights: str) -> Checkpoint:
         raise ValueError(f"{directory / weights}: {e}") from None
     if not ours:
         fold(tensors, c, cfg, family.norm_offset)
-    for x in [n.removesuffix(".weight") for n in tensors if n.endswith(".wq.weight")]:
-        _same_kind(tensors, [x, x[:-1] + "k", x[:-1] + "v"])
+    for name, _ in blank_model(cfg, torch.float32).named_modules():
+        if len(parts(name)) > 1:
+            _same_kind(tensors, parts(name))
     eos_ids, defaults = generation_defaults(directory, config)
     return Checkpoint(directory / weights, cfg, tensors, eos_ids, defaults, directory)
 
@@ -451,8 +453,9 @@ def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our names on disk -> the shapes that the config asks for."""
     model, shapes = blank_model(cfg, torch.float32), {}
     for name, p in model.named_parameters():
-        rows = model.layers[0].attn.split if len(parts(name)) > 1 else (p.shape[0],)
-        shapes.update({part: (n, *p.shape[1:]) for part, n in zip(parts(name), rows)})
+        names = parts(name)
+        rows = model.layers[0].attn.split if "wqkv" in name else [p.shape[0] // len(names)] * 2
+        shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
 
 

@@ -301,13 +301,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, cfg: ModelConfig, ffn_dim: int):
         super().__init__()
-        self.gate = Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
-        self.up = Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
+        self.gate_up = Linear(cfg.dim, 2 * ffn_dim, bias=cfg.mlp_bias)
         self.down = Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
         self.activation = GATED[cfg.activation]
 
     def forward(self, x):
-        return self.down(self.activation(self.gate(x), self.up(x)))
+        return self.down(self.activation(*self.gate_up(x).chunk(2, dim=-1)))
 
 
 class UngatedFeedForward(nn.Module):

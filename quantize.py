@@ -263,7 +263,7 @@ class QuantizedExperts(QuantizedLinear):
 
 def calls_kernels(model: nn.Module) -> bool:
     """Does a compiled block call operators instead of being one piece of code?"""
-    return any(isinstance(m, QuantizedLinear) and m.kernel is kernels.INT4_CPU
+    return any(isinstance(m, QuantizedLinear) and m.kernel == kernels.INT4_CPU
                for m in model.modules())
 
 

@@ -479,7 +479,7 @@ def test_biases_and_kept_modules(families):
         assert all(type(m) is quantize.QuantizedExperts for moe in moes for m in (moe.gate, moe.up, moe.down))
         assert not any(isinstance(m, ExpertLinear) for m in model.modules())
         if name == "qwen2_moe":
-            assert type(moes[0].shared.degree) is Linear and type(moes[0].shared.up) is quantize.QuantizedLinear
+            assert type(moes[0].shared.degree) is Linear and type(moes[0].shared.gate_up) is quantize.QuantizedLinear
 
 
 @pytest.mark.parametrize("mode, head", HEADS[:3])
@@ -914,7 +914,7 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
     assert quantize.describe(source) == describes and source.tokenizer == model
     if "gptq" in name:
         assert "calibrating on 12 windows of 32 tokens" in err and "layer 4 of 4: output error" in err
-        assert re.search(r"of 20 linears have a smaller output error on held-out text than rounding gives", err)
+        assert re.search(r"of 16 linears have a smaller output error on held-out text than rounding gives", err)
         assert len(err.splitlines()) == 6
     said = greedy(capsys, "-m", model / name)
     assert len(said["new_ids"]) == 20 and f"{said['quantization']}, head {said['quantized_head']}" == describes.replace(" by GPTQ", "")
@@ -1108,7 +1108,7 @@ DAMAGES = {
     "newer": ("int8", lambda c: c.update(version=99), "its format is version 99, this program reads up to 1"),
     "no scales int8": ("int8", without(f"{GATE}.scales"), "gate"),
     "no scales int4": ("int4", without(f"{GATE}.scales"), "gate"),
-    "no zeros": ("int4", without(f"{GATE}.zeros"), "gate.weight is of torch.uint8, but with layers.1.ffn.gate.scales beside it torch.int8 is expected"),
+    "no zeros": ("int4", without(f"{GATE}.zeros"), "are one matrix in memory, but not quantized alike"),
     "no weight": ("int4", without(f"{GATE}.weight"), "1 tensors are missing: layers.1.ffn.gate.weight"),
     "zeros alone": ("int8", lambda c: c["model"].update({"layers.1.ffn.router.zeros": torch.ones(1)}), "1 tensors that"),
     "other groups": ("int4", other(f"{GATE}.zeros", lambda t: t[:, :1]), "gate.zeros is [96, 1], but the config asks for [96, 2]"),
