@@ -229,6 +229,10 @@ def run(argv=None) -> int:
                 cases.append(Case(source.path.name, stated, name, model, prompt, runner, [], []))
         if peers:
             log("Preparing transformers")
+            if "none" not in schemes:              # a peer reads plain weights
+                model = quantize.load(source, dtype, device)
+            model = next((c.model for c in cases if c.name == source.path.name
+                          and c.quantization == "none"), model)
             cases.append(Case(source.path.name, "none", "transformers, eager", model, prompt,
                               Transformers(source, device, dtype), [], []))
 
