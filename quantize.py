@@ -200,7 +200,7 @@ def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -
         return kernels.INT8_CPU
     fits = dtype == torch.bfloat16 and int4 and groupsize % 32 == 0
     if fits and device.type == "cpu":
-        return kernels.INT4_CPU
+        return kernels.INT4_AVX2 if kernels.AVX2 and len(shape) == 2 else kernels.INT4_CPU
     if fits and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
             torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
         return kernels.INT4_CUDA
@@ -262,8 +262,8 @@ class QuantizedExperts(QuantizedLinear):
 
 
 def calls_kernels(model: nn.Module) -> bool:
-    """Does a compiled block call operators instead of being one piece of code?"""
-    return any(isinstance(m, QuantizedLinear) and m.kernel == kernels.INT4_CPU
+    """Does a compiled block call operators, or make many tensors, instead of being one loop?"""
+    return any(isinstance(m, QuantizedLinear) and m.kernel in (kernels.INT4_CPU, kernels.INT4_AVX2)
                for m in model.modules())
 
 
