@@ -1,37 +1,49 @@
-"""Time the engines side by side, compare what they say, and set them beside the machine and a peer.
+"""Time the engines side by side, compare what they say, and set them beside machine and peers.
 
 It times generate.py's public functions from outside and has no loop of its own. One command gives a
 table of the README again, with the memory bandwidth measured in the same run:
 
-    python benchmark.py -m org/name -p 5 -n 200 -r 5 --engines kv_cache,compile --peers transformers
+    python benchmark.py -m org/name -p 512 -n 200 --engines kv_cache,compile,int8 --peers llama.cpp
 """
 
 import copy
+import csv
+import gc
+import io
 import json
+import os
 import platform
 import random
 import re
+import shlex
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import checkpoint as checkpoints
+import peers
+import plots
 import quantize
 from cli import (
     Help,
     Parser,
     english_text,
+    free_memory,
     guarded,
     log,
     number,
     peak_memory,
     pick_device,
     pick_dtype,
+    reset_peak_memory,
 )
 from generate import (
     ENGINES,
@@ -45,32 +57,107 @@ from generate import (
     warm_up,
     weight_bytes,
 )
-from model import Transformer
+from model import KVCache, Transformer
 from sampling import Sampling
 from tokenizer import Numbers
 
-GREEDY = Sampling(temperature=0)
+HERE = Path(__file__).resolve().parent
+GREEDY, TYPICAL = Sampling(temperature=0), Sampling(temperature=0.8, top_p=0.95)
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
+          "compile+prefill")
+SCHEME = r"int8|int4(-g(32|64|128|256))?"
+PAUSE = 0.5                                        # seconds
+PEERS = (*peers.NAMES, "generate.py")
+TWINS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}           # llama.cpp's formats
+
+# The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears.
+SUITES = {
+    "cpu": {
+        "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,compile+prefill,"
+                        "int8,int4 --peers llama.cpp,transformers,generate.py",
+        "Prompts and depths": "--engines kv_cache,compile,compile+prefill -p 128,512,2048 -n 64 "
+                              "-d 128,1024,4096 -r 3",
+        "Batches": "--engines kv_cache,compile -n 64 -b 1,4,16,64 -r 3",
+        "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
+                              "-n 100",
+        "Llama-1.1B": "--random Llama-1.1B --engines compile,int8,int4 -n 64 --peers llama.cpp",
+        "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1,8 -r 1",
+    },
+    "gpu": {
+        "Llama-2-7B": "--random Llama-2-7B --engines compile,cuda_graph,int8,int4",
+        "Llama-3.1-8B": "--random Llama-3.1-8B --engines compile,cuda_graph,int8,int4",
+        "Llama-3.2-1B": "--random Llama-3.2-1B --engines compile,cuda_graph,int8,int4",
+        "Mixtral-8x7B": "--random Mixtral-8x7B --engines compile,int8 -r 3",
+        "Llama-2-70B": "--random Llama-2-70B --engines int8,int4 -r 3",
+        "Llama-3.1-70B": "--random Llama-3.1-70B --engines int8,int4 -r 3",
+        "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 100",
+    },
+}
 
 
-def margin(model: Transformer) -> float:
-    """In logits. Rounding makes a router exchange near-tied experts, so mixtures get twice that."""
-    sparse = any(model.cfg.sparse) and model.dtype != torch.float32
-    return MARGIN[model.dtype] * (1 + sparse)
+# ---- The machine --------------------------------------------------------------------------------
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def read_bandwidth(device: torch.device) -> float:
     """GB/s of reading 1 GB once, 1e9 bytes: the best of a few sums."""
     x = torch.ones(1 << 28, device=device)
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     best = 0.0
     for _ in range(7):
-        sync()
+        synchronize(device)
         start = time.perf_counter()
         x.sum()
-        sync()
+        synchronize(device)
         best = max(best, x.numel() * 4 / (time.perf_counter() - start) / 1e9)
     return best
+
+
+def told(*command: str) -> str:
+    """What a program prints, "" where there is no such program or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine(device: torch.device) -> dict:
+    """What figures depend on beside the code: the processor, its clocks, versions, the commit."""
+    cpu = dict(re.findall(r"^(model name|cpu MHz)\s*: (.*)$", Path("/proc/cpuinfo").read_text(),
+                          re.M)) if Path("/proc/cpuinfo").exists() else {}
+    name, clocks = cpu.get("model name", platform.processor()), f"{cpu.get('cpu MHz', '?')} MHz"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        clocks = told("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.limit",
+                      "--format=csv,noheader")
+    return dict(device=str(device), machine=name, clocks=clocks, threads=torch.get_num_threads(),
+                capability=torch.backends.cpu.get_cpu_capability(),
+                versions=dict(torch=torch.__version__, python=platform.python_version()),
+                commit=told("git", "describe", "--always", "--dirty"))
+
+
+# ---- Engines ------------------------------------------------------------------------------------
+
+class Test(NamedTuple):
+    """n_new tokens after a prompt, in each of `batch` rows; n_new = 1 times the prompt alone."""
+
+    n_prompt: int
+    n_new: int
+    batch: int
+
+    def needs(self, cfg, dtype: torch.dtype, cached: bool) -> int:
+        """Bytes, roughly: the cache, ten activations as wide as the model, logits three times."""
+        per_token = cached * 2 * cfg.n_layer * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
+        n_seen = self.n_prompt + self.n_new * (not cached)
+        return self.batch * (per_token * (self.n_prompt + self.n_new)
+                             + n_seen * 10 * cfg.dim * dtype.itemsize + 12 * cfg.vocab_size)
+
+    def __str__(self):
+        return f"tg{self.n_new} @ d{self.n_prompt}" if self.n_new > 1 else f"pp{self.n_prompt}"
 
 
 def english(n: int, tokenizer, cfg) -> list[int]:
@@ -88,8 +175,80 @@ def twin(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
+def decode_by_sorting(model, token, pos, n_key, noise, how, seen) -> Tensor:
+    """As decode_one_token, the textbook's way: top-p by sorting the whole vocabulary."""
+    probs = torch.softmax(model(token, pos, 1, n_key)[:, -1].float() / how.temperature, -1)
+    ordered, ids = probs.sort(-1, descending=True)
+    n_kept = (ordered.cumsum(-1) - ordered < how.top_p).sum(-1, keepdim=True)
+    least = ordered.gather(-1, n_kept - 1)                 # and all that are as likely
+    return (probs * (probs >= least) / noise).argmax(-1, keepdim=True)
+
+
+class Engine:
+    """One of LADDER on a model's weights, compiled and warm."""
+
+    def __init__(self, name: str, model: Transformer, prompt: Tensor, n_new: int, tokenizer):
+        self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
+        self.how = TYPICAL if name in ("sorted", "sort_free") else GREEDY
+        self.model.setup_cache(len(prompt) if self.cached else 0, prompt.shape[1] + n_new)
+        base = name.removesuffix("+prefill")
+        self.steps = build_steps(self.model, base if base in ENGINES else "kv_cache", base != name)
+        if name == "sorted":
+            self.steps = self.steps._replace(decode=decode_by_sorting)
+        self.compile_s = None
+        if base in ("compile", "cuda_graph"):
+            start = time.perf_counter()
+            warm_up(self.model, prompt, n_new, GREEDY, self.steps)
+            self.compile_s = time.perf_counter() - start
+
+    def tokens(self, prompt: Tensor, n_new: int, how: Sampling) -> Iterator[Tensor]:
+        generator = torch.Generator(prompt.device).manual_seed(0)
+        return generate(self.model, prompt, n_new, how, generator, self.steps, self.cached)
+
+    def __call__(self, prompt: Tensor, n_new: int) -> tuple[list[list[int]], list[float]]:
+        """-> each row's new tokens, and follow()'s times."""
+        rows = [Row(self.tokenizer, [], set(), []) for _ in prompt]
+        times, interrupted = follow(self.tokens(prompt, n_new, self.how), rows, None)
+        if interrupted:
+            raise KeyboardInterrupt
+        return [row.ids for row in rows], times
+
+    def cache_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for m in self.model.modules()
+                   if isinstance(m, KVCache) for t in (m.k, m.v))
+
+
+class Script:
+    """generate.py itself, a process for each run, as a check that its figures and ours agree."""
+
+    def __init__(self, argv: list[str]):
+        self.argv = [sys.executable, str(HERE / "generate.py"), *argv, "--compile", "--json",
+                     "--ignore_eos", "--temperature", "0"]
+
+    def __call__(self, prompt: list[int], n_new: int, batch: int) -> dict:
+        done = subprocess.run([*self.argv, "--prompt", str(len(prompt)), "--max_new_tokens",
+                               str(n_new), "--batch_size", str(batch)], capture_output=True,
+                              text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        said = json.loads(done.stdout.splitlines()[0])
+        step_s = said["decode_tok_s"] and 1 / said["decode_tok_s"]
+        return dict(said, step_s=step_s, ids=said["new_ids"])
+
+    def close(self):
+        pass
+
+
+# ---- What they say ------------------------------------------------------------------------------
+
+def margin(model: Transformer) -> float:
+    """In logits. Rounding makes a router exchange near-tied experts, so mixtures get twice that."""
+    sparse = any(model.cfg.sparse) and model.dtype != torch.float32
+    return MARGIN[model.dtype] * (1 + sparse)
+
+
 @torch.inference_mode()
-def agrees(model: Transformer, prompt: torch.Tensor, ids: list[int], margin: float) -> bool:
+def agrees(model: Transformer, prompt: Tensor, ids: list[int], margin: float) -> bool:
     """Teacher-forced: is each token, after those before it, within `margin` of the best logit?"""
     whole = torch.tensor([prompt[0].tolist() + ids], device=prompt.device)
     model.setup_cache(0, whole.shape[1])
@@ -99,200 +258,484 @@ def agrees(model: Transformer, prompt: torch.Tensor, ids: list[int], margin: flo
     return bool((logits.amax(-1) - chosen <= margin).all())
 
 
-class Transformers:
-    """The peer: transformers' own generate, eager, on the same weights and prompt."""
+def compare(case: "Case", cases: list["Case"], test: Test) -> bool:
+    """Does every row of the case's last run say what it should?
 
-    def __init__(self, source, device, dtype):
-        from transformers import AutoModelForCausalLM, GgufConfig
-        path, gguf = Path(source.path), {}
-        if path.suffix == ".gguf":                 # as plain weights: what we run
-            gguf = dict(gguf_file=path.name, quantization_config=GgufConfig(dequantize=True))
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **gguf)
-        self.model = model.to(device)
-
-    def __call__(self, prompt, n_new):
-        times = [time.perf_counter()]
-
-        class Clock:                               # generate() hands it the prompt, then each token
-            def put(self, value):
-                times.append(time.perf_counter())
-
-            def end(self):
-                del times[1]
-
-        out = self.model.generate(
-            prompt, max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False, streamer=Clock(),
-            attention_mask=torch.ones_like(prompt), pad_token_id=0)
-        return out[0, prompt.shape[1]:].tolist(), times
+    In fp32 the tokens are those of the first engine with these weights; else an uncached forward is
+    asked, see agrees(). Engines that sample draw the same as the other one of them.
+    """
+    engine = case.engine_run
+    said = {tuple(ids) for ids in case.tokens}
+    if engine.how != GREEDY:
+        other = Engine("sorted" if case.engine == "sort_free" else "sort_free", case.model,
+                       case.prompt, test.n_new, engine.tokenizer)
+        return case.tokens == other(case.prompt, test.n_new)[0]
+    if engine.model.dtype == torch.float32:
+        first = next(c for c in cases if c.model is case.model and c.tokens and not c.error
+                     and c.engine_run.how == GREEDY)
+        if case is not first:
+            return case.tokens == first.tokens
+    return all(agrees(twin(case.model), case.prompt, list(ids), margin(case.model))
+               for ids in said)
 
 
-class Case(NamedTuple):
-    """An engine or peer on a model, and what came of it."""
+# ---- One test -----------------------------------------------------------------------------------
+
+@dataclass
+class Case:
+    """An engine or peer with a model's weights, and what came of it."""
 
     name: str                                      # of the model
+    n_parameters: int
     quantization: str                              # of its weights, or none
     engine: str
-    model: Transformer
-    prompt: torch.Tensor
-    runner: Callable                               # (prompt, n_new) -> ids, times
-    tokens: list[int]                              # of the last run
-    results: list[dict]
+    model: Transformer | None = None
+    start: Callable | None = None                  # peers: -> what answers (ids, n_new, batch)
+    prompt: Tensor | None = None
+    error: str | None = None
+    engine_run: "Engine | peers.Peer | Script | None" = None
+    tokens: list = field(default_factory=list)     # of the last run
+    results: list[dict] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)                # between tokens, seconds
+    peak: int | None = 0                           # bytes
+
+    def attempt(self, what: Callable) -> None:
+        """Out of memory and whatever else a case cannot do is its row's, not the run's."""
+        try:
+            what()
+        except (RuntimeError, ValueError, OSError, AssertionError) as e:
+            memory = isinstance(e, torch.OutOfMemoryError) or "allocate memory" in str(e)
+            self.error = "out of memory: " * memory + str(e).strip().splitlines()[0][:160]
+            self.engine_run = None
+            log(f"{self.engine}: {self.error}")
+
+    def prepare(self, tokenizer, test: Test) -> None:
+        log(f"Preparing {self.name} {self.quantization} {self.engine} {test}")
+        needed = test.needs(self.model.cfg, self.model.dtype, self.engine != "recompute")
+        free = free_memory(self.prompt.device)
+        if self.start:
+            self.engine_run = self.start()
+        elif needed > free:                        # a CPU's allocator would not say no
+            raise torch.OutOfMemoryError(
+                f"some {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} free")
+        else:
+            self.engine_run = Engine(self.engine, self.model, self.prompt, test.n_new, tokenizer)
+
+    def run(self, test: Test, count: bool) -> None:
+        device, read_bytes = self.prompt.device, weight_bytes(self.model)[1]
+        before = reset_peak_memory(device)
+        if self.start:
+            said = self.engine_run(self.prompt[0].tolist(), test.n_new, test.batch)
+            times = [0.0, said["ttft_s"]]
+            steps = [said["step_s"]] * (test.n_new - 1)
+            times += [said["ttft_s"] + (i + 1) * s for i, s in enumerate(steps)]
+            self.peak = said["peak_memory_bytes"]
+        else:
+            self.tokens, times = self.engine_run(self.prompt, test.n_new)
+            steps = [b - a for a, b in zip(times[1:], times[2:])]
+            grown = peak_memory(device) - before
+            held = weight_bytes(self.model)[0] + self.engine_run.cache_bytes()
+            self.peak = max(self.peak, held + grown)
+        if count:
+            self.results.append(figures(times, test.n_prompt, test.batch, read_bytes))
+            self.gaps += steps
+
+    def row(self, cases: list["Case"], test: Test, bandwidth: float) -> dict:
+        row = dict(
+            model=self.name, parameters=self.n_parameters, engine=self.engine,
+            quantization=self.quantization, dtype=str(self.model.dtype)[6:],
+            model_bytes=weight_bytes(self.model)[0], test=str(test), n_prompt=test.n_prompt,
+            n_new=test.n_new if test.n_new > 1 else 0, batch=test.batch, error=self.error)
+        measured = ("tok_s", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms", "itl_ms",
+                    "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
+                    "bandwidth_fraction", "compared")
+        if not self.results or self.error:
+            return row | dict.fromkeys(measured)
+        decoding = test.n_new > 1
+        speeds = [f["decode_tok_s_total" if decoding else "prefill_tok_s"] for f in self.results]
+        speed = statistics.median(speeds)
+        gaps = sorted(self.gaps)
+        moved = decoding and statistics.median(f["bandwidth_gb_s"] for f in self.results)
+        compared = None if self.start else compare(self, cases, test)
+        return row | dict(zip(measured, (
+            speed, min(speeds), max(speeds), speed / test.batch,
+            1e3 * statistics.median(f["ttft_s"] for f in self.results),
+            1e3 * statistics.median(gaps) if gaps else None,
+            1e3 * gaps[len(gaps) * 99 // 100] if gaps and not self.start else None,
+            self.peak, getattr(self.engine_run, "compile_s", None), moved or None,
+            moved / bandwidth if decoding else None, compared), strict=True))
 
 
-class Engine:
-    """One of generate.py's engines, compiled and warm."""
+def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
+             device: torch.device) -> tuple[list[dict], list[float]]:
+    """Every case interleaved with the others, in random order -> rows, and bandwidths in GB/s."""
+    cases = [replace(case, tokens=[], results=[], gaps=[]) for case in cases]
+    torch._dynamo.reset()                          # what earlier tests compiled is in the way
+    bandwidths = []
+    for case in cases:
+        tokenizer = tokenizers[case.name]
+        if case.error is None:
+            ids = english(test.n_prompt, tokenizer, case.model.cfg)
+            case.prompt = torch.tensor([ids] * test.batch, device=device)
+            case.attempt(lambda case=case, t=tokenizer: case.prepare(t, test))
+    for i in range(repetitions + 1):               # the first round warms up
+        bandwidths.append(read_bandwidth(device))
+        for case in random.sample(cases, len(cases)):
+            if case.error is None:
+                time.sleep(PAUSE)                  # let clocks and caches of the last one settle
+                n_new = test.n_new if i else min(test.n_new, 16)
+                case.attempt(lambda c=case, n=n_new, i=i: c.run(test._replace(n_new=n), i > 0))
+    rows = [case.row(cases, test, statistics.median(bandwidths)) for case in cases]
+    for case in cases:
+        if case.start and case.engine_run:
+            case.engine_run.close()
+    return rows, bandwidths
 
-    def __init__(self, name, model, prompt, n_new, tokenizer):
-        self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
-        B, T = prompt.shape
-        self.model.setup_cache(B if self.cached else 0, T + n_new)
-        self.steps = build_steps(self.model, name)
-        start = time.perf_counter()
-        if name in ("compile", "cuda_graph"):
-            warm_up(self.model, prompt, n_new, GREEDY, self.steps)
-        self.compile_s = time.perf_counter() - start
 
-    def __call__(self, prompt, n_new):
-        rows = [Row(self.tokenizer, [], set(), []) for _ in prompt]
-        tokens = generate(self.model, prompt, n_new, GREEDY, None, self.steps, self.cached)
-        times, interrupted = follow(tokens, rows, None)
-        if interrupted:
-            raise KeyboardInterrupt
-        return rows[0].ids, times
+@torch.inference_mode()
+def profile(case: Case, tokenizer, test: Test, path: Path) -> str:
+    """A Chrome trace of steady decode steps -> the ten largest kernels, as text."""
+    case.prepare(tokenizer, test)
+    tokens = case.engine_run.tokens(case.prompt, test.n_new, case.engine_run.how)
+    for _ in range(test.n_new // 2):
+        next(tokens)
+    n_steps = min(20, test.n_new - test.n_new // 2)
+    with torch.profiler.profile() as trace:
+        for _ in range(n_steps):
+            next(tokens)
+        synchronize(case.prompt.device)
+    trace.export_chrome_trace(str(path))
+    kind = "self_device_time_total" if case.prompt.is_cuda else "self_cpu_time_total"
+    largest = sorted(trace.key_averages(), key=lambda e: -getattr(e, kind))[:10]
+    lines = [f"{case.engine} {case.quantization}: {n_steps} steps, the largest:"]
+    for e in largest:
+        key = e.key if len(e.key) < 90 else f"{e.key[:60]} … {e.key[-26:]}"
+        ms = getattr(e, kind) / n_steps / 1e3
+        lines.append(f"{ms:9.3f} ms per step {e.count / n_steps:6.0f} calls  {key}")
+    return "\n".join(lines)
+
+
+# ---- Tables -------------------------------------------------------------------------------------
+
+def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
+    """To a peer on the same test: with weights quantized alike, or else with plain ones."""
+    same = [r for r in rows if r["engine"] == peer and r["tok_s"] and row["tok_s"] and all(
+        r[key] == row[key] for key in ("model", "test", "batch"))]
+    alike = [r for r in same if r["quantization"] == row["quantization"]]
+    return row["tok_s"] / (alike or same)[0]["tok_s"] if same else None
+
+
+def table(result: dict) -> str:
+    """As Markdown. What is the same in all rows is said below, not in a column."""
+    rows = result["rows"]
+    compared_to = [p for p in dict.fromkeys(row["engine"] for row in rows) if p in PEERS] or [
+        rows[0]["engine"]]
+    many = len({(row["test"], row["batch"]) for row in rows}) > 1
+    if compared_to[0] not in PEERS and many:
+        compared_to = []
+
+    def show(value, form="{}"):
+        return "–" if value is None else form.format(value)
+
+    def weights(row):
+        return row["dtype"] if row["quantization"] == "none" else row["quantization"]
+
+    same = {True: "yes", False: "NO", None: None}
+    columns = {
+        "model": lambda r: r["model"], "M parameters": lambda r: f"{r['parameters'] / 1e6:.0f}",
+        "engine": lambda r: r["engine"], "weights": weights,
+        "MB": lambda r: f"{r['model_bytes'] / 1e6:.0f}",
+        "test": lambda r: r["test"], "batch": lambda r: r["batch"],
+        "tok/s (min–max)": lambda r: r["error"] or (
+            f"{r['tok_s']:.1f} ({r['tok_s_min']:.1f}–{r['tok_s_max']:.1f})"),
+        "per row": lambda r: show(r["tok_s_per_request"], "{:.1f}"),
+        **{f"× {peer}": lambda r, p=peer: show(ratio(r, rows, p), "{:.2f}")
+           for peer in compared_to},
+        "first token, ms": lambda r: show(r["ttft_ms"], "{:.0f}"),
+        "between tokens, ms (99 %)": lambda r: show(r["itl_ms"], "{:.1f}") + (
+            f" ({r['itl_p99_ms']:.1f})" if r["itl_p99_ms"] else ""),
+        "peak, MB": lambda r: show(r["peak_memory_bytes"] and r["peak_memory_bytes"] / 1e6,
+                                   "{:.0f}"),
+        "GB/s": lambda r: show(r["achieved_gb_s"], "{:.1f}"),
+        "of bandwidth": lambda r: show(r["bandwidth_fraction"], "{:.0%}"),
+        "compile, s": lambda r: show(r["compile_s"], "{:.1f}"),
+        "tokens agree": lambda r: show(same[r["compared"]]),
+    }
+    cells = {title: [str(cell(row)) for row in rows] for title, cell in columns.items()}
+    if all(row["batch"] == 1 for row in rows):
+        del cells["per row"]
+    silent = ("model", "M parameters", "weights", "MB", "test", "batch")
+    common = {t: c[0] for t, c in cells.items() if t in silent and len(set(c)) == 1}
+    cells = {t: c for t, c in cells.items() if t not in common and set(c) != {"–"}}
+    lines = ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
+    lines += ["| " + " | ".join(line) + " |" for line in zip(*cells.values())]
+    said = ", ".join(f"{title} {value}" for title, value in common.items())
+    return "\n".join(lines) + (
+        f"\n\n{said}; {rows[0]['dtype']} on {result['machine']}, {result['threads']} threads, "
+        f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "
+        f"{result['repetitions']}; torch {result['versions']['torch']}; commit "
+        f"{result['commit']}.")
+
+
+def as_csv(rows: list[dict]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip()
+
+
+OUTPUTS = {"md": table, "json": json.dumps, "csv": lambda result: as_csv(result["rows"]),
+           "jsonl": lambda result: "\n".join(json.dumps(row) for row in result["rows"])}
+
+
+# ---- The command --------------------------------------------------------------------------------
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def counts(least: int) -> Callable:
+    """An argparse type: integers with commas."""
+    return lambda text: [number(int, least)(n) for n in names(text)]
 
 
 def build_parser():
     p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
-    add = p.add_argument
-    add("--checkpoint_path", "--model", "-m", action="append", metavar="PATH_OR_NAME",
-        help="as generate.py's; repeatable, each is run beside the others")
-    add("--random", metavar="NAMES",
-        help="known shapes with random weights, with commas: each is run beside the others")
-    add("-p", "--n_prompt", type=number(int, 1), default=5, help="tokens in the prompt")
-    add("-n", "--max_new_tokens", type=number(int, 2), default=200, help="new tokens")
-    add("-b", "--batch_size", type=number(int, 1), default=1, help="rows")
-    add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+    add = p.add_argument_group("models").add_argument
+    add("--checkpoint_path", "--model", "-m", "--init_from", action="append",
+        metavar="PATH_OR_NAME", help="as generate.py's, or a shape of --random; repeatable")
+    add("--random", metavar="NAMES", help="known shapes with random weights, with commas")
     add("--quantize", default="none", metavar="LIST",
-        help="none, int8, int4 (groups of 32), int4-g64, …, with commas: each is run beside the "
-             "others; a file that is quantized already stays as it is with none")
-    add("--engines", default="kv_cache,compile", help="a list, with commas: " + ", ".join(ENGINES))
-    add("--peers", default="", help="transformers: its eager generate(), in the same run")
+        help="none, int8, int4 (groups of 32), int4-g64, …, with commas: every engine with each; a "
+             "file that is quantized already stays as it is with none")
     add("--device", default="auto", help="auto, cpu, cuda")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    add("-o", "--output", default="md", choices=["md", "json"], help="a table, or one JSON object")
+    add = p.add_argument_group("tests, each with commas").add_argument
+    add("-p", "--n_prompt", type=counts(1), default=[], metavar="LIST",
+        help="time prompts of so many tokens: ppN")
+    add("-n", "--max_new_tokens", type=counts(0), default=[200], metavar="LIST",
+        help="time decoding so many tokens: tgN; 0: do not")
+    add("-d", "--depth", type=counts(1), default=[5], metavar="LIST",
+        help="tokens before the new ones: tgN @ dN")
+    add("-b", "--batch_size", type=counts(1), metavar="LIST",
+        help="rows; default: 1, or 1,8,64,512 with --init_from")
+    add = p.add_argument_group("runs").add_argument
+    add("--engines", metavar="LIST",
+        help=f"of {', '.join(LADDER)}, int8, int4, int4-g64, … (compile with weights like that); "
+             "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
+             "default: kv_cache,compile, or the whole ladder with --init_from")
+    add("--peers", default="", metavar="LIST",
+        help=f"in the same run, of {', '.join(PEERS)}: see scripts/install_peers.sh; generate.py "
+             "is ours, as a check")
+    add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+    add("--suite", choices=SUITES,
+        help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
+             "interrupted, at the same commit")
+    add = p.add_argument_group("output").add_argument
+    add("-o", "--output", default="md", choices=list(OUTPUTS), help="on stdout")
+    add("--plot", type=Path, metavar="DIR", help="charts of throughput, first token, memory and "
+                                                 "bandwidth, as PNG (needs matplotlib)")
+    add("--profile", type=Path, metavar="DIR",
+        help="instead of timing, a Chrome trace of steady decode steps for each case and test, "
+             "and the ten largest kernels")
     return p
+
+
+def read_engines(args, nano: bool) -> list[tuple[str, str]]:
+    """-> (engine, scheme) in the order of the rows."""
+    asked = names(args.engines if args.engines is not None
+                  else ",".join(LADDER) if nano else "kv_cache,compile")
+    schemes = names(args.quantize)
+    if not asked or not schemes:
+        raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
+                         "int8, int4")
+    for name in asked:
+        if name not in LADDER and not re.fullmatch(SCHEME, name):
+            raise ValueError(f"unknown engine '{name}' (engines: {', '.join(LADDER)}, int8, int4, "
+                             "int4-g64, …)")
+    for scheme in schemes:
+        if not re.fullmatch(f"none|{SCHEME}", scheme):
+            raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
+                             "of 32, 64, 128 or 256)")
+    pairs = [(name, scheme) for scheme in schemes for name in asked if name in LADDER]
+    return pairs + [("compile", name) for name in asked if name not in LADDER]
+
+
+def read_models(args) -> list[tuple[str | None, str | None]]:
+    """-> (path, None) or (None, shape). A shape's name serves as -m where no such file is."""
+    shapes = {shape.lower(): shape for shape in checkpoints.SHAPES}
+    if args.random is not None and args.checkpoint_path:
+        raise ValueError("--random and --checkpoint_path exclude each other")
+    if args.random is not None and not names(args.random):
+        raise ValueError("--random names none: known shapes are " + ", ".join(shapes.values()))
+    if args.random is not None:
+        return [(None, shape) for shape in names(args.random)]
+    found = []
+    for path in args.checkpoint_path or [None]:
+        shape = path and not Path(path).exists() and shapes.get(path.lower())
+        if shape:
+            log(f"{path}: no such file, so random weights of that shape")
+        found.append((None, shape) if shape else (path, None))
+    return found
+
+
+def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[list[Case], object]:
+    """All engines and peers for one model; each scheme's weights are loaded once."""
+    source, tokenizer = open_model(path, shape)
+    dtype = pick_dtype(args.dtype, device, source.cfg)
+    if length > source.cfg.context:
+        raise ValueError(f"{length} tokens exceed the context of {source.cfg.context}")
+    n_parameters, name = checkpoints.n_parameters(source), source.path.name
+    cases, model_of = [], {}
+    for scheme in dict.fromkeys(scheme for _, scheme in pairs):
+        mode, _, group = scheme.partition("-g")
+        packed = source if scheme == "none" else quantize.quantized(
+            source, mode, int(group or 32), device=device)
+        model_of[scheme] = quantize.load(packed, dtype, device), quantize.schemes(packed)[0]
+    for engine, scheme in pairs:
+        model, stated = model_of[scheme]
+        case = Case(name, n_parameters, stated, engine, model)
+        if engine == "cuda_graph" and device.type != "cuda":
+            case.error = "needs an NVIDIA GPU"
+        cases.append(case)
+    for peer in peer_names:
+        for scheme, (model, stated) in model_of.items():
+            case = Case(name, n_parameters, stated, peer, model)
+            if peer.startswith(("transformers", "vllm")) and scheme != "none":
+                continue                           # plain weights only
+            case.start = start_peer(peer, source, shape, stated, scheme, dtype, device, length)
+            cases.append(case)
+    if any(c.start for c in cases) and not any(not c.start for c in cases):
+        raise ValueError("--peers need an engine beside them")
+    return cases, tokenizer
+
+
+def start_peer(peer, source, shape, stated, scheme, dtype, device, length) -> Callable:
+    """-> a function that starts the peer with these weights, or raises ValueError with why not."""
+    def start():
+        if peer == "generate.py":
+            mode, _, group = scheme.partition("-g")
+            argv = ["--random", shape] if shape else ["-m", str(source.path)]
+            argv += [] if scheme == "none" else ["--quantize", mode, "--groupsize", group or "32"]
+            return Script([*argv, "--device", str(device), "--dtype", str(dtype)[6:]])
+        path = source.path
+        if peer == "llama.cpp":
+            if stated not in TWINS or dtype != torch.bfloat16:
+                raise ValueError(f"no twin of {stated} weights in {str(dtype)[6:]}")
+            folder = HERE / "checkpoints/twins"
+            folder.mkdir(parents=True, exist_ok=True)
+            path = peers.gguf_twin(source, folder / f"{path.stem}.{TWINS[stated]}.gguf",
+                                   TWINS[stated])
+        elif shape:
+            raise ValueError("reads files, not random shapes")
+        elif path.suffix in (".safetensors", ".json", ".bin"):
+            path = path.parent
+        elif path.suffix != ".gguf" and not path.is_dir():
+            raise ValueError("reads Hugging Face directories and GGUF files")
+        return peers.Peer(peer, path, threads=torch.get_num_threads(), device=device.type,
+                          dtype=str(dtype)[6:], length=length)
+    return start
 
 
 def run(argv=None) -> int:
     args = build_parser().parse_args(argv)
-    names, peers, schemes = ([name.strip() for name in text.split(",") if name.strip()]
-                             for text in (args.engines, args.peers, args.quantize))
-    for name in [n for n in names if n not in ENGINES] + [p for p in peers if p != "transformers"]:
-        raise ValueError(f"unknown engine or peer '{name}' (engines: {', '.join(ENGINES)}; "
-                         "peers: transformers)")
-    for scheme in schemes:
-        if not re.fullmatch(r"none|int8|int4(-g(32|64|128|256))?", scheme):
-            raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
-                             "of 32, 64, 128 or 256)")
-    if not names:
-        raise ValueError(f"--engines names none: choose from {', '.join(ENGINES)}")
+    said = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)])
     device = pick_device(args.device)
-    if device.type != "cuda" and "cuda_graph" in names:
-        raise ValueError(f"the engine cuda_graph needs an NVIDIA GPU, the device is {device}")
-    cases, models = [], [(path, None) for path in args.checkpoint_path or [None]]
-    if args.random is not None:
-        shapes = [shape.strip() for shape in args.random.split(",") if shape.strip()]
-        if not shapes:
-            raise ValueError("--random names none: known shapes are "
-                             + ", ".join(checkpoints.SHAPES))
-        models = [(path, shape) for shape in shapes for path, _ in models]
+    if args.plot:
+        plots.load_matplotlib()                    # complains now, not after an hour
+    if args.suite:
+        return run_suite(args.suite, device, args.plot)
+    nano = bool(re.search(r"--init[-_]from\b", said))
+    pairs, models, peer_names = read_engines(args, nano), read_models(args), names(args.peers)
+    for peer in peer_names:
+        if peer not in PEERS:
+            raise ValueError(f"unknown peer '{peer}' (peers: {', '.join(PEERS)})")
+    batches = args.batch_size or ([1, 8, 64, 512] if nano else [1])
+    if any(n == 1 for n in args.max_new_tokens):
+        raise ValueError("-n 1: decoding is timed between tokens, so at least 2 (or 0: -p alone)")
+    tests = [Test(n, 1, b) for n in args.n_prompt for b in batches]
+    tests += [Test(d, n, b) for d in args.depth for n in args.max_new_tokens if n for b in batches]
+    if not tests:
+        raise ValueError("nothing to time: give -p or -n")
+    for folder in (args.plot, args.profile):
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    if args.profile:
+        torch._inductor.config.cpp.enable_kernel_profile = True
+    cases, tokenizers = [], {}
+    length = max(t.n_prompt + t.n_new for t in tests)
     for path, shape in models:
-        source, tokenizer = open_model(path, shape)
-        dtype = pick_dtype(args.dtype, device, source.cfg)
-        if peers and source.path.suffix not in (".gguf", ".safetensors", ".json", ".bin"):
-            raise ValueError("--peers transformers needs a Hugging Face directory or a GGUF")
-        ids = english(args.n_prompt, tokenizer, source.cfg)
-        if args.n_prompt + args.max_new_tokens > source.cfg.context:
-            raise ValueError(f"{args.n_prompt} + {args.max_new_tokens} tokens exceed the context "
-                             f"of {source.cfg.context}")
-        prompt = torch.tensor([ids] * args.batch_size, device=device)
-        for scheme in schemes:
-            packed = source
-            if scheme != "none":
-                mode, _, group = scheme.partition("-g")
-                packed = quantize.quantized(source, mode, int(group or 32), device=device)
-            model = quantize.load(packed, dtype, device)
-            stated = quantize.schemes(packed)[0]
-            for name in names:
-                log(f"Preparing {source.path.name} {scheme} {name}")
-                runner = Engine(name, model, prompt, args.max_new_tokens, tokenizer)
-                cases.append(Case(source.path.name, stated, name, model, prompt, runner, [], []))
-        if peers:
-            log("Preparing transformers")
-            if "none" not in schemes:              # a peer reads plain weights
-                model = quantize.load(source, dtype, device)
-            model = next((c.model for c in cases if c.name == source.path.name
-                          and c.quantization == "none"), model)
-            cases.append(Case(source.path.name, "none", "transformers, eager", model, prompt,
-                              Transformers(source, device, dtype), [], []))
+        found, tokenizer = build_cases(path, shape, pairs, peer_names, args, device, length)
+        tokenizers[found[0].name] = tokenizer
+        cases += found
+    if args.profile:
+        return run_profile(cases, tokenizers, tests, args.profile, device)
 
-    bandwidths = []
-    for i in range(args.repetitions + 1):
-        bandwidths.append(read_bandwidth(device))
-        for case in random.sample(cases, len(cases)):
-            time.sleep(0.5)                        # let clocks and caches of the last one settle
-            case.tokens[:], times = case.runner(case.prompt, args.max_new_tokens)
-            if i:                                  # the first round warms up
-                case.results.append(figures(times, args.n_prompt, args.batch_size,
-                                            weight_bytes(case.model)[1]))
-    bandwidth, rows = statistics.median(bandwidths), []
-    for case in cases:
-        middle = {key: statistics.median(f[key] for f in case.results) for key in case.results[0]}
-        speeds, same = [f["decode_tok_s_total"] for f in case.results], None
-        if isinstance(case.runner, Engine):
-            same = agrees(twin(case.model), case.prompt, case.tokens, margin(case.model))
-        rows.append(dict(
-            model=case.name, model_bytes=weight_bytes(case.model)[0], engine=case.engine,
-            quantization=case.quantization, dtype=str(case.model.dtype)[6:],
-            test=f"tg{args.max_new_tokens} @ pp{args.n_prompt}", batch=args.batch_size,
-            tok_s=middle["decode_tok_s_total"], tok_s_min=min(speeds), tok_s_max=max(speeds),
-            tok_s_per_request=middle["decode_tok_s"], ttft_ms=1e3 * middle["ttft_s"],
-            compile_s=getattr(case.runner, "compile_s", 0.0),
-            achieved_gb_s=middle["bandwidth_gb_s"],
-            bandwidth_fraction=middle["bandwidth_gb_s"] / bandwidth, compared=same))
-    result = dict(
-        device=str(device), machine=platform.machine(), threads=torch.get_num_threads(),
-        versions=dict(torch=torch.__version__, python=platform.python_version()),
-        command=" ".join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)]),
-        bandwidth_gb_s=bandwidth, peak_memory_bytes=peak_memory(device),
-        rows=rows)
-    print(json.dumps(result) if args.output == "json" else table(result))
-    wrong = [case for case, row in zip(cases, rows) if row["compared"] is False]
-    for case in wrong:
-        log(f"benchmark.py: error: tokens of {case.engine} are more than {margin(case.model)} in "
-            "logits away from the reference's")
+    result, rows, bandwidths = machine(device), [], []
+    for test in tests:
+        more, measured = run_test(cases, tokenizers, test, args.repetitions, device)
+        rows, bandwidths = rows + more, bandwidths + measured
+        gc.collect()
+    result |= dict(command=said, repetitions=args.repetitions,
+                   bandwidth_gb_s=statistics.median(bandwidths), rows=rows)
+    print(OUTPUTS[args.output](result), flush=True)
+    if args.plot:
+        for path in plots.plot(result, args.plot):
+            log(f"Wrote {path}")
+    wrong = [row for row in rows if row["compared"] is False]
+    for row in wrong:
+        log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
+            f"{row['batch']}) says other tokens than the reference")
     return 1 if wrong else 0
 
 
-def table(result: dict) -> str:
-    """As Markdown; the ratio is to the last row, the peer if there is one."""
-    several = len({row["model"] for row in result["rows"]}) > 1
-    lines = ["| engine | weights | MB | test | batch | tok/s (min–max) | ratio | first token, ms "
-             "| GB/s | of bandwidth | compile, s | tokens agree |", "|---" * 12 + "|"]
-    for row in result["rows"]:
-        same = {True: "yes", False: "NO", None: "–"}[row["compared"]]
-        engine = f"{row['model']}: {row['engine']}" if several else row["engine"]
-        weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
-        cells = (engine, weights, f"{row['model_bytes'] / 1e6:.0f}", row["test"], row["batch"],
-                 f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})",
-                 f"{row['tok_s'] / result['rows'][-1]['tok_s']:.2f}", f"{row['ttft_ms']:.0f}",
-                 f"{row['achieved_gb_s']:.1f}", f"{row['bandwidth_fraction']:.0%}",
-                 f"{row['compile_s']:.1f}", same)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + (
-        f"\n\n{result['rows'][0]['dtype']} on {result['device']}, {result['threads']} threads, "
-        f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; "
-        f"torch {result['versions']['torch']}.")
+def run_profile(cases, tokenizers, tests, folder: Path, device) -> int:
+    for test in (t for t in tests if t.n_new > 1):
+        for case in (c for c in cases if not c.start and not c.error):
+            ids = english(test.n_prompt, tokenizers[case.name], case.model.cfg)
+            case.prompt = torch.tensor([ids] * test.batch, device=device)
+            name = f"{case.name}-{case.quantization}-{case.engine}-{test}-b{test.batch}"
+            path = folder / f"{slug(name)}.json"
+            print(profile(case, tokenizers[case.name], test, path), flush=True)
+            log(f"Trace written to {path}")
+    return 0
+
+
+def slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text.lower())
+
+
+def run_suite(suite: str, device: torch.device, charts: Path | None) -> int:
+    """Each entry in a process of its own, so that its memory is too; the file grows by entry."""
+    about = machine(device)
+    name = slug(f"{about['machine']} {about['threads']} threads")
+    path, status = HERE / f"benchmarks/{name}.json", 0
+    path.parent.mkdir(exist_ok=True)
+    tables = json.loads(path.read_text())["tables"] if path.exists() else {}
+    for title, command in SUITES[suite].items():
+        if tables.get(title, {}).get("commit") == about["commit"]:
+            log(f"{title}: measured already at {about['commit']}")
+            continue
+        log(f"== {title}: benchmark.py {command}")
+        done = subprocess.run([sys.executable, str(HERE / "benchmark.py"), *shlex.split(command),
+                               "--device", str(device), "-o", "json"], stdout=subprocess.PIPE,
+                              text=True)
+        if done.returncode == 130:
+            return 130
+        status = max(status, done.returncode)
+        if not done.stdout:
+            log(f"{title}: no result, exit status {done.returncode}")
+            continue
+        tables[title] = json.loads(done.stdout)
+        tables[title]["command"] = f"python benchmark.py {command}"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dict(about, tables=tables), indent=1) + "\n")
+        os.replace(partial, path)
+        print(f"### {title}\n\n{table(tables[title])}\n", flush=True)
+        if charts:
+            plots.plot(tables[title], charts / slug(title))
+    return status
 
 
 if __name__ == "__main__":

@@ -585,6 +585,8 @@ SHAPES = {
     "Llama-1.1B": lambda: _llama(2048, 22, 32, 4, 5632, 49152, 4096),
     "Llama-3.2-1B": lambda: _llama(2048, 16, 32, 8, 8192, 128256, 131072, tied=True,
                                    rope=(Rope(5e5, "llama3", 32.0),)),
+    "Llama-3.2-3B": lambda: _llama(3072, 28, 24, 8, 8192, 128256, 131072, tied=True,
+                                   rope=(Rope(5e5, "llama3", 32.0),)),
     "Llama-2-7B": lambda: _llama(4096, 32, 32, 32, 11008, 32000, 4096),
     "Llama-2-13B": lambda: _llama(5120, 40, 40, 40, 13824, 32000, 4096),
     "Llama-2-70B": lambda: _llama(8192, 80, 64, 8, 28672, 32000, 4096),
@@ -594,10 +596,14 @@ SHAPES = {
     "Mistral-7B": lambda: _llama(4096, 32, 32, 8, 14336, 32768, 32768, rope=(Rope(1e6),)),
     "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True,
                                  norm_eps=1e-6, rope=(Rope(1e6),)),
+    "Qwen3-0.6B": lambda: _llama(1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True,
+                                 qk_norm="head", norm_eps=1e-6, rope=(Rope(1e6),)),
     "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm="head",
                                norm_eps=1e-6, rope=(Rope(1e6),)),
     "gpt2": lambda: config_from_hf(dict(
         model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257))[0],
+    "gpt2-xl": lambda: config_from_hf(dict(
+        model_type="gpt2", n_embd=1600, n_layer=48, n_head=25, vocab_size=50257))[0],
     "Mixtral-8x7B": lambda: _mixtral(4096, 32, 32, 8, 14336),
     "Mixtral-8x160M": lambda: _mixtral(1024, 16, 16, 8, 3072),         # to set beside a dense model
     "Mixtral-8x160M-dense": lambda: _llama(1024, 16, 16, 8, 6144, 32000, 32768),   # as wide as two

@@ -121,6 +121,24 @@ def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
     return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
 
 
+def free_memory(device: torch.device) -> float:
+    """Bytes that may be allocated: a GPU's, or what Linux calls available; infinite if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    found = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    return int(found[1]) * 1024 if found else float("inf")
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Forget the peak so far, where that can be done (CUDA, Linux) -> bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory(device)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Parts of the README: the map of files, the families that are tested, what quantization costs.
+"""Parts of the README: the map of files, families that are tested, what quantization costs, speeds.
 
 Lines of code are without blank lines, comments and docstrings. Families are what the tests are
 parametrized with, so this needs requirements-dev.txt.
@@ -89,7 +89,18 @@ def quality() -> str:
     return "\n".join(lines) + "\n"
 
 
-PARTS = {"map": table, "families": families, "quality": quality}
+def figures() -> str:
+    """Of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
+    sys.path[:0] = [str(ROOT)]
+    import benchmark
+    parts = []
+    for path in sorted(ROOT.glob("benchmarks/*.json")):
+        for title, result in json.loads(path.read_text()).get("tables", {}).items():
+            parts.append(f"**{title}**: `{result['command']}`\n\n{benchmark.table(result)}\n")
+    return "\n".join(parts)
+
+
+PARTS = {"map": table, "families": families, "quality": quality, "figures": figures}
 
 
 def begin(name: str) -> str:

@@ -1,6 +1,10 @@
 """The benchmark tells the truth: its rows, its comparison, and generate.py's figures agree."""
 
+import csv
 import json
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +14,12 @@ from test_errors import run as run_generate
 import benchmark
 
 
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch):
+    monkeypatch.setattr(benchmark, "PAUSE", 0)
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 20.0)
+
+
 def run(capsys, *argv):
     status = benchmark.run([str(a) for a in argv])
     captured = capsys.readouterr()
@@ -17,48 +27,182 @@ def run(capsys, *argv):
 
 
 def test_rows(capsys):
-    argv = ["--random", "stories15M", "-p", 4, "-n", 6, "-r", 2, "--device", "cpu", "--engines", "recompute,kv_cache"]
+    """The fields that the issue names, on every row of every test."""
+    argv = ["--random", "stories15M", "-p", 4, "-n", 6, "-d", "3,9", "-b", "1,3", "-r", 2, "--device", "cpu",
+            "--engines", "recompute,kv_cache"]
     status, out, _ = run(capsys, *argv, "-o", "json")
     result = json.loads(out)
-    assert status == 0 and [r["engine"] for r in result["rows"]] == ["recompute", "kv_cache"]
-    assert {"device", "versions", "bandwidth_gb_s", "rows", "command"} <= set(result)
+    assert status == 0 and {"device", "versions", "bandwidth_gb_s", "rows", "command", "commit", "clocks"} <= set(result)
+    assert [(r["test"], r["batch"], r["engine"]) for r in result["rows"]] == [
+        (test, batch, engine) for test in ("pp4", "tg6 @ d3", "tg6 @ d9") for batch in (1, 3)
+        for engine in ("recompute", "kv_cache")]
     for row in result["rows"]:
-        assert row["compared"] is True and row["tok_s_min"] <= row["tok_s"] <= row["tok_s_max"]
-        assert row["bandwidth_fraction"] == pytest.approx(row["achieved_gb_s"] / result["bandwidth_gb_s"])
-    status, out, _ = run(capsys, *argv)
-    assert status == 0 and out.count("\n|") == 3 and "reading memory at" in out
+        assert row["compared"] is True and row["error"] is None and row["tok_s_min"] <= row["tok_s"] <= row["tok_s_max"]
+        assert row["tok_s_per_request"] == pytest.approx(row["tok_s"] / row["batch"])
+        assert row["quantization"] == "none" and row["dtype"] == "bfloat16" and row["parameters"] == 15191712
+        assert row["peak_memory_bytes"] >= row["model_bytes"] == pytest.approx(2 * 15191712, rel=1e-3) and row["ttft_ms"] > 0
+        if row["test"] == "pp4":
+            assert row["itl_ms"] is None and row["achieved_gb_s"] is None and row["n_new"] == 0
+            continue
+        assert row["itl_ms"] <= row["itl_p99_ms"]
+        # near, as one is the median of runs and the other of tokens
+        assert row["tok_s"] == pytest.approx(1e3 * row["batch"] / row["itl_ms"], rel=0.5)
+        assert row["bandwidth_fraction"] == pytest.approx(row["achieved_gb_s"] / result["bandwidth_gb_s"], rel=0.5)
 
 
-def test_a_wrong_engine_is_caught(capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["md", "csv", "jsonl"])
+def test_outputs(capsys, kind):
+    argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,cuda_graph,int8"]
+    if kind != "md":
+        argv[argv.index("kv_cache,cuda_graph,int8")] = "kv_cache,cuda_graph"           # no compiler's time
+    status, out, _ = run(capsys, *argv, "-o", kind)
+    assert status == 0
+    if kind == "md":
+        header, _, eager, graph, packed, *said = out.splitlines()
+        assert graph.count("needs an NVIDIA GPU") == 1 and "int8" in packed and "yes" in packed
+        assert "tg3 @ d5" in said[1] and "tg3" not in header + eager and "reading memory at" in said[1]
+    else:
+        rows = list(csv.DictReader(out.splitlines())) if kind == "csv" else [json.loads(line) for line in out.splitlines()]
+        assert [r["engine"] for r in rows] == ["kv_cache", "cuda_graph"] and float(rows[0]["tok_s"]) > 0
+        assert rows[1]["error"] == "needs an NVIDIA GPU" and not rows[1]["tok_s"]
+
+
+def test_two_samplers_draw_the_same(capsys):
+    argv = ["-m", SMOLLM2, "-n", 30, "-r", 1, "--device", "cpu", "--engines", "sorted,sort_free"]
+    status, out, _ = run(capsys, *argv, "-o", "json")
+    assert status == 0 and [r["compared"] for r in json.loads(out)["rows"]] == [True, True]
+
+
+@pytest.mark.parametrize("engine, dtype", [("kv_cache", "bfloat16"), ("kv_cache", "float32"), ("sort_free", "bfloat16")])
+def test_a_wrong_engine_is_caught(capsys, monkeypatch, engine, dtype):
     """A decode step that stays at its first position, as one baked into a CUDA graph would."""
-    original = benchmark.build_steps
+    original, seen = benchmark.build_steps, []
 
     def baked(model, name, *more):
         steps = original(model, name, *more)
-        if name != "kv_cache":
+        seen.append(name)
+        if len(seen) != 1:
             return steps
-        return steps._replace(decode=lambda model, token, pos, *rest: steps.decode(model, token, pos * 0 + 4, *rest))
+        return steps._replace(decode=lambda model, token, pos, *rest: steps.decode(model, token, pos * 0 + 5, *rest))
     monkeypatch.setattr(benchmark, "build_steps", baked)
-    argv = ["-m", SMOLLM2, "-p", 4, "-n", 20, "-r", 1, "--device", "cpu", "--engines", "kv_cache,recompute"]
+    argv = ["-m", SMOLLM2, "-n", 20, "-r", 1, "--device", "cpu", "--engines", f"{engine},recompute", "--dtype", dtype]
     status, out, err = run(capsys, *argv)
-    assert status == 1 and "| NO |" in out and "tokens of kv_cache are more than 0.5 in logits away" in err
+    assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) says other tokens" in err
+
+
+def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
+    """And the others are measured."""
+    monkeypatch.setattr(benchmark, "free_memory", lambda device: 50e6)
+    argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "-b", "1,512"]
+    status, out, _ = run(capsys, *argv, "-o", "json")
+    fits, not_fits = json.loads(out)["rows"]
+    assert status == 0 and fits["error"] is None and fits["tok_s"] > 0
+    assert not_fits["error"].startswith("out of memory: some 0.") and not_fits["tok_s"] is None
+
+
+def test_an_allocator_that_says_no(capsys, monkeypatch):
+    original, calls = benchmark.Engine.__call__, []
+
+    def once(self, prompt, n_new):
+        calls.append(self)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 PB")
+        return original(self, prompt, n_new)
+    monkeypatch.setattr(benchmark.Engine, "__call__", once)
+    argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,recompute"]
+    status, out, _ = run(capsys, *argv, "-o", "json")
+    errors = [row["error"] for row in json.loads(out)["rows"]]
+    assert status == 0 and errors.count(None) == 1 and "out of memory: CUDA out of memory. Tried to allocate 2 PB" in errors
+
+
+def test_nano_gpt_spelling(capsys, monkeypatch):
+    """benchmark.py --init_from=gpt2-xl --max_new_tokens=100, with a smaller model."""
+    monkeypatch.setattr(benchmark, "LADDER", ("recompute", "kv_cache", "cuda_graph"))
+    monkeypatch.setattr(benchmark, "run_test", lambda cases, tokenizers, test, *more: (
+        [dict(engine=c.engine, test=str(test), batch=test.batch, compared=None) for c in cases], [1.0]))
+    status, out, err = run(capsys, "--init_from=gpt2", "--max_new_tokens=100", "--device=cpu", "-o", "jsonl")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "gpt2: no such file, so random weights of that shape" in err
+    assert [(r["engine"], r["batch"]) for r in rows] == [
+        (e, b) for b in (1, 8, 64, 512) for e in ("recompute", "kv_cache", "cuda_graph")]
+
+
+def test_profile(capsys, tmp_path):
+    argv = ["--random", "stories15M", "-n", 20, "--device", "cpu", "--engines", "kv_cache", "--profile", tmp_path / "new"]
+    status, out, _ = run(capsys, *argv)
+    assert status == 0 and "kv_cache none: 10 steps, the largest:" in out and out.count(" ms per step ") == 10
+    trace, = (tmp_path / "new").iterdir()
+    names = {e.get("name") for e in json.loads(trace.read_text())["traceEvents"]}
+    assert "aten::argmax" in names
+
+
+def test_suites_parse():
+    """Every entry is a command that this version understands."""
+    for suite in benchmark.SUITES.values():
+        for command in suite.values():
+            args = benchmark.build_parser().parse_args(shlex.split(command))
+            assert benchmark.read_engines(args, "--init_from" in command) and benchmark.read_models(args)
+            assert set(benchmark.names(args.peers)) <= set(benchmark.PEERS)
+
+
+def test_suite_goes_on(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "HERE", tmp_path)
+    monkeypatch.setattr(benchmark, "SUITES", {"cpu": {"one": "-n 2", "two": "-n 3"}})
+    about = dict(benchmark.machine(torch.device("cpu")), commit="abc")
+    monkeypatch.setattr(benchmark, "machine", lambda device: about)
+    done, real = [], subprocess.run
+    _, out, _ = run(capsys, "--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "-o", "json")
+
+    def fake(command, **how):
+        if command[0] != sys.executable:
+            return real(command, **how)
+        done.append(command[3])
+        if len(done) == 2:
+            return subprocess.CompletedProcess(command, 130, stdout="")    # Ctrl-C
+        return subprocess.CompletedProcess(command, 0, stdout=out)
+    monkeypatch.setattr(benchmark.subprocess, "run", fake)
+    status, _, _ = run(capsys, "--suite", "cpu", "--device", "cpu")
+    assert status == 130 and done == ["2", "3"]
+    status, shown, err = run(capsys, "--suite", "cpu", "--device", "cpu")
+    assert status == 0 and done == ["2", "3", "3"] and "### two" in shown and "one: measured already" in err
+    written, = (tmp_path / "benchmarks").iterdir()
+    tables = json.loads(written.read_text())["tables"]
+    assert list(tables) == ["one", "two"] and tables["two"]["command"] == "python benchmark.py -n 3"
+
+
+def test_ratios_are_to_weights_alike():
+    def row(engine, quantization, tok_s, test="tg9 @ d5"):
+        return dict(engine=engine, quantization=quantization, tok_s=tok_s, model="a", test=test, batch=1)
+    rows = [row("compile", "none", 10), row("compile", "int8", 30), row("llama.cpp", "none", 5),
+            row("llama.cpp", "int8", 10), row("transformers", "none", 2), row("compile", "int8", 9, "pp5")]
+    assert [benchmark.ratio(r, rows, "llama.cpp") for r in rows] == [2, 3, 1, 1, 0.4, None]
+    assert [benchmark.ratio(r, rows, "transformers") for r in rows] == [5, 15, 2.5, 5, 1, None]
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--engines", ","], "--engines names none"),
-    (["--engines", "steam"], "unknown engine or peer 'steam'"),
-    (["--peers", "gpt-slow"], "unknown engine or peer 'gpt-slow'"),
-    (["-n", "1"], "must be at least 2"),
+    (["--engines", ","], "--engines or --quantize names none"),
+    (["--engines", "steam"], "unknown engine 'steam'"),
+    (["--peers", "gpt-slow"], "unknown peer 'gpt-slow'"),
+    (["--quantize", "int3"], "--quantize int3: expected none, int8, int4"),
+    (["-n", "1"], "-n 1: decoding is timed between tokens"),
+    (["-n", "0"], "nothing to time: give -p or -n"),
+    (["-n", "x"], "expected an integer, got 'x'"),
     (["--random", " ,"], "--random names none: known shapes are stories15M"),
     (["--random", "stories15M,Llama-9"], "--random Llama-9: no such shape (known: stories15M"),
-    (["-p", "9000"], "the prompt has 9000 tokens and the model's context is 8192"),
-    (["-p", "8000", "-n", "1000"], "8000 + 1000 tokens exceed the context of 8192"),
+    (["-p", "9000"], "9001 tokens exceed the context of 8192"),
+    (["-d", "8000", "-n", "1000"], "9000 tokens exceed the context of 8192"),
+    (["--suite", "tpu"], "invalid choice: 'tpu'"),
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
         model = [] if "--random" in argv else ["-m", str(SMOLLM2)]
         benchmark.guarded(benchmark.run, [*model, "--device", "cpu", *argv])
     assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_bandwidth(monkeypatch):
+    monkeypatch.undo()                                     # the real one
+    assert 1 < benchmark.read_bandwidth(torch.device("cpu")) < 5000
 
 
 def test_figures_come_from_the_same_clock(capsys):

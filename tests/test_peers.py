@@ -1,0 +1,180 @@
+"""Peers answer by their protocol or say in one line why not, leave no process, and get our weights."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from test_formats import write_gguf
+
+import checkpoint as checkpoints
+import peers
+from files import gguf_tensors
+
+HAS_LLAMA_CPP = any(ROOT.glob(".venv-peers/lib/python*/site-packages/xllamacpp"))
+HOW = dict(threads=1, device="cpu", dtype="float32", length=256)
+READY = """
+import json, os, subprocess, sys, time
+print(json.dumps(dict(ready=True, version="fake 1", load_s=0.5)), flush=True)
+for line in sys.stdin:
+    r = json.loads(line)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Run another script than peers.py, by our own Python: there is no .venv-peers beside it."""
+    def start(script, name="llama.cpp", path="model.gguf"):
+        file = tmp_path / "peers.py"
+        file.write_text(script)
+        monkeypatch.setattr(peers, "__file__", str(file))
+        return peers.Peer(name, path, **HOW)
+    return start
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if stat.exists() and stat.read_text().rsplit(")")[-1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_protocol(fake):
+    peer = fake(READY + """
+    if r["batch"] > 1: print(json.dumps(dict(error="fake: batch 1 only")), flush=True)
+    else: print(json.dumps(dict(ids=r["prompt"][:r["n_new"]], ttft_s=0.1, step_s=None)), flush=True)
+""")
+    assert peer.version == "fake 1" and peer.load_s == 0.5
+    assert peer([7, 8], 1) == dict(ids=[7], ttft_s=0.1, step_s=None)
+    with pytest.raises(RuntimeError, match="fake: batch 1 only"):
+        peer([7, 8], 1, batch=2)
+    assert peer([7, 8], 2)["ids"] == [7, 8]                # an error is not the end
+    peer.close()
+    peer.close()
+    assert gone(peer.process.pid)
+    with pytest.raises(RuntimeError, match="ended"):
+        peer([7], 1)
+
+
+def test_a_worker_that_dies(fake):
+    peer = fake(READY + "    sys.exit('no more')\n")
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match=r"llama.cpp ended \(1\): no more"):
+        peer([7], 1)
+    assert time.perf_counter() - start < 5 and gone(peer.process.pid)
+    with pytest.raises(ValueError, match=r"peer llama.cpp ended \(3\): broken"):
+        fake("import sys; print('broken', file=sys.stderr); sys.exit(3)")
+
+
+def test_what_a_worker_started_ends_with_it(fake):
+    peer = fake(READY + """
+    child = subprocess.Popen(["sleep", "60"])
+    print(json.dumps(dict(ids=[child.pid])), flush=True)
+    time.sleep(60)
+""")
+    child, = peer([7], 1)["ids"]
+    peer.close()
+    assert gone(peer.process.pid) and gone(child)
+
+
+def test_what_is_missing_is_said(fake, tmp_path):
+    source = (ROOT / "peers.py").read_text()
+    hidden = source.replace("import xllamacpp as x\n", "raise ImportError(\"No module named 'xllamacpp'\")\n")
+    with pytest.raises(ValueError, match="^peer llama.cpp: No module named 'xllamacpp': run scripts/install_peers.sh$"):
+        fake(hidden)
+    with pytest.raises(ValueError, match="^peer transformers: .*nowhere"):
+        fake(source, "transformers", tmp_path / "nowhere")
+
+
+def test_transformers(fake, families):
+    directory, model = families("llama2")
+    peer = fake((ROOT / "peers.py").read_text(), "transformers", directory)
+    prompt, whole = list(range(10, 22)), torch.arange(10, 22)[None]
+    for _ in range(8):
+        whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
+    answer = peer(prompt, 8, batch=2)
+    assert answer["ids"] == whole[0, 12:].tolist() and peer.version.startswith("transformers 5")
+    assert answer["ttft_s"] > 0 and answer["step_s"] > 0 and answer["peak_memory_bytes"] > 1e7
+    assert peer(prompt, 1)["step_s"] is None
+    with pytest.raises(RuntimeError, match="^transformers: "):
+        peer([], 4)
+    peer.process.stdin.close()
+    assert peer.process.wait(20) == 0                      # it ends with its stdin
+
+
+def source_of(families, name, tmp_path):
+    path = write_gguf(families(name)[1], "llama", tmp_path / "source.gguf", vocabulary=["a", "b", "c"])
+    return checkpoints.read(path)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["llama2", "mixtral"])
+def test_twin_of_a_gguf(families, name, kind, tmp_path):
+    source = source_of(families, name, tmp_path)
+    path = peers.gguf_twin(source, tmp_path / "made" / "twin.gguf", kind)
+    (theirs, old), (mine, new) = gguf_tensors(source.path), gguf_tensors(path)
+    assert mine.pop("general.file_type") and mine == theirs and not list(tmp_path.glob("made/*.partial"))
+    for a, b in zip(old, new):
+        a, b, plain = a.whole().float(), b.whole().float(), a.name
+        if a.dim() == 1 or "gate_inp" in plain:
+            assert torch.equal(a, b)
+            continue
+        blocks, error = a.reshape(-1, 32), (a - b).abs().reshape(-1, 32)
+        eight = kind == "Q8_0" or plain.startswith(("token_embd", "output"))
+        most = (blocks.abs() * 2**-8 if kind == "BF16" else
+                blocks.abs().amax(1, keepdim=True) * (0.57 / 127 if eight else 1.01 / 8))   # the scale is float16
+        assert (error <= most).all() and error.any(), plain
+    assert source.cfg == checkpoints.read(path).cfg
+    before = path.stat().st_mtime_ns
+    assert peers.gguf_twin(source, path, kind).stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
+def test_llama_cpp_runs_a_random_twin(tmp_path):
+    source = checkpoints.random_weights("stories15M")
+    path = peers.gguf_twin(source, tmp_path / "twin.gguf", "Q8_0")
+    back = checkpoints.read(path)
+    assert replace(back.cfg, norm_eps=1e-5, rope=source.cfg.rope) == source.cfg
+    assert {n: t.shape for n, t in back.tensors.items()} == {n: t.shape for n, t in source.tensors.items()}
+    peer = peers.Peer("llama.cpp", path, **HOW)
+    answer = peer(list(range(300, 316)), 9)
+    assert len(answer["ids"]) == 9 and answer["ttft_s"] > 0 and answer["step_s"] > 0
+    assert peer(list(range(300, 316)), 9)["ids"] == answer["ids"] and "xllamacpp" in peer.version
+    assert peer([300], 1)["step_s"] is None
+    for request, message in [(([300], 4, 2), "^llama.cpp: batch 1 only$"), (([300] * 250, 40), "^llama.cpp: ")]:
+        with pytest.raises(RuntimeError, match=message):
+            peer(*request)
+    peer.close()
+    assert gone(peer.process.pid)
+    (tmp_path / "bad.gguf").write_text("bad")
+    with pytest.raises(ValueError, match="^peer llama.cpp: Failed to init server"):
+        peers.Peer("llama.cpp", tmp_path / "bad.gguf", **HOW)
+
+
+@pytest.mark.parametrize("source, kind, message", [
+    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama only"),
+    ("stories15M", "Q5_K", "no kind Q5_K of GGUF"),
+])
+def test_no_twin(families, source, kind, message, tmp_path):
+    source = checkpoints.read(families("llama2")[0]) if source == "hf" else checkpoints.random_weights(source)
+    with pytest.raises(ValueError, match=f"^llama.cpp: .*{message}"):
+        peers.gguf_twin(source, tmp_path / "twin.gguf", kind)
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_need_no_package_of_ours():
+    import ast
+    tree = ast.parse((ROOT / "peers.py").read_text())
+    tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
+            if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
+    assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names
