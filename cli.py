@@ -143,5 +143,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
