@@ -288,8 +288,9 @@ class Case:
     name: str                                      # of the model
     n_parameters: int
     quantization: str                              # of its weights, or none
+    dtype: torch.dtype
     engine: str
-    model: Transformer | None = None
+    model: Transformer | None = None               # None: it does not fit
     start: Callable | None = None                  # peers: -> what answers (ids, n_new, batch)
     prompt: Tensor | None = None
     error: str | None = None
@@ -341,11 +342,14 @@ class Case:
             self.gaps += steps
 
     def row(self, cases: list["Case"], test: Test, bandwidth: float) -> dict:
+        foreign = self.engine in peers.NAMES and self.quantization != "none"   # other bytes
         row = dict(
             model=self.name, parameters=self.n_parameters, engine=self.engine,
-            quantization=self.quantization, dtype=str(self.model.dtype)[6:],
-            model_bytes=weight_bytes(self.model)[0], test=str(test), n_prompt=test.n_prompt,
-            n_new=test.n_new if test.n_new > 1 else 0, batch=test.batch, error=self.error)
+            quantization=self.quantization, dtype=str(self.dtype)[6:],
+            model_bytes=weight_bytes(self.model)[0] if self.model and not foreign else None,
+            test=str(test),
+            n_prompt=test.n_prompt, n_new=test.n_new if test.n_new > 1 else 0, batch=test.batch,
+            error=self.error)
         measured = ("tok_s", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms", "itl_ms",
                     "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
                     "bandwidth_fraction", "compared")
@@ -355,7 +359,7 @@ class Case:
         speeds = [f["decode_tok_s_total" if decoding else "prefill_tok_s"] for f in self.results]
         speed = statistics.median(speeds)
         gaps = sorted(self.gaps)
-        moved = decoding and statistics.median(f["bandwidth_gb_s"] for f in self.results)
+        moved = decoding and not foreign and statistics.median(f["bandwidth_gb_s"] for f in self.results)
         compared = None if self.start else compare(self, cases, test)
         return row | dict(zip(measured, (
             speed, min(speeds), max(speeds), speed / test.batch,
@@ -363,7 +367,7 @@ class Case:
             1e3 * statistics.median(gaps) if gaps else None,
             1e3 * gaps[len(gaps) * 99 // 100] if gaps and not self.start else None,
             self.peak, getattr(self.engine_run, "compile_s", None), moved or None,
-            moved / bandwidth if decoding else None, compared), strict=True))
+            moved / bandwidth if moved else None, compared), strict=True))
 
 
 def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
@@ -428,11 +432,7 @@ def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
 def table(result: dict) -> str:
     """As Markdown. What is the same in all rows is said below, not in a column."""
     rows = result["rows"]
-    compared_to = [p for p in dict.fromkeys(row["engine"] for row in rows) if p in PEERS] or [
-        rows[0]["engine"]]
-    many = len({(row["test"], row["batch"]) for row in rows}) > 1
-    if compared_to[0] not in PEERS and many:
-        compared_to = []
+    compared_to = [p for p in dict.fromkeys(row["engine"] for row in rows) if p in PEERS]
 
     def show(value, form="{}"):
         return "–" if value is None else form.format(value)
@@ -444,7 +444,7 @@ def table(result: dict) -> str:
     columns = {
         "model": lambda r: r["model"], "M parameters": lambda r: f"{r['parameters'] / 1e6:.0f}",
         "engine": lambda r: r["engine"], "weights": weights,
-        "MB": lambda r: f"{r['model_bytes'] / 1e6:.0f}",
+        "MB": lambda r: show(r["model_bytes"] and r["model_bytes"] / 1e6, "{:.0f}"),
         "test": lambda r: r["test"], "batch": lambda r: r["batch"],
         "tok/s (min–max)": lambda r: r["error"] or (
             f"{r['tok_s']:.1f} ({r['tok_s_min']:.1f}–{r['tok_s_max']:.1f})"),
@@ -589,19 +589,27 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
     n_parameters, name = checkpoints.n_parameters(source), source.path.name
     cases, model_of = [], {}
     for scheme in dict.fromkeys(scheme for _, scheme in pairs):
-        mode, _, group = scheme.partition("-g")
-        packed = source if scheme == "none" else quantize.quantized(
-            source, mode, int(group or 32), device=device)
-        model_of[scheme] = quantize.load(packed, dtype, device), quantize.schemes(packed)[0]
+        model, packed, error = None, source, None
+        try:
+            if scheme != "none":
+                mode, _, group = scheme.partition("-g")
+                packed = quantize.quantized(source, mode, int(group or 32), device=device)
+            needed = n_parameters * dict(none=dtype.itemsize, int8=1.0).get(scheme, 0.6)
+            if needed > free_memory(device):
+                raise torch.OutOfMemoryError(f"the weights take {needed / 1e9:.1f} GB")
+            model = quantize.load(packed, dtype, device)
+        except torch.OutOfMemoryError as e:
+            error = f"out of memory: {str(e).splitlines()[0][:160]}"
+            log(f"{name} {scheme}: {error}")
+        model_of[scheme] = model, quantize.schemes(packed)[0], error
     for engine, scheme in pairs:
-        model, stated = model_of[scheme]
-        case = Case(name, n_parameters, stated, engine, model)
+        model, stated, error = model_of[scheme]
         if engine == "cuda_graph" and device.type != "cuda":
-            case.error = "needs an NVIDIA GPU"
-        cases.append(case)
+            error = "needs an NVIDIA GPU"
+        cases.append(Case(name, n_parameters, stated, dtype, engine, model, error=error))
     for peer in peer_names:
-        for scheme, (model, stated) in model_of.items():
-            case = Case(name, n_parameters, stated, peer, model)
+        for scheme, (model, stated, error) in model_of.items():
+            case = Case(name, n_parameters, stated, dtype, peer, model, error=error)
             if peer.startswith(("transformers", "vllm")) and scheme != "none":
                 continue                           # plain weights only
             case.start = start_peer(peer, source, shape, stated, scheme, dtype, device, length)

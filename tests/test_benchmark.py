@@ -100,6 +100,18 @@ def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
     assert not_fits["error"].startswith("out of memory: some 0.") and not_fits["tok_s"] is None
 
 
+def test_weights_that_do_not_fit_are_rows(capsys, monkeypatch):
+    """Half of them do."""
+    monkeypatch.setattr(benchmark, "free_memory", lambda device: 20e6)
+    argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "--quantize", "none,int8"]
+    status, out, err = run(capsys, *argv, "-o", "json")
+    large, small = json.loads(out)["rows"]
+    assert status == 0 and small["error"] is None and small["tok_s"] > 0 and small["quantization"] == "int8"
+    assert large["error"] == "out of memory: the weights take 0.0 GB" and large["model_bytes"] is None
+    status, out, err = run(capsys, *argv)
+    assert status == 0 and "| out of memory: the weights take 0.0 GB |" in out
+
+
 def test_an_allocator_that_says_no(capsys, monkeypatch):
     original, calls = benchmark.Engine.__call__, []
 
