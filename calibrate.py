@@ -111,7 +111,7 @@ class Solver:
                 f"text than rounding gives; median ratio {statistics.median(self.ratios):.2f}, "
                 f"worst {max(self.ratios):.2f}")
 
-    def __call__(self, name: str, tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         while name not in self.solved:
             assert not self.solved, f"{name} was asked for before {next(iter(self.solved))}"
             self._next_layer()

@@ -112,7 +112,7 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
 
     mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row. head:
     none, int8 or int4, of the output; where it is the embedding too, int8 serves both and int4 is
-    a copy for the output. solver(name, tensor) -> q, scales and zeros, in place of rounding (GPTQ).
+    a copy for the output. solver(name) -> q, scales and zeros, in place of rounding (GPTQ).
     ValueError where the source is quantized already or the group size does not divide.
     """
     if stated := describe(source):
@@ -134,7 +134,7 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
         if todo[name] == "int8":
             return _int8(t, device)
         if solver and LINEARS.search(name):
-            q, scales, zeros = solver(name, t)
+            q, scales, zeros = solver(name)
             return dict(weight=kernels.pairs(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
         return _int4(t, device, groupsize)
 
@@ -179,6 +179,10 @@ def add_flags(add: Callable) -> None:
     """For every command that loads a model."""
     add("--quantize", choices=["int8", "int4"],
         help="round the weights while loading, without a file; GPTQ is quantize.py's")
+    _add_choices(add)
+
+
+def _add_choices(add: Callable) -> None:
     add("--groupsize", type=int, choices=GROUPSIZES, default=32,
         help="int4: weights of a row that share a scale")
     add("--quantize_head", choices=["none", "int8", "int4"], default="int8",
@@ -316,10 +320,7 @@ def build_parser() -> Parser:
         help="anything that generate.py reads; default: the model that quickstart.sh fetched")
     add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
-    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
-        help="int4: weights of a row that share a scale")
-    add("--quantize_head", choices=["none", "int8", "int4"], default="int8",
-        help="the output layer; int8 also serves the embedding where both are one matrix")
+    _add_choices(add)
     add("--output", type=Path, metavar="FILE",
         help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
              "source, or in checkpoints/NAME for a GGUF or hub model")

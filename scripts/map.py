@@ -92,11 +92,11 @@ def quality() -> str:
 def figures() -> str:
     """Of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
     sys.path[:0] = [str(ROOT)]
-    import benchmark
+    import tables
     parts = []
     for path in sorted(ROOT.glob("benchmarks/*.json")):
         for title, result in json.loads(path.read_text()).get("tables", {}).items():
-            parts.append(f"**{title}**: `{result['command']}`\n\n{benchmark.table(result)}\n")
+            parts.append(f"**{title}**: `{result['command']}`\n\n{tables.table(result)}\n")
     return "\n".join(parts)
 
 

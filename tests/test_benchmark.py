@@ -12,6 +12,7 @@ from conftest import SMOLLM2
 from test_errors import run as run_generate
 
 import benchmark
+import tables
 
 
 @pytest.fixture(autouse=True)
@@ -187,8 +188,8 @@ def test_ratios_are_to_weights_alike():
         return dict(engine=engine, quantization=quantization, tok_s=tok_s, model="a", test=test, batch=1)
     rows = [row("compile", "none", 10), row("compile", "int8", 30), row("llama.cpp", "none", 5),
             row("llama.cpp", "int8", 10), row("transformers", "none", 2), row("compile", "int8", 9, "pp5")]
-    assert [benchmark.ratio(r, rows, "llama.cpp") for r in rows] == [2, 3, 1, 1, 0.4, None]
-    assert [benchmark.ratio(r, rows, "transformers") for r in rows] == [5, 15, 2.5, 5, 1, None]
+    assert [tables.ratio(r, rows, "llama.cpp") for r in rows] == [2, 3, 1, 1, 0.4, None]
+    assert [tables.ratio(r, rows, "transformers") for r in rows] == [5, 15, 2.5, 5, 1, None]
 
 
 @pytest.mark.parametrize("argv, message", [

@@ -16,12 +16,12 @@ import map as readme_map  # noqa: E402
 MODULES = {p.stem for p in ROOT.glob("*.py")}
 MAY_IMPORT = {
     "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": set(), "gptq": set(), "kernels": set(),
-    "peers": set(), "plots": set(),
+    "peers": set(), "plots": set(), "tables": {"peers"},
     "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
     "checkpoint": {"model", "files", "families", "dequantize"}, "calibrate": {"checkpoint", "cli", "gptq", "model"},
     "quantize": {"calibrate", "checkpoint", "files", "kernels", "model", "tokenizer", "cli"},
     "speculate": {"sampling", "tokenizer"}, "batch": {"sampling", "tokenizer"}, "chat": {"sampling", "tokenizer"},
-    "generate": MODULES - {"generate", "eval", "benchmark", "peers", "plots"}, "eval": MODULES, "benchmark": MODULES,
+    "generate": MODULES - {"generate", "eval", "benchmark", "peers", "plots", "tables"}, "eval": MODULES, "benchmark": MODULES,
 }
 
 
