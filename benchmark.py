@@ -46,6 +46,7 @@ from cli import (
 from generate import (
     ENGINES,
     Row,
+    Steps,
     build_steps,
     encode_prompt,
     figures,
@@ -173,9 +174,9 @@ def twin(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-def decode_by_sorting(model, token, pos, n_key, noise, how, seen) -> Tensor:
-    """As decode_one_token, the textbook's way: top-p by sorting the whole vocabulary."""
-    probs = torch.softmax(model(token, pos, 1, n_key)[:, -1].float() / how.temperature, -1)
+def by_sorting(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
+    """As generate's prefill, the textbook's way: top-p by sorting the whole vocabulary."""
+    probs = torch.softmax(model(tokens, pos, last, n_key)[:, -1].float() / how.temperature, -1)
     ordered, ids = probs.sort(-1, descending=True)
     n_kept = (ordered.cumsum(-1) - ordered < how.top_p).sum(-1, keepdim=True)
     least = ordered.gather(-1, n_kept - 1)                 # and all that are as likely
@@ -192,7 +193,8 @@ class Engine:
         base = name.removesuffix("+prefill")
         self.steps = build_steps(self.model, base if base in ENGINES else "kv_cache", base != name)
         if name == "sorted":
-            self.steps = self.steps._replace(decode=decode_by_sorting)
+            self.steps = Steps(by_sorting, lambda model, token, pos, *rest: by_sorting(
+                model, token, pos, 1, *rest))
         self.compile_s = None
         if base in ("compile", "cuda_graph"):
             start = time.perf_counter()
