@@ -583,6 +583,8 @@ def run(argv=None) -> int:
     device = pick_device(args.device)
     if args.plot:
         plots.load_matplotlib()                    # complains now, not after an hour
+    if args.suite == "gpu" and device.type == "cpu":
+        raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
     if args.suite:
         return run_suite(args.suite, device, args.plot)
     nano = bool(re.search(r"--init[-_]from\b", said))

@@ -205,6 +205,7 @@ def test_ratios_are_to_weights_alike():
     (["-p", "9000"], "9001 tokens exceed the context of 8192"),
     (["-d", "8000", "-n", "1000"], "9000 tokens exceed the context of 8192"),
     (["--suite", "tpu"], "invalid choice: 'tpu'"),
+    (["--suite", "gpu"], "--suite gpu needs a GPU"),
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
