@@ -306,7 +306,8 @@ class Case:
             what()
         except (RuntimeError, ValueError, OSError, AssertionError) as e:
             memory = isinstance(e, torch.OutOfMemoryError) or "allocate memory" in str(e)
-            self.error = "out of memory: " * memory + str(e).strip().splitlines()[0][:160]
+            line = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
+            self.error = "out of memory: " * memory + line
             self.engine_run = None
             log(f"{self.engine}: {self.error}")
 
@@ -347,9 +348,8 @@ class Case:
             model=self.name, parameters=self.n_parameters, engine=self.engine,
             quantization=self.quantization, dtype=str(self.dtype)[6:],
             model_bytes=weight_bytes(self.model)[0] if self.model and not foreign else None,
-            test=str(test),
-            n_prompt=test.n_prompt, n_new=test.n_new if test.n_new > 1 else 0, batch=test.batch,
-            error=self.error)
+            test=str(test), n_prompt=test.n_prompt, n_new=test.n_new if test.n_new > 1 else 0,
+            batch=test.batch, error=self.error)
         measured = ("tok_s", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms", "itl_ms",
                     "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
                     "bandwidth_fraction", "compared")
@@ -624,10 +624,13 @@ def run(argv=None) -> int:
     if args.plot:
         for path in plots.plot(result, args.plot):
             log(f"Wrote {path}")
-    wrong = [row for row in rows if row["compared"] is False]
-    for row in wrong:
+    wrong = [(row, "says other tokens than the reference") for row in rows
+             if row["compared"] is False]
+    wrong += [(row, f"failed: {row['error']}") for row in rows if row["error"] and not (
+        row["engine"] in PEERS or row["error"].startswith(("out of memory", "needs an")))]
+    for row, why in wrong:
         log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
-            f"{row['batch']}) says other tokens than the reference")
+            f"{row['batch']}) {why}")
     return 1 if wrong else 0
 
 

@@ -128,11 +128,24 @@ def test_an_allocator_that_says_no(capsys, monkeypatch):
     assert status == 0 and errors.count(None) == 1 and "out of memory: CUDA out of memory. Tried to allocate 2 PB" in errors
 
 
+def test_an_engine_that_breaks_fails_the_command(capsys, monkeypatch):
+    """Its row says why, the other one is measured."""
+    original = benchmark.Engine.__init__
+
+    def broken(self, name, *more):
+        assert name != "recompute"
+        original(self, name, *more)
+    monkeypatch.setattr(benchmark.Engine, "__init__", broken)
+    argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,recompute"]
+    status, out, err = run(capsys, *argv)
+    assert status == 1 and "recompute (none, tg3 @ d5, batch 1) failed: " in err and out.count("| yes |") == 1
+
+
 def test_nano_gpt_spelling(capsys, monkeypatch):
     """benchmark.py --init_from=gpt2-xl --max_new_tokens=100, with a smaller model."""
     monkeypatch.setattr(benchmark, "LADDER", ("recompute", "kv_cache", "cuda_graph"))
     monkeypatch.setattr(benchmark, "run_test", lambda cases, tokenizers, test, *more: (
-        [dict(engine=c.engine, test=str(test), batch=test.batch, compared=None) for c in cases], [1.0]))
+        [dict(engine=c.engine, test=str(test), batch=test.batch, compared=None, error=None) for c in cases], [1.0]))
     status, out, err = run(capsys, "--init_from=gpt2", "--max_new_tokens=100", "--device=cpu", "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and "gpt2: no such file, so random weights of that shape" in err
