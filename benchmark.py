@@ -177,7 +177,7 @@ def twin(model: Transformer) -> Transformer:
 def by_sorting(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
     """As generate's prefill, the textbook's way: top-p by sorting the whole vocabulary."""
     probs = torch.softmax(model(tokens, pos, last, n_key)[:, -1].float() / how.temperature, -1)
-    ordered, ids = probs.sort(-1, descending=True)
+    ordered = probs.sort(-1, descending=True).values
     n_kept = (ordered.cumsum(-1) - ordered < how.top_p).sum(-1, keepdim=True)
     least = ordered.gather(-1, n_kept - 1)                 # and all that are as likely
     return (probs * (probs >= least) / noise).argmax(-1, keepdim=True)
@@ -545,8 +545,6 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
                 continue                           # plain weights only
             case.start = start_peer(peer, source, shape, stated, scheme, dtype, device, length)
             cases.append(case)
-    if any(c.start for c in cases) and not any(not c.start for c in cases):
-        raise ValueError("--peers need an engine beside them")
     return cases, tokenizer
 
 
@@ -578,13 +576,17 @@ def start_peer(peer, source, shape, stated, scheme, dtype, device, length) -> Ca
 
 
 def run(argv=None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
     said = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)])
     device = pick_device(args.device)
     if args.plot:
         plots.load_matplotlib()                    # complains now, not after an hour
     if args.suite == "gpu" and device.type == "cpu":
         raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
+    given = {k for k, value in vars(args).items() if value != parser.get_default(k)}
+    if args.suite and (more := given - {"suite", "device", "plot"}):
+        raise ValueError(f"--suite has its own commands and does not go with --{min(more)}")
     if args.suite:
         return run_suite(args.suite, device, args.plot)
     nano = bool(re.search(r"--init[-_]from\b", said))

@@ -219,6 +219,7 @@ def test_ratios_are_to_weights_alike():
     (["-d", "8000", "-n", "1000"], "9000 tokens exceed the context of 8192"),
     (["--suite", "tpu"], "invalid choice: 'tpu'"),
     (["--suite", "gpu"], "--suite gpu needs a GPU"),
+    (["--suite", "cpu", "-n", "5"], "--suite has its own commands and does not go with --checkpoint_path"),
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
