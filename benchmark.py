@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import batch
 import checkpoint as checkpoints
 import peers
 import plots
@@ -45,21 +46,21 @@ from cli import (
 )
 from generate import (
     ENGINES,
-    Row,
+    PREFILL_CHUNK,
     Steps,
     build_steps,
-    encode_prompt,
     figures,
     follow,
     generate,
     open_model,
+    read_late,
     warm_up,
     weight_bytes,
 )
 from model import KVCache, Transformer
 from sampling import Sampling
 from tables import OUTPUTS, PEERS, table
-from tokenizer import Numbers
+from tokenizer import Numbers, Row
 
 HERE = Path(__file__).resolve().parent
 GREEDY, TYPICAL = Sampling(temperature=0), Sampling(temperature=0.8, top_p=0.95)
@@ -142,21 +143,43 @@ def machine(device: torch.device) -> dict:
 # ---- Engines ------------------------------------------------------------------------------------
 
 class Test(NamedTuple):
-    """n_new tokens after a prompt, in each of `batch` rows; n_new = 1 times the prompt alone."""
+    """n_new tokens after a prompt, in each of `batch` rows; n_new = 1 times the prompt alone.
+
+    n_cache: positions of the cache, if more than those. n_request: so many different prompts of 1
+    to n_prompt tokens with 1 to n_new new ones, `batch` at a time.
+    """
 
     n_prompt: int
     n_new: int
     batch: int
+    n_cache: int = 0
+    n_request: int = 0
+
+    def length(self) -> int:
+        return max(self.n_prompt + self.n_new, self.n_cache)
+
+    def work(self, tokenizer, cfg) -> tuple[list[list[int]], list[int]]:
+        """The prompts, and how many new tokens each gets: the same at every batch."""
+        if not self.n_request:
+            ids = english(self.n_prompt, tokenizer, cfg)
+            return [ids] * self.batch, [self.n_new] * self.batch
+        draw, n = random.Random(0), self.n_request
+        sizes = [(draw.randint(1, self.n_prompt), draw.randint(1, self.n_new)) for _ in range(n)]
+        texts = [english(17 * i + size, tokenizer, cfg) for i, (size, _) in enumerate(sizes)]
+        return [ids[-size:] for ids, (size, _) in zip(texts, sizes)], [new for _, new in sizes]
 
     def needs(self, cfg, dtype: torch.dtype, cached: bool) -> int:
         """Bytes, roughly: the cache, ten activations as wide as the model, logits three times."""
         per_token = cached * 2 * cfg.n_layer * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
         n_seen = self.n_prompt + self.n_new * (not cached)
-        return self.batch * (per_token * (self.n_prompt + self.n_new)
+        return self.batch * (per_token * self.length()
                              + n_seen * 10 * cfg.dim * dtype.itemsize + 12 * cfg.vocab_size)
 
     def __str__(self):
-        return f"tg{self.n_new} @ d{self.n_prompt}" if self.n_new > 1 else f"pp{self.n_prompt}"
+        if self.n_request:
+            return f"rq{self.n_request} @ d1-{self.n_prompt}, tg1-{self.n_new}"
+        name = f"tg{self.n_new} @ d{self.n_prompt}" if self.n_new > 1 else f"pp{self.n_prompt}"
+        return name + f", cache {self.n_cache}" * bool(self.n_cache)
 
 
 def english(n: int, tokenizer, cfg) -> list[int]:
@@ -166,7 +189,7 @@ def english(n: int, tokenizer, cfg) -> list[int]:
     """
     if n < cfg.context and not isinstance(tokenizer, Numbers):
         return tokenizer.encode(english_text()[:20 * n])[:n]
-    return encode_prompt(str(n), tokenizer, cfg, seed=0)
+    return batch.encode_prompt(str(n), tokenizer, cfg, seed=0)
 
 
 def twin(model: Transformer) -> Transformer:
@@ -174,9 +197,10 @@ def twin(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-def by_sorting(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
+def by_sorting(model, tokens, pos, last, n_key, noise, how, seen, rows=None) -> Tensor:
     """As generate's prefill, the textbook's way: top-p by sorting the whole vocabulary."""
-    probs = torch.softmax(model(tokens, pos, last, n_key)[:, -1].float() / how.temperature, -1)
+    logits = model(tokens, pos, last, n_key, rows)[:, -1]
+    probs = torch.softmax(logits / how.temperature, -1)
     ordered = probs.sort(-1, descending=True).values
     n_kept = (ordered.cumsum(-1) - ordered < how.top_p).sum(-1, keepdim=True)
     least = ordered.gather(-1, n_kept - 1)                 # and all that are as likely
@@ -186,10 +210,12 @@ def by_sorting(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
 class Engine:
     """One of LADDER on a model's weights, compiled and warm."""
 
-    def __init__(self, name: str, model: Transformer, prompt: Tensor, n_new: int, tokenizer):
+    def __init__(self, name: str, model: Transformer, prompts: list, test: Test, tokenizer):
         self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
+        if test.n_request and name in ("recompute", "sorted", "sort_free"):
+            raise ValueError("takes one prompt at a time")
         self.how = TYPICAL if name in ("sorted", "sort_free") else GREEDY
-        self.model.setup_cache(len(prompt) if self.cached else 0, prompt.shape[1] + n_new)
+        self.model.setup_cache(test.batch * self.cached, test.length(), PREFILL_CHUNK)
         base = name.removesuffix("+prefill")
         self.steps = build_steps(self.model, base if base in ENGINES else "kv_cache", base != name)
         if name == "sorted":
@@ -198,20 +224,32 @@ class Engine:
         self.compile_s = None
         if base in ("compile", "cuda_graph"):
             start = time.perf_counter()
-            warm_up(self.model, prompt, n_new, GREEDY, self.steps)
+            begin = 1 if test.n_request else test.n_prompt + 1
+            lengths = range(begin, test.n_prompt + test.n_new)
+            warm_up(self.model, prompts[:test.batch], lengths, GREEDY, self.steps)
             self.compile_s = time.perf_counter() - start
 
-    def tokens(self, prompt: Tensor, n_new: int, how: Sampling) -> Iterator[Tensor]:
-        generator = torch.Generator(prompt.device).manual_seed(0)
-        return generate(self.model, prompt, n_new, how, generator, self.steps, self.cached)
+    def tokens(self, prompts: list, n_new: int | None) -> Iterator[Tensor]:
+        generator = torch.Generator(self.model.freq.device).manual_seed(0)
+        return generate(self.model, prompts, n_new, self.how, generator, self.steps, self.cached)
 
-    def __call__(self, prompt: Tensor, n_new: int) -> tuple[list[list[int]], list[float]]:
+    def __call__(self, prompts: list, n_new: int) -> tuple[list[list[int]], list[float]]:
         """-> each row's new tokens, and follow()'s times."""
-        rows = [Row(self.tokenizer, [], set(), []) for _ in prompt]
-        times, interrupted = follow(self.tokens(prompt, n_new, self.how), rows, None)
+        rows = [Row(self.tokenizer, []) for _ in prompts]
+        times, interrupted = follow(self.tokens(prompts, n_new), rows, None)
         if interrupted:
             raise KeyboardInterrupt
         return [row.ids for row in rows], times
+
+    def serve(self, prompts: list, news: list[int], n_slots: int) -> tuple[list[list[int]], dict]:
+        """-> each prompt's new tokens, and the seconds of the whole and of each."""
+        rows = {Row(self.tokenizer, p, max_new=n): i for i, (p, n) in enumerate(zip(prompts, news))}
+        start = time.perf_counter()
+        done = list(batch.serve(rows, n_slots, lambda some: read_late(self.tokens(some, None))))
+        done.sort(key=lambda one: rows[one.row])
+        return [one.row.ids for one in done], dict(
+            total_s=time.perf_counter() - start, request_s=[d.end_s - d.begun_s for d in done],
+            first_s=[d.first_s - d.begun_s for d in done])
 
     def cache_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for m in self.model.modules()
@@ -225,15 +263,18 @@ class Script:
         self.argv = [sys.executable, str(HERE / "generate.py"), *argv, "--compile", "--json",
                      "--ignore_eos", "--temperature", "0"]
 
-    def __call__(self, prompt: list[int], n_new: int, batch: int) -> dict:
+    def __call__(self, prompt: list[int], n_new: int, n_row: int) -> dict:
         done = subprocess.run([*self.argv, "--prompt", str(len(prompt)), "--max_new_tokens",
-                               str(n_new), "--batch_size", str(batch)], capture_output=True,
+                               str(n_new), "--batch_size", str(n_row)], capture_output=True,
                               text=True)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         said = json.loads(done.stdout.splitlines()[0])
         step_s = said["decode_tok_s"] and 1 / said["decode_tok_s"]
         return dict(said, step_s=step_s, ids=said["new_ids"])
+
+    def serve(self, *_):
+        raise ValueError("takes one prompt at a time, here")
 
     def close(self):
         pass
@@ -248,11 +289,11 @@ def margin(model: Transformer) -> float:
 
 
 @torch.inference_mode()
-def agrees(model: Transformer, prompt: Tensor, ids: list[int], margin: float) -> bool:
+def agrees(model: Transformer, prompt: list[int], ids: list[int], margin: float) -> bool:
     """Teacher-forced: is each token, after those before it, within `margin` of the best logit?"""
-    whole = torch.tensor([prompt[0].tolist() + ids], device=prompt.device)
+    whole = torch.tensor([prompt + ids], device=model.freq.device)
     model.setup_cache(0, whole.shape[1])
-    pos = torch.arange(whole.shape[1] - 1, device=prompt.device)
+    pos = torch.arange(whole.shape[1] - 1, device=whole.device)
     logits = model(whole[:, :-1], pos, keep=len(ids))[0]
     chosen = logits.gather(1, whole[0, -len(ids):, None])[:, 0]
     return bool((logits.amax(-1) - chosen <= margin).all())
@@ -265,18 +306,18 @@ def compare(case: "Case", cases: list["Case"], test: Test) -> bool:
     asked, see agrees(). Engines that sample draw the same as the other one of them.
     """
     engine = case.engine_run
-    said = {tuple(ids) for ids in case.tokens}
+    said = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(case.prompts, case.tokens)}
     if engine.how != GREEDY:
         other = Engine("sorted" if case.engine == "sort_free" else "sort_free", case.model,
-                       case.prompt, test.n_new, engine.tokenizer)
-        return case.tokens == other(case.prompt, test.n_new)[0]
+                       case.prompts, test, engine.tokenizer)
+        return case.tokens == other(case.prompts, test.n_new)[0]
     if engine.model.dtype == torch.float32:
         first = next(c for c in cases if c.model is case.model and c.tokens and not c.error
                      and c.engine_run.how == GREEDY)
         if case is not first:
             return case.tokens == first.tokens
-    return all(agrees(twin(case.model), case.prompt, list(ids), margin(case.model))
-               for ids in said)
+    return all(agrees(twin(case.model), list(prompt), list(ids), margin(case.model))
+               for prompt, ids in said)
 
 
 # ---- One test -----------------------------------------------------------------------------------
@@ -292,7 +333,8 @@ class Case:
     engine: str
     model: Transformer | None = None               # None: it does not fit
     start: Callable | None = None                  # peers: -> what answers (ids, n_new, batch)
-    prompt: Tensor | None = None
+    prompts: list = field(default_factory=list)    # of ids, a row each, or a request each
+    news: list = field(default_factory=list)       # and how many new tokens each gets
     error: str | None = None
     engine_run: "Engine | peers.Peer | Script | None" = None
     tokens: list = field(default_factory=list)     # of the last run
@@ -314,32 +356,46 @@ class Case:
     def prepare(self, tokenizer, test: Test) -> None:
         log(f"Preparing {self.name} {self.quantization} {self.engine} {test}")
         needed = test.needs(self.model.cfg, self.model.dtype, self.engine != "recompute")
-        free = free_memory(self.prompt.device)
+        free = free_memory(self.model.freq.device)
         if self.start:
             self.engine_run = self.start()
         elif needed > free:                        # a CPU's allocator would not say no
             raise torch.OutOfMemoryError(
                 f"some {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} free")
         else:
-            self.engine_run = Engine(self.engine, self.model, self.prompt, test.n_new, tokenizer)
+            self.engine_run = Engine(self.engine, self.model, self.prompts, test, tokenizer)
 
     def run(self, test: Test, count: bool) -> None:
-        device, read_bytes = self.prompt.device, weight_bytes(self.model)[1]
-        before = reset_peak_memory(device)
-        if self.start:
-            said = self.engine_run(self.prompt[0].tolist(), test.n_new, test.batch)
+        device, read_bytes = self.model.freq.device, weight_bytes(self.model)[1]
+        before, news = reset_peak_memory(device), [min(n, test.n_new) for n in self.news]
+        if test.n_request and self.start:
+            said = self.engine_run.serve(self.prompts, news, test.batch)
+            self.peak = said["peak_memory_bytes"]
+        elif self.start:
+            said = self.engine_run(self.prompts[0], test.n_new, test.batch)
             times = [0.0, said["ttft_s"]]
             steps = [said["step_s"]] * (test.n_new - 1)
             times += [said["ttft_s"] + (i + 1) * s for i, s in enumerate(steps)]
             self.peak = said["peak_memory_bytes"]
         else:
-            self.tokens, times = self.engine_run(self.prompt, test.n_new)
-            steps = [b - a for a, b in zip(times[1:], times[2:])]
+            if test.n_request:
+                self.tokens, said = self.engine_run.serve(self.prompts, news, test.batch)
+            else:
+                self.tokens, times = self.engine_run(self.prompts, test.n_new)
+                steps = [b - a for a, b in zip(times[1:], times[2:])]
             grown = peak_memory(device) - before
             held = weight_bytes(self.model)[0] + self.engine_run.cache_bytes()
             self.peak = max(self.peak, held + grown)
-        if count:
-            self.results.append(figures(times, test.n_prompt, test.batch, read_bytes))
+        if count and test.n_request:
+            self.results.append(dict(
+                ttft_s=statistics.median(said["first_s"]) if said["first_s"] else None,
+                bandwidth_gb_s=0.0,
+                decode_tok_s_total=sum(news) / said["total_s"],
+                per_request=statistics.median(n / s for n, s in zip(news, said["request_s"]))))
+        elif count:
+            f = figures(times, test.n_prompt, test.batch, read_bytes)
+            speed = f["decode_tok_s_total"] or f["prefill_tok_s"]
+            self.results.append(dict(f, per_request=speed / test.batch))
             self.gaps += steps
 
     def row(self, cases: list["Case"], test: Test, bandwidth: float) -> dict:
@@ -358,13 +414,14 @@ class Case:
         decoding = test.n_new > 1
         speeds = [f["decode_tok_s_total" if decoding else "prefill_tok_s"] for f in self.results]
         speed = statistics.median(speeds)
-        gaps = sorted(self.gaps)
+        gaps, ttfts = sorted(self.gaps), [f["ttft_s"] for f in self.results if f["ttft_s"]]
         moved = decoding and not foreign and statistics.median(
             f["bandwidth_gb_s"] for f in self.results)
         compared = None if self.start else compare(self, cases, test)
         return row | dict(zip(measured, (
-            speed, min(speeds), max(speeds), speed / test.batch,
-            1e3 * statistics.median(f["ttft_s"] for f in self.results),
+            speed, min(speeds), max(speeds),
+            statistics.median(f["per_request"] for f in self.results),
+            1e3 * statistics.median(ttfts) if ttfts else None,
             1e3 * statistics.median(gaps) if gaps else None,
             1e3 * gaps[len(gaps) * 99 // 100] if gaps and not self.start else None,
             self.peak, getattr(self.engine_run, "compile_s", None), moved or None,
@@ -380,8 +437,7 @@ def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
     for case in cases:
         tokenizer = tokenizers[case.name]
         if case.error is None:
-            ids = english(test.n_prompt, tokenizer, case.model.cfg)
-            case.prompt = torch.tensor([ids] * test.batch, device=device)
+            case.prompts, case.news = test.work(tokenizer, case.model.cfg)
             case.attempt(lambda case=case, t=tokenizer: case.prepare(t, test))
     for i in range(repetitions + 1):               # the first round warms up
         bandwidths.append(read_bandwidth(device))
@@ -401,16 +457,16 @@ def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
 def profile(case: Case, tokenizer, test: Test, path: Path) -> str:
     """A Chrome trace of steady decode steps -> the ten largest kernels, as text."""
     case.prepare(tokenizer, test)
-    tokens = case.engine_run.tokens(case.prompt, test.n_new, case.engine_run.how)
+    tokens = case.engine_run.tokens(case.prompts, test.n_new)
     for _ in range(test.n_new // 2):
         next(tokens)
     n_steps = min(20, test.n_new - test.n_new // 2)
     with torch.profiler.profile() as trace:
         for _ in range(n_steps):
             next(tokens)
-        synchronize(case.prompt.device)
+        synchronize(case.model.freq.device)
     trace.export_chrome_trace(str(path))
-    kind = "self_device_time_total" if case.prompt.is_cuda else "self_cpu_time_total"
+    kind = "self_device_time_total" if case.model.freq.is_cuda else "self_cpu_time_total"
     largest = sorted(trace.key_averages(), key=lambda e: -getattr(e, kind))[:10]
     lines = [f"{case.engine} {case.quantization}: {n_steps} steps, the largest:"]
     for e in largest:
@@ -451,6 +507,11 @@ def build_parser():
         help="tokens before the new ones: tgN @ dN")
     add("-b", "--batch_size", type=counts(1), metavar="LIST",
         help="rows; default: 1, or 1,8,64,512 with --init_from")
+    add("--max_seq_length", type=counts(0), default=[0], metavar="LIST",
+        help="positions of the cache, where more than needed; 0: what is needed")
+    add("--requests", type=number(int, 1), metavar="N",
+        help="instead: N prompts of 1 to DEPTH tokens with 1 to MAX_NEW_TOKENS new ones, of which "
+             "BATCH_SIZE run at a time: total tok/s, and the median of a request's")
     add = p.add_argument_group("runs").add_argument
     add("--engines", metavar="LIST",
         help=f"of {', '.join(LADDER)}, int8, int4, int4-g64, … (compile with weights like that); "
@@ -598,7 +659,8 @@ def run(argv=None) -> int:
     if any(n == 1 for n in args.max_new_tokens):
         raise ValueError("-n 1: decoding is timed between tokens, so at least 2 (or 0: -p alone)")
     tests = [Test(n, 1, b) for n in args.n_prompt for b in batches]
-    tests += [Test(d, n, b) for d in args.depth for n in args.max_new_tokens if n for b in batches]
+    tests += [Test(d, n, b, cache, args.requests or 0) for d in args.depth
+              for n in args.max_new_tokens if n for cache in args.max_seq_length for b in batches]
     if not tests:
         raise ValueError("nothing to time: give -p or -n")
     for folder in (args.plot, args.profile):
@@ -607,7 +669,7 @@ def run(argv=None) -> int:
     if args.profile:
         torch._inductor.config.cpp.enable_kernel_profile = True
     cases, tokenizers = [], {}
-    length = max(t.n_prompt + t.n_new for t in tests)
+    length = max(test.length() for test in tests)
     for path, shape in models:
         found, tokenizer = build_cases(path, shape, pairs, peer_names, args, device, length)
         tokenizers[found[0].name] = tokenizer
@@ -629,7 +691,7 @@ def run(argv=None) -> int:
     wrong = [(row, "says other tokens than the reference") for row in rows
              if row["compared"] is False]
     wrong += [(row, f"failed: {row['error']}") for row in rows if row["error"] and not (
-        row["engine"] in PEERS or row["error"].startswith(("out of memory", "needs an")))]
+        row["engine"] in PEERS or re.match("out of memory|needs an|takes one", row["error"]))]
     for row, why in wrong:
         log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
             f"{row['batch']}) {why}")
@@ -639,8 +701,7 @@ def run(argv=None) -> int:
 def run_profile(cases, tokenizers, tests, folder: Path, device) -> int:
     for test in (t for t in tests if t.n_new > 1):
         for case in (c for c in cases if not c.start and not c.error):
-            ids = english(test.n_prompt, tokenizers[case.name], case.model.cfg)
-            case.prompt = torch.tensor([ids] * test.batch, device=device)
+            case.prompts, case.news = test.work(tokenizers[case.name], case.model.cfg)
             name = f"{case.name}-{case.quantization}-{case.engine}-{test}-b{test.batch}"
             path = folder / f"{slug(name)}.json"
             print(profile(case, tokenizers[case.name], test, path), flush=True)

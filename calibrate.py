@@ -128,7 +128,7 @@ class Solver:
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i, x in enumerate(self.x):
-            self.x[i] = layer(x, self.pos, *self.around[self.layer])
+            self.x[i] = layer(x, *self.around[self.layer])
         layer.to("meta")
         self.ratios += ratios
         log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
@@ -158,7 +158,7 @@ class Solver:
             for i, x in enumerate(self.x):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, self.pos, *self.around[self.layer])
+                    layer(x, *self.around[self.layer])
                 except _Seen:
                     pass
         finally:

@@ -17,6 +17,7 @@ A quantized weight on disk, where x is "layers.0.attn.wq" or the like, w its wei
 
 import dataclasses
 import errno
+import math
 import mmap
 import os
 import re
@@ -463,6 +464,12 @@ def n_parameters(checkpoint: Checkpoint) -> int:
     """Of the model, however its weights are stored."""
     model = blank_model(checkpoint.cfg, torch.bfloat16)
     return sum(p.numel() for p in model.parameters())
+
+
+def n_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the weights will take: dtype, or as they are where they are quantized."""
+    return sum(math.prod(t.shape) * (1 if t.dtype.itemsize == 1 else dtype.itemsize)
+               for t in checkpoint.tensors.values())
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device,

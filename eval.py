@@ -13,24 +13,26 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+import batch
 import quantize
 from cli import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from generate import (
-    Row,
     bucket,
     build_steps,
-    follow,
     generate,
     open_model,
     pick_engine,
+    read_late,
     weight_bytes,
 )
 from model import Transformer
 from sampling import Sampling
+from tokenizer import Row
 
 AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
 CHUNK = 256                                        # positions of a row in one call, at most
@@ -38,23 +40,24 @@ CHUNK = 256                                        # positions of a row in one c
 
 # ---- Scoring ------------------------------------------------------------------------------------
 
-def batches(groups: list[list], size: int):
-    """Slices of each group, `size` long at most; every ten seconds a line says how far we are."""
-    total, done, said = sum(map(len, groups)), 0, time.perf_counter()
-    for group in groups:
-        for first in range(0, len(group), size):
-            yield group[first:first + size]
-            done += len(group[first:first + size])
-            if time.perf_counter() > said + 10:
-                said = time.perf_counter()
-                log(f"{done} of {total}")
+def progress(total: int) -> Callable[[int], None]:
+    """Call the result when n more are done: every ten seconds a line says how far we are."""
+    done, said = 0, time.perf_counter()
+
+    def tell(n):
+        nonlocal done, said
+        done += n
+        if time.perf_counter() > said + 10:
+            said = time.perf_counter()
+            log(f"{done} of {total}")
+    return tell
 
 
 def allot(model: Transformer, n: int, most: int, length: int, compiled: bool) -> int:
     """A cache for n rows, or where shapes are compiled for a power of two -> how many it has."""
     B = bucket(n, most, 1) if compiled else n
     if (model.max_batch_size, model.max_seq_length) != (B, length):
-        model.setup_cache(B, length)
+        model.setup_cache(B, length, CHUNK)
     return B
 
 
@@ -75,13 +78,14 @@ def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int
     for i, (ids, _) in enumerate(rows):
         same.setdefault(tuple(ids[:-1]), []).append(i)
     same = sorted(same.values(), key=lambda group: -len(rows[group[0]][0]))    # longest first
-    for batch in batches([same], batch_size):
-        B = allot(model, len(batch), batch_size, length, compiled)
-        A = max(map(len, batch))                   # alternatives of the last token
-        ends = [len(rows[group[0]][0]) - 1 for group in batch]             # the last is no input
-        begins = [end - max(rows[i][1] for i in group) for group, end in zip(batch, ends)]
+    tell = progress(len(same))
+    for part in (same[first:first + batch_size] for first in range(0, len(same), batch_size)):
+        B = allot(model, len(part), batch_size, length, compiled)
+        A = max(map(len, part))                   # alternatives of the last token
+        ends = [len(rows[group[0]][0]) - 1 for group in part]             # the last is no input
+        begins = [end - max(rows[i][1] for i in group) for group, end in zip(part, ends)]
         known = torch.zeros(B, A, length + 1, dtype=torch.int64)
-        for b, group in enumerate(batch):
+        for b, group in enumerate(part):
             for a, i in enumerate(group):
                 known[b, a, :len(rows[i][0])] = torch.tensor(rows[i][0])
         known = known.to(device)                                           # [B, A, S + 1]
@@ -99,9 +103,10 @@ def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int
             target = known[:, :, at + 1:at + T + 1].gather(2, keep[:, None].expand(-1, A, -1)).mT
             logp = (logits.gather(2, target) - logits.logsumexp(-1, keepdim=True)).tolist()
             best = (logits.argmax(-1, keepdim=True) == target).tolist()    # [B, m, A]
-            for b, group in enumerate(batch):
+            for b, group in enumerate(part):
                 for a, i in enumerate(group):
                     results[i] += [(logp[b][j][a], best[b][j][a]) for j in range(counts[b])]
+        tell(len(part))
     return [pairs[len(pairs) - n:] for pairs, (_, n) in zip(results, rows)]
 
 
@@ -183,7 +188,7 @@ class Adapter:
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Prompts of the same length and arguments are one batch: generate() knows one length."""
+        """Prompts with the same arguments run through slots, the longest first."""
         from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
         model, tokenizer, groups, longest = self.model, self.tokenizer, {}, 0
         for i, request in enumerate(requests):
@@ -193,24 +198,25 @@ class Adapter:
                 raise ValueError(f"{wanted['max_gen_toks']} new tokens leave no room for a prompt "
                                  f"in {self.max_length} positions")
             ids = self.tok_encode(request.args[0])[-room:] or [self.prefix_token_id]
-            key = len(ids), json.dumps(wanted, sort_keys=True, default=str)
+            key = json.dumps(wanted, sort_keys=True, default=str)
             groups.setdefault(key, []).append((i, ids, wanted))
             longest = max(longest, len(ids) + wanted["max_gen_toks"])
         length, answers = bucket(longest, self.max_length), [None] * len(requests)
-        groups = [groups[key] for key in sorted(groups, reverse=True)]     # longest first
-        for batch in batches(groups, self.batch_size):
-            B = allot(model, len(batch), self.batch_size, length, self.steps.pad)
-            wanted, prompts = batch[0][2], [ids for _, ids, _ in batch]
-            how, stops, eos_ids = self.sampling(wanted)
-            prompt = torch.tensor(prompts + prompts[-1:] * (B - len(batch)))
-            rows = [Row(tokenizer, ids, eos_ids, stops) for ids in prompts]
-            tokens = generate(model, prompt.to(model.freq.device), wanted["max_gen_toks"], how,
-                              steps=self.steps)
-            if follow(tokens, rows, None)[1]:
-                raise KeyboardInterrupt
-            for (i, _, _), row in zip(batch, rows):            # decoded as HFLM does: alone
+        tell = progress(len(requests))
+        for group in groups.values():
+            B = min(self.batch_size, len(group))
+            if (model.max_batch_size, model.max_seq_length) != (B, length):
+                model.setup_cache(B, length, CHUNK)
+            how, stops, eos_ids = self.sampling(wanted := group[0][2])
+            index = {Row(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
+                     for i, ids, _ in sorted(group, key=lambda job: -len(job[1]))}
+
+            def start(prompts, how=how):
+                return read_late(generate(model, prompts, None, how, steps=self.steps))
+            for row, *_ in batch.serve(index, B, start):   # decoded as HFLM does: alone
                 text = tokenizer.decode([token for token in row.ids if token not in eos_ids])
-                answers[i] = postprocess_generated_text(text, stops, None)
+                answers[index[row]] = postprocess_generated_text(text, stops, None)
+                tell(1)
         return answers
 
     def sampling(self, wanted: dict) -> tuple[Sampling, list[str], set[int]]:

@@ -5,15 +5,16 @@ It composes the other files and holds the only generation loop. No file formats,
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
+import argparse
 import json
+import math
 import os
-import re
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,22 +30,38 @@ except ModuleNotFoundError:                                # not the Python that
 import torch.nn.functional as F
 from torch import Tensor
 
+import batch
 import checkpoint as checkpoints
 import quantize
 import tokenizer as tokenizers
-from chat import chat
-from cli import Help, Parser, guarded, log, number, peak_memory, pick_device, pick_dtype
-from model import MoE, Transformer
+from chat import Chat
+from cli import (
+    Help,
+    Parser,
+    free_memory,
+    guarded,
+    log,
+    number,
+    peak_memory,
+    pick_device,
+    pick_dtype,
+)
+from model import MoE, Transformer, cache_bytes
 from sampling import Sampling, exponential, n_candidates, sample
+from tokenizer import Row
 
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
+HELLO, PREFILL_CHUNK = "Hello, my name is", 512
 
 
 # ---- The two steps and the loop -----------------------------------------------------------------
 
-def prefill(model, tokens, pos, last, n_key, noise, how, seen) -> Tensor:
-    """The prompt [B, T] in one call -> the first new token [B, 1]; last [B, 1]: each row's end."""
-    return sample(model(tokens, pos, last, n_key)[:, -1], noise, how, seen)
+def prefill(model, tokens, pos, last, n_key, noise, how, seen, rows=None) -> Tensor:
+    """tokens [B, T] of prompts -> what comes after `last` [B, 1], an index into T, of each row.
+
+    rows [B]: their rows of the cache; None: all.
+    """
+    return sample(model(tokens, pos, last, n_key, rows)[:, -1], noise, how, seen)
 
 
 def decode_one_token(model, token, pos, n_key, noise, how, seen) -> Tensor:
@@ -65,49 +82,115 @@ def bucket(n: int, limit: int, least: int = 256) -> int:
     return min(limit, max(least, 1 << (n - 1).bit_length()))
 
 
+def side_by_side(prompts: list[list[int]], device) -> Tensor:
+    """[B, W]; shorter rows are filled up with their own first token, so that none seems seen."""
+    W = max(map(len, prompts))
+    return torch.tensor([[*ids, *ids[:1] * (W - len(ids))] for ids in prompts], device=device)
+
+
+def together(prompts: dict[int, list[int]], B: int, most: int) -> list[list[int]]:
+    """Which rows to prefill in one call: all B if they are equally long, else neighbours in length,
+    of `most` tokens at most with what fills them up."""
+    rows = sorted(prompts, key=lambda row: len(prompts[row]))
+    if len(rows) == B and len(prompts[rows[0]]) == len(prompts[rows[-1]]):
+        return [rows]
+    parts = [[]]
+    for row in rows:
+        if parts[-1] and (len(parts[-1]) + 1) * len(prompts[row]) > most:
+            parts.append([])
+        parts[-1].append(row)
+    return [sorted(part) for part in parts]
+
+
+def next_pos(n: list[int], device) -> Tensor:
+    """Where rows of n tokens each go on: [B, 1], or [1] where there is one row."""
+    pos = torch.tensor(n, device=device)
+    return pos if len(n) == 1 else pos[:, None]
+
+
 @torch.inference_mode()
-def generate(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling = Sampling(),
-             generator: torch.Generator | None = None, steps: Steps = Steps(),
-             use_cache: bool = True) -> Iterator[Tensor]:
+def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_tokens: int | None,
+             how: Sampling = Sampling(), generator: torch.Generator | None = None,
+             steps: Steps = Steps(), use_cache: bool = True, n_cached: int = 0) -> Iterator[Tensor]:
     """Yield max_new_tokens tokens [B, 1] on the device, one at a time, without ever reading one.
 
-    prompt [B, T] of token ids; how: see sampling.py (temperature=0 is greedy); use_cache=False
-    recomputes everything for each token. Stop by leaving the loop. Allocates a cache if the model's
-    is too small. AssertionError where prompt and new tokens exceed the model's context.
-    """
-    (B, T), device, n_vocab = prompt.shape, prompt.device, model.cfg.vocab_size
-    end = T + max_new_tokens
-    assert end <= model.cfg.context, \
-        f"{T} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
-    rows = B if use_cache else 0
-    if model.max_batch_size != rows or model.max_seq_length < end:
-        model.setup_cache(rows, end)
-    shape = B, n_candidates(how, n_vocab)
-    seen = None
-    if how.repetition_penalty != 1:
-        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device).scatter_(1, prompt, True)
+    prompts: ids, [B, T] or B lists of any lengths; how: see sampling.py (temperature=0 is greedy);
+    use_cache=False recomputes everything for each token; n_cached: that many tokens are in the
+    cache already. Stop by leaving the loop. Allocates a cache if the model's is too small.
+    AssertionError where prompt and new tokens exceed the model's context.
 
-    limit = model.max_seq_length if use_cache else end
-    width = bucket(T, limit, 32) if steps.pad else T       # padding is masked until overwritten
-    tokens = F.pad(prompt, (0, width - T))
-    last = torch.full((B, 1), T - 1, device=device)
-    pos = torch.arange(width, device=device)
-    n_key = bucket(width, limit) if use_cache else width
-    noise = exponential(shape, device, generator)
-    token = steps.prefill(model, tokens, pos, last, n_key, noise, how, seen)
-    pos = torch.tensor([T], device=device)
-    for n in range(T + 1, end):                            # n tokens are known, the last one is new
-        yield token
+    Rows can be exchanged: send {row: prompt}, and the next tokens are the first ones of these rows
+    and mean nothing in the others; {row: None} ends a row for good. max_new_tokens=None goes on as
+    long as one asks, and it is for the caller to let no row outgrow the cache.
+    """
+    device, n_vocab, B = model.freq.device, model.cfg.vocab_size, len(prompts)
+    prompts = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    n = [len(ids) for ids in prompts]                      # tokens of each row; 0: it has ended
+    limit = max(n) + max_new_tokens if max_new_tokens else model.max_seq_length
+    assert limit <= model.cfg.context, \
+        f"{max(n)} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
+    if model.max_batch_size != B * use_cache or model.max_seq_length < limit:
+        model.setup_cache(B * use_cache, limit, PREFILL_CHUNK)
+    limit = model.max_seq_length if use_cache else limit
+    chunk = model.longest_call if use_cache else limit
+    n_noise, seen = n_candidates(how, n_vocab), None
+    if how.repetition_penalty != 1:
+        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device)
+
+    def run(rows: list[int], tokens: Tensor, ends: list[int], begin: int = 0) -> Tensor:
+        """Prefill tokens [b, W], ends[i] of them in row i -> the first new tokens [b, 1].
+
+        What fills up a row or a call stands at the row's next position, which the next token takes.
+        """
+        alike = len(rows) == B and min(ends) == max(ends)
+        which = None if len(rows) == B else torch.tensor(rows, device=device)
+        end, longest = torch.tensor(ends, device=device)[:, None], max(ends)
+        token, known = tokens[:, :1], None
         if seen is not None:
-            seen.scatter_(1, token, True)
-        noise = exponential(shape, device, generator)
+            seen[rows] = known = torch.zeros_like(seen[rows]).scatter_(1, tokens, True)
+        noise = exponential((len(rows), n_noise), device, generator)
+        for at in range(begin, longest, chunk):            # rows end in different chunks
+            T = min(longest - at, chunk)
+            width = bucket(T, chunk, 32) if steps.pad else T
+            piece = F.pad(tokens[:, at:at + T], (0, width - T))
+            pos = torch.arange(at, at + width, device=device).minimum(end[0] if alike else end)
+            last = (end - 1 - at).clamp(0, T - 1)
+            n_key = bucket(at + width, limit) if steps.pad else at + T
+            new = steps.prefill(model, piece, pos, last, n_key, noise, how, known, which)
+            token = torch.where(end > at, new, token)
+        return token
+
+    def start(token: Tensor, new: dict[int, list[int]], begin: int = 0) -> Tensor:
+        """token [B, 1] with the first new one of each of these rows."""
+        for rows in together(new, B, 0 if steps.pad else chunk):
+            some = [new[row] for row in rows]
+            first = run(rows, side_by_side(some, device), [len(ids) for ids in some], begin)
+            token = token.index_copy(0, torch.tensor(rows, device=device), first)
+        return token
+
+    tokens, left = side_by_side(prompts, device), max_new_tokens or math.inf
+    token, pos = start(tokens[:, :1], dict(enumerate(prompts)), n_cached), next_pos(n, device)
+    while True:
+        change = yield token
+        left -= 1
+        if change:
+            n = [len(change[i] or ()) if i in change else n[i] for i in range(B)]
+            pos, new = next_pos(n, device), {row: ids for row, ids in change.items() if ids}
+            if new:
+                token, left = start(token, new), max_new_tokens or math.inf
+                continue
+        if not left:
+            return
+        n = [k and k + 1 for k in n]
         if use_cache:
-            token = steps.decode(model, token, pos, bucket(n, limit), noise, how, seen)
-            pos += 1
+            if seen is not None:
+                seen.scatter_(1, token, True)
+            noise, n_key = exponential((B, n_noise), device, generator), min(max(n), limit)
+            token = steps.decode(model, token, pos, bucket(n_key, limit), noise, how, seen)
+            pos = (pos + (pos > 0)).clamp(max=limit - 1)   # ended rows stay at 0
         else:
-            prompt, pos = torch.cat((prompt, token), dim=1), torch.arange(n, device=device)
-            token = prefill(model, prompt, pos, last + n - T, n, noise, how, seen)
-    yield token
+            tokens = torch.cat((tokens, tokens[:, :1]), dim=1).scatter(1, pos.view(B, 1), token)
+            token, pos = run(list(range(B)), tokens, n), pos + 1
 
 
 # ---- Engines ------------------------------------------------------------------------------------
@@ -188,79 +271,53 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
 
 
 @torch.inference_mode()
-def warm_up(model: Transformer, prompt: Tensor, max_new_tokens: int, how: Sampling,
-            steps: Steps) -> None:
-    """Compile all that a generation of this size will run: its prefill and each live length."""
+def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: range,
+            how: Sampling, steps: Steps) -> None:
+    """Compile the prefill of prompts like these, and decoding with so many positions in use."""
     if steps.pad:                                          # the prefill is compiled too
-        next(generate(model, prompt, 1, how, steps=steps))
-    (B, T), n_vocab, device = prompt.shape, model.cfg.vocab_size, prompt.device
+        next(generate(model, prompts, 1, how, steps=steps))
+    prompts = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    n, n_vocab, device = [len(ids) for ids in prompts], model.cfg.vocab_size, model.freq.device
     seen = None
     if how.repetition_penalty != 1:
-        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device)
-    lengths = {bucket(n, model.max_seq_length) for n in range(T + 1, T + max_new_tokens)}
-    for n_key in sorted(lengths) * 3:                      # CUDA graphs: warm up, record, replay
-        noise = exponential((B, n_candidates(how, n_vocab)), device)
-        pos = torch.tensor([T], device=device)
-        steps.decode(model, prompt[:, -1:], pos, n_key, noise, how, seen)
+        seen = torch.zeros(len(n), n_vocab, dtype=torch.bool, device=device)
+    n_keys = {bucket(length, model.max_seq_length) for length in lengths}
+    token = side_by_side(prompts, device)[:, :1]
+    for n_key in sorted(n_keys) * 3:                       # CUDA graphs: warm up, record, replay
+        noise = exponential((len(n), n_candidates(how, n_vocab)), device)
+        steps.decode(model, token, next_pos(n, device), n_key, noise, how, seen)
 
 
-def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int]]:
-    """Tokens [B, 1] -> ids on the host. A GPU works on the next one while we look at the last."""
-    waiting = deque()
-    for token in tokens:
-        if not token.is_cuda:
-            yield token[:, 0].tolist()
-            continue
-        host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-        host.copy_(token, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        waiting.append((host, copied))
-        if len(waiting) > 1:
-            host, copied = waiting.popleft()
-            copied.synchronize()
-            yield host[:, 0].tolist()
-    for host, copied in waiting:
+def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int | None]]:
+    """Tokens [B, 1] -> ids on the host. A GPU works on the next one while we look at the last.
+
+    What is sent goes to generate(), to exchange rows; an id that means nothing then is None.
+    """
+    waiting, change = deque(), None
+    with suppress(StopIteration):
+        while True:
+            host, copied = tokens.send(change), None
+            if host.is_cuda:
+                token = host
+                host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+                host.copy_(token, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+            begun = {row for row, ids in (change or {}).items() if ids}
+            waiting.append((host, copied, begun or set(range(len(host)))))
+            change = None
+            if len(waiting) > (copied is not None):
+                change = yield _on_host(*waiting.popleft())
+                for *_, rows in waiting:                   # theirs were under way
+                    rows.difference_update(change or ())
+    for item in waiting:
+        yield _on_host(*item)
+
+
+def _on_host(host, copied, rows) -> list[int | None]:
+    if copied:
         copied.synchronize()
-        yield host[:, 0].tolist()
-
-
-# ---- One row's text, and when it ends -----------------------------------------------------------
-
-class Row:
-    """Collects one row's ids and text; knows when to stop."""
-
-    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int], stops: list[str]):
-        self.stream = tokenizers.Stream(tokenizer, prompt_ids)
-        self.eos_ids, self.stops = eos_ids, stops
-        self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
-
-    def push(self, token_id: int) -> str:
-        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
-        if self.finish_reason:
-            return ""
-        self.ids.append(token_id)
-        if token_id in self.eos_ids:
-            return self.finish("stop")
-        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
-        self.text += self.stream.push(token_id)
-        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
-        if found:
-            self.text, self.finish_reason = self.text[:min(found)], "stop"
-            return self._show(len(self.text))
-        begun = [n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])]
-        return self._show(len(self.text) - max(begun, default=0))
-
-    def finish(self, reason: str) -> str:
-        """-> what was still held back."""
-        if self.finish_reason is None:
-            self.finish_reason = reason
-            self.text += self.stream.flush()
-        return self._show(len(self.text))
-
-    def _show(self, end: int) -> str:
-        piece, self.shown = self.text[self.shown:end], max(self.shown, end)
-        return piece
+    return [i if row in rows else None for row, i in enumerate(host[:, 0].tolist())]
 
 
 # ---- Command line -------------------------------------------------------------------------------
@@ -283,13 +340,22 @@ def build_parser() -> Parser:
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
              "the kinds dynamic and longrope takes its factors for this length")
     add = p.add_argument_group("text").add_argument
-    add("--prompt", default="Hello, my name is",
-        help="text, or an integer for a synthetic prompt of that many random tokens")
+    add("--prompt", action="append", default=[],
+        help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
+             f"default: {HELLO}")
+    add("--prompts_file", type=Path, metavar="FILE",
+        help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
+             "perhaps id and max_new_tokens")
     add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
     add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
-    add("--batch_size", type=number(int, 1), default=1, help="copies of the prompt side by side")
+    add("--batch_size", type=number(int, 1), default=1,
+        help="copies of the prompt side by side; of several prompts, how many run at a time")
+    add("--chat", action="store_true", help="prompts are messages: apply the model's chat template")
     add("--interactive", action="store_true",
-        help="chat: messages from the terminal, by the model's own chat template")
+        help="a conversation in the terminal, by the model's chat template; /help there")
+    add("--system_prompt", metavar="TEXT", help="what a chat begins with")
+    add("--chat_template_kwargs", type=json_object, metavar="JSON",
+        help='more for the chat template, as {"enable_thinking": false}')
     add("--stop", action="append", default=[], metavar="TEXT",
         help="end before this text appears (repeatable)")
     add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
@@ -307,14 +373,28 @@ def build_parser() -> Parser:
     add = p.add_argument_group("speed").add_argument
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
+    add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
+        help="prompts are run N tokens at a time, which bounds the memory that they need")
     add("--engine", choices=ENGINES,
         help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
              "cuda_graph: the eager step captured in a CUDA graph")
     add = p.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
+    add("--output", type=Path, metavar="FILE",
+        help="append one JSON object per prompt to FILE; what is there already is not run again")
     add("--profile", type=Path, metavar="FILE",
         help="write a Chrome trace of the last sample to FILE.json")
     return p
+
+
+def json_object(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got '{text}'")
+    return found
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -372,42 +452,39 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     return quantize.load(source, dtype, device), source, tokenizer
 
 
-def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
-    """A text's ids, or as many random ones as an integer says. ValueError if none or too many."""
-    ids, n = [], 0
-    if re.fullmatch(r"[+-]?\d+", text):
-        n = int(text)
-        if n < 1:
-            raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
-    elif not text:
-        raise ValueError("the prompt is empty: give --prompt some text")
-    else:
-        ids = tokenizer.encode(text)
-        n = len(ids)
-        if max(ids) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
-                             f"{cfg.vocab_size} tokens: they do not belong together")
-    if n >= cfg.context:
-        raise ValueError(f"the prompt has {n} tokens and the model's context is {cfg.context}, "
-                         "which leaves no room for a new one: shorten the prompt")
-    generator = torch.Generator().manual_seed(seed)
-    return ids or torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+def check_flags(args) -> None:
+    """ValueError where flags contradict each other."""
+    many = args.prompts_file or args.output or len(args.prompt) > 1
+    if not all(args.stop):
+        raise ValueError("--stop needs some text")
+    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
+    for flag in ("json", "random", "profile", "prompt", "prompts_file", "output"):
+        if args.interactive and getattr(args, flag):
+            raise ValueError(f"--interactive does not go with --{flag}")
+    if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
+        raise ValueError("--interactive answers one message at a time: one row, one sample")
+    if args.prompts_file and args.prompt:
+        raise ValueError("--prompt and --prompts_file exclude each other")
+    if many and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
+        raise ValueError("several prompts, or --output, do not go with --num_samples, --profile or "
+                         "--engine recompute")
+    asked = args.system_prompt or args.chat_template_kwargs
+    if asked and not (args.interactive or args.chat or args.prompts_file):
+        raise ValueError("--system_prompt and --chat_template_kwargs are for --chat, --interactive "
+                         "and --prompts_file")
 
 
-def fit(n_prompt: int, args, cfg) -> tuple[int, int]:
-    """-> how many new tokens, and the cache's length. ValueError where nothing fits."""
-    limit = args.max_seq_length or cfg.context
-    if limit > cfg.context:
-        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of {cfg.context}")
-    if n_prompt >= limit:
-        raise ValueError(f"the prompt has {n_prompt} tokens and --max_seq_length is {limit}, which "
-                         "leaves no room for a new one")
-    n_new = min(args.max_new_tokens, limit - n_prompt)
-    if n_new < args.max_new_tokens:
-        log(f"note: at most {n_new} new tokens, to stay within {limit} positions")
-    if args.interactive and not args.max_seq_length:
-        return n_new, min(limit, 4096)                     # a whole conversation
-    return n_new, args.max_seq_length or bucket(n_prompt + n_new, limit, 32)
+def check_memory(source, dtype, device, rows: int, length: int, chunk: int) -> None:
+    """State what will be allocated. ValueError where it exceeds what is free."""
+    weights, free = checkpoints.n_bytes(source, dtype), free_memory(device)
+    cache = cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
+    need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
+            f"({rows} x {length} positions)")
+    log(f"Memory: {need}")
+    if weights + cache > free:
+        raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
+                         f"{device}: try --quantize, a smaller --max_seq_length or --batch_size")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -417,26 +494,43 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_flags(args)
     device = pick_device(args.device)
     engine = pick_engine(args, device)
-    if not all(args.stop):
-        raise ValueError("--stop needs some text")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
-    for flag in ("json", "random", "profile"):
-        if args.interactive and getattr(args, flag):
-            raise ValueError(f"--interactive does not go with --{flag}")
-    if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
-        raise ValueError("--interactive answers one message at a time: one row, one sample")
+    many = bool(args.prompts_file or args.output or len(args.prompt) > 1)
+    requests, complaints = ([], []) if args.interactive else batch.read_requests(args, HELLO)
+    before = batch.done_before(args.output) if args.output else set()
+    results = batch.Results(args.output, args.json)
 
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random)
     parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
     args, cfg = parser.parse_args(argv), source.cfg
-    dtype = pick_dtype(args.dtype, device, cfg)
-    prompt_ids = encode_prompt(args.prompt, tokenizer, cfg, args.seed)
-    n_new, length = fit(len(prompt_ids), args, cfg)
+    dtype, limit = pick_dtype(args.dtype, device, cfg), args.max_seq_length or cfg.context
+    if limit > cfg.context:
+        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of {cfg.context}")
+    work = []
+    for request in (request for request in requests if request.id not in before):
+        try:
+            work.append(batch.encode(request, tokenizer, cfg, args, limit))
+        except ValueError as e:
+            if not many:
+                raise
+            complaints.append(f"{request.where}: {e}")
+    for complaint in complaints:
+        log(f"generate.py: error: {complaint}")
+    if before:
+        log(f"{len(before)} results are in {args.output} already: {len(work)} prompts to go")
+    if many and not work:
+        return 1 if complaints else 0
+    if not many and work and work[0].n_new < args.max_new_tokens:
+        log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
+
+    ends = [len(job.ids) + job.n_new for job in work] or [4096]            # a conversation
+    length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
+    n_rows = min(args.batch_size, len(work)) if many else args.batch_size
     source = quantize.as_flagged(source, args, device)
+    check_memory(source, dtype, device, n_rows, length, args.prefill_chunk)
     model = quantize.load(source, dtype, device)
     load_s = time.perf_counter() - start
 
@@ -447,40 +541,51 @@ def run(argv: list[str] | None) -> int:
         f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
     use_cache = engine != "recompute"
-    model.setup_cache(args.batch_size if use_cache else 0, length)
-    prompt = torch.tensor([prompt_ids] * args.batch_size, device=device)
+    model.setup_cache(n_rows if use_cache else 0, length, args.prefill_chunk)
 
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
-        ahead = min(1024, length) - len(prompt_ids) if args.interactive else n_new
-        warm_up(model, prompt, ahead, how, steps)
+        prompts = [job.ids for job in work[:n_rows]] if many else [work[0].ids if work else [0]]
+        least = min((len(job.ids) for job in work), default=0)
+        most = max(ends) if work else min(1024, length)
+        warm_up(model, prompts * (n_rows // len(prompts)), range(least + 1, most), how, steps)
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
 
     generator = torch.Generator(device).manual_seed(args.seed)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
-    shown = None if args.json or args.batch_size > 1 else "" if args.random else args.prompt
+
+    def tokens(prompts, n_new, n_cached=0):
+        return generate(model, prompts, n_new, how, generator, steps, use_cache, n_cached)
+
+    def row(ids, n_new):
+        return Row(tokenizer, ids, eos_ids, args.stop, n_new)
+
     if args.interactive:
-        def answer(ids):
-            row, room = Row(tokenizer, ids, eos_ids, args.stop), length - len(ids)
-            tokens = generate(model, torch.tensor([ids], device=device),
-                              min(args.max_new_tokens, room), how, generator, steps, use_cache)
-            times, _ = follow(tokens, [row], "")
-            log(describe(figures(times, len(ids), 1, read_bytes)))
-            return row.text
+        def answer(ids, n_cached):
+            mine = row(ids, n_new := min(args.max_new_tokens, length - len(ids)))
+            times, _ = follow(tokens([ids], n_new, n_cached), [mine], "")
+            return mine, describe(figures(times, len(ids) - n_cached, 1, read_bytes))
 
-        chat(tokenizer, answer, length - 1, log)
+        room = length - min(args.max_new_tokens, length // 4)
+        rewind = model.longest_call - 1 if model.rings else length
+        Chat(tokenizer, answer, room, rewind, log, args.system_prompt,
+             args.chat_template_kwargs).run()
         return 0
+    if many:
+        jobs = {row(job.ids, job.n_new): job for job in work}
+        interrupted = batch.run(jobs, n_rows, lambda ids: read_late(tokens(ids, None)), results)
+        return 130 if interrupted else 1 if complaints else 0
 
-    speeds, interrupted = [], False
+    speeds, interrupted, (request, prompt_ids, n_new) = [], False, work[0]
+    shown = None if args.json or args.batch_size > 1 else "" if args.random else request.shown
     for i in range(args.num_samples):
-        rows = [Row(tokenizer, prompt_ids, eos_ids, args.stop) for _ in range(args.batch_size)]
+        rows = [row(prompt_ids, n_new) for _ in range(args.batch_size)]
         profile = args.profile and i == args.num_samples - 1
         with torch.profiler.profile() if profile else nullcontext() as trace:
-            tokens = generate(model, prompt, n_new, how, generator, steps, use_cache)
-            times, interrupted = follow(tokens, rows, shown)
+            times, interrupted = follow(tokens([prompt_ids] * n_rows, n_new), rows, shown)
         if profile:
             path = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
             trace.export_chrome_trace(str(path))
@@ -488,18 +593,18 @@ def run(argv: list[str] | None) -> int:
                 raise OSError(f"{path}: the trace could not be written")
             log(f"Trace written to {path}")
         f = figures(times, len(prompt_ids), args.batch_size, read_bytes)
-        for j, row in enumerate(rows):
+        for j, one in enumerate(rows):
             if args.json:
                 print(json.dumps(dict(
-                    prompt=args.prompt, text=row.text, prompt_ids=prompt_ids, new_ids=row.ids,
-                    finish_reason=row.finish_reason, sample=i, row=j, **f, load_s=load_s,
+                    prompt=request.prompt, text=one.text, prompt_ids=prompt_ids, new_ids=one.ids,
+                    finish_reason=one.finish_reason, sample=i, row=j, **f, load_s=load_s,
                     compile_s=compile_s, peak_memory_bytes=peak_memory(device),
                     model_bytes=total_bytes, quantization=linears, quantized_head=head,
                     engine=engine, batch_size=args.batch_size, seed=args.seed,
                     device=str(device), dtype=str(dtype)[6:],
                     torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
-                print(f"--- row {j} ---\n{args.prompt}{row.text}", flush=True)
+                print(f"--- row {j} ---\n{request.shown}{one.text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:

@@ -132,17 +132,35 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
-def visible(pos: Tensor, n_key: int, window: int | None = None) -> Tensor:
+def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     """True where a query at `pos` may look: prefill, chunks, decode and drafts alike.
 
-    pos [T] or [B, T] -> [T, n_key] or [B, 1, T, n_key], to broadcast over heads. A cache entry
-    beyond the query's position may hold anything: it is masked until it is overwritten.
+    pos [T] or [B, T], key [S] or [B, S], the positions of queries and keys -> [T, S] or
+    [B, 1, T, S], to broadcast over heads. A cache entry beyond the query's position may hold
+    anything: it is masked until it is overwritten.
     """
-    key, query = torch.arange(n_key, device=pos.device), pos[..., None]
+    key, query = key[..., None, :], pos[..., None]
     mask = key <= query
     if window is not None:
         mask = mask & (key > query - window)       # the window counts the query itself
-    return mask if pos.dim() == 1 else mask[:, None]
+    return mask if mask.dim() == 2 else mask[:, None]
+
+
+def n_slots(window: int | None, length: int, longest_call: int) -> int:
+    """Cache slots of a layer. A window's are a ring, in which position p is at p mod n_slots.
+
+    One call's tokens, padding and rejected drafts among them, must not overwrite a key that its
+    first query still sees:
+
+        window 3, calls of 2: 4 slots    | 4 5 2 3 |    4 and 5 replaced 0 and 1; 4 sees 2, 3, 4
+    """
+    return length if window is None else min(length, window + longest_call - 1)
+
+
+def cache_bytes(cfg: ModelConfig, rows: int, length: int, longest_call: int, dtype) -> int:
+    """What setup_cache will allocate."""
+    slots = sum(n_slots(at(i, cfg.window), length, longest_call) for i in range(cfg.n_layer))
+    return 2 * rows * slots * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
 
 
 class Linear(nn.Linear):
@@ -228,8 +246,27 @@ class Zero(nn.Module):
         return 0
 
 
+class Ring(nn.Module):
+    """Which position each slot of a window's layers holds: the same in all of them."""
+
+    def __init__(self, rows: int, n_slot: int, device):
+        super().__init__()
+        nothing = torch.full((rows, n_slot), torch.iinfo(torch.int64).max, device=device)
+        self.register_buffer("held", nothing, persistent=False)
+
+    def forward(self, pos, n_key, rows):
+        """pos [T] or [B, T] -> its slots, and the positions in the first n_key slots [B, S]."""
+        slot = pos % self.held.shape[1]
+        if slot.dim() == 1:
+            self.held[:, slot] = pos
+        else:
+            row = torch.arange(len(slot), device=pos.device) if rows is None else rows
+            self.held[row[:, None], slot] = pos
+        return slot, (self.held if rows is None else self.held[rows])[:, :n_key]
+
+
 class KVCache(nn.Module):
-    """Keys and values of every position so far, in preallocated [B, K, S, H]."""
+    """Keys and values of the positions so far, in preallocated [B, K, S, H]."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device):
         super().__init__()
@@ -237,14 +274,19 @@ class KVCache(nn.Module):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
 
-    def forward(self, pos, k, v, n_key):
-        """Write k, v [B, K, T, H] at pos [T] or [B, T]; return the first n_key of each."""
-        if pos.dim() == 1:
-            self.k[:, :, pos], self.v[:, :, pos] = k, v
+    def forward(self, slot, k, v, n_key, rows):
+        """Write k, v [B, K, T, H] into slot [T] or [B, T]; return the first n_key of each.
+
+        rows [B]: of which rows of the cache; None: of all.
+        """
+        if slot.dim() == 1:
+            self.k[:, :, slot], self.v[:, :, slot] = k, v
         else:
-            row = torch.arange(pos.shape[0], device=pos.device)[:, None]
-            self.k[row, :, pos], self.v[row, :, pos] = k.transpose(1, 2), v.transpose(1, 2)
-        return self.k[:, :, :n_key], self.v[:, :, :n_key]
+            row = torch.arange(len(slot), device=slot.device) if rows is None else rows
+            row = row[:, None]
+            self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = self.k[:, :, :n_key], self.v[:, :, :n_key]
+        return (k, v) if rows is None else (k[rows], v[rows])
 
 
 class Attention(nn.Module):
@@ -266,14 +308,14 @@ class Attention(nn.Module):
         self.needs_scores = bool(cfg.attn_cap or cfg.sinks)                # SDPA keeps them inside
         self.cache = None                          # without one, a call sees its own keys only
 
-    def forward(self, x, pos, rope, mask):
+    def forward(self, x, rope, slot, mask, rows):
         B, T, _ = x.shape
         q, k, v = self.wqkv(x).split(self.split, dim=-1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
-            k, v = self.cache(pos, k, v, mask.shape[-1])
+            k, v = self.cache(slot, k, v, mask.shape[-1], rows)
         y = self.attend(q, k, v, mask)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -424,8 +466,8 @@ class Block(nn.Module):
         self.attn_norm, self.ffn_norm = before(), before()
         self.post_attn_norm, self.post_ffn_norm = after(), after()
 
-    def forward(self, x, pos, rope, mask):
-        x = x + self.post_attn_norm(self.attn(self.attn_norm(x), pos, rope, mask))
+    def forward(self, x, rope, slot, mask, rows=None):
+        x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, rows))
         return x + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
 
 
@@ -452,48 +494,61 @@ class Transformer(nn.Module):
             amplitude[i, :int(cfg.head_dim * rope.partial) // 2] = rope.amplitude
         self.register_buffer("freq", self._frequencies(0), persistent=False)   # [R, H / 2], fp32,
         self.register_buffer("amplitude", amplitude, persistent=False)         # never on meta
-        self.max_batch_size = self.max_seq_length = 0          # of the cache
+        self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
+        self.rings = nn.ModuleDict()                           # window -> Ring
 
     def _frequencies(self, length: int) -> Tensor:
         head_dim = self.cfg.head_dim
         return torch.stack([rope_frequencies(rope, head_dim, length) for rope in self.ropes])
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
-    def setup_cache(self, batch_size: int, length: int) -> None:
+    def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None) -> None:
         """Allocate the KV cache for `length` positions; batch_size 0 removes it.
 
-        RoPE whose frequencies depend on the sequence's length takes this one from now on.
+        longest_call: no call will have more tokens (None: any may), so that layers with a window
+        need only a ring of slots. RoPE whose frequencies depend on the sequence's length takes
+        this one from now on.
         """
-        cfg, self.max_batch_size, self.max_seq_length = self.cfg, batch_size, length
+        cfg, device = self.cfg, self.freq.device
+        self.max_batch_size, self.max_seq_length = batch_size, length
+        self.longest_call = min(longest_call or length, length)
         with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
             self.freq.copy_(self._frequencies(length))
-        shape = batch_size, cfg.n_kv_head, length, cfg.head_dim
-        for layer in self.layers:
-            layer.attn.cache = KVCache(shape, self.dtype, self.freq.device) if batch_size else None
+        size = {w: n_slots(w, length, self.longest_call) for w in cfg.window}
+        self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
+                                    for w, n in size.items() if batch_size and n < length})
+        for i, layer in enumerate(self.layers):
+            shape = batch_size, cfg.n_kv_head, size[at(i, cfg.window)], cfg.head_dim
+            layer.attn.cache = KVCache(shape, self.dtype, device) if batch_size else None
 
     def forward(self, tokens: Tensor, pos: Tensor, keep: int | Tensor = 1,
-                n_key: int | None = None) -> Tensor:
+                n_key: int | None = None, rows: Tensor | None = None) -> Tensor:
         """Logits of the positions in `keep`, in fp32.
 
         tokens [B, T]; pos [T] or [B, T], the absolute position of each token; keep: project only
         the last n, or the indices [B, n] into T (right-padded rows end at different places);
-        n_key: attend to the first n_key cache slots only, which must hold every position so far.
-        -> [B, n, V]
+        n_key: attend to the first n_key positions only, which must be all so far; rows [B]: which
+        rows of the cache these are, if not all, with pos [B, T]. -> [B, n, V]
         """
         n_key = n_key or (self.max_batch_size and self.max_seq_length) or tokens.shape[1]
-        x, around = self.enter(tokens, pos, n_key)
-        for layer, (rope, mask) in zip(self.layers, around):
-            x = layer(x, pos, rope, mask)
+        x, around = self.enter(tokens, pos, n_key, rows)
+        for layer, beside in zip(self.layers, around):
+            x = layer(x, *beside, rows)
         if isinstance(keep, int):
             x = x[:, -keep:]
         else:
             x = x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
         return self.cap(self.head(self.norm(x)).float())                   # [B, n, V]
 
-    def enter(self, tokens: Tensor, pos: Tensor, n_key: int) -> tuple[Tensor, list]:
-        """What the first layer takes [B, T, D], and each layer's (rope, mask) beside it."""
-        cfg = self.cfg
-        masks = {w: visible(pos, n_key, w) for w in set(cfg.window)}
+    def enter(self, tokens: Tensor, pos: Tensor, n_key: int,
+              rows: Tensor | None = None) -> tuple[Tensor, list]:
+        """What the first layer takes [B, T, D], and each layer's (rope, slot, mask) beside it."""
+        cfg, places = self.cfg, {}
+        for w in set(cfg.window):
+            slot, key = pos, torch.arange(n_key, device=pos.device)
+            if str(w) in self.rings:
+                slot, key = self.rings[str(w)](pos, n_key, rows)
+            places[w] = slot, visible(pos, key, w)
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
         angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
         ropes = {rope: (a.cos() * amplitude, a.sin() * amplitude)
@@ -501,4 +556,4 @@ class Transformer(nn.Module):
 
         x = self.embed(tokens)                                             # [B, T, D]
         x = x * x.new_full((), cfg.embed_scale) + self.pos_embed(pos)      # rounded to x's dtype
-        return x, [(ropes[at(i, cfg.rope)], masks[at(i, cfg.window)]) for i in range(cfg.n_layer)]
+        return x, [(ropes[at(i, cfg.rope)], *places[at(i, cfg.window)]) for i in range(cfg.n_layer)]

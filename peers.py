@@ -13,6 +13,11 @@ A worker speaks JSON, a line each. First {"ready": true, "version": …, "load_s
     {"ids": the first row's N, "ttft_s": from the call to the first token,
      "step_s": mean of the later ones, null if N is 1, "peak_memory_bytes": …}
 
+or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, in batches of B as they come:
+
+    {"total_s": …, "request_s": [of each], "first_s": [to the first token of each] or null,
+     "peak_memory_bytes": …}
+
 or {"error": "one line"}. It ends when its stdin does.
 """
 
@@ -73,6 +78,20 @@ class Transformers:
         _, first, *_, last = *times, times[-1]
         return dict(ids=out[0, prompt.shape[1]:].tolist(), ttft_s=first - start,
                     step_s=(last - first) / (n_new - 1) if n_new > 1 else None)
+
+    def serve(self, prompts, n_new, batch):
+        """As its documentation does: padded on the left, until the longest answer of a batch."""
+        seconds, begin = [], time.perf_counter()
+        for first in range(0, len(prompts), batch):
+            some, news = prompts[first:first + batch], n_new[first:first + batch]
+            width, start = max(map(len, some)), time.perf_counter()
+            ids = self.torch.tensor([[0] * (width - len(p)) + p for p in some])
+            mask = self.torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in some])
+            self.model.generate(ids.to(self.model.device), max_new_tokens=max(news),
+                                attention_mask=mask.to(self.model.device), do_sample=False,
+                                pad_token_id=0, **self.how)
+            seconds += [time.perf_counter() - start] * len(some)
+        return dict(total_s=time.perf_counter() - begin, request_s=seconds, first_s=None)
 
 
 class Compiled(Transformers):
@@ -199,7 +218,11 @@ def work(argv=None) -> None:
         return
     for line in sys.stdin:
         try:
-            answer(**peer(**json.loads(line)), peak_memory_bytes=peak_bytes(args.device))
+            asked = json.loads(line)
+            if "prompts" in asked and not hasattr(peer, "serve"):
+                raise ValueError("takes one prompt at a time, here")
+            said = peer.serve(**asked) if "prompts" in asked else peer(**asked)
+            answer(**said, peak_memory_bytes=peak_bytes(args.device))
         except Exception as e:
             answer(error=f"{args.name}: {one_line(e)}")
 
@@ -245,8 +268,14 @@ class Peer:
 
     def __call__(self, prompt_ids: list[int], n_new: int, batch: int = 1) -> dict:
         """-> ids, ttft_s, step_s, peak_memory_bytes, as above. RuntimeError says why not."""
+        return self._ask(prompt=list(prompt_ids), n_new=n_new, batch=batch)
+
+    def serve(self, prompts: list[list[int]], n_new: list[int], batch: int) -> dict:
+        """-> total_s, request_s, first_s, peak_memory_bytes, as above. RuntimeError too."""
+        return self._ask(prompts=prompts, n_new=n_new, batch=batch)
+
+    def _ask(self, **request) -> dict:
         with suppress(OSError, ValueError):        # a closed pipe: the answer says why
-            request = dict(prompt=list(prompt_ids), n_new=n_new, batch=batch)
             print(json.dumps(request), file=self.process.stdin, flush=True)
         return self._answer()
 

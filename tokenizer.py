@@ -34,6 +34,7 @@ GGUF_SPLITS = {
     "llama4": (GPT4O,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
+SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -106,6 +107,33 @@ class Tokenizer:
             return self.fast.decode(ids, skip_special_tokens=True)
         return self.sp.decode([i for i in ids if i < self.n_vocab and i not in self.control])
 
+    def encode_chat(self, messages: list[dict], **more) -> list[int]:
+        """The ids of render(), in which special tokens are the template's: a message's are text.
+
+        Those in a message are broken by a character that no text has, until they have been told
+        from the others.
+        """
+        special = self._special_tokens()
+        if not special:
+            return self.encode(self.render(messages, **more), bos=False)
+        shielded = [{**m, "content": special.sub(lambda found: found[0][0] + SHIELD + found[0][1:],
+                                                 m["content"])} for m in messages]
+        text, ids = self.render(shielded, **more), []
+        if SHIELD not in text:
+            return self.encode(text, bos=False)
+        for i, piece in enumerate(special.split(text)):        # text, special, text, …
+            ids += self.encode(piece.replace(SHIELD, ""), bos=False, special=i % 2 == 1)
+        return ids
+
+    def _special_tokens(self) -> re.Pattern | None:
+        """Matches any of them, the longest first, with the spaces that some take with them."""
+        if self.backend == "sentencepiece":
+            return self.cut
+        tokens = [t for t in self.fast.get_added_tokens_decoder().values() if t.special]
+        tokens.sort(key=lambda t: -len(t.content))
+        names = [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in tokens]
+        return re.compile("(" + "|".join(names) + ")") if names else None
+
     def render(self, messages: list[dict], **more) -> str:
         """The chat template's text for messages [{role, content}], ready for the next answer.
 
@@ -169,6 +197,49 @@ class Stream:
     def _new(self) -> str:
         old = self.tokenizer.decode(self.ids[self.start:self.shown])
         return self.tokenizer.decode(self.ids[self.start:])[len(old):]
+
+
+class Row:
+    """One row of a batch: collects its new ids and text, knows when to stop.
+
+    finish_reason: "stop", an end-of-sequence token or a stop string, "length", after max_new ids,
+    or what finish() was told; None: not yet.
+    """
+
+    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
+                 stops: list[str] = (), max_new: int | None = None):
+        self.stream, self.prompt_ids = Stream(tokenizer, prompt_ids), prompt_ids
+        self.eos_ids, self.stops, self.max_new = eos_ids, stops, max_new
+        self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
+
+    def push(self, token_id: int) -> str:
+        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
+        if self.finish_reason:
+            return ""
+        self.ids.append(token_id)
+        if token_id in self.eos_ids:
+            return self.finish("stop")
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += self.stream.push(token_id)
+        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[:min(found)], "stop"
+            return self._show(len(self.text))
+        if len(self.ids) == self.max_new:
+            return self.finish("length")
+        begun = [n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])]
+        return self._show(len(self.text) - max(begun, default=0))
+
+    def finish(self, reason: str) -> str:
+        """-> what was still held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.text += self.stream.flush()
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece, self.shown = self.text[self.shown:end], max(self.shown, end)
+        return piece
 
 
 def load(source: Path | str | dict) -> Tokenizer:
@@ -365,6 +436,7 @@ class Numbers:
     """Stands in where a model has no tokenizer: ids are shown as they are."""
 
     eos_ids: list[int] = []
+    chat_template = None
 
     def encode(self, text: str) -> list[int]:
         raise ValueError("this model has no tokenizer: give --prompt an integer, that many random "

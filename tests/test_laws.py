@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
     "checkpoint": {"model", "files", "families", "dequantize"}, "calibrate": {"checkpoint", "cli", "gptq", "model"},
     "quantize": {"calibrate", "checkpoint", "files", "kernels", "model", "tokenizer", "cli"},
-    "speculate": {"sampling", "tokenizer"}, "batch": {"sampling", "tokenizer"}, "chat": {"sampling", "tokenizer"},
+    "speculate": {"sampling", "tokenizer"}, "batch": {"cli", "tokenizer"}, "chat": {"sampling", "tokenizer"},
     "generate": MODULES - {"generate", "eval", "benchmark", "peers", "plots", "tables"}, "eval": MODULES, "benchmark": MODULES,
 }
 

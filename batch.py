@@ -1,0 +1,261 @@
+"""Many prompts over a few slots: a slot whose text has ended takes the next prompt.
+
+It owns requests, which of them is in which slot, and where results go. It receives what it drives,
+the tokens of generate.generate(): no model, no device, no step of its own. One JSON object a line:
+
+    python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
+"""
+
+import json
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cli import log
+from tokenizer import Row
+
+# ---- Requests -----------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, or messages for the chat template. where: its name in complaints; shown: what to
+    print before its text."""
+
+    id: int | str
+    where: str
+    prompt: str | None = None
+    messages: list[dict] | None = None
+    max_new_tokens: int | None = None
+    shown: str = ""
+
+
+class Job(NamedTuple):
+    """A request, its ids, and how many new ones it may have."""
+
+    request: Request
+    ids: list[int]
+    n_new: int
+
+
+def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
+    """What --prompts_file, --prompt or the default ask for, and complaints about the others."""
+    prompts, complaints = enumerate(args.prompt or [default]), []
+    requests = [Request(i, f"--prompt {i + 1}", text) for i, text in prompts]
+    if args.prompts_file:
+        requests, complaints = read_prompts(args.prompts_file)
+        if not requests and not complaints:
+            raise ValueError(f"{args.prompts_file}: there is no prompt in it")
+    if args.chat:
+        requests = [r if r.prompt is None else
+                    replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
+    shown = [r if r.messages else replace(r, shown=r.prompt) for r in requests]
+    return shown, complaints
+
+
+def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
+    """A prompt a line, or where the name ends in .jsonl an object a line -> requests, complaints.
+
+    An object has "prompt" or "messages", and may have "id" (else its index) and "max_new_tokens".
+    Empty lines are skipped. OSError or ValueError where the file cannot be read at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
+    requests, complaints, line_of = [], [], {}
+    for index, (i, line) in enumerate(lines):
+        try:
+            fields = parse(line) if path.suffix == ".jsonl" else dict(prompt=line)
+            request = Request(**{"id": index, **fields}, where=f"{path}:{i}")
+            if request.id in line_of:
+                raise ValueError(f"the id {request.id!r} is that of line {line_of[request.id]}")
+            line_of[request.id] = i
+            requests.append(request)
+        except ValueError as e:
+            complaints.append(f"{path}:{i}: {e}")
+    return requests, complaints
+
+
+def parse(line: str) -> dict:
+    """A line of JSON -> Request's fields. ValueError says what is wrong with it."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not valid JSON ({e})") from None
+    if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
+        raise ValueError('expected an object with "prompt" or "messages"')
+    if unknown := found.keys() - {"id", "prompt", "messages", "max_new_tokens"}:
+        raise ValueError(f'unknown key "{min(unknown)}" (known: id, prompt, messages, '
+                         "max_new_tokens)")
+    messages, most = found.get("messages", []), found.get("max_new_tokens", 1)
+    if not isinstance(found.get("prompt", ""), str):
+        raise ValueError('"prompt" is no text')
+    if not isinstance(messages, list) or "messages" in found and not messages or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str) for m in messages):
+        raise ValueError('"messages" is no list of {"role": text, "content": text}')
+    if type(found.get("id", 0)) not in (int, str):
+        raise ValueError('"id" is neither a number nor text')
+    if type(most) is not int or most < 1:
+        raise ValueError('"max_new_tokens" is no number above 0')
+    return found
+
+
+def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
+    """A text's ids, or as many random ones as an integer says. ValueError if there are none."""
+    if not text:
+        raise ValueError("the prompt is empty: give --prompt some text")
+    if not re.fullmatch(r"[+-]?\d+", text):
+        return tokenizer.encode(text)
+    if int(text) < 1:
+        raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
+    generator, n = torch.Generator().manual_seed(seed), min(int(text), cfg.context)
+    return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+
+
+def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
+    """ValueError where a request has no tokens, or `limit` positions no room for a new one."""
+    messages = request.messages
+    if messages is None:
+        ids = encode_prompt(request.prompt, tokenizer, cfg, args.seed)
+    elif tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template")
+    elif not any(message["content"] for message in messages):
+        raise ValueError("the prompt is empty")
+    else:
+        if args.system_prompt and messages[0]["role"] != "system":
+            messages = [dict(role="system", content=args.system_prompt), *messages]
+        ids = tokenizer.encode_chat(messages, **args.chat_template_kwargs or {})
+    if max(ids) >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
+                         "tokens: they do not belong together")
+    if len(ids) >= limit:
+        what = "--max_seq_length" if args.max_seq_length else "the model's context"
+        raise ValueError(f"the prompt has {len(ids)} tokens and {what} is {limit}, which leaves no "
+                         "room for a new one: shorten the prompt")
+    return Job(request, ids, min(request.max_new_tokens or args.max_new_tokens, limit - len(ids)))
+
+
+# ---- Slots --------------------------------------------------------------------------------------
+
+class Done(NamedTuple):
+    """A row that has ended, in which slot, and when it began, said its first token and ended."""
+
+    row: Row
+    slot: int
+    begun_s: float
+    first_s: float
+    end_s: float
+
+
+def serve(rows: Iterable[Row], n_slots: int, start: Callable) -> Iterator[Done]:
+    """Run rows through slots, and yield each as it ends.
+
+    start(prompts) -> ids for each slot, again and again, None where they mean nothing; it takes
+    {slot: prompt} for those to exchange: generate.read_late of generate.generate.
+    """
+    waiting = deque(rows)
+    slots = {slot: waiting.popleft() for slot in range(min(n_slots, len(waiting)))}
+    begun, first = dict.fromkeys(slots, time.perf_counter()), {}
+    tokens = start([row.prompt_ids for row in slots.values()])
+    change = None
+    while slots:
+        ids, change = tokens.send(change), {}
+        now = time.perf_counter()
+        for slot, row in list(slots.items()):
+            if ids[slot] is None:
+                continue
+            if not row.ids:
+                first[slot] = now
+            row.push(ids[slot])
+            if not row.finish_reason:
+                continue
+            yield Done(row, slot, begun[slot], first[slot], now)
+            del slots[slot]
+            change[slot] = None
+            if waiting:
+                slots[slot], begun[slot] = waiting.popleft(), time.perf_counter()
+                change[slot] = slots[slot].prompt_ids
+    tokens.close()
+
+
+# ---- Results ------------------------------------------------------------------------------------
+
+def done_before(path: Path) -> set[int | str]:
+    """The ids of the results in a file that an interrupted run left; a line cut short is removed.
+
+    ValueError where the file is something else.
+    """
+    if not path.exists():
+        return set()
+    ids, end = set(), 0
+    with open(path, "rb+") as f:
+        for i, line in enumerate(f, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found = json.loads(line)
+                ids.add((found["id"], found["new_ids"])[0])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
+                                 "move this file away") from None
+            end += len(line)
+        f.truncate(end)
+    return ids
+
+
+class Results:
+    """Writes JSON lines as rows end, to a file, to stdout, or both; else texts, in input order."""
+
+    def __init__(self, output: Path | None, as_json: bool):
+        self.file = open(output, "a", encoding="utf-8") if output else None
+        self.as_json, self.waiting, self.texts = as_json, deque(), {}
+
+    def write(self, job: Job, **result) -> None:
+        line = json.dumps(result)
+        if self.file:
+            print(line, file=self.file, flush=True)
+        if self.as_json:
+            print(line, flush=True)
+        elif not self.file:
+            i = job.request.id
+            self.texts[i] = f"--- {i} ---\n{job.request.shown}{result['text']}"
+            while self.waiting and self.waiting[0] in self.texts:
+                print(self.texts.pop(self.waiting.popleft()), flush=True)
+
+    def close(self) -> None:
+        """Interrupted: show what waited for a row that did not end."""
+        for i in self.waiting:
+            if i in self.texts:
+                print(self.texts[i], flush=True)
+
+
+def run(jobs: dict[Row, Job], n_slots: int, start: Callable, results: Results) -> bool:
+    """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
+    results.waiting.extend(job.request.id for job in jobs.values())
+    begin, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
+    try:
+        for row, slot, begun_s, first_s, end_s in serve(jobs, n_slots, start):
+            job, n = jobs[row], len(row.ids)
+            n_tokens, speeds = n_tokens + n, speeds + [n / (end_s - begun_s)]
+            speed = (n - 1) / (end_s - first_s) if n > 1 else None
+            results.write(
+                job, id=job.request.id, slot=slot, prompt=job.request.prompt,
+                messages=job.request.messages, text=row.text, prompt_ids=job.ids, new_ids=row.ids,
+                finish_reason=row.finish_reason, ttft_s=first_s - begun_s, decode_tok_s=speed)
+    except KeyboardInterrupt:
+        interrupted = True
+    results.close()
+    seconds = time.perf_counter() - begin
+    log(f"{len(speeds)} of {len(jobs)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
+        f"{n_tokens / seconds:.2f} tok/s in all, "
+        f"{statistics.median(speeds) if speeds else 0:.2f} per prompt (median)")
+    return interrupted

@@ -1,0 +1,341 @@
+"""Different prompts in one batch, slots that are refilled, prompts in chunks, rings: nothing changes a row."""
+
+import json
+import signal
+import subprocess
+from contextlib import suppress
+
+import pytest
+import tiny
+import torch
+from conftest import SMOLLM2
+from test_errors import refused, run
+from test_generate import command
+
+import batch
+import generate
+from cli import english_text
+from model import Ring, cache_bytes, n_slots
+from sampling import Sampling
+from tokenizer import Numbers, Row
+
+GREEDY = Sampling(temperature=0)
+LENGTHS, NEW = [20, 3, 11, 1, 7, 15, 2, 18], [6, 12, 3, 9, 1, 14, 5, 8]
+
+
+def prompts(seed=5):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 160, (n,), generator=g).tolist() for n in LENGTHS]
+
+
+def alone(model, ids, n_new, how=GREEDY):
+    """By recomputation: no cache, no chunks, no other row."""
+    return [t.item() for t in generate.generate(model, torch.tensor([ids]), n_new, how, use_cache=False)]
+
+
+def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY):
+    """-> the new ids of each prompt, and the slots in which they were."""
+    rows = {Row(Numbers(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
+    out = {}
+
+    def start(first):
+        return generate.read_late(generate.generate(model, first, None, how, steps=steps))
+    for row, slot, begun, first, end in batch.serve(rows, n_slots, start):
+        assert row.finish_reason == "length" and begun <= first <= end
+        out[rows[row]] = row.ids, slot
+    return [out[i][0] for i in range(len(work))], [out[i][1] for i in range(len(work))]
+
+
+# ---- The model: rings ----------------------------------------------------------------------------
+
+def test_ring_has_window_plus_longest_call_minus_one_slots():
+    assert [n_slots(8, 40, c) for c in (1, 4, 33, 40)] == [8, 11, 40, 40] and n_slots(None, 40, 1) == 40
+    ring = Ring(1, 4, "cpu")                               # window 3, calls of 2, as in the picture
+    for pos in ([0, 1], [2, 3], [4, 5]):
+        slot, held = ring(torch.tensor(pos), 4, None)
+    assert slot.tolist() == [0, 1] and held.tolist() == [[4, 5, 2, 3]]
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_chunks_in_rings_equal_whole(ours, name):
+    """Calls as long as allowed, shared and per-row positions, over what an earlier request left."""
+    model, g = ours(name), torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 160, (3, 40), generator=g)
+    model.setup_cache(0, 40)
+    expected = model(tokens, torch.arange(40), keep=40)
+    model.setup_cache(3, 40, 4)
+    windows = {w for w in model.cfg.window if w}
+    assert {ring.held.shape[1] for ring in model.rings.values()} == {w + 3 for w in windows if w + 3 < 40}
+    allocated = sum(2 * layer.attn.cache.k.numel() * 4 for layer in model.layers)
+    assert allocated == cache_bytes(model.cfg, 3, 40, 4, torch.float32)
+    for shared in (True, False):
+        at, logits = 0, []
+        for n in (4, 4, 1, 3, 4, 2, 4, 4, 4, 1, 4, 4, 1):
+            pos = torch.arange(at, at + n)
+            logits.append(model(tokens[:, at:at + n], pos if shared else pos.expand(3, -1), n))
+            at += n
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_slots_chunks_and_refills_equal_alone(ours, name):
+    """Eight prompts through three slots: different lengths, starts and ends; in chunks and rings."""
+    model, work = ours(name), list(zip(prompts(), NEW))
+    model.setup_cache(0, 40)                               # RoPE of a kind that follows the length
+    expected = [alone_at(model, ids, n) for ids, n in work]
+    for longest, steps in ((None, generate.Steps()), (4, generate.Steps()), (8, generate.Steps(pad=True))):
+        model.setup_cache(3, 40, longest)
+        got, slots = serve(model, work, 3, steps)
+        assert got == expected and set(slots) == {0, 1, 2}
+
+
+def alone_at(model, ids, n_new):
+    """As alone(), with RoPE for 40 positions whatever the prompt's length."""
+    out = []
+    for _ in range(n_new):
+        whole = torch.tensor([ids + out])
+        with torch.inference_mode():
+            out.append(model(whole, torch.arange(whole.shape[1]))[0, -1].argmax().item())
+    return out
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+def test_rows_of_different_lengths_without_a_cache_too(ours):
+    model, work = ours("qwen3"), prompts()[:3]
+    expected = [alone(model, ids, 9) for ids in work]
+    for more in (dict(), dict(use_cache=False)):
+        got = torch.cat(list(generate.generate(model, work, 9, GREEDY, **more)), dim=1).tolist()
+        assert got == expected
+
+
+def test_a_repetition_penalty_counts_each_rows_own_tokens(ours):
+    """A slot's next prompt has not said what the last one did; what fills a row up was not said."""
+    model, work, how = ours("llama3"), list(zip(prompts(), NEW)), Sampling(0, repetition_penalty=1.7)
+    expected = [alone(model, ids, n, how) for ids, n in work]
+    model.setup_cache(2, 40, 8)
+    assert serve(model, work, 2, how=how)[0] == expected
+
+
+def test_a_slot_that_is_read_late(ours, monkeypatch):
+    """As on a GPU, where the next step is under way when a row turns out to have ended."""
+    class Far(torch.Tensor):
+        is_cuda = property(lambda self: True)
+
+    class Event:
+        record = synchronize = lambda self: None
+    empty = torch.empty
+    model, work = ours("gemma3_text"), list(zip(prompts(), NEW))
+    expected = [alone(model, ids, n) for ids, n in work]
+    model.setup_cache(3, 40, 4)
+    original = generate.generate
+
+    def far(*args, **more):
+        tokens, change = original(*args, **more), None
+        with suppress(StopIteration):
+            while True:
+                change = yield tokens.send(change).as_subclass(Far)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(generate, "generate", far)
+    assert serve(model, work, 3)[0] == expected
+    rows = [Row(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
+    model.setup_cache(3, 40, 4)
+    generate.follow(far(model, prompts()[:3], 9, GREEDY), rows, None)
+    assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]
+
+
+def test_refilling_compiles_nothing(ours):
+    torch._dynamo.reset()
+    model, work = ours("gemma2"), list(zip(prompts(), NEW))
+    expected = [alone(model, ids, n) for ids, n in work]
+    model.setup_cache(3, 40, 4)
+    steps = generate.build_steps(model, "compile")
+    generate.warm_up(model, [[1]] * 3, range(2, 40), GREEDY, steps)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert serve(model, work, 3, steps)[0] == expected
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+
+
+def test_smollm2_prompts_of_1_to_200_tokens_with_different_ends(smollm2):
+    model, _, tokenizer = smollm2
+    ids = tokenizer.encode(english_text()[:8000])
+    sizes = [1, 200, 7, 64, 133, 2, 31, 90, 15, 178]
+    work = [(ids[100 * i:100 * i + n], 1 + 5 * i % 17) for i, n in enumerate(sizes)]
+    model.setup_cache(1, 256)
+    expected = [[t.item() for t in generate.generate(model, torch.tensor([p]), n, GREEDY)] for p, n in work]
+    model.setup_cache(4, 256, 48)
+    assert serve(model, work, 4)[0] == expected
+
+
+def test_too_long_for_the_model_is_refused(ours):
+    with pytest.raises(AssertionError, match="exceed the context"):
+        next(generate.generate(ours("llama2"), [[1] * 120, [1]], 60, GREEDY))
+
+
+# ---- Reading requests ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, words", [
+    ('{"prompt": "a"', "not valid JSON"), ('["a"]', "expected an object"), ('{"id": 1}', "expected an object"),
+    ('{"prompt": "a", "messages": []}', "expected an object"), ('{"prompt": 5}', '"prompt" is no text'),
+    ('{"messages": []}', '"messages" is no list'), ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
+    ('{"messages": "hi"}', '"messages" is no list'), ('{"prompt": "a", "id": [1]}', '"id" is neither'),
+    ('{"prompt": "a", "id": true}', '"id" is neither'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
+    ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperature": 1}', "unknown key"),
+    ('{"prompt": "b", "id": "x"}', "the id 'x' is that of line 1"), ("[" * 9999, "not valid JSON")])
+def test_a_bad_line_is_named_and_the_others_stay(tmp_path, line, words):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a", "id": "x"}}\n\n{line}\n{{"prompt": "c", "max_new_tokens": 3}}\r\n')
+    requests, complaints = batch.read_prompts(path)
+    assert [(r.id, r.prompt, r.max_new_tokens, r.where) for r in requests] == [
+        ("x", "a", None, f"{path}:1"), (2, "c", 3, f"{path}:4")]
+    assert len(complaints) == 1 and complaints[0].startswith(f"{path}:3: ") and words in complaints[0]
+
+
+def test_lines_of_text(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text('one\n\n{"two"}\r\nthree\x0bfour\u2028five')
+    assert [(r.id, r.prompt) for r in batch.read_prompts(path)[0]] == [
+        (0, "one"), (1, '{"two"}'), (2, "three\x0bfour\u2028five")]
+
+
+# ---- The command line ----------------------------------------------------------------------------
+
+ARGV = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--max_new_tokens", 9]
+SAID = {"Hello, my name is": " Alex, and I'm a professional coach.",
+        "The capital of France is": " Paris.\n\nThe answer is: "}
+
+
+def test_several_prompts_in_order_with_fewer_slots(capsys):
+    texts = [*SAID, "def f(x):", *SAID]
+    said = {text: run(capsys, *ARGV, "--prompt", text)[1] for text in set(texts)}
+    argv = [a for text in texts for a in ("--prompt", text)]
+    for n in (1, 2, 9):
+        status, out, err = run(capsys, *ARGV, *argv, "--batch_size", n)
+        assert status == 0 and out == "".join(f"--- {i} ---\n{said[text]}" for i, text in enumerate(texts))
+        assert "5 of 5 prompts, 45 new tokens" in err
+    status, out, _ = run(capsys, *ARGV, *argv, "--batch_size", 2, "--json", "--stop", "name")
+    found = {o["id"]: o for o in map(json.loads, out.splitlines())}
+    assert sorted(found) == [0, 1, 2, 3, 4] and {o["slot"] for o in found.values()} == {0, 1}
+    assert found[3]["text"] == found[0]["text"] and found[3]["prompt"] == "Hello, my name is"
+    assert {"new_ids", "prompt_ids", "finish_reason", "ttft_s", "decode_tok_s"} <= set(found[0])
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [dict(id=f"r{i}", prompt=text, max_new_tokens=3 + i) for i, text in enumerate([*SAID] * 2)]
+    lines.append(dict(messages=[dict(role="user", content="What is 2+2?")]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_file_of_prompts_and_going_on_after_an_interruption(capsys, jsonl, tmp_path):
+    output = tmp_path / "out.jsonl"
+    argv = [*ARGV, "--prompts_file", jsonl, "--batch_size", 2]
+    status, whole, _ = run(capsys, *argv, "--json")
+    status, out, err = run(capsys, *argv, "--output", output)
+    lines = output.read_text().splitlines()
+    timeless = [{k: v for k, v in json.loads(line).items() if not k.endswith("_s")} for line in lines]
+    assert status == 0 and out == "" and len(lines) == 5
+    assert timeless == [{k: v for k, v in json.loads(line).items() if not k.endswith("_s")}
+                        for line in whole.splitlines()]
+    found = {o["id"]: o for o in timeless}
+    assert [len(found[f"r{i}"]["new_ids"]) for i in range(4)] == [3, 4, 5, 6]
+    assert found[4]["prompt"] is None and found[4]["messages"][0]["role"] == "user" and "answer" in found[4]["text"]
+    for kept in (2, 5):
+        output.write_text("".join(line + "\n" for line in lines[:kept]) + lines[0][:40])   # cut short
+        status, out, err = run(capsys, *argv, "--output", output)
+        assert status == 0 and f"{kept} results are in {output} already: {5 - kept} prompts to go" in err
+        again = [json.loads(line) for line in output.read_text().splitlines()]
+        assert {o["id"]: o["new_ids"] for o in again} == {o["id"]: o["new_ids"] for o in timeless}
+        assert len(again) == 5
+
+
+def test_bad_rows_do_not_stop_the_others(capsys, jsonl):
+    with open(jsonl, "a") as f:
+        f.write('{"prompt": \n{"prompt": "", "id": "e"}\n{"prompt": "9000"}\n{"id": "r0", "prompt": "x"}\n')
+        f.write('{"id": "last", "prompt": "Hello", "max_new_tokens": 1}\n')
+    status, out, err = run(capsys, *ARGV, "--prompts_file", jsonl, "--json")
+    found = [json.loads(line)["id"] for line in out.splitlines()]
+    assert status == 1 and found == ["r0", "r1", "r2", "r3", 4, "last"]
+    for line, words in ((6, "not valid JSON"), (7, "the prompt is empty"), (8, "8192"), (9, "that of line 1")):
+        complaint = next(c for c in err.splitlines() if f"{jsonl}:{line}: " in c)
+        assert words in complaint and complaint.startswith("generate.py: error: "), complaint
+
+
+def test_interrupted_rows_are_run_again(jsonl, tmp_path):
+    output = tmp_path / "out.jsonl"
+    jsonl.write_text("".join(json.dumps(dict(prompt=f"Hello {i}", max_new_tokens=4 if i < 3 else 2000)) + "\n"
+                             for i in range(6)))
+    argv = command(*ARGV, "--prompts_file", jsonl, "--batch_size", 2, "--output", output, "--json", "--ignore_eos")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "3 of 6 prompts" in err
+    assert output.read_text() == "".join(first) + out and len(batch.done_before(output)) == 3
+
+
+def test_chat_is_the_template_once(capsys):
+    argv = [*ARGV, "--prompt", "What is 2+2?", "--chat"]
+    status, out, _ = run(capsys, *argv)
+    alone = json.loads(run(capsys, *argv, "--json")[1])
+    assert status == 0 and out == alone["text"] + "\n" and "answer" in out and alone["prompt"] == "What is 2+2?"
+    status, out, _ = run(capsys, *argv, "--prompt", "Hi", "--json", "--system_prompt", "You are terse.")
+    told = json.loads(out.splitlines()[0])
+    assert told["prompt_ids"] != alone["prompt_ids"] and told["messages"][0]["role"] == "user"
+    _, _, tokenizer = generate.load_model(str(SMOLLM2))
+    assert "You are terse." in tokenizer.decode(told["prompt_ids"])
+
+
+def test_bad_input(capsys, tmp_path, jsonl):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "other.jsonl").write_text('{"id": 1}\n')
+    base = ["-m", SMOLLM2, "--device", "cpu"]
+    for argv, words in (
+            (["--prompts_file", tmp_path / "none.txt"], "No such file"),
+            (["--prompts_file", tmp_path / "empty.txt"], "there is no prompt in it"),
+            (["--prompts_file", tmp_path / "bad.txt"], "not UTF-8"),
+            (["--prompts_file", jsonl, "--prompt", "x"], "exclude each other"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "no/where"], "No such file"),
+            (["--prompts_file", jsonl, "--output", tmp_path], "Is a directory"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "other.jsonl"], "other.jsonl:1: not a result of ours"),
+            (["--prompts_file", jsonl, "--output", jsonl], "prompts.jsonl:1: not a result of ours"),
+            (["--prompt", "a", "--prompt", "b", "--num_samples", 2], "do not go with --num_samples"),
+            (["--prompt", "a", "--prompt", "b", "--engine", "recompute"], "--engine recompute"),
+            (["--prompts_file", jsonl, "--interactive"], "--interactive does not go with --prompts_file"),
+            (["--system_prompt", "x"], "for --chat, --interactive"),
+            (["--chat", "--prompt", ""], "the prompt is empty"),
+            (["--chat", "--chat_template_kwargs", "[1]"], "expected a JSON object"),
+            (["--prefill_chunk", "0"], "must be at least 1")):
+        assert words in refused(capsys, *base, *argv), argv
+    jsonl.write_text('{"prompt": ""}\n')
+    status, out, err = run(capsys, *base, "--prompts_file", jsonl)
+    assert status == 1 and out == "" and "the prompt is empty" in err and "Memory" not in err
+
+
+def test_chat_without_a_template(capsys):
+    assert "no chat template" in refused(capsys, "--random", "stories15M", "--chat", "--prompt", "Hi", "--device", "cpu")
+
+
+def test_memory_is_stated_and_refused(capsys):
+    status, out, err = run(capsys, *ARGV, "--max_seq_length", 8192, "--batch_size", 3)
+    assert status == 0 and "Memory: 538 MB for weights and 1132 MB for the KV cache (3 x 8192 positions)" in err
+    argv = ["--random", "Llama-3.1-70B", "--prompt", 5, "--device", "cpu"]
+    status, out, err = run(capsys, *argv)
+    assert status == 2 and "not enough memory: 141" in err and "--quantize" in err and "Traceback" not in err
+    status, out, err = run(capsys, *ARGV, "--max_seq_length", 8192, "--batch_size", 3000)
+    assert status == 2 and "(3000 x 8192 positions), but only" in err and "--batch_size" in err
+
+
+def test_a_long_prompt_in_chunks_says_the_same(capsys):
+    argv = [*ARGV, "--prompt", 700, "--json", "--max_new_tokens", 4]
+    said = [json.loads(run(capsys, *argv, "--prefill_chunk", n)[1])["new_ids"] for n in (64, 300, 5000)]
+    assert said[0] == said[1] == said[2]
