@@ -44,8 +44,8 @@ class Chat:
         self.tokenizer, self.answer, self.limit, self.rewind = tokenizer, answer, limit, rewind
         self.note, self.system, self.template = note, system, template or {}
         self.plain = tokenizer.chat_template is None
-        self.messages, self.held = [], []          # held: the ids whose keys the cache holds
-        self.stats = "no answer yet"
+        self.messages, self.held, self.top = [], [], 0     # held: the ids whose keys the cache has,
+        self.stats = "no answer yet"                       # top: how many it ever had at once
 
     def run(self) -> None:
         """Converse until the input ends."""
@@ -58,6 +58,9 @@ class Chat:
         while True:
             try:
                 line = input(prompt)
+            except UnicodeDecodeError as e:
+                self.note(f"error: this is not text: {e.reason}")
+                continue
             except EOFError:
                 print(end="\n" * bool(prompt))
                 return
@@ -71,6 +74,8 @@ class Chat:
                     self.command(*line.split(maxsplit=1))
                 elif line.strip():
                     self.turn(line)
+            except BrokenPipeError:                # who read the answers has left
+                raise
             except (ValueError, OSError) as e:
                 self.note(f"error: {e}")
             except KeyboardInterrupt:
@@ -91,10 +96,16 @@ class Chat:
         elif name == "/stats":
             self.note(f"{len(self.messages)} messages, {len(self.held)} of {self.limit + 1} "
                       f"positions in use; {self.stats}")
+        elif name == "/save" and text and not self.messages:
+            self.note("no messages to save")
         elif name == "/save" and text:
             partial = Path(f"{text}.partial")
-            partial.write_text(json.dumps(dict(messages=self.with_system(self.messages))) + "\n")
-            os.replace(partial, text)
+            try:
+                line = json.dumps(dict(messages=self.with_system(self.messages)))
+                partial.write_text(line + "\n")
+                os.replace(partial, text)
+            finally:
+                partial.unlink(missing_ok=True)
             self.note(f"{len(self.messages)} messages in {text}")
         else:
             self.note(HELP)
@@ -123,8 +134,9 @@ class Chat:
             self.note(f"the conversation exceeds {self.limit} tokens: its oldest {dropped} "
                       "messages are forgotten (/clear starts a new one)")
         n_cached = min(n_common(self.held, ids), len(ids) - 1)
-        if len(self.held) - n_cached > self.rewind:        # a ring has overwritten what is needed
-            n_cached = 0
+        self.top = max(self.top, len(self.held))
+        if self.top - n_cached > self.rewind:      # a ring has overwritten what is needed
+            n_cached = self.top = 0
         self.held = []                             # in case the answer is interrupted early
         row, figures = self.answer(ids, n_cached)
         self.stats = f"last answer: {n_cached} of {len(ids)} tokens were in the cache, {figures}"

@@ -569,7 +569,7 @@ def run(argv: list[str] | None) -> int:
             times, _ = follow(tokens([ids], n_new, n_cached), [mine], "")
             return mine, describe(figures(times, len(ids) - n_cached, 1, read_bytes))
 
-        room = length - min(args.max_new_tokens, length // 4)
+        room = length - max(1, min(args.max_new_tokens, length // 4))
         rewind = model.longest_call - 1 if model.rings else length
         Chat(tokenizer, answer, room, rewind, log, args.system_prompt,
              args.chat_template_kwargs).run()

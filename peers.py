@@ -15,8 +15,8 @@ A worker speaks JSON, a line each. First {"ready": true, "version": …, "load_s
 
 or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, in batches of B as they come:
 
-    {"total_s": …, "request_s": [of each], "first_s": [to the first token of each] or null,
-     "peak_memory_bytes": …}
+    {"ids": [each one's N], "total_s": …, "request_s": [of each],
+     "first_s": [to the first token of each] or null, "peak_memory_bytes": …}
 
 or {"error": "one line"}. It ends when its stdin does.
 """
@@ -81,17 +81,18 @@ class Transformers:
 
     def serve(self, prompts, n_new, batch):
         """As its documentation does: padded on the left, until the longest answer of a batch."""
-        seconds, begin = [], time.perf_counter()
+        said, seconds, begin = [], [], time.perf_counter()
         for first in range(0, len(prompts), batch):
             some, news = prompts[first:first + batch], n_new[first:first + batch]
             width, start = max(map(len, some)), time.perf_counter()
             ids = self.torch.tensor([[0] * (width - len(p)) + p for p in some])
             mask = self.torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in some])
-            self.model.generate(ids.to(self.model.device), max_new_tokens=max(news),
-                                attention_mask=mask.to(self.model.device), do_sample=False,
-                                pad_token_id=0, **self.how)
+            out = self.model.generate(ids.to(self.model.device), max_new_tokens=max(news),
+                                      attention_mask=mask.to(self.model.device), do_sample=False,
+                                      pad_token_id=0, **self.how)[:, width:].tolist()
+            said += [row[:n] for row, n in zip(out, news)]
             seconds += [time.perf_counter() - start] * len(some)
-        return dict(total_s=time.perf_counter() - begin, request_s=seconds, first_s=None)
+        return dict(ids=said, total_s=time.perf_counter() - begin, request_s=seconds, first_s=None)
 
 
 class Compiled(Transformers):
@@ -271,7 +272,7 @@ class Peer:
         return self._ask(prompt=list(prompt_ids), n_new=n_new, batch=batch)
 
     def serve(self, prompts: list[list[int]], n_new: list[int], batch: int) -> dict:
-        """-> total_s, request_s, first_s, peak_memory_bytes, as above. RuntimeError too."""
+        """-> ids, total_s, request_s, first_s, peak_memory_bytes, as above. RuntimeError too."""
         return self._ask(prompts=prompts, n_new=n_new, batch=batch)
 
     def _ask(self, **request) -> dict:

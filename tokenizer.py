@@ -9,6 +9,7 @@ about the beginning-of-sequence token. It does not know the model.
 """
 
 import base64
+import copy
 import datetime
 import json
 import re
@@ -107,34 +108,45 @@ class Tokenizer:
             return self.fast.decode(ids, skip_special_tokens=True)
         return self.sp.decode([i for i in ids if i < self.n_vocab and i not in self.control])
 
-    def encode_chat(self, messages: list[dict], **more) -> list[int]:
+    def encode_chat(self, messages: list[dict], /, **more) -> list[int]:
         """The ids of render(), in which special tokens are the template's: a message's are text.
 
-        Those in a message are broken by a character that no text has, until they have been told
-        from the others.
+        Those in a message are replaced by signs that no text has, until the template's have been
+        told from the text between them.
         """
-        special = self._special_tokens()
-        if not special:
-            return self.encode(self.render(messages, **more), bos=False)
-        shielded = [{**m, "content": special.sub(lambda found: found[0][0] + SHIELD + found[0][1:],
-                                                 m["content"])} for m in messages]
-        text, ids = self.render(shielded, **more), []
+        names, special = self._specials()
+        sign = {name: SHIELD + chr(0xf0000 + i) for i, name in enumerate(names)}
+        bare = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+        def hide(text):
+            return bare.sub(lambda found: sign[found[0]], text.replace(SHIELD, ""))
+
+        def bring_back(text):
+            return re.sub(SHIELD + "(.)", lambda found: names[ord(found[1]) - 0xf0000], text)
+
+        text = self.render([{key: hide(value) if isinstance(value, str) else value
+                             for key, value in m.items()} for m in messages], **more)
         if SHIELD not in text:
             return self.encode(text, bos=False)
-        for i, piece in enumerate(special.split(text)):        # text, special, text, …
-            ids += self.encode(piece.replace(SHIELD, ""), bos=False, special=i % 2 == 1)
+        first, *pieces = special.split(text)               # text, special, text, …
+        ids, later = self.encode(bring_back(first), bos=False, special=False), copy.copy(self)
+        if self.backend == "json":                 # some put a space in front, of the first only
+            data = re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.data)
+            later.fast = type(self.fast).from_str(data)
+        for i, piece in enumerate(pieces):
+            ids += later.encode(bring_back(piece), bos=False, special=i % 2 == 0)
         return ids
 
-    def _special_tokens(self) -> re.Pattern | None:
-        """Matches any of them, the longest first, with the spaces that some take with them."""
+    def _specials(self) -> tuple[list[str], re.Pattern]:
+        """Special tokens, the longest first; and what matches any, with spaces that it swallows."""
         if self.backend == "sentencepiece":
-            return self.cut
+            return sorted(self.specials, key=len, reverse=True), self.cut
         tokens = [t for t in self.fast.get_added_tokens_decoder().values() if t.special]
         tokens.sort(key=lambda t: -len(t.content))
         names = [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in tokens]
-        return re.compile("(" + "|".join(names) + ")") if names else None
+        return [t.content for t in tokens], re.compile("(" + "|".join(names) + ")")
 
-    def render(self, messages: list[dict], **more) -> str:
+    def render(self, messages: list[dict], /, **more) -> str:
         """The chat template's text for messages [{role, content}], ready for the next answer.
 
         In jinja2's sandbox, with what transformers gives a template. ValueError where it refuses.
@@ -160,7 +172,7 @@ class Tokenizer:
         try:
             return world.from_string(self.chat_template).render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None,
-                **self.names, **more)
+                **{**self.names, **more})
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"the chat template does not render: {e}") from None
 

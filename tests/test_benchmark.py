@@ -91,6 +91,34 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch, engine, dtype):
     assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) says other tokens" in err
 
 
+def test_requests_and_larger_caches(capsys):
+    """Different prompts by slots, whose rows are compared too, and a cache beyond what is needed."""
+    argv = ["--random", "stories15M", "-r", 1, "--device", "cpu", "-o", "json", "-n", 9, "-d", 12]
+    status, out, _ = run(capsys, *argv, "--requests", 7, "-b", "1,3", "--engines", "kv_cache,recompute")
+    one, refused, three, _ = json.loads(out)["rows"]
+    assert status == 0 and refused["error"] == "takes one prompt at a time" and refused["tok_s"] is None
+    for row in (one, three):
+        assert row["test"] == "rq7 @ d1-12, tg1-9" and row["compared"] is True and row["tok_s"] > 0
+        assert row["ttft_ms"] > 0 and row["achieved_gb_s"] is None and row["tok_s_per_request"] > 0
+    status, out, _ = run(capsys, *argv, "--max_seq_length", "0,256", "--engines", "kv_cache")
+    tight, wide = json.loads(out)["rows"]
+    assert status == 0 and wide["test"] == "tg9 @ d12, cache 256" and tight["test"] == "tg9 @ d12"
+    assert wide["peak_memory_bytes"] - tight["peak_memory_bytes"] > 0.8 * 2 * 6 * 288 * 2 * (256 - 21)
+
+
+def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
+    """A slot that goes on where the one before it was."""
+    original = benchmark.read_late
+
+    def late(tokens):
+        for ids in original(tokens):
+            yield [(i + 1) % 32000 for i in ids]
+    monkeypatch.setattr(benchmark, "read_late", late)
+    argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-n", 9, "-d", 12, "--requests", 2, "--engines", "kv_cache"]
+    status, out, err = run(capsys, *argv)
+    assert status == 1 and "| NO |" in out
+
+
 def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
     """And the others are measured."""
     monkeypatch.setattr(benchmark, "free_memory", lambda device: 50e6)

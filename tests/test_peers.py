@@ -106,6 +106,10 @@ def test_transformers(fake, families):
     assert answer["ids"] == whole[0, 12:].tolist() and peer.version.startswith("transformers 5")
     assert answer["ttft_s"] > 0 and answer["step_s"] > 0 and answer["peak_memory_bytes"] > 1e7
     assert peer(prompt, 1)["step_s"] is None
+    several = peer.serve([prompt[-3:], prompt, prompt[:5]], [4, 8, 2], 2)
+    for ids, prompt_ids, n in zip(several["ids"], (prompt[-3:], prompt, prompt[:5]), (4, 8, 2)):
+        assert ids == peer(prompt_ids, n)["ids"]           # padded on the left, it says the same
+    assert several["total_s"] >= several["request_s"][0] == several["request_s"][1] > several["request_s"][2] > 0
     with pytest.raises(RuntimeError, match="^transformers: "):
         peer([], 4)
     peer.process.stdin.close()
