@@ -78,6 +78,8 @@ SUITES = {
                         "int8,int4 --peers llama.cpp,transformers,generate.py",
         "Prompts and depths": "--engines kv_cache,compile,compile+prefill -p 128,512,2048 -n 64 "
                               "-d 128,1024,4096 -r 3",
+        "Caches": "--engines compile -n 100 --max_seq_length 256,8192",
+        "Requests": "--requests 64 -n 64 -d 200 -b 1,8,32 -r 3 --peers transformers",
         "Batches": "--engines kv_cache,compile -n 64 -b 1,4,16,64 -r 3",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",

@@ -327,7 +327,11 @@ class Attention(nn.Module):
         """
         one = torch.compiler.is_compiling() and q.shape[2] == 1 and q.device.type == "cpu"
         if not (one or self.needs_scores):
-            return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=True)
+            shape, gqa = q.shape, True
+            if shape[2] == 1:                      # heads that share keys are queries side by side:
+                q, gqa = q.view(shape[0], k.shape[1], -1, shape[3]), False     # three times faster
+            y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=gqa)
+            return y.view(shape)
 
         def product(a, b):                         # [B, K, N/K, T, I] @ [B, K, I, J] in fp32
             if one:

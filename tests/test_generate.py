@@ -95,7 +95,7 @@ def test_the_whole_step_traces_and_draws_the_same(ours, how):
     first = torch.compile(generate.prefill, backend="aot_eager", fullgraph=True, dynamic=False)
     drawn = []
     for steps in (generate.Steps(), generate.Steps(first, generate.on_gpu(step), pad=True)):
-        model.setup_cache(2, 64)
+        model.setup_cache(2, 64, 16)                       # with a ring of 8 + 16 - 1 slots
         g = torch.Generator().manual_seed(3)
         drawn.append([t.tolist() for t in generate.generate(model, prompt, 12, how, g, steps)])
     assert drawn[0] == drawn[1]
@@ -115,6 +115,7 @@ def test_seed_repeats_and_compiled_prefill_draws_the_same(smollm2):
 
 def test_bucket():
     assert [generate.bucket(n, 1000) for n in (1, 256, 257, 513, 999, 1000)] == [256, 256, 512, 1000, 1000, 1000]
+    assert len({generate.bucket(n, 8192) for n in range(1, 8193)}) == 6    # compilations to the full context
     assert generate.bucket(33, 1000, 32) == 64 and generate.bucket(5, 10, 32) == 10
 
 
