@@ -117,8 +117,15 @@ def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
         return tokenizer.encode(text)
     if int(text) < 1:
         raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
-    generator, n = torch.Generator().manual_seed(seed), min(int(text), cfg.context)
-    return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+    check_length(int(text), cfg.context, "the model's context")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(min(1024, cfg.vocab_size), (int(text),), generator=generator).tolist()
+
+
+def check_length(n: int, limit: int, what: str) -> None:
+    if n >= limit:
+        raise ValueError(f"the prompt has {n} tokens and {what} is {limit}, which leaves no room "
+                         "for a new one: shorten the prompt")
 
 
 def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
@@ -137,10 +144,8 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     if max(ids) >= cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
                          "tokens: they do not belong together")
-    if len(ids) >= limit:
-        what = "--max_seq_length" if args.max_seq_length else "the model's context"
-        raise ValueError(f"the prompt has {len(ids)} tokens and {what} is {limit}, which leaves no "
-                         "room for a new one: shorten the prompt")
+    what = "--max_seq_length" if args.max_seq_length else "the model's context"
+    check_length(len(ids), limit, what)
     return Job(request, ids, min(request.max_new_tokens or args.max_new_tokens, limit - len(ids)))
 
 
