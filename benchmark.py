@@ -526,6 +526,7 @@ def build_parser():
     add("--suite", choices=SUITES,
         help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
              "interrupted, at the same commit")
+    add("--only", metavar="TITLES", help="of the suite, these tables, with commas")
     add = p.add_argument_group("output").add_argument
     add("-o", "--output", default="md", choices=list(OUTPUTS), help="on stdout")
     add("--plot", type=Path, metavar="DIR", help="charts of throughput, first token, memory and "
@@ -648,10 +649,15 @@ def run(argv=None) -> int:
     if args.suite == "gpu" and device.type == "cpu":
         raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
     given = {k for k, value in vars(args).items() if value != parser.get_default(k)}
-    if args.suite and (more := given - {"suite", "device", "plot"}):
+    if args.only and not args.suite:
+        raise ValueError("--only chooses from a --suite")
+    if args.suite and (more := given - {"suite", "device", "plot", "only"}):
         raise ValueError(f"--suite has its own commands and does not go with --{min(more)}")
     if args.suite:
-        return run_suite(args.suite, device, args.plot)
+        titles = names(args.only) if args.only else list(SUITES[args.suite])
+        if unknown := [title for title in titles if title not in SUITES[args.suite]]:
+            raise ValueError(f"--only {unknown[0]}: the tables are {', '.join(SUITES[args.suite])}")
+        return run_suite(args.suite, titles, device, args.plot)
     nano = bool(re.search(r"--init[-_]from\b", said))
     pairs, models, peer_names = read_engines(args, nano), read_models(args), names(args.peers)
     for peer in peer_names:
@@ -715,7 +721,7 @@ def slug(text: str) -> str:
     return re.sub(r"\W+", "-", text.lower())
 
 
-def run_suite(suite: str, device: torch.device, charts: Path | None) -> int:
+def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path | None) -> int:
     """Each entry in a process of its own, so that its memory is too; the file grows by entry."""
     about = machine(device)
     name = slug(f"{about['machine']} {about['threads']} threads")
@@ -723,6 +729,8 @@ def run_suite(suite: str, device: torch.device, charts: Path | None) -> int:
     path.parent.mkdir(exist_ok=True)
     tables = json.loads(path.read_text())["tables"] if path.exists() else {}
     for title, command in SUITES[suite].items():
+        if title not in titles:
+            continue
         if tables.get(title, {}).get("commit") == about["commit"]:
             log(f"{title}: measured already at {about['commit']}")
             continue
@@ -738,6 +746,7 @@ def run_suite(suite: str, device: torch.device, charts: Path | None) -> int:
             continue
         tables[title] = json.loads(done.stdout)
         tables[title]["command"] = f"python benchmark.py {command}"
+        tables = {t: tables[t] for t in SUITES[suite] if t in tables}      # in that order
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dict(about, tables=tables), indent=1) + "\n")
         os.replace(partial, path)

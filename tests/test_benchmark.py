@@ -222,6 +222,13 @@ def test_suite_goes_on(capsys, monkeypatch, tmp_path):
     written, = (tmp_path / "benchmarks").iterdir()
     tables = json.loads(written.read_text())["tables"]
     assert list(tables) == ["one", "two"] and tables["two"]["command"] == "python benchmark.py -n 3"
+    for path, kept in ((written, ["two"]), (written, ["one", "two"])):
+        path.unlink(missing_ok=True) if kept == ["two"] else None
+        assert run(capsys, "--suite", "cpu", "--only", kept[0], "--device", "cpu")[0] == 0
+        assert list(json.loads(path.read_text())["tables"]) == kept
+    for argv, words in ((["--suite", "cpu", "--only", "tow"], "--only tow: the tables are one, two"), (["--only", "one"], "--suite")):
+        with pytest.raises(ValueError, match=words):
+            run(capsys, *argv, "--device", "cpu")
 
 
 def test_ratios_are_to_weights_alike():
