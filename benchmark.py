@@ -139,7 +139,8 @@ def machine(device: torch.device) -> dict:
     return dict(device=str(device), machine=name, clocks=clocks, threads=torch.get_num_threads(),
                 capability=torch.backends.cpu.get_cpu_capability(),
                 versions=dict(torch=torch.__version__, python=platform.python_version()),
-                commit=told("git", "describe", "--always", "--dirty"))
+                commit=told("git", "describe", "--always") + "-dirty" * bool(
+                    told("git", "status", "--short", "-uno", ".", ":!benchmarks")))
 
 
 # ---- Engines ------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch import Tensor
 import batch
 import checkpoint as checkpoints
 import quantize
+import speculate
 import tokenizer as tokenizers
 from chat import Chat
 from cli import (
@@ -48,6 +49,7 @@ from cli import (
 )
 from model import MoE, Transformer, cache_bytes
 from sampling import Sampling, exponential, n_candidates, sample
+from speculate import Speculator
 from tokenizer import Row
 
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
@@ -111,13 +113,15 @@ def next_pos(n: list[int], device) -> Tensor:
 @torch.inference_mode()
 def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_tokens: int | None,
              how: Sampling = Sampling(), generator: torch.Generator | None = None,
-             steps: Steps = Steps(), use_cache: bool = True, n_cached: int = 0) -> Iterator[Tensor]:
+             steps: Steps = Steps(), use_cache: bool = True, n_cached: int = 0,
+             speculator: Speculator | None = None) -> Iterator[Tensor]:
     """Yield max_new_tokens tokens [B, 1] on the device, one at a time, without ever reading one.
 
     prompts: ids, [B, T] or B lists of any lengths; how: see sampling.py (temperature=0 is greedy);
     use_cache=False recomputes everything for each token; n_cached: that many tokens are in the
-    cache already. Stop by leaving the loop. Allocates a cache if the model's is too small.
-    AssertionError where prompt and new tokens exceed the model's context.
+    cache already; speculator: guesses for one row (speculate.py). Stop by leaving the loop.
+    Allocates a cache if the model's is too small. AssertionError where prompt and new tokens exceed
+    the model's context.
 
     Rows can be exchanged: send {row: prompt}, and the next tokens are the first ones of these rows
     and mean nothing in the others; {row: None} ends a row for good. max_new_tokens=None goes on as
@@ -137,6 +141,9 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
     if how.repetition_penalty != 1:
         seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device)
 
+    def live(n: int) -> int:
+        return bucket(min(n, limit), limit)
+
     def run(rows: list[int], tokens: Tensor, ends: list[int], begin: int = 0) -> Tensor:
         """Prefill tokens [b, W], ends[i] of them in row i -> the first new tokens [b, 1].
 
@@ -155,13 +162,15 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
             piece = F.pad(tokens[:, at:at + T], (0, width - T))
             pos = torch.arange(at, at + width, device=device).minimum(end[0] if alike else end)
             last = (end - 1 - at).clamp(0, T - 1)
-            n_key = bucket(at + width, limit) if steps.pad else at + T
+            n_key = live(at + width) if steps.pad else at + T
             new = steps.prefill(model, piece, pos, last, n_key, noise, how, known, which)
             token = torch.where(end > at, new, token)
         return token
 
     def start(token: Tensor, new: dict[int, list[int]], begin: int = 0) -> Tensor:
         """token [B, 1] with the first new one of each of these rows."""
+        if speculator:
+            speculator.begin(new[0], begin, limit, device)
         for rows in together(new, B, 0 if steps.pad else chunk):
             some = [new[row] for row in rows]
             first = run(rows, side_by_side(some, device), [len(ids) for ids in some], begin)
@@ -170,6 +179,7 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
 
     tokens, left = side_by_side(prompts, device), max_new_tokens or math.inf
     token, pos = start(tokens[:, :1], dict(enumerate(prompts)), n_cached), next_pos(n, device)
+    ready = []                                             # tokens that were guessed right
     while True:
         change = yield token
         left -= 1
@@ -177,16 +187,22 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
             n = [len(change[i] or ()) if i in change else n[i] for i in range(B)]
             pos, new = next_pos(n, device), {row: ids for row, ids in change.items() if ids}
             if new:
-                token, left = start(token, new), max_new_tokens or math.inf
+                token, left, ready = start(token, new), max_new_tokens or math.inf, []
                 continue
         if not left:
             return
         n = [k and k + 1 for k in n]
-        if use_cache:
-            if seen is not None:
-                seen.scatter_(1, token, True)
-            noise, n_key = exponential((B, n_noise), device, generator), min(max(n), limit)
-            token = steps.decode(model, token, pos, bucket(n_key, limit), noise, how, seen)
+        if seen is not None and use_cache:
+            seen.scatter_(1, token, True)
+        if speculator and not ready:
+            ready = speculator.round(model, token, pos, n[0], live, how, generator, seen,
+                                     steps.decode)
+            pos = (pos + len(ready)).clamp(max=limit - 1)
+        if ready:
+            token, *ready = ready
+        elif use_cache:
+            noise = exponential((B, n_noise), device, generator)
+            token = steps.decode(model, token, pos, live(max(n)), noise, how, seen)
             pos = (pos + (pos > 0)).clamp(max=limit - 1)   # ended rows stay at 0
         else:
             tokens = torch.cat((tokens, tokens[:, :1]), dim=1).scatter(1, pos.view(B, 1), token)
@@ -230,12 +246,15 @@ class CudaGraph:
         return out.clone()
 
 
-def on_gpu(decode):
-    """Keep a compiled step's result: the next replay of its CUDA graph overwrites it."""
-    def step(*args):
+def on_gpu(step):
+    """Keep a compiled step's results: the next replay of its CUDA graph overwrites them."""
+    def run(*args):
         torch.compiler.cudagraph_mark_step_begin()
-        return decode(*args).clone()
-    return step
+        out = step(*args)
+        if isinstance(out, Tensor):
+            return out.clone()
+        return tuple(t if t is None else t.clone() for t in out)
+    return run
 
 
 def uncompiled(step):
@@ -265,14 +284,31 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
             module.compile(fullgraph=True, dynamic=False, options=options)
         first = prefill if compile_prefill else uncompiled(prefill)
         return Steps(first, decode_one_token, compile_prefill)
-    decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    decode = as_one_graph(decode_one_token, device)
     first = torch.compile(prefill, fullgraph=True, dynamic=False) if compile_prefill else prefill
-    return Steps(first, on_gpu(decode) if device == "cuda" else decode, compile_prefill)
+    return Steps(first, decode, compile_prefill)
+
+
+def as_one_graph(step: Callable, device: str) -> Callable:
+    """Compiled whole, and on an NVIDIA GPU replayed as a CUDA graph."""
+    step = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    return on_gpu(step) if device == "cuda" else step
+
+
+def build_speculator(k: int, fixed: bool, draft: Transformer | None, engine: str,
+                     device: str) -> Speculator:
+    """Guesses by a draft model, whose layers are compiled as build_steps does, or by look-up."""
+    if draft:
+        build_steps(draft, engine)
+    steps = speculate.guess, speculate.verify
+    if engine == "compile" and device != "cpu":
+        steps = [as_one_graph(step, device) for step in steps]
+    return Speculator(k, draft, fixed, *steps)
 
 
 @torch.inference_mode()
 def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: range,
-            how: Sampling, steps: Steps) -> None:
+            how: Sampling, steps: Steps, speculator: Speculator | None = None) -> None:
     """Compile the prefill of prompts like these, and decoding with so many positions in use."""
     if steps.pad:                                          # the prefill is compiled too
         next(generate(model, prompts, 1, how, steps=steps))
@@ -283,6 +319,9 @@ def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: rang
         seen = torch.zeros(len(n), n_vocab, dtype=torch.bool, device=device)
     n_keys = {bucket(length, model.max_seq_length) for length in lengths}
     token = side_by_side(prompts, device)[:, :1]
+    if speculator:
+        speculator.begin(prompts[0], 0, model.max_seq_length, device)
+        speculator.warm_up(model, sorted(n_keys) * 3, how)
     for n_key in sorted(n_keys) * 3:                       # CUDA graphs: warm up, record, replay
         noise = exponential((len(n), n_candidates(how, n_vocab)), device)
         steps.decode(model, token, next_pos(n, device), n_key, noise, how, seen)
@@ -373,6 +412,15 @@ def build_parser() -> Parser:
     add = p.add_argument_group("speed").add_argument
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
+    add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
+        help="a smaller model of the same vocabulary that guesses tokens ahead")
+    add("--speculate", choices=["ngram", "int8", "int4"],
+        help="guess tokens ahead without one: what followed the last three tokens before, or a "
+             "quantized copy of the model itself")
+    add("--speculate_k", type=number(int, 1), metavar="K",
+        help="always guess K tokens; default: 5 at most (8 of ngram's), fewer while they are wrong")
+    add("--compare", action="store_true",
+        help="after each sample generate it again without guessing, and say how much that took")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prompts are run N tokens at a time, which bounds the memory that they need")
     add("--engine", choices=ENGINES,
@@ -464,6 +512,16 @@ def check_flags(args) -> None:
             raise ValueError(f"--interactive does not go with --{flag}")
     if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
         raise ValueError("--interactive answers one message at a time: one row, one sample")
+    guessing = args.draft_checkpoint_path or args.speculate
+    if args.draft_checkpoint_path and args.speculate:
+        raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
+    if (args.speculate_k or args.compare) and not guessing:
+        raise ValueError("--speculate_k and --compare need --draft_checkpoint_path or --speculate")
+    if guessing and (args.batch_size > 1 or args.engine == "recompute"):
+        raise ValueError("guessing tokens ahead is for one row and the KV cache: it does not go "
+                         "with --batch_size or --engine recompute")
+    if args.compare and (args.interactive or many):
+        raise ValueError("--compare is for one prompt")
     if args.prompts_file and args.prompt:
         raise ValueError("--prompt and --prompts_file exclude each other")
     if many and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
@@ -475,10 +533,26 @@ def check_flags(args) -> None:
                          "and --prompts_file")
 
 
-def check_memory(source, dtype, device, rows: int, length: int, chunk: int) -> None:
+def open_draft(args, source, tokenizer, device):
+    """The checkpoint that will guess, or None. ValueError where its vocabulary is another one."""
+    if args.speculate in ("int8", "int4"):
+        if args.random:
+            raise ValueError("--speculate int8 and int4 make a copy, and --random no two alike")
+        return quantize.quantized(source, args.speculate, device=device)
+    if not args.draft_checkpoint_path:
+        return None
+    draft, other = open_model(args.draft_checkpoint_path)
+    if difference := tokenizers.differ(tokenizer, other):
+        raise ValueError(f"{draft.path} cannot guess for {source.path}: {difference}")
+    return draft
+
+
+def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> None:
     """State what will be allocated. ValueError where it exceeds what is free."""
-    weights, free = checkpoints.n_bytes(source, dtype), free_memory(device)
-    cache = cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
+    sources, free = [source for source in sources if source], free_memory(device)
+    weights = sum(checkpoints.n_bytes(source, dtype) for source in sources)
+    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
+                for source in sources)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
             f"({rows} x {length} positions)")
     log(f"Memory: {need}")
@@ -529,9 +603,15 @@ def run(argv: list[str] | None) -> int:
     ends = [len(job.ids) + job.n_new for job in work] or [4096]            # a conversation
     length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
     n_rows = min(args.batch_size, len(work)) if many else args.batch_size
+    draft_source = open_draft(args, source, tokenizer, device)
     source = quantize.as_flagged(source, args, device)
-    check_memory(source, dtype, device, n_rows, length, args.prefill_chunk)
+    k = args.speculate_k or (8 if args.speculate == "ngram" else 5)
+    if k >= length:
+        raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
+    chunk = max(args.prefill_chunk, k + 1)
+    check_memory([source, draft_source], dtype, device, n_rows, length, chunk)
     model = quantize.load(source, dtype, device)
+    draft = draft_source and quantize.load(draft_source, dtype, device)
     load_s = time.perf_counter() - start
 
     total_bytes, read_bytes = weight_bytes(model)
@@ -541,24 +621,30 @@ def run(argv: list[str] | None) -> int:
         f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
     use_cache = engine != "recompute"
-    model.setup_cache(n_rows if use_cache else 0, length, args.prefill_chunk)
+    model.setup_cache(n_rows if use_cache else 0, length, chunk)
 
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
+    speculator = None
+    if draft or args.speculate:
+        speculator = build_speculator(k, bool(args.speculate_k), draft, engine, device.type)
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
         prompts = [job.ids for job in work[:n_rows]] if many else [work[0].ids if work else [0]]
         least = min((len(job.ids) for job in work), default=0)
         most = max(ends) if work else min(1024, length)
-        warm_up(model, prompts * (n_rows // len(prompts)), range(least + 1, most), how, steps)
+        most = min(most + k, length) if speculator else most
+        warm_up(model, prompts * (n_rows // len(prompts)), range(least + 1, most), how, steps,
+                speculator)
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
 
     generator = torch.Generator(device).manual_seed(args.seed)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
 
-    def tokens(prompts, n_new, n_cached=0):
-        return generate(model, prompts, n_new, how, generator, steps, use_cache, n_cached)
+    def tokens(prompts, n_new, n_cached=0, speculator=speculator):
+        return generate(model, prompts, n_new, how, generator, steps, use_cache, n_cached,
+                        speculator)
 
     def row(ids, n_new):
         return Row(tokenizer, ids, eos_ids, args.stop, n_new)
@@ -579,6 +665,12 @@ def run(argv: list[str] | None) -> int:
         interrupted = batch.run(jobs, n_rows, lambda ids: read_late(tokens(ids, None)), results)
         return 130 if interrupted else 1 if complaints else 0
 
+    def guesses():
+        if not speculator:
+            return {}
+        name = args.speculate or draft_source.path.name
+        return dict(speculate=name, speculate_k=k, **speculator.stats())
+
     speeds, interrupted, (request, prompt_ids, n_new) = [], False, work[0]
     shown = None if args.json or args.batch_size > 1 else "" if args.random else request.shown
     for i in range(args.num_samples):
@@ -593,6 +685,14 @@ def run(argv: list[str] | None) -> int:
                 raise OSError(f"{path}: the trace could not be written")
             log(f"Trace written to {path}")
         f = figures(times, len(prompt_ids), args.batch_size, read_bytes)
+        if args.compare and not interrupted:
+            plain = [row(prompt_ids, n_new)]
+            times, interrupted = follow(tokens([prompt_ids], n_new, speculator=None), plain, None)
+            plain_f = figures(times, len(prompt_ids), 1, read_bytes)
+            f["speedup"] = f["decode_tok_s"] and plain_f["decode_tok_s"] and (
+                f["decode_tok_s"] / plain_f["decode_tok_s"])
+            log(f"Without guessing: {describe(plain_f)}")
+            log(f"With it {f['speedup'] or 0:.2f} times as fast")
         for j, one in enumerate(rows):
             if args.json:
                 print(json.dumps(dict(
@@ -600,7 +700,7 @@ def run(argv: list[str] | None) -> int:
                     finish_reason=one.finish_reason, sample=i, row=j, **f, load_s=load_s,
                     compile_s=compile_s, peak_memory_bytes=peak_memory(device),
                     model_bytes=total_bytes, quantization=linears, quantized_head=head,
-                    engine=engine, batch_size=args.batch_size, seed=args.seed,
+                    engine=engine, batch_size=args.batch_size, seed=args.seed, **guesses(),
                     device=str(device), dtype=str(dtype)[6:],
                     torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
@@ -610,6 +710,10 @@ def run(argv: list[str] | None) -> int:
         if interrupted:
             break
     log("==========")
+    if speculator and speculator.stats()["rounds"]:
+        counts = speculator.accept_counts
+        log(f"Acceptance probs: {[round(n / sum(counts), 4) for n in counts]}")
+        log(f"Mean Accepted: {speculator.stats()['mean_accepted']:.4f}")
     if speeds:
         log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
     log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB")

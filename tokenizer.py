@@ -102,6 +102,10 @@ class Tokenizer:
             ids = self.sp.encode(text)
         return [self.bos_id] * (self.add_bos if bos is None else bos) + ids
 
+    def piece(self, i: int) -> str | None:
+        """The token itself, as the vocabulary spells it."""
+        return self.fast.id_to_token(i) if self.backend == "json" else self.sp.id_to_piece(i)
+
     def decode(self, ids: list[int]) -> str:
         """Without the special tokens; incomplete UTF-8 becomes U+FFFD."""
         if self.backend == "json":
@@ -209,6 +213,17 @@ class Stream:
     def _new(self) -> str:
         old = self.tokenizer.decode(self.ids[self.start:self.shown])
         return self.tokenizer.decode(self.ids[self.start:])[len(old):]
+
+
+def differ(a: Tokenizer, b: Tokenizer) -> str | None:
+    """How the second vocabulary differs, by its size and a sample of its tokens, or None."""
+    if a.n_vocab != b.n_vocab:
+        return f"it has {b.n_vocab} tokens, not {a.n_vocab}"
+    step = max(1, a.n_vocab // 2000)
+    for i in range(0, a.n_vocab, step):
+        if a.piece(i) != b.piece(i):
+            return f"token {i} is {b.piece(i)!r}, not {a.piece(i)!r}"
+    return None
 
 
 class Row:
@@ -448,7 +463,7 @@ class Numbers:
     """Stands in where a model has no tokenizer: ids are shown as they are."""
 
     eos_ids: list[int] = []
-    chat_template = None
+    chat_template, n_vocab = None, 0
 
     def encode(self, text: str) -> list[int]:
         raise ValueError("this model has no tokenizer: give --prompt an integer, that many random "

@@ -1,0 +1,321 @@
+"""Speculative decoding gives what plain decoding gives: the same tokens, or draws from the same distribution."""
+
+import itertools
+import json
+import types
+
+import pytest
+import torch
+from conftest import GEMMA, SMOLLM2
+from test_errors import refused, run
+
+import generate
+import speculate
+from sampling import Sampling, truncate
+from speculate import Pace, Speculator
+
+GREEDY = Sampling(temperature=0)
+
+
+def plain(model, ids, n, how=GREEDY):
+    return [t.item() for t in generate.generate(model, [ids], n, how)]
+
+
+def guessed(model, ids, n, speculator, how=GREEDY, steps=generate.Steps(), generator=None):
+    tokens = generate.generate(model, [ids], n, how, generator, steps, speculator=speculator)
+    return [t.item() for t in tokens]
+
+
+# ---- The distribution ----------------------------------------------------------------------------
+
+class Chain:
+    """A "model" whose next token depends on the last one only: a table of logits [V, V]."""
+
+    def __init__(self, table):
+        self.table, self.freq = table, torch.zeros(1)
+        self.cfg = types.SimpleNamespace(vocab_size=len(table), context=64)
+        self.max_batch_size, self.max_seq_length, self.longest_call = 1, 64, 64
+
+    def __call__(self, tokens, pos, keep=1, n_key=None, rows=None):
+        logits = self.table[tokens]
+        return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep[0]]
+
+
+def exact(table, how, first, n):
+    """Probability of each sequence of n tokens after `first`."""
+    probs, ids = truncate(table, how)
+    dense = probs if ids is None else torch.zeros_like(table).scatter(1, ids, probs)
+    dense = dense / dense.sum(-1, keepdim=True)
+    chance = {}
+    for path in itertools.product(range(len(table)), repeat=n):
+        p, last = 1.0, first
+        for token in path:
+            p, last = p * dense[last, token].item(), token
+        chance[path] = p
+    return chance
+
+
+def chi_square(counts, chance, total):
+    """-> the statistic in standard deviations above its mean; what cannot be must not have been."""
+    assert all(chance[path] > 0 for path in counts)
+    cells = [(counts.get(path, 0), p * total) for path, p in chance.items() if p * total > 5]
+    rare = total - sum(n for n, _ in cells), total - sum(e for _, e in cells)
+    cells += [rare] if rare[1] > 5 else []
+    x, freedom = sum((n - e)**2 / e for n, e in cells), len(cells) - 1
+    return (x - freedom) / (2 * freedom)**0.5
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1, 4, 0.9, 0.1)],
+                         ids=str)
+@pytest.mark.parametrize("draft", ["good", "bad", "other", "ngram"])
+def test_the_distribution_is_the_targets(how, draft):
+    g = torch.Generator().manual_seed(7)
+    table = torch.randn(4, 4, generator=g) * 1.5
+    tables = dict(good=table + 0.3 * torch.randn(4, 4, generator=g), bad=-table, other=torch.randn(4, 4, generator=g))
+    model = Chain(table)
+    speculator = Speculator(2, Chain(tables[draft]) if draft != "ngram" else None, fixed=True)
+    total, counts, prompt = 2500, {}, [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 2, 0, 1, 2]
+    with torch.inference_mode():
+        for _ in range(total):
+            path = tuple(guessed(model, prompt, 4, speculator, how, generator=g))
+            counts[path] = counts.get(path, 0) + 1
+    assert chi_square(counts, exact(table, how, 2, 4), total) < 4.5
+    assert sum(speculator.accept_counts) > (total if draft != "ngram" else 200)
+    assert len([n for n in speculator.accept_counts if n]) > 1
+
+
+def test_a_wrong_rule_would_be_noticed(monkeypatch):
+    """Keeping every guess gives the draft's distribution."""
+    original = speculate.accept
+    monkeypatch.setattr(speculate, "accept", lambda p, q, x, chance, *more: original(p, q, x, chance * 0 - 1, *more))
+    with pytest.raises(AssertionError):
+        test_the_distribution_is_the_targets(Sampling(), "other")
+
+
+def test_accept_by_hand():
+    """p and q of one place: kept with probability min(1, p/q), replaced by what p has more of."""
+    p, q = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]), torch.tensor([[0.5, 0.3, 0.2]])
+    noise = torch.tensor([[9.0, 1.0, 2.0]])
+    for guess, chance, expected in ((0, 0.19, [0, 2]), (0, 0.21, [1, 0]), (1, 0.99, [1, 2])):
+        tokens, n = speculate.accept((p, None), (q, None), torch.tensor([[guess]]), torch.tensor([chance]), noise, 3)
+        assert tokens[0, :n + 1].tolist() == expected[:n + 1] and n == (2 if expected[1] else 1) - 1
+    ids = torch.tensor([[1, 2], [2, 0]])                   # the same, as candidates with ids
+    some = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
+    tokens, n = speculate.accept((some, ids), (torch.ones(1, 1), torch.tensor([[0]])), torch.tensor([[0]]),
+                                 torch.tensor([0.0]), torch.ones(1, 2), 3)
+    assert n == 0 and tokens[0, 0] == 1                    # a guess outside of them is never kept
+
+
+# ---- Greedily the same tokens --------------------------------------------------------------------
+
+def another(model):
+    """A model of the same shape and other weights."""
+    import copy
+    torch.manual_seed(3)
+    other = copy.deepcopy(model)
+    for p in other.parameters():
+        p.data = torch.randn_like(p) * p.std() if p.dim() > 1 else p.data
+    return other
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_moe", "gpt2", "mistral-window", "phi3-longrope"])
+@pytest.mark.parametrize("k, fixed", [(1, True), (4, True), (6, False)])
+def test_tiny_models(ours, name, k, fixed):
+    """By a bad draft, by the model itself, by look-up; over ring caches and over older entries."""
+    import copy
+    model = ours(name)
+    ids = torch.randint(0, 160, (9,), generator=torch.Generator().manual_seed(4)).tolist() * 2
+    model.setup_cache(1, 64)
+    expected = plain(model, ids, 40)
+    itself = copy.deepcopy(model)
+    for draft in (None, another(model), itself):
+        speculator = Speculator(k, draft, fixed)
+        model.setup_cache(1, 64, 18)
+        for _ in range(2):                             # the second time over what the first one left
+            assert guessed(model, ids, 40, speculator) == expected
+        if draft is itself:
+            counts = speculator.accept_counts
+            assert sum(counts[:-1]) == 0 and counts[-1] >= 2 * (39 // (k + 1) - k)
+    how = Sampling(0, repetition_penalty=1.4)
+    expected = plain(model, ids, 30, how)
+    for draft in (None, itself):
+        assert guessed(model, ids, 30, Speculator(k, draft, fixed), how) == expected
+
+
+def test_the_context_ends_and_prompts_change(ours):
+    """The cache is full in the middle of a round; and one row after another through one speculator."""
+    import copy
+    model = ours("llama3")
+    draft, ids = copy.deepcopy(model), list(range(20))
+    model.setup_cache(1, 32)
+    speculator = Speculator(5, draft)
+    for n in (1, 2, 3, 7, 12):
+        assert guessed(model, ids, n, speculator) == plain(model, ids, n)
+    tokens = generate.generate(model, [ids], None, GREEDY, speculator=speculator)
+    got = [next(tokens).item() for _ in range(6)] + [tokens.send({0: [5, 6, 7]}).item()]
+    got += [next(tokens).item() for _ in range(9)]
+    assert got == plain(model, ids, 6) + plain(model, [5, 6, 7], 10)
+
+
+def test_a_prompt_that_goes_on(ours):
+    """A chat's second turn: both caches keep what they have."""
+    import copy
+    model, ids = ours("gemma3_text"), torch.randint(0, 160, (12,), generator=torch.Generator().manual_seed(4)).tolist()
+    model.setup_cache(1, 64, 16)
+    speculator = Speculator(4, another(model))
+    first = guessed(model, ids, 10, speculator)
+    longer = ids + first[:-1] + [3, 1, 4]
+    tokens = generate.generate(model, [longer], 12, GREEDY, n_cached=len(ids) + 9, speculator=speculator)
+    assert [t.item() for t in tokens] == plain(copy.deepcopy(model), longer, 12)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+
+
+PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
+
+
+def test_smollm2(smollm2):
+    """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
+    import checkpoint as checkpoints
+    model, _, tokenizer = smollm2
+    ids = tokenizer.encode(PROMPT)
+    model.setup_cache(1, 256)
+    expected = plain(model, ids, 200)
+    int8 = generate.load_model(str(SMOLLM2), "cpu", torch.float32, mode="int8")[0]
+    tiny = checkpoints.load(checkpoints.random_weights("stories15M"), torch.float32, "cpu")    # 32000 tokens
+    counts = {}
+    for name, draft in (("ngram", None), ("int8", int8), ("tiny", tiny)):
+        speculator = Speculator(5, draft)
+        assert guessed(model, ids, 200, speculator) == expected, name
+        counts[name] = speculator.accept_counts
+    assert sum(counts["int8"][3:]) > sum(counts["int8"][:3]) and sum(counts["tiny"][1:]) < 5
+    import copy
+    itself = Speculator(5, copy.deepcopy(model, {id(p): p for p in model.parameters()}))
+    assert guessed(model, ids, 60, itself) == expected[:60] and sum(itself.accept_counts[:-1]) == 0
+    torch._dynamo.reset()
+    steps = generate.build_steps(model, "compile")
+    for draft in (None, int8):
+        speculator = generate.build_speculator(5, False, draft, "compile", "cpu")
+        with torch.inference_mode():
+            generate.warm_up(model, [ids], range(len(ids) + 1, 256), GREEDY, steps, speculator)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert guessed(model, ids, 200, speculator, steps=steps) == expected
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", [GREEDY, Sampling(0.8, 20, 0.9, 0.05, 1.3), Sampling(1.0)], ids=str)
+def test_the_steps_trace(ours, how):
+    """As a GPU would capture them."""
+    import copy
+    torch._dynamo.reset()
+    model = ours("gemma3_text")
+    draft = copy.deepcopy(model)
+    ids, drawn = list(range(9)), []
+    for compiled in (False, True):
+        steps = [speculate.guess, speculate.verify]
+        if compiled:
+            steps = [generate.on_gpu(torch.compile(s, backend="aot_eager", fullgraph=True, dynamic=False)) for s in steps]
+        model.setup_cache(1, 64, 16)
+        speculator = Speculator(3, draft, True, *steps)
+        drawn.append(guessed(model, ids, 20, speculator, how, generator=torch.Generator().manual_seed(5)))
+    assert drawn[0] == drawn[1]
+
+
+# ---- How many to try -----------------------------------------------------------------------------
+
+def test_pace():
+    pace = Pace([8, 2])
+    assert [pace.next() for _ in range(3)] == [8, 8, 8]
+    pace.learn(3)
+    assert pace.next() == 8
+    pace.learn(0)
+    assert pace.next() == 2
+    pace.learn(1)
+    assert pace.next() == 2
+    waits = []
+    for _ in range(8):                                     # wrong again and again: longer and longer pauses
+        pace.learn(0)
+        waits.append(len(list(itertools.takewhile(lambda k: k == 0, (pace.next() for _ in range(99))))))
+    assert waits == [1, 3, 7, 15, 31, 63, 63, 63]
+    pace.learn(2)
+    assert pace.next() == 8
+    fixed = Pace([3])
+    for n in (0, 0, 3, 0):
+        fixed.learn(n)
+        assert fixed.next() == 3
+
+
+def test_look_up():
+    """The most recent place, and not the one that is being looked up."""
+    s = Speculator(4)
+    s.begin([1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3], 0, 40, "cpu")
+    assert [s.look_up(torch.tensor(n)).item() for n in (14, 8, 3, 10, 2, 1)] == [8, 3, 0, 0, 0, 0]
+    s.begin([4] * 6, 0, 40, "cpu")
+    assert s.look_up(torch.tensor(6)) == 5
+
+
+# ---- The command line ----------------------------------------------------------------------------
+
+ARGV = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--prompt", PROMPT]
+
+
+def test_json_and_statistics(capsys):
+    status, out, _ = run(capsys, *ARGV, "--json", "--max_new_tokens", 60)
+    expected = json.loads(out)
+    for argv in (["--speculate", "ngram"], ["--speculate", "int8"], ["--draft_model", SMOLLM2, "--speculate_k", 3]):
+        status, out, err = run(capsys, *ARGV, "--json", "--max_new_tokens", 60, *argv, "--compare")
+        said = json.loads(out)
+        assert status == 0 and said["new_ids"] == expected["new_ids"] and said["speedup"] > 0
+        assert said["rounds"] == sum(said["accept_counts"]) > 0 and len(said["accept_counts"]) == said["speculate_k"] + 1
+        assert said["mean_accepted"] == pytest.approx(
+            sum(i * n for i, n in enumerate(said["accept_counts"])) / said["rounds"])
+        assert "Acceptance probs: [" in err and f"Mean Accepted: {said['mean_accepted']:.4f}" in err
+    assert said["speculate"] == SMOLLM2.name and said["mean_accepted"] == 3
+
+
+def test_stops_inside_a_guess(capsys):
+    """A stop string and an end-of-sequence token among accepted guesses end at the right token."""
+    argv = [*ARGV, "--max_new_tokens", 60]
+    for more in (["--stop", "return a *"], ["--stop", "div(a"], ["--max_new_tokens", 7]):
+        assert run(capsys, *argv, *more, "--draft_model", SMOLLM2, "--speculate_k", 8)[1] == run(capsys, *argv, *more)[1]
+    argv = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--chat", "--prompt", "Say OK.", "--json"]
+    one, other = (json.loads(run(capsys, *argv, *more)[1]) for more in ([], ["--draft_model", SMOLLM2]))
+    assert one["finish_reason"] == other["finish_reason"] == "stop" and one["new_ids"] == other["new_ids"]
+
+
+def test_several_prompts_one_after_another(capsys):
+    argv = [*ARGV, "--prompt", "Once upon a time", "--max_new_tokens", 20]
+    assert run(capsys, *argv, "--speculate", "ngram")[1] == run(capsys, *argv)[1] != ""
+
+
+def test_bad_input(capsys, monkeypatch):
+    base = ["-m", SMOLLM2, "--device", "cpu"]
+    for argv, words in (
+            (["--draft_checkpoint_path", GEMMA], f"cannot guess for {SMOLLM2}: it has 262144 tokens, not 49152"),
+            (["--draft_checkpoint_path", "/nowhere/x"], "/nowhere/x"),
+            (["--speculate", "ngram", "--speculate_k", 0], "must be at least 1"),
+            (["--speculate", "ngram", "--speculate_k", 9000], "--speculate_k 9000 does not fit into"),
+            (["--speculate_k", 4], "need --draft_checkpoint_path or --speculate"), (["--compare"], "need --draft"),
+            (["--speculate", "ngram", "--batch_size", 2], "one row"),
+            (["--speculate", "ngram", "--engine", "recompute"], "one row and the KV cache"),
+            (["--speculate", "ngram", "--draft_model", SMOLLM2], "exclude each other"),
+            (["--speculate", "ngram", "--compare", "--interactive"], "--compare is for one prompt")):
+        assert words in refused(capsys, *base, *argv), argv
+    argv = ["--random", "stories15M", "--device", "cpu", "--prompt", 5, "--speculate", "int8"]
+    assert "--random no two alike" in refused(capsys, *argv)
+
+
+def test_vocabularies_that_differ_in_a_token():
+    class Words:
+        def __init__(self, *words):
+            self.n_vocab, self.words = len(words), words
+
+        def piece(self, i):
+            return self.words[i]
+    import tokenizer
+    assert tokenizer.differ(Words("a", "b"), Words("a", "b")) is None
+    assert tokenizer.differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
+    assert tokenizer.differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"
