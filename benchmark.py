@@ -48,6 +48,8 @@ from generate import (
     ENGINES,
     PREFILL_CHUNK,
     Steps,
+    bucket,
+    build_speculator,
     build_steps,
     figures,
     follow,
@@ -67,6 +69,7 @@ GREEDY, TYPICAL = Sampling(temperature=0), Sampling(temperature=0.8, top_p=0.95)
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
           "compile+prefill")
+GUESSING = "ngram"
 SCHEME = r"int8|int4(-g(32|64|128|256))?"
 PAUSE = 0.5                                        # seconds
 TWINS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}           # llama.cpp's formats
@@ -80,6 +83,8 @@ SUITES = {
                               "-d 128,1024,4096 -r 3",
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192",
         "Requests": "--requests 64 -n 64 -d 200 -b 1,8,32 -r 3 --peers transformers",
+        "Copied text": "--text benchmarks/edit.txt --engines compile,ngram --peers llama.cpp",
+        "A new story": "--text benchmarks/story.txt --temperature 0.8 --engines compile,ngram -r 9",
         "Batches": "--engines kv_cache,compile -n 64 -b 1,4,16,64 -r 3",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
@@ -149,7 +154,7 @@ class Test(NamedTuple):
     """n_new tokens after a prompt, in each of `batch` rows; n_new = 1 times the prompt alone.
 
     n_cache: positions of the cache, if more than those. n_request: so many different prompts of 1
-    to n_prompt tokens with 1 to n_new new ones, `batch` at a time.
+    to n_prompt tokens with 1 to n_new new ones, `batch` at a time. text: a file that is the prompt.
     """
 
     n_prompt: int
@@ -157,12 +162,15 @@ class Test(NamedTuple):
     batch: int
     n_cache: int = 0
     n_request: int = 0
+    text: Path | None = None
 
     def length(self) -> int:
         return max(self.n_prompt + self.n_new, self.n_cache)
 
     def work(self, tokenizer, cfg) -> tuple[list[list[int]], list[int]]:
         """The prompts, and how many new tokens each gets: the same at every batch."""
+        if self.text:
+            return [text_ids(self.text, tokenizer)] * self.batch, [self.n_new] * self.batch
         if not self.n_request:
             ids = english(self.n_prompt, tokenizer, cfg)
             return [ids] * self.batch, [self.n_new] * self.batch
@@ -181,7 +189,8 @@ class Test(NamedTuple):
     def __str__(self):
         if self.n_request:
             return f"rq{self.n_request} @ d1-{self.n_prompt}, tg1-{self.n_new}"
-        name = f"tg{self.n_new} @ d{self.n_prompt}" if self.n_new > 1 else f"pp{self.n_prompt}"
+        where = self.text.name if self.text else f"d{self.n_prompt}"
+        name = f"tg{self.n_new} @ {where}" if self.n_new > 1 else f"pp{self.n_prompt}"
         return name + f", cache {self.n_cache}" * bool(self.n_cache)
 
 
@@ -193,6 +202,14 @@ def english(n: int, tokenizer, cfg) -> list[int]:
     if n < cfg.context and not isinstance(tokenizer, Numbers):
         return tokenizer.encode(english_text()[:20 * n])[:n]
     return batch.encode_prompt(str(n), tokenizer, cfg, seed=0)
+
+
+def text_ids(path: Path, tokenizer) -> list[int]:
+    """A file as a message where the model has a chat template, else as it is."""
+    text = path.read_text(encoding="utf-8")
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([dict(role="user", content=text)])
 
 
 def twin(model: Transformer) -> Transformer:
@@ -211,16 +228,21 @@ def by_sorting(model, tokens, pos, last, n_key, noise, how, seen, rows=None) -> 
 
 
 class Engine:
-    """One of LADDER on a model's weights, compiled and warm."""
+    """One of LADDER on a model's weights, compiled and warm. how: unless the engine says it."""
 
-    def __init__(self, name: str, model: Transformer, prompts: list, test: Test, tokenizer):
+    def __init__(self, name: str, model: Transformer, prompts: list, test: Test, tokenizer,
+                 how: Sampling = GREEDY):
         self.model, self.tokenizer, self.cached = twin(model), tokenizer, name != "recompute"
         if test.n_request and name in ("recompute", "sorted", "sort_free"):
             raise ValueError("takes one prompt at a time")
-        self.how = TYPICAL if name in ("sorted", "sort_free") else GREEDY
+        self.how = TYPICAL if name in ("sorted", "sort_free") else how
+        self.speculator, self.seed = None, 0
         self.model.setup_cache(test.batch * self.cached, test.length(), PREFILL_CHUNK)
-        base = name.removesuffix("+prefill")
-        self.steps = build_steps(self.model, base if base in ENGINES else "kv_cache", base != name)
+        base = "compile" if name == GUESSING else name.removesuffix("+prefill")
+        self.steps = build_steps(self.model, base if base in ENGINES else "kv_cache",
+                                 name.endswith("+prefill"))
+        if name == GUESSING:
+            self.speculator = build_speculator(8, False, None, base, self.model.freq.device.type)
         if name == "sorted":
             self.steps = Steps(by_sorting, lambda model, token, pos, *rest: by_sorting(
                 model, token, pos, 1, *rest))
@@ -229,16 +251,22 @@ class Engine:
             start = time.perf_counter()
             begin = 1 if test.n_request else test.n_prompt + 1
             lengths = range(begin, test.n_prompt + test.n_new)
-            warm_up(self.model, prompts[:test.batch], lengths, GREEDY, self.steps)
+            warm_up(self.model, prompts[:test.batch], lengths, self.how, self.steps,
+                    self.speculator)
+            if self.speculator:
+                self.speculator.measure(self.model, self.steps.decode,
+                                        bucket(test.n_prompt + 1, test.length()), self.how)
             self.compile_s = time.perf_counter() - start
 
     def tokens(self, prompts: list, n_new: int | None) -> Iterator[Tensor]:
-        generator = torch.Generator(self.model.freq.device).manual_seed(0)
-        return generate(self.model, prompts, n_new, self.how, generator, self.steps, self.cached)
+        generator = torch.Generator(self.model.freq.device).manual_seed(self.seed)
+        return generate(self.model, prompts, n_new, self.how, generator, self.steps, self.cached,
+                        speculator=self.speculator)
 
     def __call__(self, prompts: list, n_new: int) -> tuple[list[list[int]], list[float]]:
         """-> each row's new tokens, and follow()'s times."""
         rows = [Row(self.tokenizer, []) for _ in prompts]
+        self.seed += self.how not in (GREEDY, TYPICAL)     # another text each time
         times, interrupted = follow(self.tokens(prompts, n_new), rows, None)
         if interrupted:
             raise KeyboardInterrupt
@@ -302,13 +330,15 @@ def agrees(model: Transformer, prompt: list[int], ids: list[int], margin: float)
     return bool((logits.amax(-1) - chosen <= margin).all())
 
 
-def compare(case: "Case", cases: list["Case"], test: Test) -> bool:
+def compare(case: "Case", cases: list["Case"], test: Test) -> bool | None:
     """Does every row of the case's last run say what it should?
 
     In fp32 the tokens are those of the first engine with these weights; else an uncached forward is
     asked, see agrees(). Engines that sample draw the same as the other one of them.
     """
     engine = case.engine_run
+    if engine.how not in (GREEDY, TYPICAL):
+        return None                                # each draws its own
     said = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(case.prompts, case.tokens)}
     if engine.how != GREEDY:
         other = Engine("sorted" if case.engine == "sort_free" else "sort_free", case.model,
@@ -335,6 +365,7 @@ class Case:
     dtype: torch.dtype
     engine: str
     model: Transformer | None = None               # None: it does not fit
+    how: Sampling = GREEDY
     start: Callable | None = None                  # peers: -> what answers (ids, n_new, batch)
     prompts: list = field(default_factory=list)    # of ids, a row each, or a request each
     news: list = field(default_factory=list)       # and how many new tokens each gets
@@ -366,7 +397,8 @@ class Case:
             raise torch.OutOfMemoryError(
                 f"some {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} free")
         else:
-            self.engine_run = Engine(self.engine, self.model, self.prompts, test, tokenizer)
+            self.engine_run = Engine(self.engine, self.model, self.prompts, test, tokenizer,
+                                     self.how)
 
     def run(self, test: Test, count: bool) -> None:
         device, read_bytes = self.model.freq.device, weight_bytes(self.model)[1]
@@ -510,6 +542,10 @@ def build_parser():
         help="tokens before the new ones: tgN @ dN")
     add("-b", "--batch_size", type=counts(1), metavar="LIST",
         help="rows; default: 1, or 1,8,64,512 with --init_from")
+    add("--text", type=Path, metavar="FILE",
+        help="a prompt, as a message where the model has a chat template; instead of DEPTH")
+    add("--temperature", type=number(float, 0), default=0.0,
+        help="of all but sorted and sort_free; above 0 each run draws its own text")
     add("--max_seq_length", type=counts(0), default=[0], metavar="LIST",
         help="positions of the cache, where more than needed; 0: what is needed")
     add("--requests", type=number(int, 1), metavar="N",
@@ -517,7 +553,8 @@ def build_parser():
              "BATCH_SIZE run at a time: total tok/s, and the median of a request's")
     add = p.add_argument_group("runs").add_argument
     add("--engines", metavar="LIST",
-        help=f"of {', '.join(LADDER)}, int8, int4, int4-g64, … (compile with weights like that); "
+        help=f"of {', '.join(LADDER)}, {GUESSING} (compile with tokens guessed ahead), int8, int4, "
+             "int4-g64, … (compile with weights like that); "
              "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
              "default: kv_cache,compile, or the whole ladder with --init_from")
     add("--peers", default="", metavar="LIST",
@@ -547,15 +584,16 @@ def read_engines(args, nano: bool) -> list[tuple[str, str]]:
         raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
                          "int8, int4")
     for name in asked:
-        if name not in LADDER and not re.fullmatch(SCHEME, name):
-            raise ValueError(f"unknown engine '{name}' (engines: {', '.join(LADDER)}, int8, int4, "
-                             "int4-g64, …)")
+        if name not in (*LADDER, GUESSING) and not re.fullmatch(SCHEME, name):
+            raise ValueError(f"unknown engine '{name}' (engines: {', '.join(LADDER)}, {GUESSING}, "
+                             "int8, int4, int4-g64, …)")
     for scheme in schemes:
         if not re.fullmatch(f"none|{SCHEME}", scheme):
             raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
                              "of 32, 64, 128 or 256)")
-    pairs = [(name, scheme) for scheme in schemes for name in asked if name in LADDER]
-    return pairs + [("compile", name) for name in asked if name not in LADDER]
+    engines = [name for name in asked if name in (*LADDER, GUESSING)]
+    pairs = [(name, scheme) for scheme in schemes for name in engines]
+    return pairs + [("compile", name) for name in asked if name not in engines]
 
 
 def read_models(args) -> list[tuple[str | None, str | None]]:
@@ -602,7 +640,8 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
         model, stated, error = model_of[scheme]
         if engine == "cuda_graph" and device.type != "cuda":
             error = "needs an NVIDIA GPU"
-        cases.append(Case(name, n_parameters, stated, dtype, engine, model, error=error))
+        cases.append(Case(name, n_parameters, stated, dtype, engine, model, error=error,
+                          how=Sampling(args.temperature)))
     for peer in peer_names:
         for scheme, (model, stated, error) in model_of.items():
             case = Case(name, n_parameters, stated, dtype, peer, model, error=error)
@@ -668,7 +707,9 @@ def run(argv=None) -> int:
     if any(n == 1 for n in args.max_new_tokens):
         raise ValueError("-n 1: decoding is timed between tokens, so at least 2 (or 0: -p alone)")
     tests = [Test(n, 1, b) for n in args.n_prompt for b in batches]
-    tests += [Test(d, n, b, cache, args.requests or 0) for d in args.depth
+    if args.text and args.requests:
+        raise ValueError("--text and --requests exclude each other")
+    tests += [Test(d, n, b, cache, args.requests or 0, args.text) for d in args.depth
               for n in args.max_new_tokens if n for cache in args.max_seq_length for b in batches]
     if not tests:
         raise ValueError("nothing to time: give -p or -n")
@@ -678,6 +719,9 @@ def run(argv=None) -> int:
     if args.profile:
         torch._inductor.config.cpp.enable_kernel_profile = True
     cases, tokenizers = [], {}
+    if args.text:                                  # its length is the first model's
+        tokenizer = open_model(*models[0])[1]
+        tests = [test._replace(n_prompt=len(text_ids(args.text, tokenizer))) for test in tests]
     length = max(test.length() for test in tests)
     for path, shape in models:
         found, tokenizer = build_cases(path, shape, pairs, peer_names, args, device, length)

@@ -321,7 +321,9 @@ def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: rang
     token = side_by_side(prompts, device)[:, :1]
     if speculator:
         speculator.begin(prompts[0], 0, model.max_seq_length, device)
-        speculator.warm_up(model, sorted(n_keys) * 3, how)
+        for n_key in sorted(n_keys) * 3:
+            for call in speculator.calls(model, steps.decode, n_key, how):
+                call()
     for n_key in sorted(n_keys) * 3:                       # CUDA graphs: warm up, record, replay
         noise = exponential((len(n), n_candidates(how, n_vocab)), device)
         steps.decode(model, token, next_pos(n, device), n_key, noise, how, seen)
@@ -638,6 +640,13 @@ def run(argv: list[str] | None) -> int:
                 speculator)
         compile_s = time.perf_counter() - start
         log(f"Compilation time: {compile_s:.2f} seconds")
+
+    if speculator and not args.speculate_k:
+        n_key = bucket(len(work[0].ids) + 1 if work else 1, length)
+        speculator.begin([0], 0, length, device)
+        costs = speculator.measure(model, steps.decode, n_key, how)
+        costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
+        log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
 
     generator = torch.Generator(device).manual_seed(args.seed)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)

@@ -7,6 +7,8 @@ the steps that it drives: no prefill, no sampler and no generation loop of its o
     speculator = Speculator(8, ngram=True)         # for generate.generate(…, speculator=speculator)
 """
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -61,9 +63,9 @@ def accept(target: tuple, draft: tuple, guesses: Tensor, chance: Tensor, noise: 
 
 # ---- The two steps ------------------------------------------------------------------------------
 
-def guess(model, tokens, pos, n_key, noise, how, seen, n_vocab) -> tuple:
-    """tokens [1, T] at pos [T] -> the draft's next token [1, 1], and what it was drawn from."""
-    logits = model(tokens, pos, 1, n_key)[:, -1, :n_vocab]
+def guess(model, token, pos, n_key, noise, how, seen, n_vocab) -> tuple:
+    """token [1, 1] at pos [1] -> the draft's next token [1, 1], and what it was drawn from."""
+    logits = model(token, pos, 1, n_key)[:, -1, :n_vocab]
     logits = F.pad(logits, (0, n_vocab - logits.shape[-1]), value=-torch.inf)
     dist = distribution(logits, how, seen)
     return draw(*dist, noise), *dist
@@ -85,24 +87,28 @@ def verify(model, token, guesses, probs, ids, pos, n_key, chance, noise, how, se
 # ---- How many to try ----------------------------------------------------------------------------
 
 class Pace:
-    """As many guesses as allowed while they are right, fewer after none was. Where fewer are wrong
-    too, none for a while, each time for twice as long: bad guesses cost little."""
+    """As many guesses as allowed while a round gives more tokens than plain steps would in its
+    time, else fewer; where the fewest do not pay either, none for a while, each time for twice as
+    long: so bad guesses cost little."""
 
-    def __init__(self, sizes: list[int]):
-        """sizes: how many may be guessed, the largest first; one size is kept to, come what may."""
-        self.sizes, self.level, self.wait, self.pause = sizes, 0, 0, 1
+    def __init__(self, sizes: list[int], costs: list[float], fixed: bool = False):
+        """sizes: how many may be guessed, most first; costs: what such a round takes, in steps."""
+        self.sizes, self.costs, self.fixed = sizes, costs, fixed
+        self.level, self.wait, self.pause = 0, 0, 1
 
     def next(self) -> int:
         self.wait -= self.wait > 0
-        return 0 if self.wait else self.sizes[self.level]
+        return 0 if self.wait or not self.sizes else self.sizes[self.level]
 
     def learn(self, n: int) -> None:
         """n of the last guesses were right."""
-        if n == self.sizes[self.level]:
+        if self.fixed:
+            return
+        if n + 1 >= self.costs[self.level]:
             self.level, self.pause = max(0, self.level - 1), 1
-        elif n == 0 and self.level < len(self.sizes) - 1:
+        elif self.level < len(self.sizes) - 1:
             self.level += 1
-        elif n == 0 and self.level:
+        else:
             self.pause = min(2 * self.pause, 64)
             self.wait = self.pause
 
@@ -120,16 +126,17 @@ class Speculator:
 
         guess, verify: the functions above, compiled or not.
         """
-        self.sizes = [k] if fixed or k < 3 else [k, k // 3]
+        self.k, self.sizes = k, [k] if fixed or k < 3 or draft is None else [k, k // 3]
+        self.costs, self.fixed = [2.0] * len(self.sizes), fixed            # see measure()
         self.draft, self.guess, self.verify = draft, guess, verify
         self.accept_counts, self.n_held = [0] * (k + 1), 0
 
     def begin(self, ids: list[int], n_cached: int, limit: int, device) -> None:
         """A new prompt; its first n_cached tokens are as they were in the last one."""
-        self.known = torch.zeros(1, limit + self.sizes[0] + 1, dtype=torch.int64, device=device)
+        self.known = torch.zeros(1, limit + self.k + 1, dtype=torch.int64, device=device)
         self.known[:, :len(ids)] = torch.tensor([ids], device=device)
         self.n_held = min(self.n_held, n_cached)   # of them, those in the draft's cache
-        self.pace, self.limit, self.at = Pace(self.sizes), limit, 0
+        self.pace, self.limit, self.at = Pace(self.sizes, self.costs, self.fixed), limit, 0
         if self.draft and (self.draft.max_batch_size, self.draft.max_seq_length) != (1, limit):
             self.draft.setup_cache(1, limit, CATCH_UP)
             self.n_held = 0
@@ -160,7 +167,7 @@ class Speculator:
             tokens, count = self.verify(model, token, guesses, *dist, pos, bucket(n + k), chance,
                                         noise(), how, seen)
         self.known[:, n:n + tokens.shape[1]] = tokens      # what is beyond the count is replaced
-        if self.draft is None and self.pace.wait < 2:      # the next round may guess
+        if self.sizes and self.draft is None and self.pace.wait < 2:       # it may guess next time
             count, self.at = torch.stack((count, self.look_up(n + 1 + count))).tolist()
         else:
             count, self.at = 0 if guesses is None else int(count), 0
@@ -181,45 +188,69 @@ class Speculator:
 
     def ask(self, n: int, k: int, bucket, noise, how, seen, n_vocab) -> tuple:
         """The draft model -> guesses [1, k], their distributions: [k, C] and ids [k, C] or None."""
-        begin, found = self.n_held, []
-        if n - begin > 2:                          # more than this round's, and one full acceptance
+        pos, found = torch.arange(n + k, device=self.known.device), []
+        if n - self.n_held > 2:                    # more than what a full acceptance leaves
             with torch.compiler.set_stance("force_eager"):
-                for at in range(begin, n - 1, CATCH_UP):
+                for at in range(self.n_held, n - 1, CATCH_UP):
                     end = min(at + CATCH_UP, n - 1)
-                    pos = torch.arange(at, end, device=self.known.device)
-                    self.draft(self.known[:, at:end], pos, 1, end)
-            begin = n - 1
-        tokens = self.known[:, begin:n]
-        for end in range(n, n + k):
-            pos = torch.arange(begin, end, device=tokens.device)
-            tokens, *dist = self.guess(self.draft, tokens, pos, bucket(end), noise(), how, seen,
-                                       n_vocab)
-            seen = None if seen is None else seen.scatter(1, tokens, True)
-            found.append((tokens, *dist))
-            begin = end
+                    self.draft(self.known[:, at:end], pos[at:end], 1, end)
+            self.n_held = n - 1
+        for at in range(self.n_held, n + k - 1):
+            token = self.known[:, at:at + 1] if at < n else found[-1][0]
+            token, *dist = self.guess(self.draft, token, pos[at:at + 1], bucket(at + 1), noise(),
+                                      how, seen, n_vocab)
+            if at >= n - 1:                        # else it only catches up
+                seen = None if seen is None else seen.scatter(1, token, True)
+                found.append((token, *dist))
         self.n_held = n + k - 1                    # all but the last guess
         guesses, probs, ids = zip(*found)
         return (torch.cat(guesses, dim=1), torch.cat(probs),
                 None if ids[0] is None else torch.cat(ids))
 
-    def warm_up(self, model, n_keys: list[int], how: Sampling) -> None:
-        """Compile the two steps for these live lengths."""
+    def calls(self, model, decode: Callable, n_key: int, how: Sampling) -> list[Callable]:
+        """What a run calls, each as a function that does it and reads the result: a plain step, a
+        check of each size, and a draft's guess."""
         device, n_vocab = model.freq.device, model.cfg.vocab_size
-        noise = exponential((1, n_candidates(how, n_vocab)), device)
-        seen = None
+        noise, seen = exponential((1, n_candidates(how, n_vocab)), device), None
         if how.repetition_penalty != 1:
             seen = torch.zeros(1, n_vocab, dtype=torch.bool, device=device)
-        pos = torch.arange(2, device=device)
-        two, one = torch.zeros_like(pos)[None], pos[:1, None]
-        for n_key in n_keys:
-            dist = torch.ones(1, 1, device=device), one
-            for tokens in (two, one) if self.draft else ():
-                _, *dist = self.guess(self.draft, tokens, pos[:tokens.shape[1]], n_key, noise, how,
-                                      seen, n_vocab)
-            for k in self.sizes:
-                probs, ids = (t if t is None else t.repeat(k, 1) for t in dist)
-                self.verify(model, one, one.repeat(1, k), probs, ids, pos[:1], n_key,
-                            torch.rand(k, device=device), noise, how, seen)
+        pos = torch.zeros(1, dtype=torch.int64, device=device)
+        token, dist = pos[None], (torch.ones(1, 1, device=device), pos[None])
+
+        def ask():
+            return self.guess(self.draft, token, pos, n_key, noise, how, seen, n_vocab)
+
+        def check(k):
+            probs, ids = (t if t is None else t.repeat(k, 1) for t in dist)
+            chance = torch.rand(k, device=device)
+            self.verify(model, token, token.repeat(1, k), probs, ids, pos, n_key, chance, noise,
+                        how, seen)[1].item()
+        calls = [lambda: decode(model, token, pos, n_key, noise, how, seen).item()]
+        calls += [lambda k=k: check(k) for k in self.sizes]
+        if self.draft:
+            _, *dist = ask()
+            calls.append(lambda: ask()[0].item())
+        return calls
+
+    @torch.inference_mode()
+    def measure(self, model, decode: Callable, n_key: int, how: Sampling) -> dict[int, float]:
+        """Find out what rounds cost here, in plain steps, and keep the sizes that can pay.
+
+        Overwrites the beginning of the caches.
+        """
+        seconds = []
+        for call in self.calls(model, decode, n_key, how):
+            times = [time.perf_counter()]
+            for _ in range(9):
+                call()
+                times.append(time.perf_counter())
+            seconds.append(statistics.median(b - a for a, b in zip(times[1:], times[2:])))
+        plain, checks = seconds[0], seconds[1:1 + len(self.sizes)]
+        ask = seconds[-1] if self.draft else 0.0
+        costs = {k: ((k + 1) * ask + check) / plain for k, check in zip(self.sizes, checks)}
+        self.sizes = [k for k in costs if costs[k] < k + 1]
+        self.costs = [costs[k] for k in self.sizes]
+        return costs
 
     def stats(self) -> dict:
         """How many rounds kept how many guesses."""

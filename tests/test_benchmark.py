@@ -106,6 +106,16 @@ def test_requests_and_larger_caches(capsys):
     assert wide["peak_memory_bytes"] - tight["peak_memory_bytes"] > 0.8 * 2 * 6 * 288 * 2 * (256 - 21)
 
 
+def test_guessing_ahead(capsys):
+    """Greedily compared like any engine; above temperature 0 each run draws its own."""
+    argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-o", "json", "-n", 24, "--text", benchmark.HERE / "benchmarks/edit.txt"]
+    status, out, _ = run(capsys, *argv, "--engines", "kv_cache,ngram")
+    rows = json.loads(out)["rows"]
+    assert status == 0 and [r["compared"] for r in rows] == [True, True] and rows[1]["test"] == "tg24 @ edit.txt"
+    status, out, _ = run(capsys, *argv, "--engines", "kv_cache", "--temperature", 0.8)
+    assert status == 0 and json.loads(out)["rows"][0]["compared"] is None and rows[0]["n_prompt"] > 200
+
+
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
     original = benchmark.read_late

@@ -65,22 +65,24 @@ def chi_square(counts, chance, total):
     return (x - freedom) / (2 * freedom)**0.5
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1, 4, 0.9, 0.1)],
-                         ids=str)
-@pytest.mark.parametrize("draft", ["good", "bad", "other", "ngram"])
+HOWS = Sampling(), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1, 4, 0.9, 0.1)
+
+
+@pytest.mark.parametrize("how, draft", [
+    *itertools.product(HOWS, ["good", "bad"]), *itertools.product(HOWS[:2], ["other", "ngram"])], ids=str)
 def test_the_distribution_is_the_targets(how, draft):
     g = torch.Generator().manual_seed(7)
     table = torch.randn(4, 4, generator=g) * 1.5
     tables = dict(good=table + 0.3 * torch.randn(4, 4, generator=g), bad=-table, other=torch.randn(4, 4, generator=g))
     model = Chain(table)
     speculator = Speculator(2, Chain(tables[draft]) if draft != "ngram" else None, fixed=True)
-    total, counts, prompt = 2500, {}, [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 2, 0, 1, 2]
+    total, counts, prompt = 1300, {}, [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 2, 0, 1, 2]
     with torch.inference_mode():
         for _ in range(total):
             path = tuple(guessed(model, prompt, 4, speculator, how, generator=g))
             counts[path] = counts.get(path, 0) + 1
     assert chi_square(counts, exact(table, how, 2, 4), total) < 4.5
-    assert sum(speculator.accept_counts) > (total if draft != "ngram" else 200)
+    assert sum(speculator.accept_counts) > (total if draft != "ngram" else 100)
     assert len([n for n in speculator.accept_counts if n]) > 1
 
 
@@ -227,14 +229,15 @@ def test_the_steps_trace(ours, how):
 # ---- How many to try -----------------------------------------------------------------------------
 
 def test_pace():
-    pace = Pace([8, 2])
+    pace = Pace([8, 2], [3.5, 1.9])
     assert [pace.next() for _ in range(3)] == [8, 8, 8]
     pace.learn(3)
     assert pace.next() == 8
-    pace.learn(0)
+    pace.learn(2)
     assert pace.next() == 2
     pace.learn(1)
-    assert pace.next() == 2
+    assert pace.next() == 8
+    pace.learn(0)
     waits = []
     for _ in range(8):                                     # wrong again and again: longer and longer pauses
         pace.learn(0)
@@ -242,7 +245,7 @@ def test_pace():
     assert waits == [1, 3, 7, 15, 31, 63, 63, 63]
     pace.learn(2)
     assert pace.next() == 8
-    fixed = Pace([3])
+    fixed = Pace([3], [2.0], fixed=True)
     for n in (0, 0, 3, 0):
         fixed.learn(n)
         assert fixed.next() == 3
@@ -263,23 +266,25 @@ ARGV = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature",
 
 
 def test_json_and_statistics(capsys):
-    status, out, _ = run(capsys, *ARGV, "--json", "--max_new_tokens", 60)
+    status, out, _ = run(capsys, *ARGV, "--json", "--max_new_tokens", 30)
     expected = json.loads(out)
     for argv in (["--speculate", "ngram"], ["--speculate", "int8"], ["--draft_model", SMOLLM2, "--speculate_k", 3]):
-        status, out, err = run(capsys, *ARGV, "--json", "--max_new_tokens", 60, *argv, "--compare")
+        status, out, err = run(capsys, *ARGV, "--json", "--max_new_tokens", 30, *argv, "--compare")
         said = json.loads(out)
         assert status == 0 and said["new_ids"] == expected["new_ids"] and said["speedup"] > 0
-        assert said["rounds"] == sum(said["accept_counts"]) > 0 and len(said["accept_counts"]) == said["speculate_k"] + 1
-        assert said["mean_accepted"] == pytest.approx(
-            sum(i * n for i, n in enumerate(said["accept_counts"])) / said["rounds"])
-        assert "Acceptance probs: [" in err and f"Mean Accepted: {said['mean_accepted']:.4f}" in err
+        assert "takes as long as" in err or "--speculate_k" in argv
+        assert said["rounds"] == sum(said["accept_counts"]) and len(said["accept_counts"]) == said["speculate_k"] + 1
+        if said["rounds"]:
+            assert said["mean_accepted"] == pytest.approx(
+                sum(i * n for i, n in enumerate(said["accept_counts"])) / said["rounds"])
+            assert "Acceptance probs: [" in err and f"Mean Accepted: {said['mean_accepted']:.4f}" in err
     assert said["speculate"] == SMOLLM2.name and said["mean_accepted"] == 3
 
 
 def test_stops_inside_a_guess(capsys):
     """A stop string and an end-of-sequence token among accepted guesses end at the right token."""
-    argv = [*ARGV, "--max_new_tokens", 60]
-    for more in (["--stop", "return a *"], ["--stop", "div(a"], ["--max_new_tokens", 7]):
+    argv = [*ARGV, "--max_new_tokens", 40]
+    for more in (["--stop", "return a *"], ["--max_new_tokens", 7]):
         assert run(capsys, *argv, *more, "--draft_model", SMOLLM2, "--speculate_k", 8)[1] == run(capsys, *argv, *more)[1]
     argv = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--chat", "--prompt", "Say OK.", "--json"]
     one, other = (json.loads(run(capsys, *argv, *more)[1]) for more in ([], ["--draft_model", SMOLLM2]))
