@@ -608,9 +608,10 @@ def run(argv: list[str] | None) -> int:
     draft_source = open_draft(args, source, tokenizer, device)
     source = quantize.as_flagged(source, args, device)
     k = args.speculate_k or (8 if args.speculate == "ngram" else 5)
-    if k >= length:
+    guessing = bool(draft_source or args.speculate)
+    if guessing and k >= length:
         raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
-    chunk = max(args.prefill_chunk, k + 1)
+    chunk = max(args.prefill_chunk, (k + 1) * guessing)
     check_memory([source, draft_source], dtype, device, n_rows, length, chunk)
     model = quantize.load(source, dtype, device)
     draft = draft_source and quantize.load(draft_source, dtype, device)
@@ -628,7 +629,7 @@ def run(argv: list[str] | None) -> int:
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
     speculator = None
-    if draft or args.speculate:
+    if guessing:
         speculator = build_speculator(k, bool(args.speculate_k), draft, engine, device.type)
     if engine in ("compile", "cuda_graph"):
         start = time.perf_counter()
