@@ -428,6 +428,7 @@ class Case:
                 decode_tok_s_total=sum(news) / said["total_s"],
                 per_request=statistics.median(n / s for n, s in zip(news, said["request_s"]))))
         elif count:
+            read_bytes *= self.engine != GUESSING  # there a step gives several tokens
             f = figures(times, test.n_prompt, test.batch, read_bytes)
             speed = f["decode_tok_s_total"] or f["prefill_tok_s"]
             self.results.append(dict(f, per_request=speed / test.batch))
@@ -451,7 +452,7 @@ class Case:
         speed = statistics.median(speeds)
         gaps, ttfts = sorted(self.gaps), [f["ttft_s"] for f in self.results if f["ttft_s"]]
         moved = decoding and not foreign and statistics.median(
-            f["bandwidth_gb_s"] for f in self.results)
+            f["bandwidth_gb_s"] or 0.0 for f in self.results)
         compared = None if self.start else compare(self, cases, test)
         return row | dict(zip(measured, (
             speed, min(speeds), max(speeds),

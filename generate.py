@@ -663,7 +663,8 @@ def run(argv: list[str] | None) -> int:
         def answer(ids, n_cached):
             mine = row(ids, n_new := min(args.max_new_tokens, length - len(ids)))
             times, _ = follow(tokens([ids], n_new, n_cached), [mine], "")
-            return mine, describe(figures(times, len(ids) - n_cached, 1, read_bytes))
+            f = figures(times, len(ids) - n_cached, 1, 0 if speculator else read_bytes)
+            return mine, describe(f)
 
         room = length - max(1, min(args.max_new_tokens, length // 4))
         rewind = model.longest_call - 1 if model.rings else length
@@ -694,7 +695,7 @@ def run(argv: list[str] | None) -> int:
             if not path.exists():                          # it only logs that it could not
                 raise OSError(f"{path}: the trace could not be written")
             log(f"Trace written to {path}")
-        f = figures(times, len(prompt_ids), args.batch_size, read_bytes)
+        f = figures(times, len(prompt_ids), args.batch_size, 0 if speculator else read_bytes)
         if args.compare and not interrupted:
             plain = [row(prompt_ids, n_new)]
             times, interrupted = follow(tokens([prompt_ids], n_new, speculator=None), plain, None)
@@ -761,14 +762,15 @@ def follow(tokens: Iterator[Tensor], rows: list[Row],
 def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
     """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
 
-    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes.
+    decode_tok_s is per row; bandwidth_gb_s counts the read_bytes of weights that each step reads, in
+    1e9 bytes; 0: not one step per token.
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
     step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
     return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt * batch_size / ttft_s if ttft_s else None,
                 decode_tok_s=1 / step_s if step_s else None,
                 decode_tok_s_total=batch_size / step_s if step_s else None,
-                bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s else None)
+                bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s and read_bytes else None)
 
 
 def describe(f: dict) -> str:
@@ -777,7 +779,8 @@ def describe(f: dict) -> str:
         return "no token"
     line = f"time to first token {f['ttft_s']:.3f} s, prefill {f['prefill_tok_s']:.1f} tok/s"
     if f["decode_tok_s"]:
-        line += f", decode {f['decode_tok_s']:.2f} tok/s, bandwidth {f['bandwidth_gb_s']:.1f} GB/s"
+        line += f", decode {f['decode_tok_s']:.2f} tok/s"
+        line += f", bandwidth {f['bandwidth_gb_s']:.1f} GB/s" if f["bandwidth_gb_s"] else ""
         if f["decode_tok_s_total"] > f["decode_tok_s"]:
             line += f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
     return line

@@ -195,11 +195,12 @@ def test_smollm2(smollm2):
         counts[name] = speculator.accept_counts
     assert sum(counts["int8"][3:]) > sum(counts["int8"][:3]) and sum(counts["tiny"][1:]) < 5
     import copy
-    itself = Speculator(5, copy.deepcopy(model, {id(p): p for p in model.parameters()}))
-    assert guessed(model, ids, 60, itself) == expected[:60] and sum(itself.accept_counts[:-1]) == 0
+    same = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    itself = Speculator(5, same)
+    assert guessed(model, ids, 200, itself) == expected and sum(itself.accept_counts[:-1]) == 0
     torch._dynamo.reset()
     steps = generate.build_steps(model, "compile")
-    for draft in (None, int8):
+    for draft in (None, int8, tiny, same):
         speculator = generate.build_speculator(5, False, draft, "compile", "cpu")
         with torch.inference_mode():
             generate.warm_up(model, [ids], range(len(ids) + 1, 256), GREEDY, steps, speculator)
