@@ -762,8 +762,8 @@ def follow(tokens: Iterator[Tensor], rows: list[Row],
 def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
     """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
 
-    decode_tok_s is per row; bandwidth_gb_s counts the read_bytes of weights that each step reads, in
-    1e9 bytes; 0: not one step per token.
+    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes;
+    read_bytes=0: a step gives more than a token.
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
     step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
