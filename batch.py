@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
     Empty lines are skipped. OSError or ValueError where the file cannot be read at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
@@ -88,6 +88,9 @@ def parse(line: str) -> dict:
     """A line of JSON -> Request's fields. ValueError says what is wrong with it."""
     try:
         found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character (a lone surrogate)") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
@@ -141,6 +144,8 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
         if args.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=args.system_prompt), *messages]
         ids = tokenizer.encode_chat(messages, **args.chat_template_kwargs or {})
+    if not ids:
+        raise ValueError("the prompt has no tokens")
     if max(ids) >= cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
                          "tokens: they do not belong together")
@@ -199,17 +204,17 @@ def done_before(path: Path) -> set[int | str]:
 
     ValueError where the file is something else.
     """
-    if not path.exists():
+    if not path.is_file():
         return set()
-    ids, end = set(), 0
+    ids, end, ours = set(), 0, b'{"id": '
     with open(path, "rb+") as f:
         for i, line in enumerate(f, start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and line.startswith(ours[:len(line)]):
                 break
             try:
                 found = json.loads(line)
                 ids.add((found["id"], found["new_ids"])[0])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
                                  "move this file away") from None
             end += len(line)

@@ -12,6 +12,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ def fail(message) -> None:
 
 def guarded(run: Callable, argv: list[str] | None = None) -> int:
     """Run a command -> its exit status: 2 on bad input (one line on stderr), 130 on Ctrl-C."""
+    with suppress(AttributeError):                         # a terminal may know fewer characters
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(argv)
     except BrokenPipeError:                                # the reader of our output left

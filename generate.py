@@ -133,8 +133,11 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
     limit = max(n) + max_new_tokens if max_new_tokens else model.max_seq_length
     assert limit <= model.cfg.context, \
         f"{max(n)} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
+    assert not speculator or (B == 1 and use_cache), "guessing is for one row and the cache"
+    k = speculator.k if speculator else 0
     if model.max_batch_size != B * use_cache or model.max_seq_length < limit:
-        model.setup_cache(B * use_cache, limit, PREFILL_CHUNK)
+        model.setup_cache(B * use_cache, limit, max(PREFILL_CHUNK, k + 1))
+    assert k < model.longest_call, f"{k} + 1 tokens exceed the longest call, {model.longest_call}"
     limit = model.max_seq_length if use_cache else limit
     chunk = model.longest_call if use_cache else limit
     n_noise, seen = n_candidates(how, n_vocab), None
@@ -607,10 +610,13 @@ def run(argv: list[str] | None) -> int:
     n_rows = min(args.batch_size, len(work)) if many else args.batch_size
     draft_source = open_draft(args, source, tokenizer, device)
     source = quantize.as_flagged(source, args, device)
-    k = args.speculate_k or (8 if args.speculate == "ngram" else 5)
+    k = args.speculate_k or min(8 if args.speculate == "ngram" else 5, length - 1)
     guessing = bool(draft_source or args.speculate)
     if guessing and k >= length:
         raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
+    if draft_source and draft_source.cfg.learned_pos and length > draft_source.cfg.context:
+        raise ValueError(f"{draft_source.path} knows {draft_source.cfg.context} positions, and "
+                         f"{length} are asked for: give a smaller --max_seq_length")
     chunk = max(args.prefill_chunk, (k + 1) * guessing)
     check_memory([source, draft_source], dtype, device, n_rows, length, chunk)
     model = quantize.load(source, dtype, device)
@@ -667,7 +673,8 @@ def run(argv: list[str] | None) -> int:
             return mine, describe(f)
 
         room = length - max(1, min(args.max_new_tokens, length // 4))
-        rewind = model.longest_call - 1 if model.rings else length
+        spare = model.longest_call - 1 - k * guessing      # in a ring; rejected guesses were there
+        rewind = spare if model.rings else length
         Chat(tokenizer, answer, room, rewind, log, args.system_prompt,
              args.chat_template_kwargs).run()
         return 0

@@ -34,10 +34,11 @@ def distribution(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> t
 def chances(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
     """What a distribution gives to tokens [T, m], or to the whole vocabulary -> [T, m]."""
     probs, ids = dist
-    if tokens is None:
-        return probs if ids is None else probs.new_zeros(len(probs), n_vocab).scatter(1, ids, probs)
+    many = ids is not None and tokens is not None and ids.shape[1] * tokens.shape[1] > n_vocab
+    if ids is not None and (tokens is None or many):
+        probs, ids = probs.new_zeros(len(probs), n_vocab).scatter(1, ids, probs), None
     if ids is None:
-        return probs.gather(1, tokens)
+        return probs if tokens is None else probs.gather(1, tokens)
     return (probs[:, None] * (ids[:, None] == tokens[..., None])).sum(-1)
 
 
@@ -154,9 +155,10 @@ class Speculator:
             return exponential(shape, device, generator)
         self.known[:, n - 1:n] = token
         k = self.pace.next()
-        if k and n + k <= self.limit and self.draft:
+        k = k if 0 < n <= self.limit - k else 0    # there is room, and the row has not ended
+        if k and self.draft:
             guesses, *dist = self.ask(n, k, bucket, noise, how, seen, n_vocab)
-        elif k and n + k <= self.limit and self.at:
+        elif k and self.at:
             guesses = self.known[:, self.at:self.at + k]
             dist = torch.ones(k, 1, device=device), guesses.T
         if guesses is None:
@@ -189,14 +191,15 @@ class Speculator:
     def ask(self, n: int, k: int, bucket, noise, how, seen, n_vocab) -> tuple:
         """The draft model -> guesses [1, k], their distributions: [k, C] and ids [k, C] or None."""
         pos, found = torch.arange(n + k, device=self.known.device), []
+        known = self.known.clamp(max=self.draft.cfg.vocab_size - 1)        # it may know fewer
         if n - self.n_held > 2:                    # more than what a full acceptance leaves
             with torch.compiler.set_stance("force_eager"):
                 for at in range(self.n_held, n - 1, CATCH_UP):
                     end = min(at + CATCH_UP, n - 1)
-                    self.draft(self.known[:, at:end], pos[at:end], 1, end)
+                    self.draft(known[:, at:end], pos[at:end], 1, end)
             self.n_held = n - 1
         for at in range(self.n_held, n + k - 1):
-            token = self.known[:, at:at + 1] if at < n else found[-1][0]
+            token = known[:, at:at + 1] if at < n else found[-1][0]
             token, *dist = self.guess(self.draft, token, pos[at:at + 1], bucket(at + 1), noise(),
                                       how, seen, n_vocab)
             if at >= n - 1:                        # else it only catches up

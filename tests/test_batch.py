@@ -187,10 +187,11 @@ def test_too_long_for_the_model_is_refused(ours):
     ('{"messages": "hi"}', '"messages" is no list'), ('{"prompt": "a", "id": [1]}', '"id" is neither'),
     ('{"prompt": "a", "id": true}', '"id" is neither'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
     ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperature": 1}', "unknown key"),
+    ('{"prompt": "b\\ud800"}', "half a character"),
     ('{"prompt": "b", "id": "x"}', "the id 'x' is that of line 1"), ("[" * 9999, "not valid JSON")])
 def test_a_bad_line_is_named_and_the_others_stay(tmp_path, line, words):
     path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"prompt": "a", "id": "x"}}\n\n{line}\n{{"prompt": "c", "max_new_tokens": 3}}\r\n')
+    path.write_text(f'\ufeff{{"prompt": "a", "id": "x"}}\n\n{line}\n{{"prompt": "c", "max_new_tokens": 3}}\r\n')
     requests, complaints = batch.read_prompts(path)
     assert [(r.id, r.prompt, r.max_new_tokens, r.where) for r in requests] == [
         ("x", "a", None, f"{path}:1"), (2, "c", 3, f"{path}:4")]
@@ -298,6 +299,8 @@ def test_bad_input(capsys, tmp_path, jsonl):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "other.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 99999 + "\n")
+    (tmp_path / "precious.json").write_text('{"a": 1}')
     base = ["-m", SMOLLM2, "--device", "cpu"]
     for argv, words in (
             (["--prompts_file", tmp_path / "none.txt"], "No such file"),
@@ -307,6 +310,8 @@ def test_bad_input(capsys, tmp_path, jsonl):
             (["--prompts_file", jsonl, "--output", tmp_path / "no/where"], "No such file"),
             (["--prompts_file", jsonl, "--output", tmp_path], "Is a directory"),
             (["--prompts_file", jsonl, "--output", tmp_path / "other.jsonl"], "other.jsonl:1: not a result of ours"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "deep.jsonl"], "deep.jsonl:1: not a result of ours"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "precious.json"], "precious.json:1: not a result"),
             (["--prompts_file", jsonl, "--output", jsonl], "prompts.jsonl:1: not a result of ours"),
             (["--prompt", "a", "--prompt", "b", "--num_samples", 2], "do not go with --num_samples"),
             (["--prompt", "a", "--prompt", "b", "--engine", "recompute"], "--engine recompute"),
@@ -316,6 +321,7 @@ def test_bad_input(capsys, tmp_path, jsonl):
             (["--chat", "--chat_template_kwargs", "[1]"], "expected a JSON object"),
             (["--prefill_chunk", "0"], "must be at least 1")):
         assert words in refused(capsys, *base, *argv), argv
+    assert (tmp_path / "precious.json").read_text() == '{"a": 1}'
     jsonl.write_text('{"prompt": ""}\n')
     status, out, err = run(capsys, *base, "--prompts_file", jsonl)
     assert status == 1 and out == "" and "the prompt is empty" in err and "Memory" not in err

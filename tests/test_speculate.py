@@ -171,6 +171,36 @@ def test_a_prompt_that_goes_on(ours):
     assert [t.item() for t in tokens] == plain(copy.deepcopy(model), longer, 12)
 
 
+@pytest.mark.parametrize("back", range(1, 9))
+def test_going_back_over_rejected_guesses(ours, back):
+    """They were written too: of 12 - 1 positions a ring can go back, 3 less (generate.run's rewind)."""
+    model, ids = ours("mistral-window"), torch.randint(0, 160, (30,), generator=torch.Generator().manual_seed(4)).tolist()
+    model.setup_cache(1, 64, 12)
+    speculator = Speculator(3, another(model), fixed=True)
+    first = guessed(model, ids, 10, speculator)
+    held = ids + first[:-1]
+    turn = held[:len(held) - back] + [3, 1, 4]
+    tokens = generate.generate(model, [turn], 8, GREEDY, n_cached=len(held) - back, speculator=speculator)
+    got = [t.item() for t in tokens]
+    model.setup_cache(1, 64)
+    assert got == plain(model, turn, 8)
+
+
+def test_a_draft_that_knows_less(ours):
+    """Fewer tokens than the ids in use; many candidates in the draw."""
+    import dataclasses
+    model, ids = ours("llama3"), [150, 3, 149, 159, 7]
+    cfg = dataclasses.replace(model.cfg, vocab_size=100)
+    small = type(model)(cfg)
+    for p in small.parameters():
+        torch.nn.init.normal_(p, std=0.05) if p.dim() > 1 else p.data.fill_(1)
+    for k, how in ((3, GREEDY), (3, Sampling(1.0, top_k=90))):
+        speculator = Speculator(k, small.requires_grad_(False), fixed=True)
+        got = guessed(model, ids, 20, speculator, how, generator=torch.Generator().manual_seed(1))
+        assert how != GREEDY or got == plain(model, ids, 20)
+        assert len(got) == 20 and speculator.stats()["rounds"] > 0
+
+
 @pytest.fixture(scope="module")
 def smollm2():
     return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
