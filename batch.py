@@ -46,8 +46,9 @@ class Job(NamedTuple):
 
 def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
     """What --prompts_file, --prompt or the default ask for, and complaints about the others."""
-    prompts, complaints = enumerate(args.prompt or [default]), []
-    requests = [Request(i, f"--prompt {i + 1}", text) for i, text in prompts]
+    prompts, complaints = args.prompt or [default], []
+    where = "--prompt" if len(prompts) == 1 else "--prompt {}"
+    requests = [Request(i, where.format(i + 1), text) for i, text in enumerate(prompts)]
     if args.prompts_file:
         requests, complaints = read_prompts(args.prompts_file)
         if not requests and not complaints:
@@ -115,11 +116,11 @@ def parse(line: str) -> dict:
 def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
     """A text's ids, or as many random ones as an integer says. ValueError if there are none."""
     if not text:
-        raise ValueError("the prompt is empty: give --prompt some text")
+        raise ValueError("the prompt is empty: give it some text")
     if not re.fullmatch(r"[+-]?\d+", text):
         return tokenizer.encode(text)
     if int(text) < 1:
-        raise ValueError(f"--prompt {text}: a synthetic prompt needs at least 1 token")
+        raise ValueError(f"{text}: a synthetic prompt needs at least 1 token")
     check_length(int(text), cfg.context, "the model's context")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(min(1024, cfg.vocab_size), (int(text),), generator=generator).tolist()
@@ -152,6 +153,17 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     return Job(request, ids, min(request.max_new_tokens or args.max_new_tokens, limit - len(ids)))
+
+
+def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
+    """-> what can run, and complaints about the others. about: encode()'s other arguments."""
+    jobs, complaints = [], []
+    for request in requests:
+        try:
+            jobs.append(encode(request, *about))
+        except ValueError as e:
+            complaints.append(f"{request.where}: {e}")
+    return jobs, complaints
 
 
 # ---- Slots --------------------------------------------------------------------------------------

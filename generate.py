@@ -173,7 +173,7 @@ def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_toke
     def start(token: Tensor, new: dict[int, list[int]], begin: int = 0) -> Tensor:
         """token [B, 1] with the first new one of each of these rows."""
         if speculator:
-            speculator.begin(new[0], begin, limit, device)
+            speculator.begin(new[0], begin, limit, chunk, device)
         for rows in together(new, B, 0 if steps.pad else chunk):
             some = [new[row] for row in rows]
             first = run(rows, side_by_side(some, device), [len(ids) for ids in some], begin)
@@ -323,7 +323,7 @@ def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: rang
     n_keys = {bucket(length, model.max_seq_length) for length in lengths}
     token = side_by_side(prompts, device)[:, :1]
     if speculator:
-        speculator.begin(prompts[0], 0, model.max_seq_length, device)
+        speculator.begin(prompts[0], 0, model.max_seq_length, model.longest_call, device)
         for n_key in sorted(n_keys) * 3:
             for call in speculator.calls(model, steps.decode, n_key, how):
                 call()
@@ -588,14 +588,11 @@ def run(argv: list[str] | None) -> int:
     dtype, limit = pick_dtype(args.dtype, device, cfg), args.max_seq_length or cfg.context
     if limit > cfg.context:
         raise ValueError(f"--max_seq_length {limit} exceeds the model's context of {cfg.context}")
-    work = []
-    for request in (request for request in requests if request.id not in before):
-        try:
-            work.append(batch.encode(request, tokenizer, cfg, args, limit))
-        except ValueError as e:
-            if not many:
-                raise
-            complaints.append(f"{request.where}: {e}")
+    requests = [request for request in requests if request.id not in before]
+    work, more = batch.encode_all(requests, tokenizer, cfg, args, limit)
+    complaints += more
+    if complaints and not many:
+        raise ValueError(complaints[0])
     for complaint in complaints:
         log(f"generate.py: error: {complaint}")
     if before:
@@ -618,7 +615,8 @@ def run(argv: list[str] | None) -> int:
         raise ValueError(f"{draft_source.path} knows {draft_source.cfg.context} positions, and "
                          f"{length} are asked for: give a smaller --max_seq_length")
     chunk = max(args.prefill_chunk, (k + 1) * guessing)
-    check_memory([source, draft_source], dtype, device, n_rows, length, chunk)
+    use_cache = engine != "recompute"
+    check_memory([source, draft_source], dtype, device, n_rows * use_cache, length, chunk)
     model = quantize.load(source, dtype, device)
     draft = draft_source and quantize.load(draft_source, dtype, device)
     load_s = time.perf_counter() - start
@@ -629,8 +627,7 @@ def run(argv: list[str] | None) -> int:
     log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
         f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}")
     log(f"Time to load model: {load_s:.2f} seconds")
-    use_cache = engine != "recompute"
-    model.setup_cache(n_rows if use_cache else 0, length, chunk)
+    model.setup_cache(n_rows * use_cache, length, chunk)
 
     how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
@@ -650,7 +647,7 @@ def run(argv: list[str] | None) -> int:
 
     if speculator and not args.speculate_k:
         n_key = bucket(len(work[0].ids) + 1 if work else 1, length)
-        speculator.begin([0], 0, length, device)
+        speculator.begin([0], 0, length, model.longest_call, device)
         costs = speculator.measure(model, steps.decode, n_key, how)
         costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
         log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
@@ -673,7 +670,7 @@ def run(argv: list[str] | None) -> int:
             return mine, describe(f)
 
         room = length - max(1, min(args.max_new_tokens, length // 4))
-        spare = model.longest_call - 1 - k * guessing      # in a ring; rejected guesses were there
+        spare = model.longest_call - 1 - (k + 1) * guessing    # of a ring: guesses were there too
         rewind = spare if model.rings else length
         Chat(tokenizer, answer, room, rewind, log, args.system_prompt,
              args.chat_template_kwargs).run()

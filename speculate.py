@@ -4,7 +4,7 @@ What comes out is what plain decoding would give: greedily the same tokens, else
 distribution. Owns the guesses, their acceptance, and how many to try. It receives the models and
 the steps that it drives: no prefill, no sampler and no generation loop of its own.
 
-    speculator = Speculator(8, ngram=True)         # for generate.generate(…, speculator=speculator)
+    speculator = Speculator(8)                     # for generate.generate(…, speculator=speculator)
 """
 
 import statistics
@@ -18,7 +18,6 @@ from torch import Tensor
 from sampling import Sampling, draw, exponential, n_candidates, penalize, truncate
 
 NGRAM = 3                                          # so many tokens alike are a match
-CATCH_UP = 512                                     # tokens that the draft runs at a time
 
 
 # ---- The distributions, and what is accepted ----------------------------------------------------
@@ -78,9 +77,8 @@ def verify(model, token, guesses, probs, ids, pos, n_key, chance, noise, how, se
     tokens = torch.cat((token, guesses), dim=1)
     logits = model(tokens, pos + torch.arange(k + 1, device=pos.device), k + 1, n_key)[0]
     if seen is not None:                           # each place has seen the guesses before it
-        later = torch.ones(k + 1, k, device=token.device).tril(-1).bool()  # [place, guess]
-        known = torch.zeros_like(logits).scatter_add_(
-            1, guesses.expand(k + 1, -1), later.to(logits.dtype))
+        later = torch.ones(k + 1, k, device=token.device).tril(-1)         # [place, guess]
+        known = torch.zeros_like(logits).scatter_add_(1, guesses.expand(k + 1, -1), later)
         seen = seen | (known > 0)
     return accept(distribution(logits, how, seen), (probs, ids), guesses, chance, noise, n_vocab)
 
@@ -132,14 +130,15 @@ class Speculator:
         self.draft, self.guess, self.verify = draft, guess, verify
         self.accept_counts, self.n_held = [0] * (k + 1), 0
 
-    def begin(self, ids: list[int], n_cached: int, limit: int, device) -> None:
-        """A new prompt; its first n_cached tokens are as they were in the last one."""
+    def begin(self, ids: list[int], n_cached: int, limit: int, chunk: int, device) -> None:
+        """A new prompt, whose first n_cached tokens are as they were in the last one, in a cache of
+        `limit` positions; chunk: the draft too runs so many tokens at a time."""
         self.known = torch.zeros(1, limit + self.k + 1, dtype=torch.int64, device=device)
         self.known[:, :len(ids)] = torch.tensor([ids], device=device)
         self.n_held = min(self.n_held, n_cached)   # of them, those in the draft's cache
         self.pace, self.limit, self.at = Pace(self.sizes, self.costs, self.fixed), limit, 0
         if self.draft and (self.draft.max_batch_size, self.draft.max_seq_length) != (1, limit):
-            self.draft.setup_cache(1, limit, CATCH_UP)
+            self.draft.setup_cache(1, limit, chunk)
             self.n_held = 0
 
     def round(self, model, token: Tensor, pos: Tensor, n: int, bucket: Callable, how: Sampling,
@@ -194,8 +193,8 @@ class Speculator:
         known = self.known.clamp(max=self.draft.cfg.vocab_size - 1)        # it may know fewer
         if n - self.n_held > 2:                    # more than what a full acceptance leaves
             with torch.compiler.set_stance("force_eager"):
-                for at in range(self.n_held, n - 1, CATCH_UP):
-                    end = min(at + CATCH_UP, n - 1)
+                for at in range(self.n_held, n - 1, self.draft.longest_call):
+                    end = min(at + self.draft.longest_call, n - 1)
                     self.draft(known[:, at:end], pos[at:end], 1, end)
             self.n_held = n - 1
         for at in range(self.n_held, n + k - 1):

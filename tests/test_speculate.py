@@ -285,9 +285,9 @@ def test_pace():
 def test_look_up():
     """The most recent place, and not the one that is being looked up."""
     s = Speculator(4)
-    s.begin([1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3], 0, 40, "cpu")
+    s.begin([1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3], 0, 40, 40, "cpu")
     assert [s.look_up(torch.tensor(n)).item() for n in (14, 8, 3, 10, 2, 1)] == [8, 3, 0, 0, 0, 0]
-    s.begin([4] * 6, 0, 40, "cpu")
+    s.begin([4] * 6, 0, 40, 40, "cpu")
     assert s.look_up(torch.tensor(6)) == 5
 
 
