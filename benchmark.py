@@ -254,8 +254,9 @@ class Engine:
             warm_up(self.model, prompts[:test.batch], lengths, self.how, self.steps,
                     self.speculator)
             if self.speculator:
-                self.speculator.measure(self.model, self.steps.decode,
-                                        bucket(test.n_prompt + 1, test.length()), self.how)
+                n_key = bucket(test.n_prompt + 1, test.length())
+                self.speculator.keep(self.speculator.measure(self.model, self.steps.decode, n_key,
+                                                             self.how))
             self.compile_s = time.perf_counter() - start
 
     def tokens(self, prompts: list, n_new: int | None) -> Iterator[Tensor]:

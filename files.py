@@ -49,6 +49,7 @@ class Lazy:
         for a in range(0, self.n_row, step):
             b = min(a + step, self.n_row)
             yield a, b, self.rows(a, b)
+        _made.clear()
 
 
 def as_rows(t: Tensor) -> Tensor:
@@ -58,18 +59,16 @@ def as_rows(t: Tensor) -> Tensor:
 
 # ---- Tensors made of others ---------------------------------------------------------------------
 
+_made = {}                                         # what its parts need, while a tensor is read
+
+
 def made_once(name: str, shape: tuple[int, ...], dtype: torch.dtype,
               make: Callable[[], Tensor]) -> Lazy:
-    """Where rows cannot be had one by one: make() all at the first one, drop it after the last."""
-    held = []
-
+    """Where rows cannot be had one by one: make() all at the first one, for the reader's chunks."""
     def rows(a, b):
-        if not held:
-            held.append(as_rows(make()))
-        part = held[0][a:b]
-        if b == held[0].shape[0]:
-            held.clear()
-        return part
+        if rows not in _made:
+            _made[rows] = as_rows(make())
+        return _made[rows][a:b]
     return Lazy(name, tuple(shape), dtype, rows)
 
 
@@ -99,6 +98,22 @@ def pick(t: Lazy, index: Tensor) -> Lazy:
     return replace(t, shape=shape, rows=rows)
 
 
+def narrow(t: Lazy, axis: int, low: int, high: int) -> Lazy:
+    """Indices [low, high) of the axis of the outputs or of the inputs; reads little else.
+
+    Of experts [E, out, in] not the first axis.
+    """
+    n, shape = t.shape[axis], (*t.shape[:axis], high - low, *t.shape[axis + 1:])
+    if axis == max(1, len(shape) - 1):                     # within a row
+        rows = lambda a, b: t.rows(a, b)[..., low:high]
+    elif axis == 0:
+        rows = lambda a, b: t.rows(low + a, low + b)
+    else:
+        rows = lambda a, b: _across(
+            a, b, high - low, lambda i, a, b: t.rows(i * n + low + a, i * n + low + b))
+    return replace(t, shape=shape, rows=t.rows and rows)
+
+
 def _across(a: int, b: int, n: int, part: Callable[[int, int, int], Tensor]) -> Tensor:
     """Rows [a, b) of matrices with n rows each, from part(i, low, high): those of the i-th."""
     parts = []
@@ -115,13 +130,11 @@ def transpose(t: Lazy) -> Lazy:
     if len(t.shape) == 1:
         return t
     *lead, n_in, n_out = t.shape
-    held = {}
 
     def part(i, low, high):
-        if i not in held:
-            held.clear()
-            held[i] = t.rows(i * n_in, (i + 1) * n_in).T
-        return held[i][low:high] if high < n_out else held.pop(i)[low:high]
+        if _made.get(part, (None,))[0] != i:
+            _made[part] = i, t.rows(i * n_in, (i + 1) * n_in).T
+        return _made[part][1][low:high]
     return replace(t, shape=(*lead, n_out, n_in), rows=lambda a, b: _across(a, b, n_out, part))
 
 

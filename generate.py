@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ import checkpoint as checkpoints
 import quantize
 import speculate
 import tokenizer as tokenizers
+import tp
 from chat import Chat
 from cli import (
     Help,
@@ -274,22 +276,22 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     compile: on a GPU the whole step becomes one CUDA graph. On a CPU, where unrolling 30 layers
     costs minutes, one block is compiled and serves every layer, and the head is compiled.
     """
-    device = model.embed.weight.device.type
+    device, first, decode = model.freq.device.type, prefill, decode_one_token
     if engine == "cuda_graph":
-        return Steps(decode=CudaGraph())
-    if engine != "compile":
-        return Steps()
-    torch._dynamo.config.recompile_limit = 64              # buckets, window kinds, prefill lengths
-    if device == "cpu":
+        decode = CudaGraph()
+    elif engine == "compile":
+        torch._dynamo.config.recompile_limit = 64          # buckets, window kinds, prefill lengths
+    if engine == "compile" and device == "cpu":
         options = {"cpp.enable_floating_point_contract_flag": "fast",      # multiply-add in one
                    "cpp_wrapper": quantize.calls_kernels(model)}           # calls from C++
         for module in (*model.layers, model.head):
             module.compile(fullgraph=True, dynamic=False, options=options)
         first = prefill if compile_prefill else uncompiled(prefill)
-        return Steps(first, decode_one_token, compile_prefill)
-    decode = as_one_graph(decode_one_token, device)
-    first = torch.compile(prefill, fullgraph=True, dynamic=False) if compile_prefill else prefill
-    return Steps(first, decode, compile_prefill)
+    elif engine == "compile":
+        decode = as_one_graph(decode, device)
+        if compile_prefill:
+            first = torch.compile(prefill, fullgraph=True, dynamic=False)
+    return Steps(tp.agreed(first), tp.agreed(decode), compile_prefill)
 
 
 def as_one_graph(step: Callable, device: str) -> Callable:
@@ -306,7 +308,7 @@ def build_speculator(k: int, fixed: bool, draft: Transformer | None, engine: str
     steps = speculate.guess, speculate.verify
     if engine == "compile" and device != "cpu":
         steps = [as_one_graph(step, device) for step in steps]
-    return Speculator(k, draft, fixed, *steps)
+    return Speculator(k, draft, fixed, *map(tp.agreed, steps))
 
 
 @torch.inference_mode()
@@ -505,6 +507,11 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     return quantize.load(source, dtype, device), source, tokenizer
 
 
+def load_shard(source, dtype: torch.dtype, device) -> Transformer:
+    """This rank's part of a model, joined to the others'; alone, the whole."""
+    return tp.join(quantize.load(tp.shard(source), dtype, device), source.cfg.vocab_size)
+
+
 def check_flags(args) -> None:
     """ValueError where flags contradict each other."""
     many = args.prompts_file or args.output or len(args.prompt) > 1
@@ -554,12 +561,14 @@ def open_draft(args, source, tokenizer, device):
 
 def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> None:
     """State what will be allocated. ValueError where it exceeds what is free."""
-    sources, free = [source for source in sources if source], free_memory(device)
+    sources = [tp.shard(source) for source in sources if source]
+    free = free_memory(device) / (tp.n_local() if device.type == "cpu" else 1)
     weights = sum(checkpoints.n_bytes(source, dtype) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
                 for source in sources)
+    each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
-            f"({rows} x {length} positions)")
+            f"({rows} x {length} positions){each}")
     log(f"Memory: {need}")
     if weights + cache > free:
         raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
@@ -567,19 +576,20 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    return guarded(run, argv)
+    return guarded(tp.as_rank(run), argv)
 
 
 def run(argv: list[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     check_flags(args)
-    device = pick_device(args.device)
+    device = pick_device(tp.local_device(args.device))
     engine = pick_engine(args, device)
     many = bool(args.prompts_file or args.output or len(args.prompt) > 1)
-    requests, complaints = ([], []) if args.interactive else batch.read_requests(args, HELLO)
-    before = batch.done_before(args.output) if args.output else set()
-    results = batch.Results(args.output, args.json)
+    requests, complaints, before = tp.from_rank_0(lambda: (
+        *(([], []) if args.interactive else batch.read_requests(args, HELLO)),
+        batch.done_before(args.output) if args.output else set()))
+    results = batch.Results(None if tp.rank() else args.output, args.json)
 
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random)
@@ -617,15 +627,16 @@ def run(argv: list[str] | None) -> int:
     chunk = max(args.prefill_chunk, (k + 1) * guessing)
     use_cache = engine != "recompute"
     check_memory([source, draft_source], dtype, device, n_rows * use_cache, length, chunk)
-    model = quantize.load(source, dtype, device)
-    draft = draft_source and quantize.load(draft_source, dtype, device)
+    model = load_shard(source, dtype, device)
+    draft = draft_source and load_shard(draft_source, dtype, device)
     load_s = time.perf_counter() - start
 
     total_bytes, read_bytes = weight_bytes(model)
     linears, head = quantize.schemes(source)
     packed = quantize.describe(source)
     log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
-        f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}")
+        f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}"
+        + f" and on each other of {tp.world()} ranks" * (tp.world() > 1))
     log(f"Time to load model: {load_s:.2f} seconds")
     model.setup_cache(n_rows * use_cache, length, chunk)
 
@@ -648,7 +659,8 @@ def run(argv: list[str] | None) -> int:
     if speculator and not args.speculate_k:
         n_key = bucket(len(work[0].ids) + 1 if work else 1, length)
         speculator.begin([0], 0, length, model.longest_call, device)
-        costs = speculator.measure(model, steps.decode, n_key, how)
+        costs = tp.from_rank_0(partial(dict, speculator.measure(model, steps.decode, n_key, how)))
+        speculator.keep(costs)
         costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
         log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
 
@@ -672,8 +684,8 @@ def run(argv: list[str] | None) -> int:
         room = length - max(1, min(args.max_new_tokens, length // 4))
         spare = model.longest_call - 1 - (k + 1) * guessing    # of a ring: guesses were there too
         rewind = spare if model.rings else length
-        Chat(tokenizer, answer, room, rewind, log, args.system_prompt,
-             args.chat_template_kwargs).run()
+        tp.led(answer, lambda answer: Chat(tokenizer, answer, room, rewind, log,
+                                           args.system_prompt, args.chat_template_kwargs).run())
         return 0
     if many:
         jobs = {row(job.ids, job.n_new): job for job in work}

@@ -186,9 +186,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
 
+    def mean_square(self, h):
+        return h.square().mean(-1, keepdim=True)
+
     def forward(self, x):
         h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        h = h * torch.rsqrt(self.mean_square(h) + self.eps)
         return (h * self.weight).type_as(x)
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import kernels
 import tokenizer as tokenizers
 from checkpoint import Checkpoint, parts
 from cli import Help, Parser, guarded, log, number, pick_device, pick_dtype
-from files import Lazy, as_rows, made_once
+from files import Lazy
 from model import ExpertLinear, Linear, Transformer, grouped_mm
 
 GROUPSIZES = (32, 64, 128, 256)
@@ -56,37 +57,23 @@ def int4_numbers(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return ((w - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
 
 
-def _int8(t: Lazy, device) -> dict[str, Tensor]:
-    weight = as_rows(torch.empty(t.shape, dtype=torch.int8))
-    scales = torch.empty(t.n_row, dtype=torch.bfloat16)
-    for a, b, rows in t.chunks():
-        rows = rows.to(device).float()
-        scales[a:b] = found = int8_scales(rows)
-        weight[a:b] = int8_numbers(rows, found)
-    return finite(t.name, weight=weight, scales=scales)
+def rounded(w: Tensor, groupsize: int | None) -> dict[str, Tensor]:
+    """Rows w [n, in] -> their numbers and scales as on disk; int8 if groupsize is None."""
+    w = w.float()
+    if groupsize is None:
+        scales = int8_scales(w)
+        return dict(weight=int8_numbers(w, scales), scales=scales)
+    groups = w.unflatten(-1, (-1, groupsize))
+    scale, zero = int4_grid(groups)
+    weight = kernels.pairs(int4_numbers(groups, scale, zero).flatten(-2))
+    return dict(weight=weight, scales=scale.bfloat16(), zeros=zero.bfloat16())
 
 
-def _int4(t: Lazy, device, groupsize: int) -> dict[str, Tensor]:
-    weight = torch.empty(t.n_row, t.shape[-1] // 2, dtype=torch.uint8)
-    scales, zeros = torch.empty(2, t.n_row, t.shape[-1] // groupsize, dtype=torch.bfloat16)
-    for a, b, rows in t.chunks():
-        groups = rows.to(device).float().unflatten(-1, (-1, groupsize))
-        scale, zero = int4_grid(groups)
-        weight[a:b] = kernels.pairs(int4_numbers(groups, scale, zero).flatten(-2))
-        scales[a:b], zeros[a:b] = scale, zero
-    return finite(t.name, weight=weight, scales=scales, zeros=zeros)
-
-
-def finite(name: str, **pieces) -> dict[str, Tensor]:
-    if not all(pieces[leaf].isfinite().all() for leaf in pieces.keys() - {"weight"}):
-        raise ValueError(f"{name} has weights that are infinite or no numbers")
-    return pieces
-
-
-def pieces(t: Lazy, groupsize: int | None, make: Callable[[], dict[str, Tensor]]) -> list[Lazy]:
+def pieces(t: Lazy, groupsize: int | None, make: Callable[[int, int], dict]) -> list[Lazy]:
     """weight, scales and, in int4, zeros of a tensor in place of it; int8 if groupsize is None.
 
-    They are made together when the first is asked for, and each is dropped once it was read.
+    make(a, b): those of its rows. Whoever reads the weight reads the others next: they are kept
+    until then.
     """
     lead, n_in, x = t.shape[:-1], t.shape[-1], t.name.removesuffix(".weight")
     if groupsize is None:
@@ -96,14 +83,29 @@ def pieces(t: Lazy, groupsize: int | None, make: Callable[[], dict[str, Tensor]]
         layout = dict(weight=((*lead, n_in // 2), torch.uint8), scales=groups, zeros=groups)
     if t.rows is None:                             # random weights: so are these
         return [Lazy(f"{x}.{leaf}", *kind, None) for leaf, kind in layout.items()]
-    held = {}
+    kept = {}                                      # nan where a row is not, or not any more
 
-    def piece(leaf):
-        if leaf not in held:
-            held.update(make())
-        return held.pop(leaf).view(layout[leaf][0])
-    return [made_once(f"{x}.{leaf}", *kind, lambda leaf=leaf: piece(leaf))
-            for leaf, kind in layout.items()]
+    def rows(leaf, a, b):
+        if leaf in kept and not (part := kept[leaf][a:b].clone()).isnan().any():
+            kept[leaf][a:b] = torch.nan
+            if kept[leaf].isnan().all():
+                del kept[leaf]
+            return part
+        made = {k: v.cpu() for k, v in make(a, b).items()}
+        for other in made.keys() - {"weight"}:
+            if not made[other].isfinite().all():
+                raise ValueError(f"{t.name} has weights that are infinite or no numbers")
+            if leaf == "weight":
+                blank = made[other].new_full((t.n_row, *made[other].shape[1:]), torch.nan)
+                kept.setdefault(other, blank)[a:b] = made[other]
+        return made[leaf]
+
+    def piece(leaf, shape, dtype):
+        new = Lazy(f"{x}.{leaf}", shape, dtype, None)
+        n = t.n_row // new.n_row                   # of the weight's rows in one; experts' scales
+        row = shape[2:] if len(shape) > 2 else shape[1:]
+        return replace(new, rows=lambda a, b: rows(leaf, n * a, n * b).view(b - a, *row))
+    return [piece(leaf, *kind) for leaf, kind in layout.items()]
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
@@ -130,21 +132,24 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
         raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
                          f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
 
-    def make(name, t):
-        if todo[name] == "int8":
-            return _int8(t, device)
-        if solver and LINEARS.search(name):
-            q, scales, zeros = solver(name)
-            return dict(weight=kernels.pairs(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
-        return _int4(t, device, groupsize)
+    solved = {}                                    # the last one
+
+    def make(t, size, a, b):
+        if not (solver and LINEARS.search(t.name)):
+            return rounded(t.rows(a, b).to(device), size)
+        if t.name not in solved:
+            solved.clear()
+            solved[t.name] = [part.flatten(0, -2) for part in solver(t.name)]
+        q, scales, zeros = (part[a:b] for part in solved[t.name])
+        return dict(weight=kernels.pairs(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
 
     tensors = {}
     for name in sorted(everything, key=_layer):    # GPTQ goes from the first layer to the last
         t = replace(everything[name], name=name)
         new = [t]
         if name in todo:
-            new = pieces(t, groupsize if todo[name] == "int4" else None,
-                         lambda name=name, t=t: make(name, t))
+            size = groupsize if todo[name] == "int4" else None
+            new = pieces(t, size, partial(make, t, size))
         tensors.update((piece.name, piece) for piece in new)
     stated = dict(mode=mode, head=head, gptq=solver is not None)
     return replace(source, tensors=tensors, quantization=stated)

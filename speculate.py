@@ -236,7 +236,7 @@ class Speculator:
 
     @torch.inference_mode()
     def measure(self, model, decode: Callable, n_key: int, how: Sampling) -> dict[int, float]:
-        """Find out what rounds cost here, in plain steps, and keep the sizes that can pay.
+        """What a round of each size costs here, in plain steps. For keep().
 
         Overwrites the beginning of the caches.
         """
@@ -249,10 +249,12 @@ class Speculator:
             seconds.append(statistics.median(b - a for a, b in zip(times[1:], times[2:])))
         plain, checks = seconds[0], seconds[1:1 + len(self.sizes)]
         ask = seconds[-1] if self.draft else 0.0
-        costs = {k: ((k + 1) * ask + check) / plain for k, check in zip(self.sizes, checks)}
+        return {k: ((k + 1) * ask + check) / plain for k, check in zip(self.sizes, checks)}
+
+    def keep(self, costs: dict[int, float]) -> None:
+        """Of the sizes those that can pay."""
         self.sizes = [k for k in costs if costs[k] < k + 1]
         self.costs = [costs[k] for k in self.sizes]
-        return costs
 
     def stats(self) -> dict:
         """How many rounds kept how many guesses."""

@@ -269,8 +269,7 @@ def lazy(name, w):
 def rounded(w, groupsize=None):
     """A weight [out, in] or [E, out, in] -> the tensors on disk, each read a few rows at a time."""
     t = lazy("x.weight", w)
-    made = quantize.pieces(t, groupsize, lambda: quantize._int8(t, "cpu") if groupsize is None else
-                           quantize._int4(t, "cpu", groupsize))
+    made = quantize.pieces(t, groupsize, lambda a, b: quantize.rounded(t.rows(a, b), groupsize))
     for piece in made:
         assert piece.rows is not None and piece.name.startswith("x.")
     return {piece.name[2:]: torch.cat([rows for _, _, rows in piece.chunks()]).view(piece.shape) for piece in made}

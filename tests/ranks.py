@@ -1,0 +1,129 @@
+"""Run by torchrun in test_tp.py: in one launch, every check that needs several ranks.
+
+    torchrun --standalone --nproc_per_node=2 tests/ranks.py DIRECTORY   # of tiny families
+"""
+
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import checkpoint as checkpoints  # noqa: E402
+import generate  # noqa: E402
+import quantize  # noqa: E402
+import tp  # noqa: E402
+from cli import guarded  # noqa: E402
+from sampling import Sampling  # noqa: E402
+
+FP32 = torch.float32
+
+
+def prompts(n, batch=3, seed=1):
+    return torch.randint(0, 160, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, tokens):
+    model.setup_cache(0, n := tokens.shape[1])
+    with torch.inference_mode():
+        return model(tokens, torch.arange(n), keep=n)
+
+
+def close(part, whole):
+    torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4 * whole.std().item())
+
+
+def same_tokens(source, rows, n_new=6, how=Sampling(temperature=0), engine="kv_cache", **more):
+    """generate() says the same with this rank's part of the model as with the whole."""
+    said = []
+    for model in (quantize.load(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")):
+        steps = generate.build_steps(model, engine) if said else generate.Steps()
+        draw = torch.Generator().manual_seed(1)
+        said.append([t.tolist() for t in generate.generate(
+            model, rows, n_new, how, draw, steps, **(more if said else {}))])
+    assert said[0] == said[1], f"{said[0]} alone, {said[1]} together"
+
+
+def check_family(path, n):
+    source = checkpoints.read(path)
+    whole, part = quantize.load(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")
+    assert part.cfg.n_head == source.cfg.n_head // n and part.cfg.vocab_size == source.cfg.vocab_size
+    close(logits(part, prompts(24)), logits(whole, prompts(24)))
+    same_tokens(source, [row[:k].tolist() for row, k in zip(prompts(12), (5, 12, 1))])
+
+
+def check_quantized(path, n):
+    """The numbers are those of the whole model: rows' scales were found before the rows were cut."""
+    source = checkpoints.read(path)
+    for mode, head in (("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int8", "none")):
+        packed = quantize.quantized(source, mode, 32, head)
+        whole, part = quantize.load(packed, FP32, "cpu"), generate.load_shard(packed, FP32, "cpu")
+        close(logits(part, prompts(9)), logits(whole, prompts(9)))
+
+
+def check_sampling(path, n):
+    how = Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2)
+    same_tokens(checkpoints.read(path), prompts(8).tolist(), 20, how)
+
+
+def check_compiled(path, n):
+    same_tokens(checkpoints.read(path), prompts(8, 1).tolist(), 8, engine="compile")
+
+
+def check_guessing(path, n):
+    """Rank 1's own numbers would lead it elsewhere: what rank 0 decides holds."""
+    source = checkpoints.read(path)
+    draft = generate.load_shard(quantize.quantized(source, "int8"), FP32, "cpu")
+    row = prompts(6, 1).repeat(1, 3).tolist()
+    for guesses in (dict(), dict(draft=draft)):
+        speculator = generate.build_speculator(3, not guesses, guesses.get("draft"), "kv_cache", "cpu")
+        speculator.keep(tp.from_rank_0(lambda s=speculator: {k: 1.5 for k in s.sizes}))
+        for how in (Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=1.1)):
+            same_tokens(source, row, 30, how, speculator=speculator)
+
+
+def check_agreement(path, n):
+    """A result that differs between the ranks, an error of rank 0 alone, calls that rank 0 leads."""
+    mine = torch.full((2, 1), tp.rank())
+    assert not tp.agreed(lambda: mine.clone())().any()
+    assert [t.sum().item() for t in tp.agreed(lambda: (mine.clone(), mine + 5))()] == [0, 10]
+    assert tp.from_rank_0(lambda: {"rank": tp.rank()}) == {"rank": 0}
+    try:
+        tp.from_rank_0(lambda: [][0])
+    except IndexError:
+        pass
+    else:
+        raise AssertionError("no IndexError")
+    calls = []
+
+    def body(call):
+        call(1, "a")
+        call(2, "b")
+    tp.led(lambda *args: calls.append(args), body)
+    assert calls == [(1, "a"), (2, "b")]
+
+
+def run(argv):
+    directory, failed = Path(argv[0]), []
+    families = sorted(p for p in directory.iterdir() if not p.name.startswith("for-"))
+    checks = [(check_family, path) for path in families]
+    for name in ("llama", "mixtral"):
+        checks += [(check_quantized, directory / f"for-int4-{name}")]
+    checks += [(check, directory / "for-int4-llama") for check in (
+        check_sampling, check_agreement, check_guessing)]
+    if tp.world() == 2:
+        checks += [(check_compiled, directory / name) for name in ("llama3", "olmo2", "for-int4-mixtral")]
+    for check, path in checks:
+        try:
+            check(path, tp.world())
+        except Exception as e:
+            failed.append(f"{check.__name__} {path.name}: {e}")
+            print(failed[-1], "".join(traceback.format_exc()), flush=True)
+    print(f"{len(checks)} checks on {tp.world()} ranks, {len(failed)} failed", flush=True)
+    return bool(tp.from_rank_0(lambda: failed))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(tp.as_rank(run), sys.argv[1:]))
