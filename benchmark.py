@@ -31,6 +31,7 @@ import checkpoint as checkpoints
 import peers
 import plots
 import quantize
+import tp
 from cli import (
     Help,
     Parser,
@@ -54,12 +55,13 @@ from generate import (
     figures,
     follow,
     generate,
+    load_shard,
     open_model,
     read_late,
     warm_up,
     weight_bytes,
 )
-from model import KVCache, Transformer
+from model import KVCache, ModelConfig, Transformer
 from sampling import Sampling
 from tables import OUTPUTS, PEERS, table
 from tokenizer import Numbers, Row
@@ -86,6 +88,8 @@ SUITES = {
         "Copied text": "--text benchmarks/edit.txt --engines compile,ngram --peers llama.cpp",
         "A new story": "--text benchmarks/story.txt --temperature 0.8 --engines compile,ngram -r 9",
         "Batches": "--engines kv_cache,compile -n 64 -b 1,4,16,64 -r 3",
+        "Several processes": "-m checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf --engines "
+                             "compile -n 64 --ranks 1,2,4",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
         "Llama-1.1B": "--random Llama-1.1B --engines compile,int8,int4 -n 64 --peers llama.cpp",
@@ -361,6 +365,7 @@ class Case:
     """An engine or peer with a model's weights, and what came of it."""
 
     name: str                                      # of the model
+    cfg: ModelConfig                               # of all ranks together
     n_parameters: int
     quantization: str                              # of its weights, or none
     dtype: torch.dtype
@@ -382,6 +387,8 @@ class Case:
         try:
             what()
         except (RuntimeError, ValueError, OSError, AssertionError) as e:
+            if tp.is_lost(e):
+                raise
             memory = isinstance(e, torch.OutOfMemoryError) or "allocate memory" in str(e)
             line = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
             self.error = "out of memory: " * memory + line
@@ -441,6 +448,7 @@ class Case:
             model=self.name, parameters=self.n_parameters, engine=self.engine,
             quantization=self.quantization, dtype=str(self.dtype)[6:],
             model_bytes=weight_bytes(self.model)[0] if self.model and not foreign else None,
+            ranks=tp.world(), sent_bytes=tp.sent_bytes(self.cfg, self.dtype),
             test=str(test), n_prompt=test.n_prompt, n_new=test.n_new if test.n_new > 1 else 0,
             batch=test.batch, error=self.error)
         measured = ("tok_s", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms", "itl_ms",
@@ -562,6 +570,8 @@ def build_parser():
     add("--peers", default="", metavar="LIST",
         help=f"in the same run, of {', '.join(PEERS)}: see scripts/install_peers.sh; generate.py "
              "is ours, as a check")
+    add("--ranks", type=counts(1), default=[], metavar="LIST",
+        help="the same on so many processes of this machine, which share the model")
     add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
     add("--suite", choices=SUITES,
         help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
@@ -633,7 +643,7 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
             needed = n_parameters * dict(none=dtype.itemsize, int8=1.0).get(scheme, 0.6)
             if needed > free_memory(device):
                 raise torch.OutOfMemoryError(f"the weights take {needed / 1e9:.1f} GB")
-            model = quantize.load(packed, dtype, device)
+            model = load_shard(packed, dtype, device)
         except torch.OutOfMemoryError as e:
             error = f"out of memory: {str(e).splitlines()[0][:160]}"
             log(f"{name} {scheme}: {error}")
@@ -642,11 +652,11 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
         model, stated, error = model_of[scheme]
         if engine == "cuda_graph" and device.type != "cuda":
             error = "needs an NVIDIA GPU"
-        cases.append(Case(name, n_parameters, stated, dtype, engine, model, error=error,
+        cases.append(Case(name, source.cfg, n_parameters, stated, dtype, engine, model, error=error,
                           how=Sampling(args.temperature)))
     for peer in peer_names:
         for scheme, (model, stated, error) in model_of.items():
-            case = Case(name, n_parameters, stated, dtype, peer, model, error=error)
+            case = Case(name, source.cfg, n_parameters, stated, dtype, peer, model, error=error)
             if peer.startswith(("transformers", "vllm")) and scheme != "none":
                 continue                           # plain weights only
             case.start = start_peer(peer, source, shape, stated, scheme, dtype, device, length)
@@ -685,7 +695,7 @@ def run(argv=None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     said = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if argv is None else argv)])
-    device = pick_device(args.device)
+    device = pick_device(tp.local_device(args.device))
     if args.plot:
         plots.load_matplotlib()                    # complains now, not after an hour
     if args.suite == "gpu" and device.type == "cpu":
@@ -693,6 +703,9 @@ def run(argv=None) -> int:
     given = {k for k, value in vars(args).items() if value != parser.get_default(k)}
     if args.only and not args.suite:
         raise ValueError("--only chooses from a --suite")
+    if tp.world() > 1 and (args.suite or args.peers or args.ranks):
+        raise ValueError("--suite, --peers and --ranks are not for torchrun: they start processes "
+                         "of their own")
     if args.suite and (more := given - {"suite", "device", "plot", "only"}):
         raise ValueError(f"--suite has its own commands and does not go with --{min(more)}")
     if args.suite:
@@ -700,6 +713,8 @@ def run(argv=None) -> int:
         if unknown := [title for title in titles if title not in SUITES[args.suite]]:
             raise ValueError(f"--only {unknown[0]}: the tables are {', '.join(SUITES[args.suite])}")
         return run_suite(args.suite, titles, device, args.plot)
+    if args.ranks:
+        return run_ranks(args, sys.argv[1:] if argv is None else argv, said)
     nano = bool(re.search(r"--init[-_]from\b", said))
     pairs, models, peer_names = read_engines(args, nano), read_models(args), names(args.peers)
     for peer in peer_names:
@@ -740,7 +755,7 @@ def run(argv=None) -> int:
     result |= dict(command=said, repetitions=args.repetitions,
                    bandwidth_gb_s=statistics.median(bandwidths), rows=rows)
     print(OUTPUTS[args.output](result), flush=True)
-    if args.plot:
+    if args.plot and tp.rank() == 0:
         for path in plots.plot(result, args.plot):
             log(f"Wrote {path}")
     wrong = [(row, "says other tokens than the reference") for row in rows
@@ -751,6 +766,25 @@ def run(argv=None) -> int:
         log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
             f"{row['batch']}) {why}")
     return 1 if wrong else 0
+
+
+def run_ranks(args, argv: list[str], said: str) -> int:
+    """The same with each number of ranks, in processes of their own, as one table."""
+    for flag in ("suite", "peers", "plot", "profile"):
+        if getattr(args, flag):
+            raise ValueError(f"--ranks does not go with --{flag}")
+    results = []
+    for n in args.ranks:
+        log(f"== {n} ranks")
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+        done = subprocess.run([sys.executable, *(start if n > 1 else []), HERE / "benchmark.py",
+                               *argv, "--ranks", "", "-o", "json"], stdout=subprocess.PIPE)
+        if not done.stdout:
+            return done.returncode
+        results.append(json.loads(done.stdout))
+    result = dict(results[0], command=said, rows=[row for r in results for row in r["rows"]])
+    print(OUTPUTS[args.output](result), flush=True)
+    return 0
 
 
 def run_profile(cases, tokenizers, tests, folder: Path, device) -> int:
@@ -804,4 +838,4 @@ def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path 
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(guarded(tp.as_rank(run)))

@@ -20,11 +20,13 @@ import torch
 
 import batch
 import quantize
+import tp
 from cli import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from generate import (
     bucket,
     build_steps,
     generate,
+    load_shard,
     open_model,
     pick_engine,
     read_late,
@@ -345,7 +347,7 @@ def build_parser() -> Parser:
 
 def run(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    device = pick_device(args.device)
+    device = pick_device(tp.local_device(args.device))
     engine = pick_engine(args, device)
     source, tokenizer = open_model(args.checkpoint_path)
     cfg = source.cfg
@@ -364,7 +366,7 @@ def run(argv: list[str] | None = None) -> int:
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
     source = quantize.as_flagged(source, args, device)
-    model = quantize.load(source, dtype, device)
+    model = load_shard(source, dtype, device)
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
     start = time.perf_counter()
@@ -387,4 +389,4 @@ def run(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(guarded(tp.as_rank(run)))

@@ -706,7 +706,8 @@ def run(argv: list[str] | None) -> int:
         with torch.profiler.profile() if profile else nullcontext() as trace:
             times, interrupted = follow(tokens([prompt_ids] * n_rows, n_new), rows, shown)
         if profile:
-            path = args.profile.with_name(args.profile.name.removesuffix(".json") + ".json")
+            name = args.profile.name.removesuffix(".json") + f".rank{tp.rank()}" * bool(tp.rank())
+            path = args.profile.with_name(name + ".json")
             trace.export_chrome_trace(str(path))
             if not path.exists():                          # it only logs that it could not
                 raise OSError(f"{path}: the trace could not be written")

@@ -40,6 +40,9 @@ def table(result: dict) -> str:
         "engine": lambda r: r["engine"], "weights": weights,
         "MB": lambda r: show(r["model_bytes"] and r["model_bytes"] / 1e6, "{:.0f}"),
         "test": lambda r: r["test"], "batch": lambda r: r["batch"],
+        "ranks": lambda r: r.get("ranks", 1),
+        "sent by each per token, KB": lambda r: show(r.get("sent_bytes") and r["sent_bytes"] / 1e3,
+                                                     "{:.1f}"),
         "tok/s (min–max)": lambda r: r["error"] or (
             f"{r['tok_s']:.1f} ({r['tok_s_min']:.1f}–{r['tok_s_max']:.1f})"),
         "per row": lambda r: show(r["tok_s_per_request"], "{:.1f}"),
@@ -58,6 +61,8 @@ def table(result: dict) -> str:
     cells = {title: [str(cell(row)) for row in rows] for title, cell in columns.items()}
     if all(row["batch"] == 1 for row in rows):
         del cells["per row"]
+    if all(row.get("ranks", 1) == 1 for row in rows):
+        del cells["ranks"], cells["sent by each per token, KB"]
     silent = ("model", "M parameters", "weights", "MB", "test", "batch")
     common = {t: c[0] for t, c in cells.items() if t in silent and len(set(c)) == 1}
     cells = {t: c for t, c in cells.items() if t not in common and set(c) != {"–"}}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from files import Lazy, narrow
 
@@ -32,6 +33,7 @@ KV = ("attn.wk", "attn.wv", "attn.k_norm")
 VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
 WIDE_NORMS = {"attn.q_norm": OUT, "attn.k_norm": OUT}
 NAME = re.compile(r"(?:layers\.\d+\.)?(.+?)(?:\.(weight|bias|scales|zeros))?")
+SHORT = 1 << 14                                    # numbers
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
 
 
@@ -53,13 +55,13 @@ def timeout() -> float:
 def local_device(name: str) -> str:
     """auto and cuda are each rank's own GPU, where there are some."""
     if world() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{os.environ['LOCAL_RANK']}"
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     return name
 
 
 def n_local() -> int:
     """Ranks on this machine."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if world() > 1 else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
 
 
 def as_rank(run: Callable) -> Callable:
@@ -77,6 +79,10 @@ def as_rank(run: Callable) -> Callable:
                                 store=store, rank=me, world_size=n, timeout=wait)
         patient = datetime.timedelta(days=365)     # a person may think before typing
         _control.append(dist.new_group(backend="gloo", timeout=patient))
+        if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
+            # Inductor's choice for short sums then: one kernel that reads the other GPUs' memory
+            torch._inductor.config._collective.auto_select = True
+            enable_symm_mem_for_group(dist.group.WORLD.group_name)
         if me:
             sys.stdout = sys.stderr = open(os.devnull, "w")
         if os.environ.get("OMP_NUM_THREADS") == "1":           # torchrun's default
@@ -86,7 +92,7 @@ def as_rank(run: Callable) -> Callable:
             status = run(argv)
         except Exception as e:
             sys.stderr = stderr if _is_first(store) else open(os.devnull, "w")
-            if isinstance(e, RuntimeError) and LOST.search(str(e)):
+            if is_lost(e):
                 raise ConnectionError(
                     f"rank {me} of {n} lost another one, which ended or did not answer within "
                     f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
@@ -94,6 +100,11 @@ def as_rank(run: Callable) -> Callable:
         dist.destroy_process_group()
         return status
     return started
+
+
+def is_lost(e: Exception) -> bool:
+    """Did another rank end, or not answer in time?"""
+    return world() > 1 and isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
 _control = []                                      # the group of what is not about tensors
@@ -187,7 +198,10 @@ def shard(source, n: int | None = None, me: int | None = None):
     n, me = n or world(), rank() if me is None else me
     if n == 1:
         return source
-    cfg, split = narrowed(source.cfg, n), dict(SPLIT)
+    try:
+        cfg, split = narrowed(source.cfg, n), dict(SPLIT)
+    except ValueError as e:
+        raise ValueError(f"{source.path.name}: {e}") from None
     if cfg.vocab_size < source.cfg.vocab_size:
         split |= VOCABULARY
     if cfg.qk_norm == "wide":
@@ -219,15 +233,18 @@ def _part(t: Lazy, leaf: str, axis: int, experts: bool, n: int, i: int) -> Lazy:
 
 # ---- What the ranks add up ----------------------------------------------------------------------
 
-def all_reduce(x: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
-
-
 def all_gather(x: Tensor) -> Tensor:
-    """Every rank's x [..., V], side by side, in the order of the ranks."""
+    """Every rank's x, in the order of the ranks -> [n, *x.shape]"""
     gather = torch.ops._c10d_functional.all_gather_into_tensor     # its Python name changes often
     every = functional.wait_tensor(gather(x.contiguous(), world(), dist.group.WORLD.group_name))
-    return torch.cat(every.chunk(world()), dim=-1)
+    return every.view(world(), *x.shape)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of every rank's x. A short one on a CPU is gathered: gloo takes half as long."""
+    if x.device.type == "cpu" and x.numel() <= SHORT:
+        return all_gather(x).float().sum(0).to(x.dtype)
+    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
 
 
 class SplitEmbedding(nn.Module):
@@ -256,7 +273,7 @@ def join(model: nn.Module, vocab_size: int) -> nn.Module:
         return all_reduce(y)
 
     def side_by_side(module, args, y):
-        return all_gather(y)
+        return torch.cat(all_gather(y).unbind(), dim=-1)
 
     def mean_of_all(h):
         return all_reduce(h.square().mean(-1, keepdim=True)) / world()
@@ -273,11 +290,11 @@ def join(model: nn.Module, vocab_size: int) -> nn.Module:
     return model
 
 
-def sent_bytes(cfg, dtype: torch.dtype, n: int) -> int:
-    """What each of n ranks sends for one token, cfg being the whole model's: sums and gathers go
-    around in a ring, as 2 (n - 1) / n and (n - 1) / n of their length."""
-    vectors, whole = 2 * cfg.n_layer, cfg.vocab_size % n
-    n_bytes = 2 * (vectors + (not whole)) * cfg.dim * dtype.itemsize
-    n_bytes += 4 * 2 * 2 * cfg.n_layer * (cfg.qk_norm == "wide")
-    n_bytes += cfg.vocab_size * dtype.itemsize * (not whole)
-    return n_bytes * (n - 1) // n
+def sent_bytes(cfg, dtype: torch.dtype) -> int:
+    """What each rank's results for one token take, cfg being the whole model's: two vectors a
+    layer, one of the embedding, its part of the logits; how often they are sent is the library's.
+    """
+    shares = cfg.vocab_size % world() == 0
+    numbers = (2 * cfg.n_layer + shares) * cfg.dim + shares * cfg.vocab_size // world()
+    wide = 2 * cfg.n_layer * (cfg.qk_norm == "wide")
+    return (numbers * dtype.itemsize + 4 * wide) * (world() > 1)

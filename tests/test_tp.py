@@ -1,20 +1,27 @@
 """Several ranks say what one says: tensor parallelism over gloo, on this machine."""
 
+import itertools
+import json
+import math
 import os
-import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 import transformers as hf
+from conftest import GEMMA, SMOLLM2
 
 import checkpoint as checkpoints
+import generate
 import quantize
 import tp
-from files import narrow, safetensors
+from files import Lazy, narrow, safetensors
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -44,3 +51,197 @@ def directory(families, tmp_path_factory):
 def test_every_family(directory, ranks):
     done = torchrun("tests/ranks.py", directory, ranks=ranks)
     assert done.returncode == 0 and ", 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+def parts_of(source, n):
+    return [tp.shard(source, n, me).tensors for me in range(n)]
+
+
+def put_together(t, parts):
+    """The whole tensor of the ranks' parts; where they differ in no axis they hold the same, or a bias that one adds."""
+    pieces = [part.whole() for part in parts]
+    axis = next((i for i, (a, b) in enumerate(zip(t.shape, pieces[0].shape)) if a != b), None)
+    if axis is None:
+        return pieces[0] if torch.equal(pieces[0], pieces[-1]) else sum(pieces)
+    distinct = pieces[::len(pieces) * pieces[0].shape[axis] // t.shape[axis]]
+    return torch.cat(distinct, dim=axis)
+
+
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, "for-int4-llama", "for-int4-mixtral"])
+def test_parts_make_up_the_whole(directory, name):
+    """As they are, in int8 and int4: a rank's numbers and scales are those that the whole model has."""
+    original = checkpoints.read(directory / name)
+    sources = [original, quantize.quantized(original, "int8")]
+    if "int4" in name:
+        sources += [quantize.quantized(original, "int4", 32, head) for head in ("int8", "int4")]
+    for source, n in itertools.product(sources, (2, 4)):
+        parts = parts_of(source, n)
+        for key, t in source.tensors.items():
+            mine = [part[key] for part in parts]
+            assert all(len(m.whole()) == m.shape[0] and m.whole().shape == m.shape for m in mine)
+            assert torch.equal(put_together(t, mine), t.whole()), (key, n)
+        total = sum(math.prod(part[k].shape) for part in parts for k in part)
+        assert total < n * sum(math.prod(t.shape) for t in source.tensors.values())
+        model = checkpoints.blank_model(tp.narrowed(source.cfg, n), torch.float32)
+        assert source is not original or {k: p.shape for k, p in model.named_parameters()} == {
+            k: p.shape for k, p in checkpoints.load(tp.shard(source, n, 1), torch.float32, "cpu").named_parameters()}
+
+
+def test_the_same_numbers_from_a_file(directory, tmp_path):
+    """Quantized while loading, or before, into a file: a rank reads the same bits."""
+    for name, mode in itertools.product(("for-int4-llama", "for-int4-mixtral"), ("int8", "int4")):
+        source = quantize.quantized(checkpoints.read(directory / name), mode)
+        checkpoints.save(source, tmp_path / "model.pth", None)
+        saved = checkpoints.read(tmp_path / "model.pth")
+        for n, me in ((2, 1), (4, 2)):
+            loaded, read = tp.shard(source, n, me).tensors, tp.shard(saved, n, me).tensors
+            assert loaded.keys() == read.keys()
+            assert all(torch.equal(loaded[k].whole(), read[k].whole()) for k in read)
+
+
+@pytest.mark.parametrize("shape, axis", [((12,), 0), ((12, 8), 0), ((12, 8), 1), ((3, 12), 1), ((3, 12, 8), 1), ((3, 12, 8), 2)])
+def test_narrow(shape, axis):
+    whole = torch.arange(math.prod(shape)).view(shape).float()
+    rows = whole.flatten(0, 1) if whole.dim() > 2 else whole
+    asked = []
+
+    def read(a, b):
+        asked.append((a, b))
+        return rows[a:b]
+    part = narrow(Lazy("x", shape, torch.float32, read), axis, 3, 7)
+    wanted = whole.narrow(axis, 3, 4)
+    assert part.shape == wanted.shape and torch.equal(part.whole(), wanted)
+    assert torch.equal(torch.cat([r for *_, r in part.chunks()]).view(wanted.shape), wanted)
+    n_read = sum(b - a for a, b in asked) / 2              # by whole() and by chunks()
+    outputs = axis == (1 if len(shape) > 2 else 0)
+    assert n_read == len(rows) * 4 / shape[axis] if outputs else n_read == len(rows)
+
+
+def test_a_part_is_a_view_of_the_file(directory):
+    """What a rank does not hold it does not read from safetensors: nothing is copied before the part is."""
+    path = next((directory / "llama2").glob("*.safetensors"))
+    for t in safetensors(path):
+        if len(t.shape) == 2:
+            for axis in (0, 1):
+                rows = narrow(t, axis, 0, 8).rows(0, 4)
+                assert rows.untyped_storage().nbytes() >= math.prod(t.shape) * 4, t.name
+
+
+def test_what_cannot_be_shared():
+    cfg = checkpoints.SHAPES["SmolLM2-135M"]()
+    with pytest.raises(ValueError, match="^2 ranks cannot share 9 query heads, 3 key/value heads and a feed-forward "
+                                         "width of 1536: possible are 3$"):
+        tp.narrowed(cfg, 2)
+    cut = tp.narrowed(cfg, 3)
+    assert (cut.n_head, cut.n_kv_head, cut.ffn_dim, cut.vocab_size) == (3, 1, 512, 49152 // 3)
+    with pytest.raises(ValueError, match="possible are 2, 4, 8, 16, 32, 64"):
+        tp.narrowed(checkpoints.SHAPES["Llama-2-70B"](), 3)
+    assert tp.narrowed(checkpoints.SHAPES["Llama-2-70B"](), 16).n_kv_head == 1     # two ranks hold each
+    assert tp.narrowed(checkpoints.SHAPES["gpt2"](), 2).vocab_size == 50257        # odd: every rank has all
+    with pytest.raises(ValueError, match="possible are no number above 1"):
+        tp.narrowed(checkpoints.SHAPES["gpt2-xl"]().__class__(64, 1, 7, 7, 8, 33, 32, 32), 2)
+
+
+def test_groups_that_would_be_cut(directory):
+    source = quantize.quantized(checkpoints.read(directory / "llama2"), "int4", 32)      # 96 wide: three groups
+    with pytest.raises(ValueError, match="ffn.down.*2 ranks cannot share its 3 groups.*smaller --groupsize"):
+        tp.shard(source, 2, 0)
+
+
+GREEDY = ["--temperature", "0", "--dtype", "float32"]
+
+
+def alone(capsys, *argv):
+    assert generate.main([*map(str, argv)]) == 0
+    return capsys.readouterr().out
+
+
+def errors(text):
+    return [line for line in text.splitlines() if "error:" in line and "Child" not in line]
+
+
+def test_smollm2_on_three_ranks(capsys, tmp_path):
+    """A prompt, compiled; several prompts with a file of results; a conversation; perplexity."""
+    once = ["generate.py", "-m", SMOLLM2, *GREEDY, "--max_new_tokens", 24, "--prompt", "The moon is"]
+    expected = alone(capsys, *once[1:])
+    done = torchrun(*once, "--compile", ranks=3)
+    assert done.returncode == 0 and done.stdout == expected, done.stderr[-2000:]
+    assert "on each other of 3 ranks" in done.stderr and done.stderr.count("Average tokens/sec") == 1
+    several = ["generate.py", "-m", SMOLLM2, *GREEDY, "--max_new_tokens", 8, "--batch_size", 2, "--prompt", "One",
+               "--prompt", "Two of", "--prompt", "Three"]
+    expected = alone(capsys, *several[1:])
+    done = torchrun(*several, "--output", tmp_path / "out.jsonl", ranks=3)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = sorted((json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()), key=lambda r: r["id"])
+    assert [f"--- {r['id']} ---\n{r['prompt']}{r['text']}" for r in results] == expected.rstrip("\n").split("\n--- ")[:1] + [
+        f"--- {part}" for part in expected.rstrip("\n").split("\n--- ")[1:]]
+
+
+def test_a_conversation_and_perplexity(capsys, tmp_path):
+    said = "Hi, I am Ada.\n/stats\nWhat is my name?\n/save chat.jsonl\n/exit\n".replace("chat", str(tmp_path / "chat"))
+    talk = ["generate.py", "-m", SMOLLM2, *GREEDY, "--max_new_tokens", 12, "--interactive"]
+    done = torchrun(*talk, ranks=3, input=said)
+    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run([sys.executable, *map(str, talk)], input=said, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == process.stdout and len(done.stdout) > 20
+    messages = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 8)
+    ask = ["eval.py", "-m", SMOLLM2, "--perplexity", text, "--dtype", "float32", "--json"]
+    found = [json.loads(p.stdout) for p in (
+        torchrun(*ask, ranks=3), subprocess.run([sys.executable, *map(str, ask)], capture_output=True, text=True, cwd=ROOT))]
+    assert found[0]["nats_per_token"] == pytest.approx(found[1]["nats_per_token"], rel=1e-5)
+    assert found[0]["model_bytes"] == pytest.approx(found[1]["model_bytes"] / 3, rel=0.01)
+
+
+def test_two_machines(capsys):
+    """Two agents that meet at a port of this machine are two nodes: of four ranks, two each."""
+    argv = ["generate.py", "-m", GEMMA, *GREEDY, "--max_new_tokens", "16", "--prompt", "The moon is"]
+    expected = alone(capsys, *argv[1:])
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-id=test",
+               f"--rdzv-endpoint=localhost:{port}", *map(str, argv)]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+              for _ in range(2)]
+    said = [agent.communicate(timeout=300) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sorted(out for out, _ in said) == ["", expected]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["-m", SMOLLM2], "2 ranks cannot share 9 query heads, 3 key/value heads"),
+    (["-m", "nowhere.gguf"], "nowhere.gguf: no such file"),
+    (["--engine", "nothing"], "invalid choice: 'nothing'"),
+])
+def test_one_message(argv, message):
+    done = torchrun("generate.py", *argv)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(errors(done.stderr)) == 1 and message in errors(done.stderr)[0], done.stderr
+
+
+@pytest.mark.parametrize("signal_number, seconds", [(signal.SIGKILL, 5), (signal.SIGSTOP, 15)])
+def test_a_rank_that_dies_or_hangs(signal_number, seconds):
+    """The others notice, one of them says so, and all end: without torchrun, which would end them too."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = dict(os.environ, OMP_NUM_THREADS="1", GPT_FASTER_TIMEOUT="5", WORLD_SIZE="3", MASTER_ADDR="localhost",
+               MASTER_PORT=str(port))
+    ranks = [subprocess.Popen(
+        [sys.executable, "-u", "generate.py", "-m", SMOLLM2, "--ignore_eos", "--max_new_tokens", "4000"], cwd=ROOT,
+        env=dict(env, RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(3)]
+    try:
+        assert ranks[0].stdout.read(20).startswith("Hello")    # it says something: all ranks are there
+        start = time.monotonic()
+        os.kill(ranks[2].pid, signal_number)
+        said = [rank.communicate(timeout=seconds + 60)[1] for rank in ranks[:2]]
+        assert time.monotonic() - start < seconds and [rank.returncode for rank in ranks[:2]] == [2, 2]
+        found = errors("".join(said))
+        assert len(found) == 1 and "lost another one, which ended or did not answer within 5 s" in found[0], said
+    finally:
+        for rank in ranks:
+            rank.kill()
