@@ -56,6 +56,7 @@ from generate import (
     follow,
     generate,
     load_shard,
+    measure,
     open_model,
     read_late,
     warm_up,
@@ -259,8 +260,7 @@ class Engine:
                     self.speculator)
             if self.speculator:
                 n_key = bucket(test.n_prompt + 1, test.length())
-                self.speculator.keep(self.speculator.measure(self.model, self.steps.decode, n_key,
-                                                             self.how))
+                measure(self.speculator, self.model, self.steps, n_key, self.how)
             self.compile_s = time.perf_counter() - start
 
     def tokens(self, prompts: list, n_new: int | None) -> Iterator[Tensor]:
@@ -387,7 +387,7 @@ class Case:
         try:
             what()
         except (RuntimeError, ValueError, OSError, AssertionError) as e:
-            if tp.is_lost(e):
+            if tp.world() > 1 and not isinstance(e, ValueError):           # the others wait
                 raise
             memory = isinstance(e, torch.OutOfMemoryError) or "allocate memory" in str(e)
             line = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
@@ -640,8 +640,8 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
             if scheme != "none":
                 mode, _, group = scheme.partition("-g")
                 packed = quantize.quantized(source, mode, int(group or 32), device=device)
-            needed = n_parameters * dict(none=dtype.itemsize, int8=1.0).get(scheme, 0.6)
-            if needed > free_memory(device):
+            needed = checkpoints.n_bytes(tp.shard(packed), dtype)
+            if needed > free_memory(device) / (tp.n_local() if device.type == "cpu" else 1):
                 raise torch.OutOfMemoryError(f"the weights take {needed / 1e9:.1f} GB")
             model = load_shard(packed, dtype, device)
         except torch.OutOfMemoryError as e:
@@ -773,18 +773,20 @@ def run_ranks(args, argv: list[str], said: str) -> int:
     for flag in ("suite", "peers", "plot", "profile"):
         if getattr(args, flag):
             raise ValueError(f"--ranks does not go with --{flag}")
-    results = []
+    results, status = [], 0
     for n in args.ranks:
         log(f"== {n} ranks")
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
         done = subprocess.run([sys.executable, *(start if n > 1 else []), HERE / "benchmark.py",
                                *argv, "--ranks", "", "-o", "json"], stdout=subprocess.PIPE)
-        if not done.stdout:
-            return done.returncode
-        results.append(json.loads(done.stdout))
-    result = dict(results[0], command=said, rows=[row for r in results for row in r["rows"]])
-    print(OUTPUTS[args.output](result), flush=True)
-    return 0
+        status = max(status, done.returncode)
+        results += [json.loads(done.stdout)] if done.stdout else []
+        if done.returncode == 130 or not done.stdout:
+            break
+    if results:
+        result = dict(results[0], command=said, rows=[row for r in results for row in r["rows"]])
+        print(OUTPUTS[args.output](result), flush=True)
+    return status
 
 
 def run_profile(cases, tokenizers, tests, folder: Path, device) -> int:
@@ -792,7 +794,7 @@ def run_profile(cases, tokenizers, tests, folder: Path, device) -> int:
         for case in (c for c in cases if not c.start and not c.error):
             case.prompts, case.news = test.work(tokenizers[case.name], case.model.cfg)
             name = f"{case.name}-{case.quantization}-{case.engine}-{test}-b{test.batch}"
-            path = folder / f"{slug(name)}.json"
+            path = folder / f"{slug(name)}{f'.rank{tp.rank()}' * bool(tp.rank())}.json"
             print(profile(case, tokenizers[case.name], test, path), flush=True)
             log(f"Trace written to {path}")
     return 0

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from torch import Tensor
 
 import batch
 import checkpoint as checkpoints
+import compiled
 import quantize
 import speculate
 import tokenizer as tokenizers
@@ -265,7 +265,7 @@ def on_gpu(step):
 def uncompiled(step):
     """Run a step eagerly although the model's layers are compiled."""
     def eager(*args):
-        with torch.compiler.set_stance("force_eager"):
+        with compiled.eager():
             return step(*args)
     return eager
 
@@ -282,10 +282,9 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     elif engine == "compile":
         torch._dynamo.config.recompile_limit = 64          # buckets, window kinds, prefill lengths
     if engine == "compile" and device == "cpu":
-        options = {"cpp.enable_floating_point_contract_flag": "fast",      # multiply-add in one
-                   "cpp_wrapper": quantize.calls_kernels(model)}           # calls from C++
+        functions = compiled.Functions(f"{model.cfg} {tp.world()}")
         for module in (*model.layers, model.head):
-            module.compile(fullgraph=True, dynamic=False, options=options)
+            module.forward = compiled.Compiled(module, functions)
         first = prefill if compile_prefill else uncompiled(prefill)
     elif engine == "compile":
         decode = as_one_graph(decode, device)
@@ -305,10 +304,19 @@ def build_speculator(k: int, fixed: bool, draft: Transformer | None, engine: str
     """Guesses by a draft model, whose layers are compiled as build_steps does, or by look-up."""
     if draft:
         build_steps(draft, engine)
-    steps = speculate.guess, speculate.verify
+    steps = [speculate.guess, speculate.verify]
     if engine == "compile" and device != "cpu":
         steps = [as_one_graph(step, device) for step in steps]
-    return Speculator(k, draft, fixed, *map(tp.agreed, steps))
+    return Speculator(k, draft, fixed, *map(tp.agreed, steps), uncompiled(speculate.read))
+
+
+def measure(speculator: Speculator, model: Transformer, steps: Steps, n_key: int,
+            how: Sampling) -> dict[int, float]:
+    """Have it keep the sizes that can pay -> what a round of each costs, by rank 0's clock."""
+    costs = speculator.measure(model, steps.decode, n_key, how)
+    costs = tp.from_rank_0(lambda: costs)
+    speculator.keep(costs)
+    return costs
 
 
 @torch.inference_mode()
@@ -636,7 +644,7 @@ def run(argv: list[str] | None) -> int:
     packed = quantize.describe(source)
     log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
         f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}"
-        + f" and on each other of {tp.world()} ranks" * (tp.world() > 1))
+        + f", on each of {tp.world()} ranks" * (tp.world() > 1))
     log(f"Time to load model: {load_s:.2f} seconds")
     model.setup_cache(n_rows * use_cache, length, chunk)
 
@@ -659,8 +667,7 @@ def run(argv: list[str] | None) -> int:
     if speculator and not args.speculate_k:
         n_key = bucket(len(work[0].ids) + 1 if work else 1, length)
         speculator.begin([0], 0, length, model.longest_call, device)
-        costs = tp.from_rank_0(partial(dict, speculator.measure(model, steps.decode, n_key, how)))
-        speculator.keep(costs)
+        costs = measure(speculator, model, steps, n_key, how)
         costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
         log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
 
@@ -728,7 +735,8 @@ def run(argv: list[str] | None) -> int:
                     finish_reason=one.finish_reason, sample=i, row=j, **f, load_s=load_s,
                     compile_s=compile_s, peak_memory_bytes=peak_memory(device),
                     model_bytes=total_bytes, quantization=linears, quantized_head=head,
-                    engine=engine, batch_size=args.batch_size, seed=args.seed, **guesses(),
+                    engine=engine, ranks=tp.world(), batch_size=args.batch_size, seed=args.seed,
+                    **guesses(),
                     device=str(device), dtype=str(dtype)[6:],
                     torch=torch.__version__)), flush=True)
             elif args.batch_size > 1:
@@ -744,7 +752,8 @@ def run(argv: list[str] | None) -> int:
         log(f"Mean Accepted: {speculator.stats()['mean_accepted']:.4f}")
     if speeds:
         log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
-    log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB")
+    each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
+    log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB{each}")
     return 130 if interrupted else 0
 
 

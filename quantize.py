@@ -8,6 +8,7 @@ where (kernels.py has those). Knows no model families and no packed layouts.
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -270,12 +271,6 @@ class QuantizedExperts(QuantizedLinear):
         return y if self.bias is None else y + self.bias[ids]
 
 
-def calls_kernels(model: nn.Module) -> bool:
-    """Does a compiled block call operators, or make many tensors, instead of being one loop?"""
-    return any(isinstance(m, QuantizedLinear) and m.kernel in (kernels.INT4_CPU, kernels.INT4_AVX2)
-               for m in model.modules())
-
-
 class QuantizedEmbedding(nn.Module):
     """Shares the head's int8 weight [V, D] and scales [V]."""
 
@@ -409,4 +404,4 @@ def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(guarded(run) if os.environ.get("RANK", "0") == "0" else 0)    # one of torchrun's

@@ -71,6 +71,11 @@ def guess(model, token, pos, n_key, noise, how, seen, n_vocab) -> tuple:
     return draw(*dist, noise), *dist
 
 
+def read(model, tokens, pos, n_key) -> None:
+    """A draft model catches up with tokens [1, T]."""
+    model(tokens, pos, 1, n_key)
+
+
 def verify(model, token, guesses, probs, ids, pos, n_key, chance, noise, how, seen) -> tuple:
     """token [1, 1] at pos [1] and k guesses after it -> accept()'s. seen [1, V] or None."""
     k, n_vocab = guesses.shape[1], model.cfg.vocab_size
@@ -120,14 +125,14 @@ class Speculator:
     """
 
     def __init__(self, k: int, draft=None, fixed: bool = False, guess: Callable = guess,
-                 verify: Callable = verify):
+                 verify: Callable = verify, read: Callable = read):
         """k: guesses at most, or always if fixed; draft: a Transformer of the same vocabulary.
 
-        guess, verify: the functions above, compiled or not.
+        guess, verify: the functions above, compiled or not; read: better not.
         """
         self.k, self.sizes = k, [k] if fixed or k < 3 or draft is None else [k, k // 3]
         self.costs, self.fixed = [2.0] * len(self.sizes), fixed            # see measure()
-        self.draft, self.guess, self.verify = draft, guess, verify
+        self.draft, self.guess, self.verify, self.read = draft, guess, verify, read
         self.accept_counts, self.n_held = [0] * (k + 1), 0
 
     def begin(self, ids: list[int], n_cached: int, limit: int, chunk: int, device) -> None:
@@ -192,10 +197,9 @@ class Speculator:
         pos, found = torch.arange(n + k, device=self.known.device), []
         known = self.known.clamp(max=self.draft.cfg.vocab_size - 1)        # it may know fewer
         if n - self.n_held > 2:                    # more than what a full acceptance leaves
-            with torch.compiler.set_stance("force_eager"):
-                for at in range(self.n_held, n - 1, self.draft.longest_call):
-                    end = min(at + self.draft.longest_call, n - 1)
-                    self.draft(known[:, at:end], pos[at:end], 1, end)
+            for at in range(self.n_held, n - 1, self.draft.longest_call):
+                end = min(at + self.draft.longest_call, n - 1)
+                self.read(self.draft, known[:, at:end], pos[at:end], end)
             self.n_held = n - 1
         for at in range(self.n_held, n + k - 1):
             token = known[:, at:at + 1] if at < n else found[-1][0]

@@ -69,6 +69,8 @@ def table(result: dict) -> str:
     lines = ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
     lines += ["| " + " | ".join(line) + " |" for line in zip(*cells.values())]
     said = ", ".join(f"{title} {value}" for title, value in common.items())
+    if "ranks" in cells:
+        said += ", MB, peak and GB/s of one rank, and of its own bandwidth"
     return "\n".join(lines) + (
         f"\n\n{said}; {rows[0]['dtype']} on {result['machine']}, {result['threads']} threads, "
         f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "

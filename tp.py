@@ -11,6 +11,7 @@ import datetime
 import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,15 +85,16 @@ def as_rank(run: Callable) -> Callable:
             torch._inductor.config._collective.auto_select = True
             enable_symm_mem_for_group(dist.group.WORLD.group_name)
         if me:
-            sys.stdout = sys.stderr = open(os.devnull, "w")
+            sys.stdout = sys.stderr = _nowhere()
         if os.environ.get("OMP_NUM_THREADS") == "1":           # torchrun's default
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_local()))
-        random.seed(0)                             # who draws an order draws the same
+        random.seed(0)                             # who draws an order draws the same, and
+        torch.manual_seed(0)                       # random weights are alike where all have them
         try:
             status = run(argv)
         except Exception as e:
-            sys.stderr = stderr if _is_first(store) else open(os.devnull, "w")
-            if is_lost(e):
+            sys.stderr = stderr if _is_first(store) else _nowhere()
+            if isinstance(e, RuntimeError) and LOST.search(str(e)):
                 raise ConnectionError(
                     f"rank {me} of {n} lost another one, which ended or did not answer within "
                     f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
@@ -102,12 +104,11 @@ def as_rank(run: Callable) -> Callable:
     return started
 
 
-def is_lost(e: Exception) -> bool:
-    """Did another rank end, or not answer in time?"""
-    return world() > 1 and isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
-
-
 _control = []                                      # the group of what is not about tensors
+
+
+def _nowhere():
+    return open(os.devnull, "w", encoding="utf-8", errors="replace")
 
 
 def _is_first(store) -> bool:
@@ -134,16 +135,18 @@ def from_rank_0(make: Callable):
 
 
 def led(call: Callable, body: Callable[[Callable], None]) -> None:
-    """body(call) on rank 0; the others make the same calls."""
+    """body(call) on rank 0; the others make the same calls. Ctrl-C ends them all at once."""
+    if world() == 1:
+        return body(call)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     def announced(*args):
         from_rank_0(lambda: args)
         return call(*args)
 
     if rank() == 0:
-        try:
-            body(announced)
-        finally:
-            from_rank_0(lambda: None)
+        body(announced)
+        from_rank_0(lambda: None)
     else:
         while args := from_rank_0(None):
             call(*args)

@@ -1,5 +1,8 @@
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["HF_HUB_OFFLINE"] = "1"                         # the tests that mean the hub say so
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["GPT_FASTER_CACHE"] = tempfile.mkdtemp()        # what other runs left is not trusted
+atexit.register(shutil.rmtree, os.environ["GPT_FASTER_CACHE"], ignore_errors=True)
 
 import tiny  # noqa: E402
 

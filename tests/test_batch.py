@@ -13,6 +13,7 @@ from test_errors import refused, run
 from test_generate import command
 
 import batch
+import compiled
 import generate
 from cli import english_text
 from model import Ring, cache_bytes, n_slots
@@ -145,16 +146,14 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]
 
 
-def test_refilling_compiles_nothing(ours):
-    torch._dynamo.reset()
+def test_refilling_compiles_nothing(ours, monkeypatch):
     model, work = ours("gemma2"), list(zip(prompts(), NEW))
     expected = [alone(model, ids, n) for ids, n in work]
     model.setup_cache(3, 40, 4)
     steps = generate.build_steps(model, "compile")
     generate.warm_up(model, [[1]] * 3, range(2, 40), GREEDY, steps)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert serve(model, work, 3, steps)[0] == expected
-    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "load", None)            # whoever needs another function fails
+    assert serve(model, work, 3, steps)[0] == expected
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import map as readme_map  # noqa: E402
 
 MODULES = {p.stem for p in ROOT.glob("*.py")}
 MAY_IMPORT = {
-    "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": {"files"}, "gptq": set(), "kernels": set(),
+    "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": {"files"}, "compiled": set(), "gptq": set(), "kernels": set(),
     "peers": set(), "plots": set(), "tables": {"peers"},
     "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
     "checkpoint": {"model", "files", "families", "dequantize"}, "calibrate": {"checkpoint", "cli", "gptq", "model"},

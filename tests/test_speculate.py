@@ -9,6 +9,7 @@ import torch
 from conftest import GEMMA, SMOLLM2
 from test_errors import refused, run
 
+import compiled
 import generate
 import speculate
 from sampling import Sampling, truncate
@@ -209,7 +210,7 @@ def smollm2():
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
 
 
-def test_smollm2(smollm2):
+def test_smollm2(smollm2, monkeypatch):
     """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
     import checkpoint as checkpoints
     model, _, tokenizer = smollm2
@@ -228,15 +229,14 @@ def test_smollm2(smollm2):
     same = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     itself = Speculator(5, same)
     assert guessed(model, ids, 200, itself) == expected and sum(itself.accept_counts[:-1]) == 0
-    torch._dynamo.reset()
     steps = generate.build_steps(model, "compile")
     for draft in (None, int8, tiny, same):
         speculator = generate.build_speculator(5, False, draft, "compile", "cpu")
         with torch.inference_mode():
             generate.warm_up(model, [ids], range(len(ids) + 1, 256), GREEDY, steps, speculator)
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with monkeypatch.context() as m:
+            m.setattr(compiled, "load", None)              # whoever needs another function fails
             assert guessed(model, ids, 200, speculator, steps=steps) == expected
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("how", [GREEDY, Sampling(0.8, 20, 0.9, 0.05, 1.3), Sampling(1.0)], ids=str)
@@ -247,9 +247,9 @@ def test_the_steps_trace(ours, how):
     model = ours("gemma3_text")
     draft = copy.deepcopy(model)
     ids, drawn = list(range(9)), []
-    for compiled in (False, True):
+    for traced in (False, True):
         steps = [speculate.guess, speculate.verify]
-        if compiled:
+        if traced:
             steps = [generate.on_gpu(torch.compile(s, backend="aot_eager", fullgraph=True, dynamic=False)) for s in steps]
         model.setup_cache(1, 64, 16)
         speculator = Speculator(3, draft, True, *steps)

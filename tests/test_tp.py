@@ -166,7 +166,7 @@ def test_smollm2_on_three_ranks(capsys, tmp_path):
     expected = alone(capsys, *once[1:])
     done = torchrun(*once, "--compile", ranks=3)
     assert done.returncode == 0 and done.stdout == expected, done.stderr[-2000:]
-    assert "on each other of 3 ranks" in done.stderr and done.stderr.count("Average tokens/sec") == 1
+    assert "on each of 3 ranks" in done.stderr and done.stderr.count("Average tokens/sec") == 1
     several = ["generate.py", "-m", SMOLLM2, *GREEDY, "--max_new_tokens", 8, "--batch_size", 2, "--prompt", "One",
                "--prompt", "Two of", "--prompt", "Three"]
     expected = alone(capsys, *several[1:])

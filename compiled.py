@@ -1,0 +1,211 @@
+"""Modules compiled for a CPU: traced once for all that are alike, and called without guards.
+
+torch.compile looks its code up and checks guards in every call; for the 30 blocks of a small model
+that is a sixth of a token's time. What a function depends on is stated here instead: its module's
+tensors and the shapes and strides of what it is given. Owns tracing, Inductor's settings, and the
+functions kept on disk for the next start; knows no model.
+
+    functions = Functions(about=repr(model.cfg))
+    for layer in model.layers: layer.forward = Compiled(layer, functions)
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast",              # multiply-add in one
+           "size_asserts": False, "alignment_asserts": False,              # the key has seen to it
+           "cpp.vec_isa_ok": True,                 # or it tries the compiler, in every process …
+           "cpp_cache_precompile_headers": False}  # … and reads all headers again
+_eager = []                                        # not empty: run modules as they are
+
+
+@contextmanager
+def eager():
+    """Within, compiled modules run as if they were not."""
+    _eager.append(True)
+    try:
+        yield
+    finally:
+        _eager.pop()
+
+
+# ---- On disk ------------------------------------------------------------------------------------
+# A directory of the user's for each function: what Inductor saves, the machine code, and their
+# digests, written last. Its name says all that the code depends on, so that nothing is ever stale.
+
+def cache_dir() -> Path:
+    """$GPT_FASTER_CACHE, or gpt-faster in $XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("GPT_FASTER_CACHE") or Path(home) / "gpt-faster")
+
+
+def machine() -> list:
+    """What machine code depends on beside its source: compilers, threads, and the kind of CPU."""
+    import torch._inductor.config
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else ""
+    return [torch.__version__, torch.version.git_version, sys.version, platform.machine(),
+            flags and flags[0], torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
+            os.environ.get("CXX"), torch._inductor.config.get_hash()]
+
+
+def sources() -> str:
+    """Our own code: any change makes functions anew."""
+    return "".join(p.read_text() for p in sorted(Path(__file__).parent.glob("*.py")))
+
+
+def _name(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def _digests(folder: Path, names: list[str] | None = None) -> dict[str, str]:
+    names = names or [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+@contextmanager
+def _inductor_in(folder: Path):
+    """Inductor's cache is there, and it has our settings: it makes machine code on loading too."""
+    import torch._inductor.codecache  # here: it takes a second
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        with torch._inductor.config.patch(OPTIONS):
+            yield
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@cache
+def _instructions() -> None:
+    """Inductor tries the compiler on some sets of instructions: once, and not in each folder."""
+    with suppress(OSError), _inductor_in(cache_dir() / "instructions"):
+        torch._inductor.cpu_vec_isa.pick_vec_isa()
+
+
+def load(folder: Path) -> Callable | None:
+    """What save() kept there; None, and nothing is there any more, if anything is amiss."""
+    try:
+        digests = json.loads((folder / "digests.json").read_text())
+        if digests == _digests(folder, digests.keys()):
+            _instructions()
+            with _inductor_in(folder):
+                return torch._inductor.CompiledArtifact.load(path=str(folder / "function"))
+    except FileNotFoundError:
+        pass
+    except Exception as e:                         # whatever a damaged file leads to
+        print(f"note: {folder} is made anew: {type(e).__name__}", file=sys.stderr)
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def save(folder: Path, make: Callable[[], Callable]) -> Callable:
+    """make() the function, and keep it, unless another process was quicker or the disk is full."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = Path(tempfile.mkdtemp(prefix=".partial", dir=folder.parent))
+    except OSError:                                # nowhere to keep it
+        partial = Path(tempfile.mkdtemp())
+    try:
+        _instructions()
+        with _inductor_in(partial):                # machine code that this process has is
+            torch._inductor.codecache.CppPythonBindingsCodeCache.cache_clear()     # made again …
+            function = make()
+            with suppress(OSError):
+                function.save(path=str(partial / "function"))
+                (partial / "digests.json").write_text(json.dumps(_digests(partial)))
+                os.rename(partial, folder)
+        return function
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ---- Tracing ------------------------------------------------------------------------------------
+
+@contextmanager
+def _tracing():
+    """torch.compiler.is_compiling() is true within, as under torch.compile and torch.export."""
+    torch.compiler._is_compiling_flag = True
+    try:
+        with eager(), torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = False
+
+
+def _flat(args) -> list[Tensor]:
+    flat = []
+    for a in args:
+        if isinstance(a, Tensor):
+            flat.append(a)
+        elif a is not None:
+            flat.extend(a)
+    return flat
+
+
+class Functions:
+    """Those of a model, whose modules with tensors alike are alike. about: what else they are."""
+
+    def __init__(self, about: str):
+        self.kinds = {}                            # of tensors -> of inputs -> function
+        self.about = _name(f"{about} {machine()} {OPTIONS} {sources()}")
+
+    def folder(self, module: nn.Module, kind, key) -> Path:
+        return cache_dir() / _name(f"{self.about} {module} {kind} {key}")
+
+
+class Compiled:
+    """A module's forward, for tensors, tuples of them, or None; one tensor comes out."""
+
+    def __init__(self, module: nn.Module, functions: Functions):
+        self.module, self.functions, self.plain = module, functions, module.forward
+        self.attn, self.cache, self.mine = getattr(module, "attn", None), self, {}
+
+    def __call__(self, *args) -> Tensor:
+        if _eager:
+            return self.plain(*args)
+        if getattr(self.attn, "cache", None) is not self.cache:            # it has a new one
+            self._look()
+        inputs = _flat(args)
+        key = tuple([(t.shape, t.stride()) for t in inputs])
+        if key not in self.mine:
+            folder = self.functions.folder(self.module, self.kind, key)
+            self.mine[key] = load(folder) or save(folder, lambda: self._compile(args, inputs))
+        return self.mine[key](*self.tensors, *inputs)[0]
+
+    def _look(self) -> None:
+        self.cache, module = getattr(self.attn, "cache", None), self.module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self.names, self.tensors = [name for name, _ in named], [t.detach() for _, t in named]
+        self.kind = tuple((name, t.dtype, t.shape, t.stride()) for name, t in named)
+        self.mine = self.functions.kinds.setdefault(self.kind, {})
+
+    def _compile(self, args, inputs: list[Tensor]) -> Callable:
+        def run(*tensors):
+            own, rest = tensors[:len(self.names)], list(tensors[len(self.names):])
+            given = tuple(a if a is None else rest.pop(0) if isinstance(a, Tensor) else
+                          tuple(rest.pop(0) for _ in a) for a in args)
+            return (torch.func.functional_call(self.module, dict(zip(self.names, own)), given),)
+
+        with _tracing():
+            example = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
+            example = [*self.tensors, *example]
+            graph = make_fx(run, tracing_mode="fake")(*example)
+            return torch._inductor.standalone_compile(
+                graph, example, dynamic_shapes="from_example_inputs", aot=True)
