@@ -125,10 +125,12 @@ def int8_cpu(x, weight, scales, zeros=None):
     # as_strided has Inductor write x to memory as fp32: beside bf16 it loads two vectors at once,
     # and then its view of float32 as int32 is slow
     quarters = x.float().as_strided((4, x.shape[1] // 4), (x.shape[1] // 4, 1))
-    four = weight.view(torch.int32)
-    byte = (four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24)       # signed
-    y = sum(b.float() * q for b, q in zip(byte, quarters)).sum(-1) * scales.float()
-    return y.to(x.dtype)[None]
+
+    def sums(four):
+        byte = (four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24)   # signed
+        return sum(b.float() * q for b, q in zip(byte, quarters)).sum(-1)
+    y = torch.cat([sums(half) for half in weight.view(torch.int32).chunk(2)])      # side by side
+    return (y * scales.float()).to(x.dtype)[None]
 
 
 def scales_and_zeros(scales, zeros, n_in):
