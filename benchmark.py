@@ -82,6 +82,7 @@ SUITES = {
     "cpu": {
         "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,compile+prefill,"
                         "int8,int4 --peers llama.cpp,transformers,generate.py",
+        "Against llama.cpp": "-p 512 -d 128 -n 128 --engines compile,int8,int4 --peers llama.cpp",
         "Prompts and depths": "--engines kv_cache,compile,compile+prefill -p 128,512,2048 -n 64 "
                               "-d 128,1024,4096 -r 3",
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192",
@@ -93,7 +94,8 @@ SUITES = {
                              "compile -n 64 --ranks 1,2,4",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
-        "Llama-1.1B": "--random Llama-1.1B --engines compile,int8,int4 -n 64 --peers llama.cpp",
+        "Llama-1.1B": "--random Llama-1.1B -p 512 -d 128 -n 128 --engines compile,int8,int4 "
+                      "--peers llama.cpp",
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1,8 -r 1",
     },
     "gpu": {

@@ -275,9 +275,12 @@ def test_interrupted_rows_are_run_again(jsonl, tmp_path):
                              for i in range(6)))
     argv = command(*ARGV, "--prompts_file", jsonl, "--batch_size", 2, "--output", output, "--json", "--ignore_eos")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    first = [process.stdout.readline() for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        first = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in err and "3 of 6 prompts" in err
     assert output.read_text() == "".join(first) + out and len(batch.done_before(output)) == 3
 

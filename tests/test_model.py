@@ -1,11 +1,13 @@
 """The model's laws: the cache, chunks, batches, padding and stale entries change nothing."""
 
+import itertools
+
 import pytest
 import tiny
 import torch
 
 from generate import build_steps, generate, warm_up
-from model import ExpertLinear, visible
+from model import ExpertLinear, matvec, visible
 from sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -87,15 +89,14 @@ def test_compiled_equals_eager(ours, name):
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_equals_eager(ours, name):
     """The real backend: gathered experts, sinks, caps, post-norms, two kinds of layers."""
-    torch._dynamo.reset()
     model, prompt = ours(name), tokens(9, batch=1)
+    model.setup_cache(1, LENGTH)                           # one cache for all: few shapes to compile
     eager = [t.item() for t in generate(model, prompt, 25, GREEDY)]
     steps = build_steps(model, "compile")
     with torch.inference_mode():
         warm_up(model, prompt, range(10, 34), GREEDY, steps)
     assert [t.item() for t in generate(model, prompt, 25, GREEDY, steps=steps)] == eager
     n = prompt.shape[1]
-    model.setup_cache(1, LENGTH)
     with torch.inference_mode():
         expected = whole(ours(name), torch.cat((prompt, torch.tensor([eager])), dim=1))
         model(prompt, torch.arange(n))
@@ -140,3 +141,33 @@ def test_visible():
 def test_too_long_is_refused_with_both_numbers(ours):
     with pytest.raises(AssertionError, match="100 .* 60 .* 128"):
         next(generate(ours("llama2"), tokens(100), 60, GREEDY))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(48, 64), (47, 33), (1, 1), (2, 6), (2049, 2048), (1025, 4098)], ids=str)
+def test_one_row_by_a_matrix(shape, dtype):
+    """Odd numbers of rows and columns, small and large, against float64; and the same compiled."""
+    weight, x = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    exact = weight.double() @ x.double()
+    bound = 1e-6 * (weight.double().abs() @ x.double().abs()) + 1e-9       # of an fp32 sum, in any order
+    products, threads = [matvec], torch.get_num_threads()
+    if dtype == torch.bfloat16 and shape[1] in (33, 4098):
+        products.append(torch.compile(matvec, fullgraph=True, dynamic=False))
+    for product, n in itertools.product(products, {1, threads}):
+        torch.set_num_threads(n)
+        y = product(weight, x)
+        torch.set_num_threads(threads)
+        assert y.dtype == torch.float32 and ((y.double() - exact).abs() <= bound).all()
+
+
+def test_one_row_with_infinities_and_no_numbers():
+    weight, x = torch.randn(2048, 2048).bfloat16(), torch.randn(2048).bfloat16()
+    for i, value in ((5, torch.inf), (6, -torch.inf), (7, torch.nan)):
+        weight[200 * i, i] = value
+        weight[200 * i + 1, i + 1] = value
+    y, plain = matvec(weight, x), (weight.float() * x.float()).sum(-1)
+    odd = ~plain.isfinite()
+    assert odd.sum() == 6 and torch.equal(y[odd].nan_to_num(7.0), plain[odd].nan_to_num(7.0))
+    torch.testing.assert_close(y[~odd], plain[~odd], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(matvec(weight[:, :1024].contiguous(), x[:1024]).isfinite(),
+                               plain.isfinite())
