@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -489,17 +490,18 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device,
 def load_part(model: Transformer, prefix: str, checkpoint: Checkpoint, device,
               ready: Callable[[torch.nn.Module], None] = lambda module: None) -> None:
     """Give memory and weights to the modules whose names begin with `prefix`."""
-    made = {}                                      # a tied head shares the embedding's
+    made = WeakValueDictionary()                   # a tied head shares the embedding's; what
     for name, module in list(model.named_modules()):
         if not name.startswith(prefix):
             continue
         for leaf, meta in list(module.named_parameters(recurse=False)):
-            if meta not in made:
+            p = made.get(meta)
+            if p is None:
                 weight = torch.empty_like(meta, device=device)
                 _fill(weight, checkpoint, parts(f"{name}.{leaf}"))
-                made[meta] = torch.nn.Parameter(weight, requires_grad=False)
-            setattr(module, leaf, made[meta])
-        ready(module)
+                p = made[meta] = torch.nn.Parameter(weight, requires_grad=False)
+            setattr(module, leaf, p)
+        ready(module)                              # is packed into another may go
 
 
 def _fill(weight: torch.Tensor, checkpoint: Checkpoint, names: list[str]) -> None:

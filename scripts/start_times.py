@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*argv, **env) -> dict:
     """-> seconds of each phase of one process, the rest being Python, imports and the end."""
     start = time.perf_counter()
-    command = [sys.executable, ROOT / "generate.py", *argv, "--max_new_tokens", "1", "--json"]
+    command = [sys.executable, ROOT / "generate.py", *argv, "--max_new_tokens", "2", "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | env, check=True)
     total, said = time.perf_counter() - start, json.loads(done.stdout)
     parts = {phase: said[phase] for phase in ("load_s", "compile_s", "ttft_s")}
