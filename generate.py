@@ -279,14 +279,13 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     device, first, decode = model.freq.device.type, prefill, decode_one_token
     if engine == "cuda_graph":
         decode = CudaGraph()
-    elif engine == "compile":
-        torch._dynamo.config.recompile_limit = 64          # buckets, window kinds, prefill lengths
-    if engine == "compile" and device == "cpu":
+    elif engine == "compile" and device == "cpu":
         functions = compiled.Functions(f"{model.cfg} {tp.world()}")
         for module in (*model.layers, model.head):
             module.forward = compiled.Compiled(module, functions)
         first = prefill if compile_prefill else uncompiled(prefill)
     elif engine == "compile":
+        torch._dynamo.config.recompile_limit = 64          # buckets, prefill lengths
         decode = as_one_graph(decode, device)
         if compile_prefill:
             first = torch.compile(prefill, fullgraph=True, dynamic=False)

@@ -50,7 +50,14 @@ def world() -> int:
 
 def timeout() -> float:
     """Seconds that ranks wait for each other: for a slow disk, a compiler, a machine that died."""
-    return float(os.environ.get("GPT_FASTER_TIMEOUT", 300))
+    said = os.environ.get("GPT_FASTER_TIMEOUT", "300")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"GPT_FASTER_TIMEOUT={said}: expected a number of seconds")
+    return seconds
 
 
 def local_device(name: str) -> str:
