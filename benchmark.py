@@ -94,7 +94,7 @@ SUITES = {
                              "compile -n 64 --ranks 1,2,4",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
-        "Llama-1.1B": "--random Llama-1.1B -d 128 -n 64 --engines compile,int8,int4 "
+        "Llama-1.1B": "--random Llama-1.1B -p 512 -d 128 -n 64 --engines compile,int8,int4 "
                       "--peers llama.cpp",
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1,8 -r 1",
     },
