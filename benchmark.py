@@ -100,8 +100,10 @@ SUITES = {
     },
     "gpu": {
         "Llama-2-7B": "--random Llama-2-7B --engines compile,cuda_graph,int8,int4",
-        "Llama-3.1-8B": "--random Llama-3.1-8B --engines compile,cuda_graph,int8,int4",
-        "Llama-3.2-1B": "--random Llama-3.2-1B --engines compile,cuda_graph,int8,int4",
+        "Llama-3.1-8B": "--random Llama-3.1-8B --engines compile,cuda_graph,int8,int4 "
+                        "--peers transformers-compile",
+        "Llama-3.2-1B": "--random Llama-3.2-1B --engines compile,cuda_graph,int8,int4 "
+                        "--peers transformers-compile",
         "Mixtral-8x7B": "--random Mixtral-8x7B --engines compile,int8 -r 3",
         "Llama-2-70B": "--random Llama-2-70B --engines int8,int4 -r 3",
         "Llama-3.1-70B": "--random Llama-3.1-70B --engines int8,int4 -r 3",
@@ -682,6 +684,10 @@ def start_peer(peer, source, shape, stated, scheme, dtype, device, length) -> Ca
             folder.mkdir(parents=True, exist_ok=True)
             path = peers.gguf_twin(source, folder / f"{path.stem}.{TWINS[stated]}.gguf",
                                    TWINS[stated])
+        elif shape and peer.startswith("transformers"):
+            folder = HERE / "checkpoints/twins"
+            folder.mkdir(parents=True, exist_ok=True)
+            path = peers.hf_twin(source.cfg, folder / f"{shape}.json")
         elif shape:
             raise ValueError("reads files, not random shapes")
         elif path.suffix in (".safetensors", ".json", ".bin"):

@@ -384,7 +384,7 @@ def check(checkpoint: Checkpoint) -> None:
     cfg, tensors = checkpoint.cfg, checkpoint.tensors
     if cfg.tied and "head.scales" not in tensors:
         tensors.pop("head.weight", None)           # some files hold the embedding twice
-    shapes = _shapes(cfg)
+    shapes = tensor_shapes(cfg)
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
         if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
             del tensors[name]
@@ -451,8 +451,8 @@ def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
         torch.set_default_dtype(default)
 
 
-def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our names on disk -> the shapes that the config asks for."""
+def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The names that tensors have on disk -> the shapes that the config asks for."""
     model, shapes = blank_model(cfg, torch.float32), {}
     for name, p in model.named_parameters():
         names = parts(name)
@@ -640,5 +640,5 @@ def random_weights(name: str) -> Checkpoint:
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
     cfg = SHAPES[shapes[name.lower()]]()
-    tensors = {n: Lazy(n, shape, torch.bfloat16, None) for n, shape in _shapes(cfg).items()}
+    tensors = {n: Lazy(n, shape, torch.bfloat16, None) for n, shape in tensor_shapes(cfg).items()}
     return Checkpoint(Path(shapes[name.lower()]), cfg, tensors)

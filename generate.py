@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -601,12 +601,13 @@ def run(argv: list[str] | None) -> int:
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random)
     parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
-    args, cfg = parser.parse_args(argv), source.cfg
-    dtype, limit = pick_dtype(args.dtype, device, cfg), args.max_seq_length or cfg.context
-    if limit > cfg.context:
-        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of {cfg.context}")
+    args = parser.parse_args(argv)
+    limit = args.max_seq_length or source.cfg.context
+    if limit > source.cfg.context:
+        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
+                         f"{source.cfg.context}")
     requests = [request for request in requests if request.id not in before]
-    work, more = batch.encode_all(requests, tokenizer, cfg, args, limit)
+    work, more = batch.encode_all(requests, tokenizer, source.cfg, args, limit)
     complaints += more
     if complaints and not many:
         raise ValueError(complaints[0])
@@ -619,125 +620,158 @@ def run(argv: list[str] | None) -> int:
     if not many and work and work[0].n_new < args.max_new_tokens:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
-    ends = [len(job.ids) + job.n_new for job in work] or [4096]            # a conversation
-    length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
-    n_rows = min(args.batch_size, len(work)) if many else args.batch_size
-    draft_source = open_draft(args, source, tokenizer, device)
-    source = quantize.as_flagged(source, args, device)
-    k = args.speculate_k or min(8 if args.speculate == "ngram" else 5, length - 1)
-    guessing = bool(draft_source or args.speculate)
-    if guessing and k >= length:
-        raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
-    if draft_source and draft_source.cfg.learned_pos and length > draft_source.cfg.context:
-        raise ValueError(f"{draft_source.path} knows {draft_source.cfg.context} positions, and "
-                         f"{length} are asked for: give a smaller --max_seq_length")
-    chunk = max(args.prefill_chunk, (k + 1) * guessing)
-    use_cache = engine != "recompute"
-    check_memory([source, draft_source], dtype, device, n_rows * use_cache, length, chunk)
-    model = load_shard(source, dtype, device)
-    draft = draft_source and load_shard(draft_source, dtype, device)
-    load_s = time.perf_counter() - start
+    session = Session(args, source, tokenizer, work, many, device, engine, start)
+    if args.interactive:
+        return talk(session)
+    if many:
+        jobs = {session.row(job.ids, job.n_new): job for job in work}
+        interrupted = batch.run(jobs, session.n_rows,
+                                lambda ids: read_late(session.tokens(ids, None)), results)
+        return 130 if interrupted else 1 if complaints else 0
+    return show_samples(session, work[0])
 
-    total_bytes, read_bytes = weight_bytes(model)
-    linears, head = quantize.schemes(source)
-    packed = quantize.describe(source)
-    log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
-        f"{packed and packed + ', '}{str(dtype)[6:]}, {total_bytes / 1e6:.0f} MB on {device}"
-        + f", on each of {tp.world()} ranks" * (tp.world() > 1))
-    log(f"Time to load model: {load_s:.2f} seconds")
-    model.setup_cache(n_rows * use_cache, length, chunk)
 
-    how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
-    steps, compile_s = build_steps(model, engine, args.compile_prefill), 0.0
-    speculator = None
-    if guessing:
-        speculator = build_speculator(k, bool(args.speculate_k), draft, engine, device.type)
-    if engine in ("compile", "cuda_graph"):
-        start = time.perf_counter()
-        prompts = [job.ids for job in work[:n_rows]] if many else [work[0].ids if work else [0]]
-        least = min((len(job.ids) for job in work), default=0)
-        most = max(ends) if work else min(1024, length)
-        most = min(most + k, length) if speculator else most
-        warm_up(model, prompts * (n_rows // len(prompts)), range(least + 1, most), how, steps,
-                speculator)
-        compile_s = time.perf_counter() - start
-        log(f"Compilation time: {compile_s:.2f} seconds")
+class Session:
+    """A model as the flags want it for these prompts (none: a conversation): loaded and warm.
 
-    if speculator and not args.speculate_k:
-        n_key = bucket(len(work[0].ids) + 1 if work else 1, length)
-        speculator.begin([0], 0, length, model.longest_call, device)
-        costs = measure(speculator, model, steps, n_key, how)
+    many: they run in slots, else work is one prompt; start: when loading began.
+    """
+
+    def __init__(self, args, source, tokenizer, work: list[batch.Job], many: bool,
+                 device: torch.device, engine: str, start: float):
+        self.args, self.tokenizer, self.device, self.engine = args, tokenizer, device, engine
+        self.use_cache, limit = engine != "recompute", args.max_seq_length or source.cfg.context
+        ends = [len(job.ids) + job.n_new for job in work] or [4096]        # a conversation
+        self.length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
+        self.n_rows = min(args.batch_size, len(work)) if many else args.batch_size
+        self.dtype = pick_dtype(args.dtype, device, source.cfg)
+        draft_source = open_draft(args, source, tokenizer, device)
+        self.source = source = quantize.as_flagged(source, args, device)
+        self.guesser = args.speculate or (draft_source and draft_source.path.name)
+        self.k = self.check_guesses(draft_source)
+        chunk = max(args.prefill_chunk, (self.k + 1) * bool(self.guesser))
+        check_memory([source, draft_source], self.dtype, device, self.n_rows * self.use_cache,
+                     self.length, chunk)
+
+        self.model = load_shard(source, self.dtype, device)
+        draft = draft_source and load_shard(draft_source, self.dtype, device)
+        self.load_s, self.compile_s = time.perf_counter() - start, 0.0
+        self.total_bytes, self.read_bytes = weight_bytes(self.model)
+        self.each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
+        packed = quantize.describe(source)
+        log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
+            f"{packed and packed + ', '}{str(self.dtype)[6:]}, {self.total_bytes / 1e6:.0f} MB on "
+            f"{device}{self.each and ',' + self.each}")
+        log(f"Time to load model: {self.load_s:.2f} seconds")
+
+        self.model.setup_cache(self.n_rows * self.use_cache, self.length, chunk)
+        self.how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p,
+                            args.repetition_penalty)
+        self.steps, self.speculator = build_steps(self.model, engine, args.compile_prefill), None
+        if self.guesser:
+            self.speculator = build_speculator(self.k, bool(args.speculate_k), draft, engine,
+                                               device.type)
+        if engine in ("compile", "cuda_graph"):
+            self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
+        if self.speculator and not args.speculate_k:
+            self.measure(len(work[0].ids) + 1 if work else 1)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
+
+    def check_guesses(self, draft) -> int:
+        """How many tokens to guess at most. ValueError where they do not fit."""
+        args, length = self.args, self.length
+        k = args.speculate_k or min(8 if args.speculate == "ngram" else 5, length - 1)
+        if self.guesser and k >= length:
+            raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
+        if draft and draft.cfg.learned_pos and length > draft.cfg.context:
+            raise ValueError(f"{draft.path} knows {draft.cfg.context} positions, and {length} are "
+                             "asked for: give a smaller --max_seq_length")
+        return k
+
+    def compile(self, prompts: list[list[int]], most: int) -> None:
+        """Warm up for prompts like these, and for at most so many positions."""
+        start, least = time.perf_counter(), min(map(len, prompts))
+        prompts = (prompts * self.n_rows)[:self.n_rows]
+        most = min(most + self.k * bool(self.guesser), self.length)
+        warm_up(self.model, prompts, range(least + 1, most), self.how, self.steps, self.speculator)
+        self.compile_s = time.perf_counter() - start
+        log(f"Compilation time: {self.compile_s:.2f} seconds")
+
+    def measure(self, n: int) -> None:
+        """What guessing costs here, after n tokens."""
+        speculator, length = self.speculator, self.length
+        speculator.begin([0], 0, length, self.model.longest_call, self.device)
+        costs = measure(speculator, self.model, self.steps, bucket(n, length), self.how)
         costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
         log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
 
-    generator = torch.Generator(device).manual_seed(args.seed)
-    eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
+    def tokens(self, prompts: list, n_new: int | None, n_cached: int = 0,
+               guess: bool = True) -> Iterator[Tensor]:
+        return generate(self.model, prompts, n_new, self.how, self.generator, self.steps,
+                        self.use_cache, n_cached, self.speculator if guess else None)
 
-    def tokens(prompts, n_new, n_cached=0, speculator=speculator):
-        return generate(model, prompts, n_new, how, generator, steps, use_cache, n_cached,
-                        speculator)
+    def row(self, ids: list[int], n_new: int) -> Row:
+        return Row(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
 
-    def row(ids, n_new):
-        return Row(tokenizer, ids, eos_ids, args.stop, n_new)
+    def figures(self, times: list[float], n_prompt: int, guess: bool = True) -> dict:
+        read_bytes = 0 if guess and self.speculator else self.read_bytes
+        return figures(times, n_prompt, self.n_rows, read_bytes)
 
-    if args.interactive:
-        def answer(ids, n_cached):
-            mine = row(ids, n_new := min(args.max_new_tokens, length - len(ids)))
-            times, _ = follow(tokens([ids], n_new, n_cached), [mine], "")
-            f = figures(times, len(ids) - n_cached, 1, 0 if speculator else read_bytes)
-            return mine, describe(f)
+    def about(self) -> dict:
+        """What --json says beside the text and its figures."""
+        linears, head = quantize.schemes(self.source)
+        guesses = dict(speculate=self.guesser, speculate_k=self.k) if self.guesser else {}
+        return dict(
+            load_s=self.load_s, compile_s=self.compile_s,
+            peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
+            quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
+            batch_size=self.args.batch_size, seed=self.args.seed, **guesses,
+            **(self.speculator.stats() if self.speculator else {}),
+            device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
 
-        room = length - max(1, min(args.max_new_tokens, length // 4))
-        spare = model.longest_call - 1 - (k + 1) * guessing    # of a ring: guesses were there too
-        rewind = spare if model.rings else length
-        tp.led(answer, lambda answer: Chat(tokenizer, answer, room, rewind, log,
-                                           args.system_prompt, args.chat_template_kwargs).run())
-        return 0
-    if many:
-        jobs = {row(job.ids, job.n_new): job for job in work}
-        interrupted = batch.run(jobs, n_rows, lambda ids: read_late(tokens(ids, None)), results)
-        return 130 if interrupted else 1 if complaints else 0
 
-    def guesses():
-        if not speculator:
-            return {}
-        name = args.speculate or draft_source.path.name
-        return dict(speculate=name, speculate_k=k, **speculator.stats())
+def talk(session: Session) -> int:
+    """A conversation in the terminal."""
+    args, model, length = session.args, session.model, session.length
 
-    speeds, interrupted, (request, prompt_ids, n_new) = [], False, work[0]
+    def answer(ids, n_cached):
+        mine = session.row(ids, n_new := min(args.max_new_tokens, length - len(ids)))
+        times, _ = follow(session.tokens([ids], n_new, n_cached), [mine], "")
+        return mine, describe(session.figures(times, len(ids) - n_cached))
+
+    room = length - max(1, min(args.max_new_tokens, length // 4))
+    guesses = (session.k + 1) * bool(session.guesser)      # were in a ring too
+    rewind = model.longest_call - 1 - guesses if model.rings else length
+    tp.led(answer, lambda answer: Chat(session.tokenizer, answer, room, rewind, log,
+                                       args.system_prompt, args.chat_template_kwargs).run())
+    return 0
+
+
+def show_samples(session: Session, job: batch.Job) -> int:
+    """--num_samples times, one prompt in --batch_size rows."""
+    args, (request, ids, n_new) = session.args, job
     shown = None if args.json or args.batch_size > 1 else "" if args.random else request.shown
+    speeds, interrupted = [], False
     for i in range(args.num_samples):
-        rows = [row(prompt_ids, n_new) for _ in range(args.batch_size)]
-        profile = args.profile and i == args.num_samples - 1
-        with torch.profiler.profile() if profile else nullcontext() as trace:
-            times, interrupted = follow(tokens([prompt_ids] * n_rows, n_new), rows, shown)
-        if profile:
-            name = args.profile.name.removesuffix(".json") + f".rank{tp.rank()}" * bool(tp.rank())
-            path = args.profile.with_name(name + ".json")
-            trace.export_chrome_trace(str(path))
-            if not path.exists():                          # it only logs that it could not
-                raise OSError(f"{path}: the trace could not be written")
-            log(f"Trace written to {path}")
-        f = figures(times, len(prompt_ids), args.batch_size, 0 if speculator else read_bytes)
+        rows = [session.row(ids, n_new) for _ in range(args.batch_size)]
+        with traced(args.profile if i == args.num_samples - 1 else None):
+            times, interrupted = follow(session.tokens([ids] * len(rows), n_new), rows, shown)
+        f = session.figures(times, len(ids))
         if args.compare and not interrupted:
-            plain = [row(prompt_ids, n_new)]
-            times, interrupted = follow(tokens([prompt_ids], n_new, speculator=None), plain, None)
-            plain_f = figures(times, len(prompt_ids), 1, read_bytes)
-            f["speedup"] = f["decode_tok_s"] and plain_f["decode_tok_s"] and (
-                f["decode_tok_s"] / plain_f["decode_tok_s"])
-            log(f"Without guessing: {describe(plain_f)}")
+            times, interrupted = follow(session.tokens([ids], n_new, guess=False),
+                                        [session.row(ids, n_new)], None)
+            plain = session.figures(times, len(ids), guess=False)
+            f["speedup"] = f["decode_tok_s"] and plain["decode_tok_s"] and (
+                f["decode_tok_s"] / plain["decode_tok_s"])
+            log(f"Without guessing: {describe(plain)}")
             log(f"With it {f['speedup'] or 0:.2f} times as fast")
         for j, one in enumerate(rows):
             if args.json:
                 print(json.dumps(dict(
-                    prompt=request.prompt, text=one.text, prompt_ids=prompt_ids, new_ids=one.ids,
-                    finish_reason=one.finish_reason, sample=i, row=j, **f, load_s=load_s,
-                    compile_s=compile_s, peak_memory_bytes=peak_memory(device),
-                    model_bytes=total_bytes, quantization=linears, quantized_head=head,
-                    engine=engine, ranks=tp.world(), batch_size=args.batch_size, seed=args.seed,
-                    **guesses(),
-                    device=str(device), dtype=str(dtype)[6:],
-                    torch=torch.__version__)), flush=True)
+                    prompt=request.prompt, text=one.text, prompt_ids=ids, new_ids=one.ids,
+                    finish_reason=one.finish_reason, sample=i, row=j, **f, **session.about())),
+                    flush=True)
             elif args.batch_size > 1:
                 print(f"--- row {j} ---\n{request.shown}{one.text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
@@ -745,15 +779,31 @@ def run(argv: list[str] | None) -> int:
         if interrupted:
             break
     log("==========")
-    if speculator and speculator.stats()["rounds"]:
-        counts = speculator.accept_counts
-        log(f"Acceptance probs: {[round(n / sum(counts), 4) for n in counts]}")
-        log(f"Mean Accepted: {speculator.stats()['mean_accepted']:.4f}")
+    guesses = session.speculator.stats() if session.speculator else {}
+    if guesses.get("rounds"):
+        shares = [round(n / guesses["rounds"], 4) for n in guesses["accept_counts"]]
+        log(f"Acceptance probs: {shares}")
+        log(f"Mean Accepted: {guesses['mean_accepted']:.4f}")
     if speeds:
         log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
-    each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
-    log(f"Memory used: {peak_memory(device) / 1e9:.2f} GB{each}")
+    log(f"Memory used: {peak_memory(session.device) / 1e9:.2f} GB{session.each}")
     return 130 if interrupted else 0
+
+
+@contextmanager
+def traced(path: Path | None):
+    """Write a Chrome trace of what happens within, of each rank its own; None: do not."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile() as trace:
+        yield
+    name = path.name.removesuffix(".json") + f".rank{tp.rank()}" * bool(tp.rank())
+    path = path.with_name(name + ".json")
+    trace.export_chrome_trace(str(path))
+    if not path.exists():                                  # it only logs that it could not
+        raise OSError(f"{path}: the trace could not be written")
+    log(f"Trace written to {path}")
 
 
 def follow(tokens: Iterator[Tensor], rows: list[Row],

@@ -47,12 +47,16 @@ class Transformers:
         import transformers
         self.torch, self.how, self.warm = torch, {}, None
         torch.set_num_threads(args.threads)
-        path, gguf = args.path, {}
-        if path.suffix == ".gguf":                 # as plain weights: what we run
-            config = transformers.GgufConfig(dequantize=True)
-            path, gguf = path.parent, dict(gguf_file=path.name, quantization_config=config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, args.dtype), **gguf)
+        path, gguf, dtype = args.path, {}, getattr(torch, args.dtype)
+        auto = transformers.AutoModelForCausalLM
+        if path.suffix == ".json":                 # a shape alone: random weights
+            with torch.device(args.device):
+                model = auto.from_config(transformers.LlamaConfig.from_json_file(path), dtype=dtype)
+        else:
+            if path.suffix == ".gguf":             # as plain weights: what we run
+                config = transformers.GgufConfig(dequantize=True)
+                path, gguf = path.parent, dict(gguf_file=path.name, quantization_config=config)
+            model = auto.from_pretrained(path, dtype=dtype, **gguf)
         self.model = model.to(args.device).eval()
         self.model.generation_config = transformers.GenerationConfig()   # no EOS, no penalties
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
@@ -198,7 +202,8 @@ def work(argv=None) -> None:
     """Load a peer, answer requests until stdin ends."""
     p = argparse.ArgumentParser(description="A peer of benchmark.py: JSON lines in and out.")
     p.add_argument("name", choices=NAMES)
-    p.add_argument("path", type=Path, help="a Hugging Face directory or a GGUF")
+    p.add_argument("path", type=Path,
+                   help="a Hugging Face directory, a GGUF, or the config.json of a random Llama")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--dtype", default="bfloat16", help="of transformers' and vLLM's weights")
@@ -289,7 +294,31 @@ class Peer:
         atexit.unregister(self.close)
 
 
-# ---- llama.cpp's copy of our model --------------------------------------------------------------
+# ---- Their copies of our model ------------------------------------------------------------------
+
+def hf_twin(cfg, path: Path) -> Path:
+    """Write the config.json of a known shape for transformers, which makes random weights of it.
+
+    ValueError where it is not a plain Llama.
+    """
+    fields = dict(
+        model_type="llama", hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer,
+        num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim,
+        intermediate_size=cfg.ffn_dim, vocab_size=cfg.vocab_size, rms_norm_eps=cfg.norm_eps,
+        max_position_embeddings=cfg.context, tie_word_embeddings=cfg.tied,
+        rope_theta=_plain(cfg, "transformers").rope[0].theta)
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def _plain(cfg, peer: str):
+    """cfg, if it is a plain Llama's, else ValueError."""
+    plain = type(cfg)(cfg.dim, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.ffn_dim,
+                      cfg.vocab_size, cfg.context, cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
+    if cfg != plain or len(cfg.rope) > 1 or cfg.rope[0].kind not in ("default", "llama3"):
+        raise ValueError(f"{peer}: --random of a plain Llama only (llama3's stretched RoPE, which "
+                         "costs nothing, is left out)")
+    return cfg
 
 
 def gguf_twin(checkpoint, path: Path, kind: str) -> Path:
@@ -372,11 +401,7 @@ def _rows_of(tensor, gguf):
 
 def _llama_fields(cfg, gguf):
     """Metadata of a plain Llama with a vocabulary of nothing. ValueError if cfg is not one."""
-    plain = type(cfg)(cfg.dim, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.ffn_dim,
-                      cfg.vocab_size, cfg.context, cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
-    if cfg != plain or len(cfg.rope) > 1 or cfg.rope[0].kind not in ("default", "llama3"):
-        raise ValueError("llama.cpp: --random of a plain Llama only (llama3's stretched RoPE, "
-                         "which costs nothing, is left out)")
+    cfg = _plain(cfg, "llama.cpp")
     whole, real, text, array = (gguf.GGUFValueType[t]
                                 for t in ("UINT32", "FLOAT32", "STRING", "ARRAY"))
     numbers = {

@@ -244,7 +244,7 @@ def test_known_shapes(name):
     sizes = {"15M": 15, "42M": 42, "110M": 110, "135M": 135, "270m": 268, "1.1B": 1100, "1B": 1236, "7B": 7000,
              "8B": 8100, "13B": 13000, "70B": 70000, "405B": 405000, "gpt2": 124.4, "8x7B": 46700, "8x160M": 1324,
              "dense": 418, "A3B": 30500, "20b": 20900, "2b": 2614, "3B": 3213, "0.6B": 596, "xl": 1558}
-    n = sum(torch.Size(s).numel() for s in checkpoints._shapes(checkpoints.SHAPES[name]()).values()) / 1e6
+    n = sum(torch.Size(s).numel() for s in checkpoints.tensor_shapes(checkpoints.SHAPES[name]()).values()) / 1e6
     assert n == pytest.approx(sizes[name.replace("stories", "-").split("-")[-1]], rel=0.1)
 
 

@@ -176,6 +176,23 @@ def test_no_twin(families, source, kind, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
+    """As many weights as ours, in its layers, and it answers."""
+    import transformers as hf
+    source = checkpoints.random_weights("stories15M")
+    path = peers.hf_twin(source.cfg, tmp_path / "stories15M.json")
+    model = hf.LlamaForCausalLM(hf.LlamaConfig.from_json_file(path))
+    assert sum(p.numel() for p in model.parameters()) == checkpoints.n_parameters(source)
+    assert model.config.head_dim == source.cfg.head_dim and model.config.rms_norm_eps == source.cfg.norm_eps
+    (tmp_path / "peers.py").write_text(Path(peers.__file__).read_text())
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "peers.py"))         # by our own Python
+    peer = peers.Peer("transformers", path, **HOW)
+    assert len(peer([1, 2, 3], 5)["ids"]) == 5
+    peer.close()
+    with pytest.raises(ValueError, match="^transformers: --random of a plain Llama only"):
+        peers.hf_twin(checkpoints.random_weights("Qwen3-8B").cfg, tmp_path / "qwen.json")
+
+
 def test_workers_need_no_package_of_ours():
     import ast
     tree = ast.parse((ROOT / "peers.py").read_text())

@@ -523,7 +523,7 @@ def test_inputs_that_no_kernel_takes():
     """Widths that 32 does not divide: int8 goes the plain way, int4 is refused."""
     from model import ModelConfig
     cfg = ModelConfig(36, 2, 3, 3, 12, 52, 99, 128)
-    weights = {n: lazy(n, drawn(len(n), *shape) / 6) for n, shape in checkpoints._shapes(cfg).items()}
+    weights = {n: lazy(n, drawn(len(n), *shape) / 6) for n, shape in checkpoints.tensor_shapes(cfg).items()}
     source = checkpoints.Checkpoint(Path("odd"), cfg, weights)
     new = quantize.quantized(source, "int8")
     model, plain = quantize.load(new, FP32, "cpu"), checkpoints.load(meant_checkpoint(new), FP32, "cpu")

@@ -1,0 +1,267 @@
+"""Are the results right on this machine's GPU? Random models and matrices; no files are needed.
+
+    python scripts/gpu_check.py                    # a line per check, exit status 1 if one fails
+    python scripts/gpu_check.py --device cpu       # the same on a CPU, what is a GPU's left out
+"""
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+import quantize
+from checkpoint import Checkpoint, tensor_shapes
+from cli import guarded, log, pick_device
+from files import Lazy
+from generate import Steps, build_speculator, build_steps, generate, warm_up
+from model import ModelConfig, Rope, Transformer
+from sampling import Sampling
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SMALL = dict(dim=256, n_layer=4, n_head=8, n_kv_head=2, head_dim=32, ffn_dim=512, vocab_size=512,
+             context=1024)
+EXPERTS = dict(sparse=(True,), n_expert=8, n_active=2, expert_dim=256)
+BIASED = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+MODELS = {
+    "Llama": dict(),
+    "Gemma 3": dict(window=(16, None), post_norm=True, qk_norm="head", activation="gelu_tanh",
+                    embed_scale=2.0, rope=(Rope(), Rope(1e6, "linear", 8.0))),
+    "Gemma 2": dict(window=(16, None), post_norm=True, activation="gelu_tanh", attn_cap=50.0,
+                    logit_cap=30.0, tied=True),
+    "Mixtral": EXPERTS,
+    "Qwen2-MoE": EXPERTS | dict(qkv_bias=True, shared_dim=128, renormalize=False),
+    "gpt-oss": EXPERTS | BIASED | dict(sinks=True, window=(16, None), router_bias=True,
+                                       activation="clamped_silu"),
+    "OLMo 2": dict(pre_norm=False, post_norm=True, qk_norm="wide"),
+    "GPT-2": BIASED | dict(layer_norm=True, learned_pos=True, gated=False, activation="gelu_tanh",
+                           n_kv_head=8, rope=(Rope(kind="none"),))}
+MATRICES = {"cuda": [(6144, 4096), (4096, 14336), (128256, 2048), (576, 1536)],
+            "cpu": [(960, 576), (576, 1536)]}
+SAMPLINGS = {"greedy": Sampling(temperature=0.0), "top-k": Sampling(0.8, 200, 0.95),
+             "top-p alone": Sampling(0.8, 0, 0.9), "penalty": Sampling(1.0, 50, 1.0, 0.02, 1.2)}
+
+
+def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
+    """Weights so large that every layer matters. how: of quantize.quantized()."""
+    cfg, draw = ModelConfig(**SMALL | MODELS[name]), torch.Generator().manual_seed(0)
+
+    def lazy(name, shape):
+        t = torch.randn(shape, generator=draw)
+        t = t * 1.5 * shape[-1] ** -0.5 if name.endswith("weight") and len(shape) > 1 else t * 0.3
+        t = 1 + t if "norm" in name and name.endswith("weight") else t
+        rows = t.flatten(0, 1) if len(shape) > 2 else t
+        return Lazy(name, shape, FP32, lambda a, b: rows[a:b])
+    tensors = {name: lazy(name, shape) for name, shape in tensor_shapes(cfg).items()}
+    source = Checkpoint(Path(name), cfg, tensors)
+    source = quantize.quantized(source, **how) if how else source
+    return quantize.load(source, dtype, device)
+
+
+# ---- The checks: each -> what it saw, or AssertionError -----------------------------------------
+
+def products(device) -> str:
+    """int8 and int4 against float64, over dtypes, groups, sizes and rows of x, compiled too."""
+    worst, used = 0.0, set()
+    for n_out, n_in in MATRICES[device.type]:
+        dense = torch.randn(n_out, n_in, device=device)
+        for size in (None, 32, 128 if n_in % 128 == 0 else 64):
+            parts = quantize.rounded(dense, size)
+            weight, scales, zeros = (parts.get(leaf) for leaf in ("weight", "scales", "zeros"))
+            for dtype in (BF16, torch.float16, FP32):
+                kernel = quantize.pick_kernel(size is not None, dtype, device, dense.shape, size)
+                precise = FP32 if dtype == torch.float16 else dtype
+                own = weight, *(t if t is None else t.to(precise) for t in (scales, zeros))
+                meant, packed = kernels.dequantize(*own, torch.float64), kernel.pack(*own)
+                used.add(kernel.name)
+                for n_row in (1, 2, 7, 64, 200):
+                    x = torch.randn(n_row, n_in, device=device).to(dtype)
+                    worst = max(worst, off(kernel.product(x, *packed), x, meant, dtype))
+                if dtype == BF16 and (n_out, n_in) == MATRICES[device.type][-1]:
+                    compiled = torch.compile(kernel.product, dynamic=False)
+                    for n_row in (1, 4):
+                        x = torch.randn(n_row, n_in, device=device).to(dtype)
+                        worst = max(worst, off(compiled(x, *packed), x, meant, dtype))
+    return f"{', '.join(sorted(used))}: at most {worst:.2f} of the rounding allowed"
+
+
+def off(y: Tensor, x: Tensor, weight: Tensor, dtype) -> float:
+    """The largest error, as a share of what rounding the weights or the sum once may cause."""
+    expected, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    unit = {BF16: 2**-7, torch.float16: 2**-10, FP32: 1e-5 / 4}[dtype]
+    share = ((y[:, :len(weight)].double() - expected).abs() / (size * unit)).max().item()
+    assert share < 1, f"{share:.1f} times the rounding allowed, {tuple(weight.shape)} {dtype}"
+    return share
+
+
+@torch.inference_mode()
+def families(device) -> str:
+    """Logits of a prompt and of steps after it, in fp32, against a CPU's without a cache."""
+    worst = 0.0
+    for name in MODELS:
+        ids = torch.randint(0, SMALL["vocab_size"], (2, 40))
+        here, there = random_model(name, device), random_model(name, "cpu")
+        expected = there(ids, torch.arange(40), 40)
+        here.setup_cache(2, 64, 24)
+        ids, pos = ids.to(device), torch.arange(40, device=device)
+        parts = [here(ids[:, :24], pos[:24], 24)]
+        parts += [here(ids[:, i:i + 1], pos[i:i + 1], 1) for i in range(24, 40)]
+        error = (torch.cat(parts, 1).cpu() - expected).abs().max() / expected.std()
+        assert error < 1e-3, f"{name}: logits differ by {error:.1e} of their standard deviation"
+        worst = max(worst, error.item())
+    return f"{len(MODELS)} kinds, logits within {worst:.0e} of their standard deviation"
+
+
+def tokens(model, steps, n: int, how=Sampling(temperature=0.0), use_cache=True, **more) -> list:
+    generator = torch.Generator(model.freq.device).manual_seed(0)
+    prompt = torch.arange(20, device=model.freq.device)[None] * 7 % SMALL["vocab_size"]
+    made = generate(model, prompt, n, how, generator, steps, use_cache, **more)
+    return [t.item() for t in made]
+
+
+def ready(model, engine: str, n: int, how=Sampling(temperature=0.0)) -> Steps:
+    """The engine's steps, warm for n new tokens."""
+    steps = build_steps(model, engine)
+    if engine != "kv_cache":
+        model.setup_cache(1, 20 + n, 20)
+        warm_up(model, [list(range(20))], range(21, 20 + n), how, steps)
+    return steps
+
+
+def engine_names(device) -> list[str]:
+    return ["kv_cache", *(["cuda_graph"] if device.type == "cuda" else []), "compile"]
+
+
+def engines(device) -> str:
+    """Tokens drawn with the same dice, in fp32: of graphs that replay, of eager steps, and of
+    computing everything anew for each token."""
+    n_step = 500 if device.type == "cuda" else 60
+    for name in ("Llama", "Gemma 3", "Mixtral"):
+        how = Sampling(1.0, 50)
+        expected = tokens(random_model(name, device), Steps(), 50, how, use_cache=False)
+        first = None
+        for engine in engine_names(device):
+            model = random_model(name, device)
+            said = tokens(model, ready(model, engine, n_step, how), n_step, how)
+            assert said[:50] == expected, f"{name}, {engine}: not what recomputing everything gives"
+            first = first or said
+            assert said == first, f"{name}, {engine}: other tokens than kv_cache's"
+            assert len(set(said)) > 20, f"{name}: {len(set(said))} different tokens show nothing"
+    return f"recompute, {', '.join(engine_names(device))} agree over {n_step} steps"
+
+
+def quantized(device) -> str:
+    """Decoding with packed weights: each token is near the best for fp32 of what they stand for.
+
+    Rounding makes a router exchange experts, so a mixture may be further away; a token drawn blindly
+    is 3 standard deviations below the best.
+    """
+    seen = []
+    for how in (dict(mode="int8"), dict(mode="int4", groupsize=64)):
+        for name in ("Llama", "Mixtral"):
+            model, plain = (random_model(name, device, dtype, **how) for dtype in (BF16, FP32))
+            for engine in engine_names(device):
+                said = tokens(model, ready(model, engine, 50), 50)
+                whole = torch.arange(20, device=device)[None] * 7 % SMALL["vocab_size"]
+                whole = torch.cat((whole, torch.tensor([said], device=device)), 1)
+                with torch.inference_mode():
+                    plain.setup_cache(0, 128)
+                    logits = plain(whole, torch.arange(70, device=device), 51)[0, :-1]
+                lack = logits.amax(-1) - logits.gather(1, whole[0, 20:, None])[:, 0]
+                lack = (lack.max() / logits.std()).item()
+                most = 1.5 if name == "Mixtral" else 0.5
+                assert lack < most, f"{name}, {how}, {engine}: a token {lack:.2f} below the best"
+                seen.append(lack)
+    return f"each token within {max(seen):.2f} standard deviations of the best logit in fp32"
+
+
+def guessing(device) -> str:
+    """Greedy tokens with guesses by look-up, by a copy, and by a model that knows nothing."""
+    kept = []
+    for engine in engine_names(device):
+        model, how = random_model("Llama", device), Sampling(temperature=0.0)
+        steps = ready(model, engine, 200)
+        plain = tokens(model, steps, 200)
+        drafts = dict(ngram=None, int8=random_model("Llama", device, mode="int8"),
+                      other=random_model("OLMo 2", device))
+        for name, draft in drafts.items():
+            speculator = build_speculator(4, True, draft, engine, device.type)
+            warm_up(model, [list(range(20))], range(21, 220), how, steps, speculator)
+            said = tokens(model, steps, 200, speculator=speculator)
+            assert said == plain, f"{engine}, {name}: other tokens than without guesses"
+            rounds = speculator.stats()
+            kept.append(f"{name} {rounds['mean_accepted'] or 0:.1f}")
+    return f"of 4 guesses right, {', '.join(engine_names(device))}: {', '.join(kept)}"
+
+
+class Reads(TorchDispatchMode):
+    """What the host reads of tensors within."""
+
+    seen = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in ("aten.item", "_local_scalar_dense", "nonzero")):
+            self.seen += (str(func),)
+        return func(*args, **kwargs or {})
+
+
+def no_waiting(device) -> str:
+    """The host reads nothing while it decodes, so that it is ahead of the GPU."""
+    reads, n = Reads(), 0
+    for engine in engine_names(device):
+        for name, how in SAMPLINGS.items():
+            if engine == "compile" and name != "top-k":
+                continue                           # half a minute each on a GPU
+            model = random_model("Llama", device)
+            made = generate(model, [[1, 2, 3]], 40, how, steps=ready(model, engine, 40, how))
+            for _ in range(4):
+                next(made)
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                with reads if engine == "kv_cache" else nullcontext():
+                    for _ in range(30):
+                        next(made)
+            finally:
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            assert not reads.seen, f"{engine}, {name}: {reads.seen[0]}"
+            n += 1
+    return f"{n} ways to draw and to run"
+
+
+CHECKS = (products, families, engines, quantized, guessing, no_waiting)
+
+
+def run(argv=None) -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    p.add_argument("--only", help="names of checks, with commas")
+    args = p.parse_args(argv)
+    device, failed = pick_device(args.device), 0
+    known = {check.__name__: check for check in CHECKS}
+    for name in args.only.split(",") if args.only else known:
+        if name not in known:
+            raise ValueError(f"--only {name}: the checks are {', '.join(known)}")
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        try:
+            line = f"ok      {name}: {known[name](device)}"
+        except Exception as e:                     # one that breaks must not hide the others
+            line, failed = f"FAILED  {name}: {type(e).__name__}: {str(e).splitlines()[0]}", 1
+        print(f"{line} ({time.perf_counter() - start:.0f} s)", flush=True)
+        torch._dynamo.reset()
+    if device.type == "cpu":
+        log("no GPU was asked: CUDA graphs and waiting for a GPU were not looked at")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))

@@ -1,0 +1,84 @@
+"""What is for a GPU, as far as a machine without one can hold it: the rest is scripts/gpu_check.sh's."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+import kernels
+import quantize
+
+sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
+import gpu_check  # noqa: E402
+
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of this compute capability, as torch would describe it."""
+    def set_up(capability, hip=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+    return set_up
+
+
+def test_kernels_are_those_that_the_gpu_has(gpu):
+    def picked(int4=True, dtype=BF16, shape=(4096, 4096), groupsize=32):
+        return quantize.pick_kernel(int4, dtype, CUDA, shape, groupsize).name
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        gpu(capability)
+        assert picked() == picked(groupsize=128) == "int4 cuda"
+        assert picked(int4=False) == "plain"                           # Inductor fuses int8
+        assert picked(dtype=torch.float16) == picked(dtype=torch.float32) == "plain"
+        assert picked(shape=(8, 4096, 4096)) == "plain"                # experts
+        assert picked(shape=(4100, 4096)) == picked(groupsize=16) == "plain"
+    gpu((7, 5))
+    assert picked() == "plain"
+    gpu((9, 4), hip="6.4")                                             # an AMD GPU
+    assert picked() == "plain"
+
+
+@pytest.mark.parametrize("n_out, n_in, tiles", [(64, 1024, (8, 8, 32, 4)), (72, 576, (9, 9, 32, 2)), (8, 96, (1, 3, 32, 1))])
+def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
+    """The shapes that torch states, for widths that divide by 128, 64 and 32."""
+    q, scales = torch.empty(n_out, n_in // 2, dtype=torch.uint8, device="meta"), torch.empty(n_out, n_in // 32, device="meta")
+    weight, both, _ = kernels.INT4_CUDA.pack(q, scales.to(BF16), scales.to(BF16))
+    assert weight.shape == tiles and both.shape == (n_in // 32, n_out, 2)
+
+
+def test_the_checks_pass_here(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "engine_names", lambda device: ["kv_cache"])
+    assert gpu_check.run(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{check.__name__}:" for check in gpu_check.CHECKS]
+    assert all(line.startswith("ok ") for line in lines)
+
+
+def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
+    def fails(name):
+        assert gpu_check.run(["--device", "cpu", "--only", name]) == 1
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(gpu_check, "engine_names", lambda device: ["kv_cache"])
+    with monkeypatch.context() as m:
+        wrong = kernels.Kernel("wrong", lambda *args: kernels.plain(*args) * 1.05)
+        m.setattr(quantize, "pick_kernel", lambda *args: wrong)
+        assert "times the rounding allowed" in fails("products")
+    with monkeypatch.context() as m:
+        steps = generate.Steps(decode=lambda *args: generate.decode_one_token(*args) ^ 1)
+        m.setattr(gpu_check, "build_steps", lambda *args: steps)
+        assert "not what recomputing everything gives" in fails("engines")
+    with monkeypatch.context() as m:
+        m.setattr(gpu_check, "build_steps", lambda *args: generate.Steps(
+            decode=lambda model, token, *rest: (token.item(), generate.decode_one_token(model, token, *rest))[1]))
+        assert "aten.item" in fails("no_waiting")
+    with monkeypatch.context() as m:
+        m.setattr(generate.Speculator, "look_up", lambda self, n: n * 0 + 3)
+        m.setattr(gpu_check, "build_speculator", lambda *args: generate.Speculator(4, None, True, verify=lambda *a: (
+            torch.zeros(1, 5, dtype=torch.int64), torch.tensor(4))))
+        assert "other tokens than without guesses" in fails("guessing")
+    with pytest.raises(ValueError, match="--only nothing: the checks are products, families"):
+        gpu_check.run(["--device", "cpu", "--only", "nothing"])
