@@ -603,6 +603,7 @@ def run(argv: list[str] | None) -> int:
     parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
     args = parser.parse_args(argv)
     limit = args.max_seq_length or source.cfg.context
+    dtype = pick_dtype(args.dtype, device, source.cfg)
     if limit > source.cfg.context:
         raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
                          f"{source.cfg.context}")
@@ -620,7 +621,7 @@ def run(argv: list[str] | None) -> int:
     if not many and work and work[0].n_new < args.max_new_tokens:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
-    session = Session(args, source, tokenizer, work, many, device, engine, start)
+    session = Session(args, source, tokenizer, work, many, device, dtype, engine, start)
     if args.interactive:
         return talk(session)
     if many:
@@ -638,29 +639,29 @@ class Session:
     """
 
     def __init__(self, args, source, tokenizer, work: list[batch.Job], many: bool,
-                 device: torch.device, engine: str, start: float):
+                 device: torch.device, dtype: torch.dtype, engine: str, start: float):
         self.args, self.tokenizer, self.device, self.engine = args, tokenizer, device, engine
-        self.use_cache, limit = engine != "recompute", args.max_seq_length or source.cfg.context
+        self.dtype, self.use_cache = dtype, engine != "recompute"
+        limit = args.max_seq_length or source.cfg.context
         ends = [len(job.ids) + job.n_new for job in work] or [4096]        # a conversation
         self.length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
         self.n_rows = min(args.batch_size, len(work)) if many else args.batch_size
-        self.dtype = pick_dtype(args.dtype, device, source.cfg)
         draft_source = open_draft(args, source, tokenizer, device)
         self.source = source = quantize.as_flagged(source, args, device)
         self.guesser = args.speculate or (draft_source and draft_source.path.name)
         self.k = self.check_guesses(draft_source)
         chunk = max(args.prefill_chunk, (self.k + 1) * bool(self.guesser))
-        check_memory([source, draft_source], self.dtype, device, self.n_rows * self.use_cache,
+        check_memory([source, draft_source], dtype, device, self.n_rows * self.use_cache,
                      self.length, chunk)
 
-        self.model = load_shard(source, self.dtype, device)
-        draft = draft_source and load_shard(draft_source, self.dtype, device)
+        self.model = load_shard(source, dtype, device)
+        draft = draft_source and load_shard(draft_source, dtype, device)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
         self.each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
         packed = quantize.describe(source)
         log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
-            f"{packed and packed + ', '}{str(self.dtype)[6:]}, {self.total_bytes / 1e6:.0f} MB on "
+            f"{packed and packed + ', '}{str(dtype)[6:]}, {self.total_bytes / 1e6:.0f} MB on "
             f"{device}{self.each and ',' + self.each}")
         log(f"Time to load model: {self.load_s:.2f} seconds")
 

@@ -1,4 +1,5 @@
 import atexit
+import functools
 import os
 import shutil
 import sys
@@ -36,6 +37,13 @@ def families(tmp_path_factory):
             made[name] = directory, model
         return made[name]
     return get
+
+
+@pytest.fixture(scope="session")
+def their_tokenizer():
+    """path of a GGUF -> transformers' tokenizer of it; Gemma's takes it 20 seconds to read."""
+    from transformers import AutoTokenizer
+    return functools.cache(lambda path: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def run(argv):
     checks += [(check, directory / "for-int4-llama") for check in (
         check_sampling, check_agreement, check_guessing)]
     if tp.world() == 2:
-        checks += [(check_compiled, directory / name) for name in ("llama3", "olmo2", "for-int4-mixtral")]
+        checks += [(check_compiled, directory / name) for name in ("olmo2", "for-int4-mixtral")]
     for check, path in checks:
         try:
             check(path, tp.world())

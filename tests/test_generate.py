@@ -28,13 +28,12 @@ def command(*argv, **more):
 # ---- The same tokens as transformers, on the real files, fp32 greedy -----------------------------
 
 @pytest.mark.parametrize("path", [SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
-def test_same_tokens_as_transformers(path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_same_tokens_as_transformers(path, their_tokenizer):
+    from transformers import AutoModelForCausalLM
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    their_tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     expected = {}
     for prompt in PROMPTS:
-        ids = their_tokenizer(prompt, return_tensors="pt").input_ids
+        ids = their_tokenizer(path)(prompt, return_tensors="pt").input_ids
         out = theirs.generate(ids, max_new_tokens=32, do_sample=False)[0].tolist()
         expected[prompt] = out[:ids.shape[1]], out[ids.shape[1]:]
     theirs_eos = [theirs.generation_config.eos_token_id]

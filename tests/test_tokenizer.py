@@ -67,10 +67,9 @@ def streamed(tokenizer, prompt, ids):
 # ---- GGUF, on the real files, against transformers' reading of them ------------------------------
 
 @pytest.mark.parametrize("path", [SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
-def test_gguf_equals_transformers(path, request):
-    from transformers import AutoTokenizer
+def test_gguf_equals_transformers(path, request, their_tokenizer):
     ours = request.getfixturevalue("smollm2" if path == SMOLLM2 else "gemma")
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    theirs = their_tokenizer(path)
     chat = ["<|im_start|>user\nhi<|im_end|>\n", "<start_of_turn>user\nhi<end_of_turn>\n"]
     different = []
     for text in TEXTS + chat + PROSE:
