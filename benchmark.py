@@ -45,9 +45,8 @@ from cli import (
     pick_dtype,
     reset_peak_memory,
 )
+from flags import ENGINES, PREFILL_CHUNK
 from generate import (
-    ENGINES,
-    PREFILL_CHUNK,
     Steps,
     bucket,
     build_speculator,

@@ -1,11 +1,11 @@
-"""Generate text: load a model, prefill the prompt, decode token by token. The command line too.
+"""Generate text: load a model, prefill the prompt, decode token by token. The command too.
 
-It composes the other files and holds the only generation loop. No file formats, no math of its own.
+It composes the other files and holds the only generation loop. No file formats, no math of its own,
+no flags: those are in flags.py.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
-import argparse
 import json
 import math
 import os
@@ -33,30 +33,18 @@ from torch import Tensor
 import batch
 import checkpoint as checkpoints
 import compiled
+import flags
 import quantize
 import speculate
 import tokenizer as tokenizers
 import tp
 from chat import Chat
-from cli import (
-    Help,
-    Parser,
-    free_memory,
-    guarded,
-    log,
-    number,
-    peak_memory,
-    pick_device,
-    pick_dtype,
-)
+from cli import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
+from flags import HELLO, PREFILL_CHUNK
 from model import MoE, Transformer, cache_bytes
 from sampling import Sampling, exponential, n_candidates, sample
 from speculate import Speculator
 from tokenizer import Row
-
-ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
-HELLO, PREFILL_CHUNK = "Hello, my name is", 512
-
 
 # ---- The two steps and the loop -----------------------------------------------------------------
 
@@ -375,90 +363,6 @@ def _on_host(host, copied, rows) -> list[int | None]:
 
 # ---- Command line -------------------------------------------------------------------------------
 
-def build_parser() -> Parser:
-    p = Parser(description="Generate text from an open-weight transformer. "
-                           "Text goes to stdout, everything else to stderr.", formatter_class=Help)
-    add = p.add_argument_group("model").add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
-        help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
-             "default: the model that scripts/quickstart.sh fetched")
-    add("--random", metavar="NAME",
-        help="a known shape with random weights and no files, for speed trials with an integer "
-             "--prompt: " + ", ".join(checkpoints.SHAPES))
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-        help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
-    quantize.add_flags(add)
-    add("--max_seq_length", type=number(int, 2),
-        help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
-             "the kinds dynamic and longrope takes its factors for this length")
-    add = p.add_argument_group("text").add_argument
-    add("--prompt", action="append", default=[],
-        help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
-             f"default: {HELLO}")
-    add("--prompts_file", type=Path, metavar="FILE",
-        help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
-             "perhaps id and max_new_tokens")
-    add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
-    add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
-    add("--batch_size", type=number(int, 1), default=1,
-        help="copies of the prompt side by side; of several prompts, how many run at a time")
-    add("--chat", action="store_true", help="prompts are messages: apply the model's chat template")
-    add("--interactive", action="store_true",
-        help="a conversation in the terminal, by the model's chat template; /help there")
-    add("--system_prompt", metavar="TEXT", help="what a chat begins with")
-    add("--chat_template_kwargs", type=json_object, metavar="JSON",
-        help='more for the chat template, as {"enable_thinking": false}')
-    add("--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text appears (repeatable)")
-    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
-    add = p.add_argument_group(
-        "sampling", "The model's own generation_config.json overrides these defaults.").add_argument
-    add("--temperature", type=number(float, 0), default=0.8, help="0: greedy")
-    add("--top_k", type=number(int, 0), default=200, help="only the k likeliest tokens; 0: all")
-    add("--top_p", type=number(float, 0, 1, above=True), default=1.0,
-        help="only the likeliest tokens that together make up this probability")
-    add("--min_p", type=number(float, 0, 1), default=0.0,
-        help="only tokens at least this fraction as likely as the likeliest")
-    add("--repetition_penalty", type=number(float, 0, above=True), default=1.0,
-        help="above 1 makes tokens that already appeared less likely")
-    add("--seed", type=number(int, 0), default=1234, help="of the random draws")
-    add = p.add_argument_group("speed").add_argument
-    add("--compile", action="store_true", help="compile the decode step")
-    add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
-    add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that guesses tokens ahead")
-    add("--speculate", choices=["ngram", "int8", "int4"],
-        help="guess tokens ahead without one: what followed the last three tokens before, or a "
-             "quantized copy of the model itself")
-    add("--speculate_k", type=number(int, 1), metavar="K",
-        help="always guess K tokens; default: 5 at most (8 of ngram's), fewer while they are wrong")
-    add("--compare", action="store_true",
-        help="after each sample generate it again without guessing, and say how much that took")
-    add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
-        help="prompts are run N tokens at a time, which bounds the memory that they need")
-    add("--engine", choices=ENGINES,
-        help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
-             "cuda_graph: the eager step captured in a CUDA graph")
-    add = p.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
-    add("--output", type=Path, metavar="FILE",
-        help="append one JSON object per prompt to FILE; what is there already is not run again")
-    add("--profile", type=Path, metavar="FILE",
-        help="write a Chrome trace of the last sample to FILE.json")
-    return p
-
-
-def json_object(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got '{text}'")
-    return found
-
-
 def pick_engine(args, device: torch.device) -> str:
     """One of ENGINES. ValueError where the flags contradict each other or the device."""
     wants_compile = args.compile or args.compile_prefill
@@ -519,39 +423,6 @@ def load_shard(source, dtype: torch.dtype, device) -> Transformer:
     return tp.join(quantize.load(tp.shard(source), dtype, device), source.cfg.vocab_size)
 
 
-def check_flags(args) -> None:
-    """ValueError where flags contradict each other."""
-    many = args.prompts_file or args.output or len(args.prompt) > 1
-    if not all(args.stop):
-        raise ValueError("--stop needs some text")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
-    for flag in ("json", "random", "profile", "prompt", "prompts_file", "output"):
-        if args.interactive and getattr(args, flag):
-            raise ValueError(f"--interactive does not go with --{flag}")
-    if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
-        raise ValueError("--interactive answers one message at a time: one row, one sample")
-    guessing = args.draft_checkpoint_path or args.speculate
-    if args.draft_checkpoint_path and args.speculate:
-        raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
-    if (args.speculate_k or args.compare) and not guessing:
-        raise ValueError("--speculate_k and --compare need --draft_checkpoint_path or --speculate")
-    if guessing and (args.batch_size > 1 or args.engine == "recompute"):
-        raise ValueError("guessing tokens ahead is for one row and the KV cache: it does not go "
-                         "with --batch_size or --engine recompute")
-    if args.compare and (args.interactive or many):
-        raise ValueError("--compare is for one prompt")
-    if args.prompts_file and args.prompt:
-        raise ValueError("--prompt and --prompts_file exclude each other")
-    if many and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
-        raise ValueError("several prompts, or --output, do not go with --num_samples, --profile or "
-                         "--engine recompute")
-    asked = args.system_prompt or args.chat_template_kwargs
-    if asked and not (args.interactive or args.chat or args.prompts_file):
-        raise ValueError("--system_prompt and --chat_template_kwargs are for --chat, --interactive "
-                         "and --prompts_file")
-
-
 def open_draft(args, source, tokenizer, device):
     """The checkpoint that will guess, or None. ValueError where its vocabulary is another one."""
     if args.speculate in ("int8", "int4"):
@@ -587,12 +458,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = build_parser()
+    parser = flags.build_parser()
     args = parser.parse_args(argv)
-    check_flags(args)
+    flags.check(args)
     device = pick_device(tp.local_device(args.device))
     engine = pick_engine(args, device)
-    many = bool(args.prompts_file or args.output or len(args.prompt) > 1)
+    many = flags.many(args)
     requests, complaints, before = tp.from_rank_0(lambda: (
         *(([], []) if args.interactive else batch.read_requests(args, HELLO)),
         batch.done_before(args.output) if args.output else set()))

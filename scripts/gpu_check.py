@@ -160,8 +160,8 @@ def engines(device) -> str:
 def quantized(device) -> str:
     """Decoding with packed weights: each token is near the best for fp32 of what they stand for.
 
-    Rounding makes a router exchange experts, so a mixture may be further away; a token drawn blindly
-    is 3 standard deviations below the best.
+    Rounding makes a router exchange experts, so a mixture may be further away; a token drawn
+    blindly is 3 standard deviations below the best.
     """
     seen = []
     for how in (dict(mode="int8"), dict(mode="int4", groupsize=64)):

@@ -58,7 +58,7 @@ def tokens(n=24, batch=2):
 # ---- Products with one matrix -------------------------------------------------------------------
 
 MATRICES = [(72, 32), (130, 96), (64, 640), (40, 2048)]
-ROWS = [1, 2, 7, 64, 200]
+ROWS = [1, 2, 7, 16, 17, 64, 200]
 INT4 = [(*shape, g) for shape in MATRICES for g in (32, 64, 128, 256) if shape[1] % g == 0]
 INT4 += [(72, 96, 96), (40, 320, 160), (130, 1024, 512), (40, 1536, 768)]      # groups that the Hub has and ATen lacks
 
@@ -212,14 +212,17 @@ def compiled_products(backend):
                   (INT8_CPU, int8_matrix(40, 2048, BF16), BF16), *((k, int4_matrix(40, 2048, 256, BF16), BF16) for k in CPU_INT4)]
     packed = [kernel.pack(*matrix) for kernel, matrix, _ in cases]
     inputs = [[drawn(m, m, meant(*matrix).shape[1]).to(dtype) for m in (1, 7, 128)] for _, matrix, dtype in cases]
+    for xs in inputs:                                      # what is no number, or endless, stays so
+        xs += [xs[0].index_fill(1, torch.tensor([3]), value) for value in (math.nan, math.inf)]
 
     def all_of_them(inputs, packed):
         return [[kernel.product(x, *p) for x in xs] for (kernel, _, _), xs, p in zip(cases, inputs, packed)]
 
     torch._dynamo.reset()
     results = torch.compile(all_of_them, backend=backend, fullgraph=True, dynamic=False)(inputs, packed)
-    for (kernel, matrix, dtype), ys in zip(cases, results):
-        ready = {y.shape[0]: y for y in ys}
+    for (kernel, matrix, dtype), ys, eager in zip(cases, results, all_of_them(inputs, packed)):
+        ready = {y.shape[0]: y for y in ys[:3]}
+        assert not any(y[:, :len(matrix[0])].isfinite().any() for y in ys[3:] + eager[3:])
         check_product(lambda x, *_, ready=ready: ready[x.shape[0]], kernel, matrix, dtype, [1, 7, 128])
 
 
