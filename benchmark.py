@@ -675,17 +675,13 @@ def start_peer(peer, source, shape, stated, scheme, dtype, device, length) -> Ca
             argv = ["--random", shape] if shape else ["-m", str(source.path)]
             argv += [] if scheme == "none" else ["--quantize", mode, "--groupsize", group or "32"]
             return Script([*argv, "--device", str(device), "--dtype", str(dtype)[6:]])
-        path = source.path
+        path, folder = source.path, HERE / "checkpoints/twins"
         if peer == "llama.cpp":
             if stated not in TWINS or dtype != torch.bfloat16:
                 raise ValueError(f"no twin of {stated} weights in {str(dtype)[6:]}")
-            folder = HERE / "checkpoints/twins"
-            folder.mkdir(parents=True, exist_ok=True)
             path = peers.gguf_twin(source, folder / f"{path.stem}.{TWINS[stated]}.gguf",
                                    TWINS[stated])
         elif shape and peer.startswith("transformers"):
-            folder = HERE / "checkpoints/twins"
-            folder.mkdir(parents=True, exist_ok=True)
             path = peers.hf_twin(source.cfg, folder / f"{shape}.json")
         elif shape:
             raise ValueError("reads files, not random shapes")

@@ -490,7 +490,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device,
 def load_part(model: Transformer, prefix: str, checkpoint: Checkpoint, device,
               ready: Callable[[torch.nn.Module], None] = lambda module: None) -> None:
     """Give memory and weights to the modules whose names begin with `prefix`."""
-    made = WeakValueDictionary()                   # a tied head shares the embedding's; what
+    made = WeakValueDictionary()                   # a tied head shares the embedding's
     for name, module in list(model.named_modules()):
         if not name.startswith(prefix):
             continue
@@ -501,7 +501,7 @@ def load_part(model: Transformer, prefix: str, checkpoint: Checkpoint, device,
                 _fill(weight, checkpoint, parts(f"{name}.{leaf}"))
                 p = made[meta] = torch.nn.Parameter(weight, requires_grad=False)
             setattr(module, leaf, p)
-        ready(module)                              # is packed into another may go
+        ready(module)                              # what it packs into other tensors is let go
 
 
 def _fill(weight: torch.Tensor, checkpoint: Checkpoint, names: list[str]) -> None:

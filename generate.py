@@ -492,7 +492,7 @@ def run(argv: list[str] | None) -> int:
     if not many and work and work[0].n_new < args.max_new_tokens:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
-    session = Session(args, source, tokenizer, work, many, device, dtype, engine, start)
+    session = Session(args, source, tokenizer, work, device, dtype, engine, start)
     if args.interactive:
         return talk(session)
     if many:
@@ -506,17 +506,17 @@ def run(argv: list[str] | None) -> int:
 class Session:
     """A model as the flags want it for these prompts (none: a conversation): loaded and warm.
 
-    many: they run in slots, else work is one prompt; start: when loading began.
+    start: when loading began.
     """
 
-    def __init__(self, args, source, tokenizer, work: list[batch.Job], many: bool,
-                 device: torch.device, dtype: torch.dtype, engine: str, start: float):
+    def __init__(self, args, source, tokenizer, work: list[batch.Job], device: torch.device,
+                 dtype: torch.dtype, engine: str, start: float):
         self.args, self.tokenizer, self.device, self.engine = args, tokenizer, device, engine
         self.dtype, self.use_cache = dtype, engine != "recompute"
         limit = args.max_seq_length or source.cfg.context
         ends = [len(job.ids) + job.n_new for job in work] or [4096]        # a conversation
         self.length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
-        self.n_rows = min(args.batch_size, len(work)) if many else args.batch_size
+        self.n_rows = min(args.batch_size, len(work)) if flags.many(args) else args.batch_size
         draft_source = open_draft(args, source, tokenizer, device)
         self.source = source = quantize.as_flagged(source, args, device)
         self.guesser = args.speculate or (draft_source and draft_source.path.name)

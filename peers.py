@@ -307,6 +307,7 @@ def hf_twin(cfg, path: Path) -> Path:
         intermediate_size=cfg.ffn_dim, vocab_size=cfg.vocab_size, rms_norm_eps=cfg.norm_eps,
         max_position_embeddings=cfg.context, tie_word_embeddings=cfg.tied,
         rope_theta=_plain(cfg, "transformers").rope[0].theta)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(fields))
     return path
 

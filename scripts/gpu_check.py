@@ -4,7 +4,6 @@
     python scripts/gpu_check.py --device cpu       # the same on a CPU, what is a GPU's left out
 """
 
-import argparse
 import sys
 import time
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 import quantize
 from checkpoint import Checkpoint, tensor_shapes
-from cli import guarded, log, pick_device
+from cli import Help, Parser, guarded, log, pick_device
 from files import Lazy
 from generate import Steps, build_speculator, build_steps, generate, warm_up
 from model import ModelConfig, Rope, Transformer
@@ -241,7 +240,7 @@ CHECKS = (products, families, engines, quantized, guessing, no_waiting)
 
 
 def run(argv=None) -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = Parser(description=__doc__.splitlines()[0], formatter_class=Help)
     p.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
     p.add_argument("--only", help="names of checks, with commas")
     args = p.parse_args(argv)

@@ -85,7 +85,8 @@ def quality() -> str:
         f"documentation (`eval.py --perplexity pydoc`, windows of {row['window']} tokens, stride "
         f"{row['stride']}; {counts} tokens); compiled decoding, 200 tokens, medians of 7 "
         f"interleaved runs on {result['threads']} {result['capability']} cores that read memory at "
-        f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}.")
+        f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}; "
+        f"commit {result['commit']}.")
     return "\n".join(lines) + "\n"
 
 

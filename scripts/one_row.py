@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from cli import english_text, guarded
+from cli import Parser, english_text, guarded
 from eval import score
 from generate import build_steps, load_model
 
@@ -22,22 +22,25 @@ SCHEMES = {"bfloat16": {}, "int8": dict(mode="int8"), "int4-g64": dict(mode="int
 @torch.inference_mode()
 def one_by_one(model, ids: list[int]) -> list[float]:
     """The log-probability of each token but the first."""
-    model.setup_cache(1, N, N)
+    model.setup_cache(1, len(ids))
     found = []
     for i, (token, following) in enumerate(zip(ids, ids[1:])):
-        logits = model(torch.tensor([[token]]), torch.tensor([i]), 1, N)[0, -1]
+        logits = model(torch.tensor([[token]]), torch.tensor([i]), 1, len(ids))[0, -1]
         found.append(float(logits[following] - logits.logsumexp(-1)))
     return found
 
 
 def run(argv=None) -> int:
-    path = argv[0] if argv else None
+    p = Parser(description=__doc__.splitlines()[0])
+    p.add_argument("model", nargs="?", help="anything that generate.py reads")
+    path = p.parse_args(argv).model
     for name, how in SCHEMES.items():
         (model, _, tokenizer), whole, single = load_model(path, **how), [], []
-        ids = tokenizer.encode(english_text(held_out=True))[:N * WINDOWS]
-        parts = [ids[at:at + N] for at in range(0, len(ids), N)]
+        n = min(N, model.cfg.context)
+        ids = tokenizer.encode(english_text(held_out=True))[:n * WINDOWS]
+        parts = [ids[at:at + n] for at in range(0, len(ids), n)]
         for part in parts:
-            whole += [logp for logp, _ in score(model, [(part, N - 1)])[0]]
+            whole += [logp for logp, _ in score(model, [(part, len(part) - 1)])[0]]
         build_steps(model, "compile")
         for part in parts:
             single += one_by_one(model, part)
@@ -49,4 +52,4 @@ def run(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run, sys.argv[1:]))
+    sys.exit(guarded(run))
