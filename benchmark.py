@@ -81,7 +81,8 @@ SUITES = {
     "cpu": {
         "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,compile+prefill,"
                         "int8,int4 --peers llama.cpp,transformers,generate.py",
-        "Against llama.cpp": "-p 512 -d 128 -n 128 --engines compile,int8,int4 --peers llama.cpp",
+        "Against llama.cpp": "-p 512 -d 128 -n 128 --engines compile,int8,int4 --peers llama.cpp "
+                             "-r 15",
         "Prompts and depths": "--engines kv_cache,compile,compile+prefill -p 128,512,2048 -n 64 "
                               "-d 128,1024,4096 -r 3",
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192",
@@ -94,7 +95,7 @@ SUITES = {
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
         "Llama-1.1B": "--random Llama-1.1B -p 512 -d 128 -n 64 --engines compile,int8,int4 "
-                      "--peers llama.cpp",
+                      "--peers llama.cpp -r 9",
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1,8 -r 1",
     },
     "gpu": {
@@ -383,6 +384,7 @@ class Case:
     tokens: list = field(default_factory=list)     # of the last run
     results: list[dict] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)                # between tokens, seconds
+    bandwidths: list[float] = field(default_factory=list)          # GB/s, before each result
     peak: int | None = 0                           # bytes
 
     def attempt(self, what: Callable) -> None:
@@ -445,7 +447,7 @@ class Case:
             self.results.append(dict(f, per_request=speed / test.batch))
             self.gaps += steps
 
-    def row(self, cases: list["Case"], test: Test, bandwidth: float) -> dict:
+    def row(self, cases: list["Case"], test: Test) -> dict:
         foreign = self.engine in peers.NAMES and self.quantization != "none"   # other bytes
         row = dict(
             model=self.name, parameters=self.n_parameters, engine=self.engine,
@@ -454,8 +456,8 @@ class Case:
             ranks=tp.world(), sent_bytes=tp.sent_bytes(self.cfg, self.dtype),
             test=str(test), n_prompt=test.n_prompt, n_new=test.n_new if test.n_new > 1 else 0,
             batch=test.batch, error=self.error)
-        measured = ("tok_s", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms", "itl_ms",
-                    "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
+        measured = ("tok_s", "tok_s_runs", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms",
+                    "itl_ms", "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
                     "bandwidth_fraction", "compared")
         if not self.results or self.error:
             return row | dict.fromkeys(measured)
@@ -463,38 +465,42 @@ class Case:
         speeds = [f["decode_tok_s_total" if decoding else "prefill_tok_s"] for f in self.results]
         speed = statistics.median(speeds)
         gaps, ttfts = sorted(self.gaps), [f["ttft_s"] for f in self.results if f["ttft_s"]]
-        moved = decoding and not foreign and statistics.median(
-            f["bandwidth_gb_s"] or 0.0 for f in self.results)
+        moved = [f["bandwidth_gb_s"] or 0.0 for f in self.results if decoding and not foreign]
+        moved = moved if any(moved) else []
         compared = None if self.start else compare(self, cases, test)
         return row | dict(zip(measured, (
-            speed, min(speeds), max(speeds),
+            speed, speeds, min(speeds), max(speeds),
             statistics.median(f["per_request"] for f in self.results),
             1e3 * statistics.median(ttfts) if ttfts else None,
             1e3 * statistics.median(gaps) if gaps else None,
             1e3 * gaps[len(gaps) * 99 // 100] if gaps and not self.start else None,
-            self.peak, getattr(self.engine_run, "compile_s", None), moved or None,
-            moved / bandwidth if moved else None, compared), strict=True))
+            self.peak, getattr(self.engine_run, "compile_s", None),
+            statistics.median(moved) if moved else None,
+            statistics.median(a / b for a, b in zip(moved, self.bandwidths)) if moved else None,
+            compared), strict=True))
 
 
 def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
              device: torch.device) -> tuple[list[dict], list[float]]:
     """Every case interleaved with the others, in random order -> rows, and bandwidths in GB/s."""
-    cases = [replace(case, tokens=[], results=[], gaps=[]) for case in cases]
+    cases = [replace(case, tokens=[], results=[], gaps=[], bandwidths=[]) for case in cases]
     torch._dynamo.reset()                          # what earlier tests compiled is in the way
-    bandwidths = []
+    bandwidths = [read_bandwidth(device)]          # all there is if nothing runs
     for case in cases:
         tokenizer = tokenizers[case.name]
         if case.error is None:
             case.prompts, case.news = test.work(tokenizer, case.model.cfg)
             case.attempt(lambda case=case, t=tokenizer: case.prepare(t, test))
     for i in range(repetitions + 1):               # the first round warms up
-        bandwidths.append(read_bandwidth(device))
         for case in random.sample(cases, len(cases)):
             if case.error is None:
+                read = [read_bandwidth(device)] if i else []               # in the same seconds
                 time.sleep(PAUSE)                  # let clocks and caches of the last one settle
                 n_new = test.n_new if i else min(test.n_new, 16)
                 case.attempt(lambda c=case, n=n_new, i=i: c.run(test._replace(n_new=n), i > 0))
-    rows = [case.row(cases, test, statistics.median(bandwidths)) for case in cases]
+                case.bandwidths += read
+    rows = [case.row(cases, test) for case in cases]
+    bandwidths += [read for case in cases for read in case.bandwidths]
     for case in cases:
         if case.start and case.engine_run:
             case.engine_run.close()

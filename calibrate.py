@@ -99,8 +99,9 @@ class Solver:
             setattr(self.model, name, getattr(self.model, name).to(device))
         self.x = []                                # hidden states [1, T, D] of each window
         for row in tokens:
-            x, self.around = self.model.enter(row[None], self.pos, len(row))
+            x, *around = self.model.enter(row[None], self.pos, len(row))
             self.x.append(x)
+        self.beside = self.model.beside(around)
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
@@ -128,7 +129,7 @@ class Solver:
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i, x in enumerate(self.x):
-            self.x[i] = layer(x, *self.around[self.layer])
+            self.x[i] = layer(x, *self.beside[self.layer])
         layer.to("meta")
         self.ratios += ratios
         log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
@@ -158,7 +159,7 @@ class Solver:
             for i, x in enumerate(self.x):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, *self.around[self.layer])
+                    layer(x, *self.beside[self.layer])
                 except _Seen:
                     pass
         finally:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
+
 
 def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

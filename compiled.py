@@ -6,7 +6,7 @@ tensors and the shapes and strides of what it is given. Owns tracing, Inductor's
 functions kept on disk for the next start; knows no model.
 
     functions = Functions(about=repr(model.cfg))
-    for layer in model.layers: layer.forward = Compiled(layer, functions)
+    for layer in model.layers: layer.forward = Compiled(layer.forward, functions)
 """
 
 import hashlib
@@ -154,9 +154,25 @@ def _flat(args) -> list[Tensor]:
     for a in args:
         if isinstance(a, Tensor):
             flat.append(a)
-        elif a is not None:
+        elif isinstance(a, tuple):
             flat.extend(a)
     return flat
+
+
+def _layout(t: Tensor) -> tuple:
+    """Shape and strides, where those of dimensions of one say nothing."""
+    return t.shape, (t.stride() if not t.is_contiguous() else _strides(t.shape))
+
+
+@cache
+def _strides(shape: tuple) -> tuple:
+    return torch.empty(shape, device="meta").stride()
+
+
+class _Method(nn.Module):
+    def __init__(self, method: Callable):
+        super().__init__()
+        self.module, self.forward = method.__self__, method
 
 
 class Functions:
@@ -166,45 +182,57 @@ class Functions:
         self.kinds = {}                            # of tensors -> of inputs -> function
         self.about = _name(f"{about} {machine()} {OPTIONS} {sources()}")
 
-    def folder(self, module: nn.Module, kind, key) -> Path:
-        return cache_dir() / _name(f"{self.about} {module} {kind} {key}")
+    def folder(self, method: Callable, kind, key) -> Path:
+        return cache_dir() / _name(f"{self.about} {method.__self__} {kind} {key}")
 
 
 class Compiled:
-    """A module's forward, for tensors, tuples of them, or None; one tensor comes out."""
+    """A module's method, for tensors, tuples of them, None and ints; one tensor or more come out.
 
-    def __init__(self, module: nn.Module, functions: Functions):
-        self.module, self.functions, self.plain = module, functions, module.forward
-        self.attn, self.cache, self.mine = getattr(module, "attn", None), self, {}
+    cache: the submodule of state that others may replace; without: how the names of tensors begin
+    that play no part.
+    """
 
-    def __call__(self, *args) -> Tensor:
+    def __init__(self, method: Callable, functions: Functions, cache: str = "",
+                 without: str | tuple[str, ...] = ()):
+        self.plain, self.functions, self.without = method, functions, without
+        *path, self.name = cache.split(".")
+        self.holder = method.__self__.get_submodule(".".join(path))
+        self.cache, self.mine = self, {}
+
+    def __call__(self, *args) -> Tensor | tuple[Tensor, ...]:
         if _eager:
             return self.plain(*args)
-        if getattr(self.attn, "cache", None) is not self.cache:            # it has a new one
+        if getattr(self.holder, self.name, None) is not self.cache:        # it has a new one
             self._look()
         inputs = _flat(args)
-        key = tuple([(t.shape, t.stride()) for t in inputs])
+        key = tuple([_layout(t) for t in inputs] + [a for a in args if type(a) is int])
         if key not in self.mine:
-            folder = self.functions.folder(self.module, self.kind, key)
+            folder = self.functions.folder(self.plain, self.kind, key)
             self.mine[key] = load(folder) or save(folder, lambda: self._compile(args, inputs))
-        return self.mine[key](*self.tensors, *inputs)[0]
+        out = self.mine[key](*self.tensors, *inputs)
+        return out if len(out) > 1 else out[0]
 
     def _look(self) -> None:
-        self.cache, module = getattr(self.attn, "cache", None), self.module
+        self.cache, module = getattr(self.holder, self.name, None), self.plain.__self__
         named = [*module.named_parameters(), *module.named_buffers()]
+        named = [(name, t) for name, t in named if not name.startswith(self.without)]
         self.names, self.tensors = [name for name, _ in named], [t.detach() for _, t in named]
-        self.kind = tuple((name, t.dtype, t.shape, t.stride()) for name, t in named)
+        kind = [(name, t.dtype, t.shape, t.stride()) for name, t in named]
+        self.kind = (self.plain.__name__, *kind)
         self.mine = self.functions.kinds.setdefault(self.kind, {})
 
     def _compile(self, args, inputs: list[Tensor]) -> Callable:
         def run(*tensors):
-            own, rest = tensors[:len(self.names)], list(tensors[len(self.names):])
-            given = tuple(a if a is None else rest.pop(0) if isinstance(a, Tensor) else
-                          tuple(rest.pop(0) for _ in a) for a in args)
-            return (torch.func.functional_call(self.module, dict(zip(self.names, own)), given),)
+            own = {f"module.{name}": t for name, t in zip(self.names, tensors)}
+            rest = list(tensors[len(own):])
+            given = tuple(rest.pop(0) if isinstance(a, Tensor) else a if not isinstance(a, tuple)
+                          else tuple(rest.pop(0) for _ in a) for a in args)
+            out = torch.func.functional_call(_Method(self.plain), own, given)
+            return out if isinstance(out, tuple) else (out,)
 
         with _tracing():
-            example = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
+            example = [torch.empty_strided(*_layout(t), dtype=t.dtype) for t in inputs]
             example = [*self.tensors, *example]
             graph = make_fx(run, tracing_mode="fake")(*example)
             return torch._inductor.standalone_compile(

@@ -262,15 +262,17 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     """The engine's prefill and decode step.
 
     compile: on a GPU the whole step becomes one CUDA graph. On a CPU, where unrolling 30 layers
-    costs minutes, one block is compiled and serves every layer, and the head is compiled.
+    costs minutes, one block is compiled and serves every layer, and what comes before and after it.
     """
     device, first, decode = model.freq.device.type, prefill, decode_one_token
     if engine == "cuda_graph":
         decode = CudaGraph()
     elif engine == "compile" and device == "cpu":
         functions = compiled.Functions(f"{model.cfg} {tp.world()}")
-        for module in (*model.layers, model.head):
-            module.forward = compiled.Compiled(module, functions)
+        for layer in model.layers:
+            layer.forward = compiled.Compiled(layer.forward, functions, cache="attn.cache")
+        model.enter = for_one(model.enter, functions, "rings", "layers.")
+        model.leave = for_one(model.leave, functions, "", ("layers.", "rings."))
         first = prefill if compile_prefill else uncompiled(prefill)
     elif engine == "compile":
         torch._dynamo.config.recompile_limit = 64          # buckets, prefill lengths
@@ -278,6 +280,12 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
         if compile_prefill:
             first = torch.compile(prefill, fullgraph=True, dynamic=False)
     return Steps(tp.agreed(first), tp.agreed(decode), compile_prefill)
+
+
+def for_one(method: Callable, *more) -> Callable:
+    """Compiled for one position, x [B, 1, …]: calls of several are rare, long, and stay plain."""
+    fast = compiled.Compiled(method, *more)
+    return lambda x, *rest: (fast if x.shape[1] == 1 else method)(x, *rest)
 
 
 def as_one_graph(step: Callable, device: str) -> Callable:

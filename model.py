@@ -513,6 +513,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
         self.cap = SoftCap(cfg.logit_cap) if cfg.logit_cap else nn.Identity()
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
+        self.windows = tuple(dict.fromkeys(cfg.window))
         amplitude = torch.ones(len(self.ropes), cfg.head_dim // 2, device="cpu")
         for i, rope in enumerate(self.ropes):
             amplitude[i, :int(cfg.head_dim * rope.partial) // 2] = rope.amplitude
@@ -555,29 +556,38 @@ class Transformer(nn.Module):
         rows of the cache these are, if not all, with pos [B, T]. -> [B, n, V]
         """
         n_key = n_key or (self.max_batch_size and self.max_seq_length) or tokens.shape[1]
-        x, around = self.enter(tokens, pos, n_key, rows)
-        for layer, beside in zip(self.layers, around):
+        x, *around = self.enter(tokens, pos, n_key, rows)
+        for layer, beside in zip(self.layers, self.beside(around)):
             x = layer(x, *beside, rows)
         if isinstance(keep, int):
             x = x[:, -keep:]
         else:
             x = x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
-        return self.cap(self.head(self.norm(x)).float())                   # [B, n, V]
+        return self.leave(x)
 
     def enter(self, tokens: Tensor, pos: Tensor, n_key: int,
-              rows: Tensor | None = None) -> tuple[Tensor, list]:
-        """What the first layer takes [B, T, D], and each layer's (rope, slot, mask) beside it."""
-        cfg, places = self.cfg, {}
-        for w in set(cfg.window):
+              rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What the first layer takes [B, T, D], each RoPE's cos, sin, each window's slot, mask."""
+        x, around = self.embed(tokens), []                                 # [B, T, D]
+        x = x * x.new_full((), self.cfg.embed_scale) + self.pos_embed(pos) # rounded to x's dtype
+        angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
+        angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
+        for a, amplitude in zip(angles, self.amplitude):
+            around += a.cos() * amplitude, a.sin() * amplitude
+        for w in self.windows:
             slot, key = pos, torch.arange(n_key, device=pos.device)
             if str(w) in self.rings:
                 slot, key = self.rings[str(w)](pos, n_key, rows)
-            places[w] = slot, visible(pos, key, w)
-        angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
-        angles = [a if pos.dim() == 1 else a[:, None] for a in angles]     # broadcast over heads
-        ropes = {rope: (a.cos() * amplitude, a.sin() * amplitude)
-                 for rope, a, amplitude in zip(self.ropes, angles, self.amplitude)}
+            around += slot, visible(pos, key, w)
+        return x, *around
 
-        x = self.embed(tokens)                                             # [B, T, D]
-        x = x * x.new_full((), cfg.embed_scale) + self.pos_embed(pos)      # rounded to x's dtype
-        return x, [(ropes[at(i, cfg.rope)], *places[at(i, cfg.window)]) for i in range(cfg.n_layer)]
+    def beside(self, around: list[Tensor]) -> list[tuple]:
+        """enter()'s, from the second on -> each layer's (rope, slot, mask)."""
+        cfg, pairs = self.cfg, list(zip(around[::2], around[1::2]))
+        ropes = dict(zip(self.ropes, pairs))
+        places = dict(zip(self.windows, pairs[len(ropes):]))
+        return [(ropes[at(i, cfg.rope)], *places[at(i, cfg.window)]) for i in range(cfg.n_layer)]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the last layer gives [B, n, D] -> logits [B, n, V], fp32."""
+        return self.cap(self.head(self.norm(x)).float())

@@ -9,6 +9,7 @@ README's tables again from benchmarks/*.json:
 import csv
 import io
 import json
+import statistics
 
 import peers
 
@@ -16,11 +17,20 @@ PEERS = (*peers.NAMES, "generate.py")
 
 
 def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
-    """To a peer on the same test: with weights quantized alike, or else with plain ones."""
+    """To a peer on the same test: with weights quantized alike, or else with plain ones.
+
+    The median of the rounds' ratios: what slows the machine down for a while slows both down.
+    """
     same = [r for r in rows if r["engine"] == peer and r["tok_s"] and row["tok_s"] and all(
         r[key] == row[key] for key in ("model", "test", "batch"))]
     alike = [r for r in same if r["quantization"] == row["quantization"]]
-    return row["tok_s"] / (alike or same)[0]["tok_s"] if same else None
+    if not same:
+        return None
+    other = (alike or same)[0]
+    ours, theirs = (r.get("tok_s_runs") or [r["tok_s"]] for r in (row, other))
+    if len(ours) != len(theirs):                   # an older result
+        return row["tok_s"] / other["tok_s"]
+    return statistics.median(a / b for a, b in zip(ours, theirs))
 
 
 def table(result: dict) -> str:

@@ -295,3 +295,22 @@ def test_twin_shares_weights(ours):
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(model.parameters(), other.parameters()))
     tokens = torch.randint(0, 160, (1, 9))
     assert torch.equal(model(tokens, torch.arange(9)), other(tokens, torch.arange(9)))
+
+
+def test_ratios_and_shares_are_of_rounds(capsys, monkeypatch):
+    """A slow minute slows both down: the ratio, and the share of the bandwidth, are of each round."""
+    row = dict(model="m", test="tg4", batch=1, quantization="none")
+    ours = dict(row, engine="compile", tok_s=20.0, tok_s_runs=[10.0, 20.0, 90.0])
+    theirs = dict(row, engine="llama.cpp", tok_s=10.0, tok_s_runs=[5.0, 40.0, 10.0])
+    assert tables.ratio(ours, [ours, theirs], "llama.cpp") == 2.0
+    for old in (theirs | {"tok_s_runs": [1.0]}, {k: v for k, v in theirs.items() if k != "tok_s_runs"}):
+        assert tables.ratio(ours, [ours, old], "llama.cpp") == 2.0         # of the medians
+    reads = iter([50.0, *(25.0 * i for i in range(1, 7))])
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: next(reads))
+    status, out, _ = run(capsys, "--random", "stories15M", "-n", 5, "-r", 3, "--device", "cpu", "-o", "json",
+                         "--engines", "kv_cache,recompute")
+    result = json.loads(out)
+    assert status == 0 and result["bandwidth_gb_s"] == 75.0 and next(reads, None) is None
+    for r in result["rows"]:
+        assert len(r["tok_s_runs"]) == 3 and sorted(r["tok_s_runs"])[1] == r["tok_s"]
+        assert r["achieved_gb_s"] / 150 < r["bandwidth_fraction"] < r["achieved_gb_s"] / 25

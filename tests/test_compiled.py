@@ -41,7 +41,7 @@ def home(tmp_path, monkeypatch):
 
 def fast(module=None, about=""):
     module = module or Gated()
-    module.forward = Compiled(module, Functions(about))
+    module.forward = Compiled(module.forward, Functions(about), "attn.cache")
     return module
 
 
@@ -59,7 +59,7 @@ def test_once_for_all_alike_and_for_the_next_process(home, monkeypatch):
     expected = [module(*args) for module in modules]
     for module in modules:
         module.attn.cache.seen.zero_()
-        module.forward = Compiled(module, shared)
+        module.forward = Compiled(module.forward, shared, "attn.cache")
     found = [modules[0](*args)]
     monkeypatch.setattr(Compiled, "_compile", never)
     found += [module(*args) for module in modules[1:]]
@@ -80,6 +80,8 @@ def test_other_inputs_and_another_cache(home):
     wide = torch.randn(1, 64)[:, ::2]                      # the same shape, other strides
     plain = Gated()
     torch.testing.assert_close(module(wide, *rest), plain(wide, *rest) + 1)
+    assert len(folders(home)) == 3
+    assert torch.equal(module(x.as_strided((1, 32), (99, 1)), *rest), module(x, *rest))    # a stride never taken
     assert len(folders(home)) == 3
     old, module.attn.cache = module.attn.cache, Gated().attn.cache
     before = old.seen.clone()
@@ -145,3 +147,43 @@ def test_interrupted(home, monkeypatch):
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ or str(home) not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
     monkeypatch.setattr(torch._inductor, "standalone_compile", original)
     assert fast()(*given()).shape == (48,)
+
+
+class Steps(nn.Module):
+    """Methods that take an int, give several tensors, and leave a part of the module alone."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.layers = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.first.weight
+
+    def enter(self, x, n, rows=None):
+        return self.first(x), torch.arange(n), x
+
+    def leave(self, x):
+        return self.head(x) + torch.compiler.is_compiling()
+
+
+def test_methods(home, monkeypatch):
+    monkeypatch.setattr(Steps, "forward", never)
+    made, x, shared = [], torch.randn(1, 8), Functions("")
+    original = Compiled._compile
+    monkeypatch.setattr(Compiled, "_compile", lambda *a: made.append(1) or original(*a))
+    for seed, n_made in ((0, [1, 2, 2, 3]), (1, [3, 3, 3, 3])):            # the second one is alike
+        plain, fast = Steps(seed), Steps(seed)
+        fast.enter = Compiled(fast.enter, shared, without="layers.")
+        fast.leave = Compiled(fast.leave, shared, without="layers.")
+        seen = []
+        for n in (3, 5, 3):
+            torch.testing.assert_close(fast.enter(x, n, None), plain.enter(x, n))
+            seen.append(len(made))
+        torch.testing.assert_close(fast.leave(x), plain.leave(x) + 1)
+        assert [*seen, len(made)] == n_made
+    assert len(folders(home)) == 3
+    with torch.no_grad():                          # another shape of what plays no part: the same function
+        fast.layers = nn.Linear(8, 4)
+        fast.leave = Compiled(fast.leave.plain, shared, without="layers.")
+        fast.leave(x)
+    assert len(made) == 3
