@@ -384,7 +384,6 @@ class Case:
     tokens: list = field(default_factory=list)     # of the last run
     results: list[dict] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)                # between tokens, seconds
-    bandwidths: list[float] = field(default_factory=list)          # GB/s, before each result
     peak: int | None = 0                           # bytes
 
     def attempt(self, what: Callable) -> None:
@@ -447,7 +446,7 @@ class Case:
             self.results.append(dict(f, per_request=speed / test.batch))
             self.gaps += steps
 
-    def row(self, cases: list["Case"], test: Test) -> dict:
+    def row(self, cases: list["Case"], test: Test, bandwidths: list[float]) -> dict:
         foreign = self.engine in peers.NAMES and self.quantization != "none"   # other bytes
         row = dict(
             model=self.name, parameters=self.n_parameters, engine=self.engine,
@@ -476,14 +475,14 @@ class Case:
             1e3 * gaps[len(gaps) * 99 // 100] if gaps and not self.start else None,
             self.peak, getattr(self.engine_run, "compile_s", None),
             statistics.median(moved) if moved else None,
-            statistics.median(a / b for a, b in zip(moved, self.bandwidths)) if moved else None,
+            statistics.median(a / b for a, b in zip(moved, bandwidths)) if moved else None,
             compared), strict=True))
 
 
 def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
              device: torch.device) -> tuple[list[dict], list[float]]:
     """Every case interleaved with the others, in random order -> rows, and bandwidths in GB/s."""
-    cases = [replace(case, tokens=[], results=[], gaps=[], bandwidths=[]) for case in cases]
+    cases = [replace(case, tokens=[], results=[], gaps=[]) for case in cases]
     torch._dynamo.reset()                          # what earlier tests compiled is in the way
     bandwidths = [read_bandwidth(device)]          # all there is if nothing runs
     for case in cases:
@@ -492,15 +491,16 @@ def run_test(cases: list[Case], tokenizers: dict, test: Test, repetitions: int,
             case.prompts, case.news = test.work(tokenizer, case.model.cfg)
             case.attempt(lambda case=case, t=tokenizer: case.prepare(t, test))
     for i in range(repetitions + 1):               # the first round warms up
+        read = []                                  # between the runs of this round
         for case in random.sample(cases, len(cases)):
             if case.error is None:
-                read = [read_bandwidth(device)] if i else []               # in the same seconds
+                read += [read_bandwidth(device)] if i else []
                 time.sleep(PAUSE)                  # let clocks and caches of the last one settle
                 n_new = test.n_new if i else min(test.n_new, 16)
                 case.attempt(lambda c=case, n=n_new, i=i: c.run(test._replace(n_new=n), i > 0))
-                case.bandwidths += read
-    rows = [case.row(cases, test) for case in cases]
-    bandwidths += [read for case in cases for read in case.bandwidths]
+        if read:
+            bandwidths.append(statistics.median(read))
+    rows = [case.row(cases, test, bandwidths[1:]) for case in cases]
     for case in cases:
         if case.start and case.engine_run:
             case.engine_run.close()
