@@ -7,6 +7,7 @@ parametrized with, so this needs requirements-dev.txt.
     python scripts/map.py --write    # put them into README.md
 """
 
+import argparse
 import ast
 import io
 import json
@@ -121,7 +122,9 @@ def write(readme: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="into README.md, and not to stdout")
+    if parser.parse_args().write:
         write(ROOT / "README.md")
     else:
         print(*(make() for make in PARTS.values()), sep="\n")

@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cli import Parser, guarded  # noqa: E402
+
 MODELS = {                                         # groups that divide its widths, and the schemes
     "Gemma 3 270M": ("gemma-3-270m/gemma-3-270m-q4_k_m.gguf", [32, 128]),
     "SmolLM2-135M": ("SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf", [64])}
@@ -24,8 +27,11 @@ COMMAND = "python scripts/quality.py"
 
 def call(*args) -> str:
     print("$ python", *args, file=sys.stderr)
-    return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, check=True,
-                          stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
+                          text=True)
+    if done.returncode:
+        sys.exit(done.returncode)                  # it has said why
+    return done.stdout
 
 
 def files(gguf: Path, directory: Path, groups: list[int]) -> dict[str, Path]:
@@ -46,7 +52,8 @@ def files(gguf: Path, directory: Path, groups: list[int]) -> dict[str, Path]:
     return made
 
 
-def main() -> None:
+def run(argv: list[str] | None = None) -> int:
+    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
     rows = []
     for model, (gguf, groups) in MODELS.items():
         gguf = Path("checkpoints", gguf)
@@ -73,7 +80,8 @@ def main() -> None:
     output = ROOT / "benchmarks/quality.json"
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(run))

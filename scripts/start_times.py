@@ -28,6 +28,8 @@ def run(*argv, **env) -> dict:
 
 
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & {*argv}:
+        return print(__doc__)
     with tempfile.TemporaryDirectory() as empty:
         caches = dict(GPT_FASTER_CACHE=f"{empty}/ours", TORCHINDUCTOR_CACHE_DIR=f"{empty}/inductor",
                       TRITON_CACHE_DIR=f"{empty}/triton")

@@ -3,6 +3,9 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from conftest import SMOLLM2
 import checkpoint as checkpoints
 import files
 import generate
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(capsys, *argv):
@@ -345,3 +350,11 @@ def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         checkpoints.save(checkpoints.read(llama), tmp_path / "model.pth", None)
     assert not list(tmp_path.glob("model.pth*"))
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.py")))
+def test_every_script_answers_help(script):
+    """And does nothing else: some of them run for an hour."""
+    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--help"], capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0 and script in done.stdout and not done.stderr
