@@ -72,6 +72,24 @@ def test_once_for_all_alike_and_for_the_next_process(home, monkeypatch):
     assert torch.equal(again(*args), found[0]) and again.attn.cache.seen.any()
 
 
+def test_large_weights_are_asked_for_ahead(home):
+    class Sums(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return (self.weight.float() * x).sum(-1)
+
+    for n, asked in ((8, False), (400, True)):             # the last rows ask beyond the end
+        x, module = torch.randn(130), Sums(n, 130)
+        expected = module(x)
+        torch.testing.assert_close(Compiled(module.forward, Functions(""))(x), expected)
+        code = "".join(p.read_text() for p in home.rglob("*.cpp") if f"{n}L" in p.read_text())
+        assert "Vectorized" in code and ("__builtin_prefetch" in code) == asked
+        shutil.rmtree(home)
+
+
 def test_other_inputs_and_another_cache(home):
     module = fast()
     for n, args in ((1, given()), (2, given(2))):
