@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast",              # multiply-add in one
+           "realize_opcount_threshold": 10**5,     # long expressions stay one: what they would …
+           "realize_acc_reads_threshold": 10**5,   # … be split by goes through memory
            "size_asserts": False, "alignment_asserts": False,              # the key has seen to it
            "cpp.vec_isa_ok": True,                 # or it tries the compiler, in every process …
            "cpp_cache_precompile_headers": False}  # … and reads all headers again
@@ -184,7 +186,8 @@ def _reading_ahead():
         line, size = plain(kernel, var, index, dtype, *mask), dtype.itemsize
         known = {**kernel.args.output_buffers, **kernel.args.input_buffers}
         name = next((name for name, v in known.items() if v == var), None)
-        if name is None or V.graph.get_numel(name) * size < 16 * AHEAD:
+        if name is None or V.graph.sizevars.statically_known_lt(
+                V.graph.get_numel(name) * size, 16 * AHEAD):
             return line
         lines = range(AHEAD, AHEAD + kernel.tiling_factor * size, 64)      # of the cache
         ask = (f"__builtin_prefetch({var} + {cexpr_index(index)} + {n // size})" for n in lines)
@@ -194,6 +197,44 @@ def _reading_ahead():
         yield
     finally:
         CppVecKernel._get_vec_load_line = plain
+
+
+def _inductor(run: Callable, example: list[Tensor], any_size: bool = False) -> Callable:
+    with _tracing(), _reading_ahead():
+        graph = make_fx(run, tracing_mode="symbolic" if any_size else "fake")(*example)
+        return torch._inductor.standalone_compile(
+            graph, example, dynamic_shapes="from_graph" if any_size else "from_example_inputs",
+            aot=True)
+
+
+def _of_any_size(example: tuple[Tensor, ...]) -> list[Tensor]:
+    """Fake tensors, whose sizes above 16 stand for any."""
+    from torch._dynamo.source import ConstantSource  # here: these take a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    mode, kinds = FakeTensorMode(shape_env=ShapeEnv()), (DimDynamic.STATIC, DimDynamic.DYNAMIC)
+    with torch.inference_mode(False):
+        return [mode.from_tensor(
+            torch.empty_like(t), source=ConstantSource(f"input{i}"),
+            symbolic_context=StatelessSymbolicContext([kinds[n > 16] for n in t.shape]))
+            for i, t in enumerate(example)]
+
+
+def once(function: Callable, *example: Tensor) -> Callable:
+    """A function from tensors to one, compiled by its first call; in eager() too it runs compiled.
+
+    Sizes above 16 in the example stand for any; those that are alike there must always be.
+    """
+    def run(*inputs):
+        return (function(*inputs),)
+
+    @cache
+    def made():
+        said = f"{function.__qualname__} {[(t.shape, t.dtype) for t in example]}"
+        folder = cache_dir() / _name(f"{said} {machine()} {OPTIONS} {sources()}")
+        return load(folder) or save(
+            folder, lambda: _inductor(run, _of_any_size(example), any_size=True))
+    return lambda *inputs: made()(*inputs)[0]
 
 
 class _Method(nn.Module):
@@ -258,10 +299,5 @@ class Compiled:
             out = torch.func.functional_call(_Method(self.plain), own, given)
             return out if isinstance(out, tuple) else (out,)
 
-        with _tracing():
-            example = [torch.empty_strided(*_layout(t), dtype=t.dtype) for t in inputs]
-            example = [*self.tensors, *example]
-            graph = make_fx(run, tracing_mode="fake")(*example)
-            with _reading_ahead():
-                return torch._inductor.standalone_compile(
-                    graph, example, dynamic_shapes="from_example_inputs", aot=True)
+        example = [torch.empty_strided(*_layout(t), dtype=t.dtype) for t in inputs]
+        return _inductor(run, [*self.tensors, *example])

@@ -269,6 +269,9 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
         decode = CudaGraph()
     elif engine == "compile" and device == "cpu":
         functions = compiled.Functions(f"{model.cfg} {tp.world()}")
+        for module in model.modules():
+            if isinstance(module, quantize.QuantizedLinear):
+                module.for_compiler()
         for layer in model.layers:
             layer.forward = compiled.Compiled(layer.forward, functions, cache="attn.cache")
         model.enter = for_one(model.enter, functions, "rings", "layers.")
@@ -547,12 +550,15 @@ class Session:
         self.model.setup_cache(self.n_rows * self.use_cache, self.length, chunk)
         self.how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p,
                             args.repetition_penalty)
+        start = time.perf_counter()
         self.steps, self.speculator = build_steps(self.model, engine, args.compile_prefill), None
         if self.guesser:
             self.speculator = build_speculator(self.k, bool(args.speculate_k), draft, engine,
                                                device.type)
         if engine in ("compile", "cuda_graph"):
             self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
+            self.compile_s = time.perf_counter() - start
+            log(f"Compilation time: {self.compile_s:.2f} seconds")
         if self.speculator and not args.speculate_k:
             self.measure(len(work[0].ids) + 1 if work else 1)
         self.generator = torch.Generator(device).manual_seed(args.seed)
@@ -571,12 +577,10 @@ class Session:
 
     def compile(self, prompts: list[list[int]], most: int) -> None:
         """Warm up for prompts like these, and for at most so many positions."""
-        start, least = time.perf_counter(), min(map(len, prompts))
+        least = min(map(len, prompts))
         prompts = (prompts * self.n_rows)[:self.n_rows]
         most = min(most + self.k * bool(self.guesser), self.length)
         warm_up(self.model, prompts, range(least + 1, most), self.how, self.steps, self.speculator)
-        self.compile_s = time.perf_counter() - start
-        log(f"Compilation time: {self.compile_s:.2f} seconds")
 
     def measure(self, n: int) -> None:
         """What guessing costs here, after n tokens."""

@@ -11,6 +11,7 @@ is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
 """
 
 from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,17 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import compiled
+
 
 class Kernel(NamedTuple):
     """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
 
-    unpack: any rows of pack's weight -> as on disk.
+    unpack: any rows of pack's weight -> as on disk. compiled: the packed three -> a Kernel that is
+    faster under a compiler, and its three.
     """
 
     name: str
     product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     unpack: Callable[[Tensor], Tensor] = lambda weight: weight
+    compiled: Callable | None = None
 
 
 # ---- Plain: any device, any dtype, and the reference of the others ------------------------------
@@ -68,7 +73,7 @@ PLAIN = Kernel("plain", plain)
 # For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
 # For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
 
-AVX512, AVX2 = (torch.backends.cpu.get_cpu_capability() == name for name in ("AVX512", "AVX2"))
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_BF16 = AVX512 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 SCRATCH = 1 << 24                                  # weights unpacked at a time
 _scratch = {}
@@ -197,60 +202,100 @@ def int4_cpu(x, weight, scales, zeros=None):
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
 
 
-# Without AVX-512, ATen's int4 has half the speed of what Inductor makes of the same sum where a
-# vector holds eight rows. Two of ATen's blocks, [in, 16] bytes each on such a CPU, are the left and
-# the right halves of one of ours: ATen still multiplies several rows of x.
+# Compiled, it is a sum over words of eight columns each: one loop, which Inductor has read ahead.
 
-def pack_int4_avx2(weight, scales, zeros):
-    """-> blocks of 64 rows, [out'/64, in, 8] float32 words, bits 4b to 4b + 3 of word j being row
-    8b + j; scale and zero in a word, [out'/64, in/G, 64]; what the sums of each row then lack [64].
+def int4_words(weight, both, _):
+    """ATen's layout -> [out'/16, in/G, G/8, 16] float32, bits 4b to 4b + 3 of a word being column b
+    of eight; scale and zero in a word, [out'/16, in/G, 16]; what masked numbers lack in size [8].
     """
-    weight, scales, zeros = (
-        F.pad(t, (0, 0, 0, -len(weight) % 64)) for t in (weight, scales, zeros))
-    q = unpaired(weight).unflatten(0, (-1, 8, 8))                          # [out'/64, 8, 8, in]
-    words = sum(q[:, b].int() << 4 * b for b in range(8)).transpose(1, 2).contiguous()
-    both = scales_and_zeros(scales, zeros, q.shape[-1]).view(torch.float32)
-    both = both.view(len(both), -1, 64).transpose(0, 1).contiguous()
-    lacking = torch.tensor([16.0 ** -b if b < 7 else 1.0 for b in range(8)]).repeat_interleave(8)
-    return words.view(torch.float32), both, lacking
+    words = unpack_int4_cpu(weight).contiguous().view(torch.float32)
+    both = both.view(torch.float32)[..., 0].t()
+    words, both = (t.unflatten(0, (-1, 16)).transpose(1, 2).contiguous() for t in (words, both))
+    words = words.unflatten(1, (both.shape[1], -1))
+    lacking = torch.tensor([16.0 ** -b if b < 7 else 1 for b in range(8)])
+    for n_row in 1, 64:                            # have compiled what they call
+        x = torch.zeros(n_row, weight.shape[1] * 2, dtype=torch.bfloat16)
+        int4_words_rows(x, words[:4], both[:4], lacking)
+    return INT4_WORDS, (words, both, lacking)
 
 
-def int4_avx2_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Several rows, or uncompiled: by ATen's kernel, whose rows 32 s + 16 h + 4 j + b of 64 are our
-    16 b + 8 h + 4 s + j."""
-    (n_block, n_in, _), n_group = weight.shape, scales.shape[1]
-    blocks = weight.view(torch.uint8).unflatten(2, (2, 16)).transpose(1, 2).flatten(1)
-    both = scales.view(-1, n_group, 4, 2, 2, 4).permute(1, 0, 4, 3, 5, 2).reshape(n_group, -1, 1)
-    y = int4_cpu(x, blocks.view(-1, n_in // 2), both.view(torch.bfloat16))
-    return y.view(-1, n_block, 2, 2, 4, 4).permute(0, 1, 5, 3, 2, 4).reshape(y.shape)
-
-
-int4_avx2_rows_op = torch.library.custom_op("gpt_faster::int4_avx2_rows", int4_avx2_rows,
-                                            mutates_args=())
-int4_avx2_rows_op.register_fake(lambda x, weight, scales: x.new_empty(
-    x.shape[0], weight.shape[0] * 64))
-
-
-def int4_avx2(x, weight, scales, lacking):
-    if not torch.compiler.is_compiling():
-        return int4_avx2_rows(x, weight, scales)
-    if x.shape[0] > 1:
-        return int4_avx2_rows_op(x, weight, scales)
-    n_group, n_in = scales.shape[1], weight.shape[1]
-    x_float = x.float().as_strided((n_group, n_in // n_group, 1), (n_in // n_group, 1, 1))
-    words = weight.view(torch.int32).unflatten(1, (n_group, -1))           # [out'/64, in/G, G, 8]
-    sums = [((words & 15 << 4 * b if b < 7 else words >> 28 & 15).float() * x_float).sum(2)
-            for b in range(8)]                     # a mask leaves q times a power of two
+def factor_and_term(scales: Tensor) -> tuple[Tensor, Tensor]:
     both = scales.view(torch.int32)
     scale, zero = (both << 16).view(torch.float32), (both & -65536).view(torch.float32)
-    shift = (zero - 8 * scale) * x_float.sum(1)
-    y = (torch.cat(sums, -1) * (lacking * scale) + shift).sum(1)           # [out'/64, 64]
-    return y.view(1, -1).to(x.dtype)
+    return scale, zero - 8 * scale
+
+
+def int4_sums(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
+    """x [P, M, in/G, G/8, 8] -> [P M, out'], in P passes over 16 rows of weights, which then are in
+    the cache; M rows of x share the unpacking.
+    """
+    x_each = x.permute(2, 3, 0, 1, 4).float().contiguous()
+    sums, x_each = (t.as_strided(t.shape, t.stride())                      # in memory
+                    for t in (x_each.sum(-1), x_each * lacking))
+    words = weight.view(torch.int32)[:, None]
+    q = [(words & 15 << 4 * b if b < 7 else words >> 28 & 15).float() for b in range(8)]
+    scale, term = (t[:, None, :, None] for t in factor_and_term(scales))
+    x_each, sums = x_each.permute(4, 3, 2, 0, 1)[..., None], sums.permute(3, 2, 0, 1)[..., None]
+    y = [(sum(q[b] * x_each[b, m] for b in range(8)) * scale + term * sums[m]).sum((2, 3))
+         for m in range(x.shape[1])]
+    return torch.stack(y).permute(2, 0, 1, 3).flatten(0, 1).flatten(1).to(x.dtype)
+
+
+def int4_weights(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """-> out [in/G, G/8, 8, out'/16, 16]: the weights, transposed."""
+    columns = (4 * torch.arange(8, dtype=torch.int32))[:, None]
+    q = weight.view(torch.int32)[:, :, :, None] >> columns & 15
+    scale, term = (t[:, :, None, None] for t in factor_and_term(scales))
+    return out.copy_((q.float() * scale + term).permute(1, 2, 3, 0, 4))
+
+
+@cache
+def for_any_matrix(n_word: int) -> tuple[Callable, Callable]:
+    """int4_sums with 2 rows a pass, and int4_weights: prompts are not compiled, but these are."""
+    x, out = torch.empty(43, 2, 37, n_word, 8).bfloat16(), torch.empty(37, n_word, 8, 41, 16)
+    words, scales = torch.empty(41, 37, n_word, 16), torch.empty(41, 37, 16)
+    return (compiled.once(int4_sums, x, words, scales, torch.empty(8)),
+            compiled.once(int4_weights, words, scales, out.bfloat16() if HAS_BF16 else out))
+
+
+def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
+    (n_row, n_in), (n_block, n_group, n_word, _) = x.shape, weight.shape
+    sums, weights = for_any_matrix(n_word)
+    if n_row <= 40:
+        x = F.pad(x, (0, 0, 0, n_row % 2)).view(-1, 2, n_group, n_word, 8)
+        return sums(x, weight, scales, lacking)[:n_row]
+    y, step = x.new_empty(n_row, n_block * 16), max(4, SCRATCH // n_in // 16)
+    x = x if HAS_BF16 else x.float()               # without bf16 arithmetic that is faster
+    for a in range(0, n_block, step):
+        some = weight[a:a + step], scales[a:a + step]
+        w = scratch(some[0].numel() * 8, x.dtype).view(n_group, n_word, 8, -1, 16)
+        weights(*some, w)
+        y[:, 16 * a:16 * (a + step)] = x @ w.view(n_in, -1)
+    return y
+
+
+int4_words_rows_op = torch.library.custom_op("gpt_faster::int4_words_rows", int4_words_rows,
+                                             mutates_args=())
+int4_words_rows_op.register_fake(lambda x, weight, scales, lacking: x.new_empty(
+    x.shape[0], weight.shape[0] * 16))
+
+
+def int4_words_cpu(x, weight, scales, lacking):
+    n_row, _ = x.shape
+    if not torch.compiler.is_compiling():
+        return int4_words_rows(x, weight, scales, lacking)
+    if n_row > 16:
+        return int4_words_rows_op(x, weight, scales, lacking)
+    passes = -(-n_row // 4)
+    each = -(-n_row // passes)
+    x = F.pad(x, (0, 0, 0, passes * each - n_row)).view(passes, each, *weight.shape[1:3], 8)
+    return int4_sums(x, weight, scales, lacking)[:n_row]
 
 
 INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu, unpack_int8_cpu)
-INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, unpack_int4_cpu)
-INT4_AVX2 = Kernel("int4 avx2", int4_avx2, pack_int4_avx2)
+INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, unpack_int4_cpu, int4_words)
+INT4_WORDS = Kernel("int4 words cpu", int4_words_cpu,
+                    lambda *leaves: int4_words(*pack_int4_cpu(*leaves))[1])
 
 
 @torch.library.custom_op("gpt_faster::expert_rows", mutates_args=())
@@ -290,4 +335,4 @@ def int4_cuda(x, weight, scales, zeros=None):
 
 
 INT4_CUDA = Kernel("int4 cuda", int4_cuda, pack_int4_cuda)
-KERNELS = {k.name: k for k in (PLAIN, INT8_CPU, INT4_CPU, INT4_AVX2, INT4_CUDA)}
+KERNELS = {k.name: k for k in (PLAIN, INT8_CPU, INT4_CPU, INT4_WORDS, INT4_CUDA)}

@@ -210,7 +210,7 @@ def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -
         return kernels.INT8_CPU
     fits = dtype == torch.bfloat16 and int4 and groupsize % 32 == 0
     if fits and device.type == "cpu":
-        return kernels.INT4_AVX2 if kernels.AVX2 and len(shape) == 2 else kernels.INT4_CPU
+        return kernels.INT4_CPU
     if fits and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
             torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
         return kernels.INT4_CUDA
@@ -246,6 +246,15 @@ class QuantizedLinear(nn.Module):
             each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves))
                     for e in range(self.shape[0])]
             leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
+        self.keep(leaves)
+
+    def for_compiler(self) -> None:
+        """The kernel and the layout that are the fastest where products are compiled."""
+        if self.kernel.compiled and len(self.shape) == 2:
+            self.kernel, leaves = self.kernel.compiled(self.weight, self.scales, self.zeros)
+            self.keep(leaves)
+
+    def keep(self, leaves) -> None:
         for name, t in zip(("weight", "scales", "zeros"), leaves):
             if t is not getattr(self, name):       # else it may be shared with the embedding
                 setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))

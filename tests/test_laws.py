@@ -16,7 +16,7 @@ import map as readme_map  # noqa: E402
 
 MODULES = {p.stem for p in ROOT.glob("*.py")}
 MAY_IMPORT = {
-    "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": {"files"}, "compiled": set(), "gptq": set(), "kernels": set(),
+    "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": {"files"}, "compiled": set(), "gptq": set(), "kernels": {"compiled"},
     "peers": set(), "plots": set(), "tables": {"peers"},
     "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
     "checkpoint": {"model", "files", "families", "dequantize"}, "calibrate": {"checkpoint", "cli", "gptq", "model"},
