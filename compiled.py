@@ -223,7 +223,8 @@ def _of_any_size(example: tuple[Tensor, ...]) -> list[Tensor]:
 def once(function: Callable, *example: Tensor) -> Callable:
     """A function from tensors to one, compiled by its first call; in eager() too it runs compiled.
 
-    Sizes above 16 in the example stand for any; those that are alike there must always be.
+    Sizes above 16 in the example stand for any; those that are alike there must always be, and all
+    tensors contiguous.
     """
     def run(*inputs):
         return (function(*inputs),)

@@ -262,7 +262,7 @@ def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) 
     (n_row, n_in), (n_block, n_group, n_word, _) = x.shape, weight.shape
     sums, weights = for_any_matrix(n_word)
     if n_row <= 40:
-        x = F.pad(x, (0, 0, 0, n_row % 2)).view(-1, 2, n_group, n_word, 8)
+        x = F.pad(x, (0, 0, 0, n_row % 2)).contiguous().view(-1, 2, n_group, n_word, 8)
         return sums(x, weight, scales, lacking)[:n_row]
     y, step = x.new_empty(n_row, n_block * 16), max(4, SCRATCH // n_in // 16)
     x = x if HAS_BF16 else x.float()               # without bf16 arithmetic that is faster
@@ -288,7 +288,7 @@ def int4_words_cpu(x, weight, scales, lacking):
         return int4_words_rows_op(x, weight, scales, lacking)
     passes = -(-n_row // 4)
     each = -(-n_row // passes)
-    x = F.pad(x, (0, 0, 0, passes * each - n_row)).view(passes, each, *weight.shape[1:3], 8)
+    x = F.pad(x, (0, 0, 0, passes * each - n_row)).reshape(passes, each, *weight.shape[1:3], 8)
     return int4_sums(x, weight, scales, lacking)[:n_row]
 
 

@@ -90,6 +90,24 @@ def test_large_weights_are_asked_for_ahead(home):
         shutil.rmtree(home)
 
 
+def test_a_function_for_any_size(home, monkeypatch):
+    """Compiled for sizes of the example's kind, once, in eager() too, and again from the disk."""
+    def scaled(x, by, out):
+        return out.copy_(x * by[:, None, None] + torch.compiler.is_compiling())
+
+    example = torch.empty(19, 37, 4), torch.empty(19), torch.empty(19, 37, 4)
+    for _ in range(2):
+        function = compiled.once(scaled, *example)
+        for n, m in ((1, 2), (19, 37), (40, 1), (7, 300)):
+            x, by, out = torch.randn(n, m, 4), torch.randn(n), torch.empty(n, m, 4)
+            with compiled.eager(), torch.inference_mode(n == 7):
+                y = function(x, by, out)
+            torch.testing.assert_close(y, x * by[:, None, None] + 1)
+            assert torch.equal(y, out)
+        assert len(folders(home)) == 1
+        monkeypatch.setattr(compiled, "_inductor", never)
+
+
 def test_other_inputs_and_another_cache(home):
     module = fast()
     for n, args in ((1, given()), (2, given(2))):

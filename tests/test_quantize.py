@@ -133,7 +133,7 @@ def test_inputs_that_are_views():
     """Every second column, every second row, a later row: as the model's slices may be."""
     for kernel, matrix in ((INT8_CPU, int8_matrix(72, 96, BF16)), *((k, int4_matrix(72, 96, 32, BF16)) for k in CPU_INT4)):
         packed, x = kernel.pack(*matrix), drawn(1, 220, 192).bfloat16()
-        for view in (x[:, ::2], x[::2, :96], x[3:5, 96:], x[7:8, 5:101], x[:192].T[:150, :96], x[:1].expand(130, -1)[:, :96]):
+        for view in (x[:, ::2], x[::2, :96], x[3:5, 96:], x[7:8, 5:101], x[:192].T[:150, :96], x[:96].T[:40], x[:96, :8].T, x[:1].expand(130, -1)[:, :96]):
             assert torch.equal(kernel.product(view, *packed), kernel.product(view.clone().contiguous(), *packed))
 
 
