@@ -482,7 +482,7 @@ def test_tied_matrices_are_one(families):
                 embed, output = model.embed, model.head
                 if head == "int4":                         # a copy for the output, the embedding as it was
                     assert type(embed) is torch.nn.Embedding and embed.weight.dtype == dtype and output.zeros is not None or \
-                        output.kernel is CPU_INT4[-1]
+                        output.kernel is INT4_CPU
                     continue
                 assert embed.weight is output.weight and embed.weight.data_ptr() == output.weight.data_ptr()
                 if head == "int8":
@@ -531,7 +531,7 @@ def test_group_sizes(families):
         for dtype, near in ((FP32, 1e-4), (BF16, 0.1)):
             model = quantize.load(new, dtype, "cpu")
             torch.testing.assert_close(lengths_of(model, (7,))[0], expected, rtol=near, atol=near * expected.std().item())
-        assert (model.layers[0].attn.wo.kernel is CPU_INT4[-1]) == (groupsize >= 32)
+        assert (model.layers[0].attn.wo.kernel is INT4_CPU) == (groupsize >= 32)
 
 
 def test_inputs_that_no_kernel_takes():
@@ -997,7 +997,7 @@ def test_quantizing_over_its_own_source(capsys, model):
 
 def test_load_model_from_python(model):
     quantized, source, _ = generate.load_model(str(model), mode="int4", head="none")
-    assert quantize.schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is CPU_INT4[-1]
+    assert quantize.schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
 
 
 def test_quantized_prefill_and_padding_compiled_away(capsys, model):
