@@ -147,10 +147,7 @@ def scales_and_zeros(scales, zeros, n_in):
 
 
 def pack_int4_cpu(weight, scales, zeros):
-    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64.
-
-    On AVX-512 a block of 64 rows is [in, 32] bytes, with rows r and r + 32 in byte r.
-    """
+    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64."""
     n_out = weight.shape[0]
     padded, step = -(-n_out // 64) * 64, max(64, SCRATCH // (weight.shape[1] * 2) // 64 * 64)
     packed = weight.new_empty(padded, weight.shape[1])
@@ -162,16 +159,28 @@ def pack_int4_cpu(weight, scales, zeros):
     return packed, F.pad(both, (0, 0, 0, padded - n_out)), None
 
 
+@cache
+def int4_block() -> tuple[int, bool]:
+    """How many rows a block of ATen's has, [in, rows/2] bytes; are a byte's two rows neighbours, or
+    half a block apart? 64 and apart on AVX-512, 32 and apart on AVX2; else neighbours, 16 or 32.
+    """
+    def first_column(q):
+        q = torch.stack((q, torch.zeros(64, dtype=torch.int32)), 1)
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1).flatten().tolist()
+    ones = torch.ones(64, dtype=torch.int32)
+    return 2 * first_column(ones).index(0), first_column(ones.cumsum(0).eq(2).int())[0] != 0
+
+
 def unpack_int4_cpu(weight):
-    """On AVX2 a block is 32 rows, with r and r + 16 in a byte. Whole blocks only."""
-    half = 32 if AVX512 else 16
-    blocks = weight.view(-1, weight.shape[1] * 2, half)                    # [blocks, in, half]
-    q = torch.cat((blocks & 15, blocks >> 4), -1).transpose(1, 2)          # [blocks, 2 half, in]
-    return pairs(q.flatten(0, 1))
+    """Whole blocks only."""
+    rows, neighbours = int4_block()
+    blocks = weight.view(-1, weight.shape[1] * 2, rows // 2)
+    q = torch.stack((blocks & 15, blocks >> 4), -1 if neighbours else -2)
+    return pairs(q.flatten(-2).transpose(1, 2).flatten(0, 1))
 
 
 def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Many rows: unpack blocks of columns of w' [in, out], then multiply."""
+    """Many rows, on AVX-512: unpack blocks of columns of w' [in, out], then multiply."""
     n_group, n_out, _ = scales.shape
     n_in = weight.shape[1] * 2
     y, step = x.new_empty(x.shape[0], n_out), max(64, SCRATCH // n_in // 64 * 64)

@@ -101,8 +101,8 @@ def test_int8_product(shape, kernel, dtype):
                          ids=["plain-fp32", "plain-bf16"] + [k.name for k in CPU_INT4])
 @pytest.mark.parametrize("shape", INT4, ids=str)
 def test_int4_product(shape, kernel, dtype):
-    if kernel is INT4_WORDS and shape[2] not in (32, 96, 256):             # some 15 seconds of compiling for each size of ATen's
-        pytest.skip("its functions are made for 32 and 256")
+    if kernel is INT4_WORDS and shape[2] not in (32, 96, 128, 256):        # some 15 seconds of compiling for each size of ATen's
+        pytest.skip("its functions are made for 32, 128 and 256")
     check_product(kernel.product, kernel, int4_matrix(*shape, dtype), dtype, [*ROWS, 40, 41])
 
 
@@ -178,7 +178,6 @@ def test_unpack_gives_back_every_byte_of_int8():
             assert torch.equal(y, weight.T[:len(many)].float())
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"), reason="the layout is the CPU's own")
 @pytest.mark.parametrize("shape", [(72, 32, 32), (64, 64, 32), (130, 512, 64), (1, 256, 256)], ids=str)
 def test_unpack_gives_back_every_byte_of_int4(shape, monkeypatch):
     n_out, n_in, group = shape
@@ -198,7 +197,7 @@ def test_unpack_gives_back_every_byte_of_int4(shape, monkeypatch):
 
 def test_each_number_at_its_place():
     """One number other than the rest, anywhere: it shows in its row, from its column, and nowhere else."""
-    for n_out, n_in, group in ((130, 96, 32), (64, 512, 256)):
+    for n_out, n_in, group in ((130, 96, 32), (64, 128, 64), (64, 512, 256)):
         for row, column in ((0, 0), (0, 1), (1, 0), (31, 33), (32, 64), (63, n_in - 1), (n_out - 1, n_in - 2)):
             q = torch.full((n_out, n_in), 8)
             q[row, column] = 15
@@ -209,6 +208,8 @@ def test_each_number_at_its_place():
             expected[row, column] = 14
             assert torch.equal(meant(*matrix), expected)
             for kernel in (PLAIN, *CPU_INT4):
+                if kernel is INT4_WORDS and group == 64:               # as in test_int4_product
+                    continue
                 for many in (torch.eye(n_in), torch.eye(n_in).repeat(3, 1)):         # few rows, and many
                     y = kernel.product(many.bfloat16(), *kernel.pack(*matrix))
                     assert torch.equal(y[-n_in:, :n_out].double(), expected.T), (kernel.name, row, column)
@@ -218,6 +219,7 @@ def compiled_products(backend):
     """Every kernel, shape and dtype in one compiled function, a row at a time and several."""
     cases = [(INT8_CPU, int8_matrix(130, 96, FP32), FP32), (INT8_CPU, int8_matrix(72, 640, BF16), BF16),
              (PLAIN, int8_matrix(130, 90, FP32), FP32), (PLAIN, int4_matrix(130, 96, 32, FP32), FP32),
+             (INT4_CPU, int4_matrix(72, 640, 128, BF16), BF16),
              *((k, int4_matrix(*shape, BF16), BF16) for k in CPU_INT4 for shape in ((130, 96, 32), (72, 1536, 256)))]
     if backend == "aot_eager":
         cases += [(PLAIN, int8_matrix(72, 640, BF16), BF16), (PLAIN, int4_matrix(72, 640, 128, BF16), BF16),
@@ -247,9 +249,10 @@ def test_inductor_products():
 
 
 @pytest.mark.skipif(not kernels.AVX512, reason="the tests above ran as on such a CPU")
-def test_products_on_a_cpu_without_avx512(tmp_path):
-    env = dict(os.environ, ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    chosen = "product or place or views or experts or every_byte"          # this one is skipped there
+@pytest.mark.parametrize("capability, chosen", [("avx2", "product or place or views or experts or every_byte"), ("default", "every_byte")],
+                         ids=["avx2", "default"])                          # those do not choose this one
+def test_products_on_a_cpu_without_avx512(tmp_path, capability, chosen):
+    env = dict(os.environ, ATEN_CPU_CAPABILITY=capability, ONEDNN_MAX_CPU_ISA="AVX2", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", chosen], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "[100%]" in done.stdout, done.stdout + done.stderr
 
