@@ -217,9 +217,10 @@ def int4_words(weight, both, _):
     """ATen's layout -> [out'/16, in/G, G/8, 16] float32, bits 4b to 4b + 3 of a word being column b
     of eight; scale and zero in a word, [out'/16, in/G, 16]; what masked numbers lack in size [8].
     """
-    words = unpack_int4_cpu(weight).contiguous().view(torch.float32)
-    both = both.view(torch.float32)[..., 0].t()
-    words, both = (t.unflatten(0, (-1, 16)).transpose(1, 2).contiguous() for t in (words, both))
+    both = both.view(torch.float32)[..., 0].t().unflatten(0, (-1, 16)).mT.contiguous()
+    words = torch.empty(len(both), weight.shape[1] // 4, 16)
+    for some, part in zip(weight.split(64), words.split(4)):
+        part.copy_(unpack_int4_cpu(some).contiguous().view(torch.float32).unflatten(0, (-1, 16)).mT)
     words = words.unflatten(1, (both.shape[1], -1))
     lacking = torch.tensor([16.0 ** -b if b < 7 else 1 for b in range(8)])
     for n_row in 1, 64:                            # have compiled what they call
