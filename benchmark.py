@@ -406,7 +406,10 @@ class Case:
     def prepare(self, tokenizer, test: Test) -> None:
         log(f"Preparing {self.name} {self.quantization} {self.engine} {test}")
         needed = test.needs(self.model.cfg, self.model.dtype, self.engine != "recompute")
-        free = free_memory(self.model.freq.device)
+        device = self.model.freq.device
+        free = free_memory(device)
+        if device.type == "cpu" and (self.engine == GUESSING or self.engine.startswith("compile")):
+            needed += weight_bytes(self.model)[0]  # in another layout, beside those of all engines
         if self.start:
             self.engine_run = self.start()
         elif needed > free:                        # a CPU's allocator would not say no

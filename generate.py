@@ -269,9 +269,7 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
         decode = CudaGraph()
     elif engine == "compile" and device == "cpu":
         functions = compiled.Functions(f"{model.cfg} {tp.world()}")
-        for module in model.modules():
-            if isinstance(module, quantize.QuantizedLinear):
-                module.for_compiler()
+        quantize.for_compiler(model)
         for layer in model.layers:
             layer.forward = compiled.Compiled(layer.forward, functions, cache="attn.cache")
         model.enter = for_one(model.enter, functions, "rings", "layers.")

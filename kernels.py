@@ -1,4 +1,4 @@
-"""Products with int8 and int4 weights: one Kernel per device, each beside a plain one.
+"""Products with int8, int4 and packed bf16 weights: a Kernel per device, each beside a plain one.
 
 Owns the layouts in memory. Knows no modules, no files and not which linear gets which kernel: that
 is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
@@ -10,10 +10,12 @@ is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
     y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +27,14 @@ import compiled
 class Kernel(NamedTuple):
     """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
 
-    unpack: any rows of pack's weight -> as on disk. compiled: the packed three -> a Kernel that is
-    faster under a compiler, and its three.
+    rows: pack's weight, ids [...] -> those rows as on disk [..., in], where a head may also be an
+    embedding. compiled: the packed three -> a Kernel that is faster under a compiler, its three.
     """
 
     name: str
     product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
-    unpack: Callable[[Tensor], Tensor] = lambda weight: weight
+    rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
     compiled: Callable | None = None
 
 
@@ -211,11 +213,83 @@ def int4_cpu(x, weight, scales, zeros=None):
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
 
 
-# Compiled, it is a sum over words of eight columns each: one loop, which Inductor has read ahead.
+# ---- CPU, under a compiler ----------------------------------------------------------------------
+# Weights are float32 words of neighbouring columns, with a block of rows side by side: for one row
+# of x, or a few, a loop of Inductor's reads ahead, unpacks and sums. For more oneDNN is faster,
+# where there is bf16 arithmetic, if weights have the order that it would give them: words of two,
+# for blocks of 64 rows. In bf16 they lie so for good; int4 is turned into it a piece at a time,
+# small enough for a cache. out' is out rounded up to 64.
+#
+#     bf16 [out'/64, in/2, 64]                       int4 [out'/16, in/G, G/8, 16], as in ATen's
+
+PIECE = 1 << 21                                    # weights
+_ordered = WeakValueDictionary()                   # where words begin -> oneDNN's tensor
+
+
+def onednn_order(weight: Tensor) -> Tensor | None:
+    """weight [out, in] bf16 -> words, a copy; None where oneDNN's order is another on this CPU, or
+    blocks would be filled up with too much.
+    """
+    n_out, n_in = weight.shape
+    if n_in % 2 or -n_out % 64 * 8 > n_out:
+        return None
+    if n_out % 64:
+        weight = F.pad(weight, (0, 0, 0, -n_out % 64))
+    ordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    if torch.ops.mkldnn._nbytes(ordered) != 2 * weight.numel():
+        return None
+    memory = _bytes(2 * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(ordered))
+    memory.ordered = ordered                       # lives as long as the words do
+    words = torch.frombuffer(memory, dtype=torch.float32).view(-1, n_in // 2, 64)
+    _ordered[words.data_ptr()] = ordered
+    new, old = words.view(torch.int32), weight.view(torch.float32).view(torch.int32)
+    same = torch.equal(new[0].T, old[:64]) and torch.equal(new[:, -1].flatten(), old[:, -1])
+    return words if same else None
+
+
+@cache
+def _bytes(n: int) -> type:
+    return type("Bytes", (ctypes.c_char * n,), {})
+
+
+def words_to_bf16(words: Tensor, ids: Tensor) -> Tensor:
+    """Rows of the weight: ids [...] -> [..., in]."""
+    return words[ids // 64, :, ids % 64].view(torch.bfloat16)
+
+
+def bf16_rows(x: Tensor, words: Tensor) -> Tensor:
+    w = _ordered.get(words.data_ptr())
+    if w is None:                                  # they are a copy, which oneDNN knows nothing of
+        return F.linear(x, words_to_bf16(words, torch.arange(words.shape[0] * 64)))
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
+
+
+bf16_rows_op = torch.library.custom_op("gpt_faster::bf16_rows", bf16_rows, mutates_args=())
+bf16_rows_op.register_fake(lambda x, words: x.new_empty(x.shape[0], words.shape[0] * 64))
+
+
+def bf16_words_cpu(x, words, scales=None, zeros=None):
+    if not torch.compiler.is_compiling():
+        return bf16_rows(x, words)
+    if x.shape[0] > 1:
+        return bf16_rows_op(x, words)
+    each = x.float().as_strided((x.shape[1] // 2, 2, 1), (2, 1, 1))        # in memory
+    words = words.view(torch.int32).unflatten(-1, (4, 16)).unbind(2)       # four sums at once
+    y = [((some << 16).view(torch.float32) * each[:, 0]
+          + (some & -65536).view(torch.float32) * each[:, 1]).sum(1) for some in words]
+    return torch.stack(y, 1).view(1, -1).to(x.dtype)
+
+
+@cache
+def ordered_memory(n_out: int, n_in: int) -> Tensor | None:
+    """Words that oneDNN takes for a bf16 weight [out, in], to be written over."""
+    with torch.inference_mode(False):              # whoever calls: it serves everyone
+        return onednn_order(torch.arange(n_out * n_in).remainder(251).view(n_out, -1).bfloat16())
+
 
 def int4_words(weight, both, _):
-    """ATen's layout -> [out'/16, in/G, G/8, 16] float32, bits 4b to 4b + 3 of a word being column b
-    of eight; scale and zero in a word, [out'/16, in/G, 16]; what masked numbers lack in size [8].
+    """From ATen's: bits 4b to 4b + 3 of a word are column b of eight. Scale and zero in a word,
+    [out'/16, in/G, 16]; what masked numbers lack in size [8], where zeros would be.
     """
     both = both.view(torch.float32)[..., 0].t().unflatten(0, (-1, 16)).mT.contiguous()
     words = torch.empty(len(both), weight.shape[1] // 4, 16)
@@ -251,36 +325,58 @@ def int4_sums(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Ten
     return torch.stack(y).permute(2, 0, 1, 3).flatten(0, 1).flatten(1).to(x.dtype)
 
 
-def int4_weights(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """-> out [in/G, G/8, 8, out'/16, 16]: the weights, transposed."""
-    columns = (4 * torch.arange(8, dtype=torch.int32))[:, None]
-    q = weight.view(torch.int32)[:, :, :, None] >> columns & 15
-    scale, term = (t[:, :, None, None] for t in factor_and_term(scales))
-    return out.copy_((q.float() * scale + term).permute(1, 2, 3, 0, 4))
+def int4_weights(weight: Tensor, scales: Tensor) -> list[Tensor]:
+    """[..., in/G, G/8, 16] -> eight columns of floats like that."""
+    scale, term = (t[..., None, :] for t in factor_and_term(scales))
+    return [(weight.view(torch.int32) >> 4 * b & 15).float() * scale + term for b in range(8)]
+
+
+def int4_to_bf16(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """[O, 4, in/G, G/8, 16] -> out [O, in/G, G/8, 4, 4, 16]: words of two, in oneDNN's order."""
+    bits = [w.view(torch.int32) + (1 << 15) for w in int4_weights(weight, scales)]     # rounded
+    words = [low >> 16 & 65535 | high & -65536 for low, high in zip(bits[::2], bits[1::2])]
+    return out.copy_(torch.stack(words, -2).view(torch.float32).movedim(1, -2))
+
+
+def int4_to_fp32(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """-> out [in/G, G/8, 8, O, 4, 16]: transposed."""
+    return out.copy_(torch.stack(int4_weights(weight, scales), -2).movedim((0, 1), (-3, -2)))
 
 
 @cache
-def for_any_matrix(n_word: int) -> tuple[Callable, Callable]:
-    """int4_sums with 2 rows a pass, and int4_weights: prompts are not compiled, but these are."""
-    x, out = torch.empty(43, 2, 37, n_word, 8).bfloat16(), torch.empty(37, n_word, 8, 41, 16)
-    words, scales = torch.empty(41, 37, n_word, 16), torch.empty(41, 37, 16)
-    return (compiled.once(int4_sums, x, words, scales, torch.empty(8)),
-            compiled.once(int4_weights, words, scales, out.bfloat16() if HAS_BF16 else out))
+def for_any_matrix(n_word: int, fast: bool) -> tuple[Callable, Callable]:
+    """int4_sums with 2 rows a pass, and one of those above, compiled as prompts are not."""
+    x, words = torch.empty(43, 2, 37, n_word, 8).bfloat16(), torch.empty(41, 37, n_word, 16)
+    sums = compiled.once(int4_sums, x, words, torch.empty(41, 37, 16), torch.empty(8))
+    words, scales = torch.empty(41, 4, 37, n_word, 16), torch.empty(41, 4, 37, 16)
+    if fast:
+        out = torch.empty(41, 37, n_word, 4, 4, 16)
+        return sums, compiled.once(int4_to_bf16, words, scales, out)
+    out = torch.empty(37, n_word, 8, 41, 4, 16)
+    return sums, compiled.once(int4_to_fp32, words, scales, out)
 
 
 def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
-    (n_row, n_in), (n_block, n_group, n_word, _) = x.shape, weight.shape
-    sums, weights = for_any_matrix(n_word)
-    if n_row <= 40:
+    (n_row, n_in), (_, n_group, n_word, _) = x.shape, weight.shape
+    fast = HAS_BF16 and ordered_memory(64, n_in) is not None
+    sums, unpack = for_any_matrix(n_word, fast)
+    if n_row <= (16 if fast else 40):
         x = F.pad(x, (0, 0, 0, n_row % 2)).contiguous().view(-1, 2, n_group, n_word, 8)
         return sums(x, weight, scales, lacking)[:n_row]
-    y, step = x.new_empty(n_row, n_block * 16), max(4, SCRATCH // n_in // 16)
-    x = x if HAS_BF16 else x.float()               # without bf16 arithmetic that is faster
-    for a in range(0, n_block, step):
-        some = weight[a:a + step], scales[a:a + step]
-        w = scratch(some[0].numel() * 8, x.dtype).view(n_group, n_word, 8, -1, 16)
-        weights(*some, w)
-        y[:, 16 * a:16 * (a + step)] = x @ w.view(n_in, -1)
+    weight, scales = (t.unflatten(0, (-1, 4)) for t in (weight, scales))   # 64 rows
+    n_thread = torch.get_num_threads()
+    step = max(1, PIECE // (64 * n_in * n_thread)) * n_thread
+    y, x = x.new_empty(n_row, len(weight) * 64), x if fast else x.float()
+    for a in range(0, len(weight), step):
+        some, out = (weight[a:a + step], scales[a:a + step]), y[:, 64 * a:64 * (a + step)]
+        if fast:
+            w = ordered_memory(out.shape[1], n_in)
+            unpack(*some, w.view(-1, n_group, n_word, 4, 4, 16))
+            out.copy_(bf16_rows(x, w))
+        else:
+            w = scratch(out.shape[1] * n_in, torch.float32)
+            unpack(*some, w.view(n_group, n_word, 8, -1, 4, 16))
+            out.copy_(x @ w.view(n_in, -1))
     return y
 
 
@@ -302,8 +398,11 @@ def int4_words_cpu(x, weight, scales, lacking):
     return int4_sums(x, weight, scales, lacking)[:n_row]
 
 
-INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu, unpack_int8_cpu)
-INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, unpack_int4_cpu, int4_words)
+INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu,
+                  lambda weight, ids: unpack_int8_cpu(weight[ids]))
+INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, compiled=int4_words)
+BF16_WORDS = Kernel("bf16 words cpu", bf16_words_cpu,
+                    lambda weight, *_: (onednn_order(weight), None, None), words_to_bf16)
 INT4_WORDS = Kernel("int4 words cpu", int4_words_cpu,
                     lambda *leaves: int4_words(*pack_int4_cpu(*leaves))[1])
 

@@ -217,16 +217,38 @@ def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -
     return kernels.PLAIN
 
 
-class QuantizedLinear(nn.Module):
+class PackedLinear(nn.Module):
+    """A Linear whose tensors have the layout of a kernel's: those that are not None."""
+
+    def __init__(self, shape: torch.Size, bias: Tensor | None, kernel: kernels.Kernel):
+        super().__init__()
+        self.shape, self.bias, self.kernel = shape, bias, kernel
+        self.weight = self.scales = self.zeros = None
+
+    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.weight, self.scales, self.zeros
+
+    def keep(self, leaves) -> None:
+        for name, t in zip(("weight", "scales", "zeros"), leaves):
+            if t is not getattr(self, name):       # else it may be shared with the embedding
+                setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
+
+    def forward(self, x):
+        y = self.kernel.product(x.reshape(-1, x.shape[-1]), *self.leaves())
+        y = y[:, :self.shape[0]].view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedLinear(PackedLinear):
     """A Linear [out, in] or an ExpertLinear [E, out, in] of numbers and scales.
 
     Its tensors are loaded as they lie on disk; pack() then gives them the kernel's layout.
     """
 
     def __init__(self, like: Linear | ExpertLinear, groupsize: int | None, dtype, device):
-        super().__init__()
-        self.shape, self.bias, int4 = like.weight.shape, like.bias, groupsize is not None
-        *lead, n_in = self.shape
+        *lead, n_in = shape = like.weight.shape
+        int4 = groupsize is not None
+        super().__init__(shape, like.bias, pick_kernel(int4, dtype, device, shape, groupsize))
         precise = torch.float32 if dtype == torch.float16 else dtype       # tiny scales underflow
         n_group, n_byte = (n_in // groupsize, n_in // 2) if int4 else (0, n_in)
 
@@ -236,10 +258,9 @@ class QuantizedLinear(nn.Module):
         self.weight = blank(*lead, n_byte, dtype=torch.uint8 if int4 else torch.int8)
         self.scales = blank(*lead, n_group) if int4 else blank(*lead)
         self.zeros = blank(*lead, n_group) if int4 else None
-        self.kernel = pick_kernel(int4, dtype, device, self.shape, groupsize)
 
     def pack(self) -> None:
-        leaves = self.weight, self.scales, self.zeros
+        leaves = self.leaves()
         if len(self.shape) == 2:
             leaves = self.kernel.pack(*leaves)
         elif self.kernel.name != "plain":
@@ -247,22 +268,6 @@ class QuantizedLinear(nn.Module):
                     for e in range(self.shape[0])]
             leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
         self.keep(leaves)
-
-    def for_compiler(self) -> None:
-        """The kernel and the layout that are the fastest where products are compiled."""
-        if self.kernel.compiled and len(self.shape) == 2:
-            self.kernel, leaves = self.kernel.compiled(self.weight, self.scales, self.zeros)
-            self.keep(leaves)
-
-    def keep(self, leaves) -> None:
-        for name, t in zip(("weight", "scales", "zeros"), leaves):
-            if t is not getattr(self, name):       # else it may be shared with the embedding
-                setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
-
-    def forward(self, x):
-        y = self.kernel.product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.zeros)
-        y = y[:, :self.shape[0]].view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
 
 
 class QuantizedExperts(QuantizedLinear):
@@ -280,17 +285,19 @@ class QuantizedExperts(QuantizedLinear):
         return y if self.bias is None else y + self.bias[ids]
 
 
-class QuantizedEmbedding(nn.Module):
-    """Shares the head's int8 weight [V, D] and scales [V]."""
+class PackedEmbedding(nn.Module):
+    """Shares the head's weight, and has its scales [V], if any: then it is int8."""
 
-    def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
+    def __init__(self, head: PackedLinear, scales: Tensor | None, dtype: torch.dtype):
         super().__init__()
-        self.weight, self.scales, self.dtype = head.weight, head.scales, dtype
+        self.weight, self.scales, self.dtype = head.weight, scales, dtype
         self.kernel = head.kernel
 
     def forward(self, ids):
-        rows, scales = self.kernel.unpack(self.weight[ids]), self.scales[ids]
-        return kernels.dequantize(rows, scales, None, self.dtype)
+        rows = self.kernel.rows(self.weight, ids)
+        if self.scales is None:
+            return rows
+        return kernels.dequantize(rows, self.scales[ids], None, self.dtype)
 
 
 def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
@@ -308,7 +315,7 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
             new = new(module, groupsize, dtype, device)
             model.set_submodule(name, new)
             if shared:
-                model.embed = QuantizedEmbedding(new, dtype)
+                model.embed = PackedEmbedding(new, new.scales, dtype)
 
     def ready(module):
         if isinstance(module, QuantizedLinear):
@@ -318,6 +325,29 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
     if "embed.scales" in source.tensors:           # what pack() made is one again
         model.embed.weight, model.embed.scales = model.head.weight, model.head.scales
     return model
+
+
+def for_compiler(model: Transformer) -> None:
+    """Give the linears on a CPU the kernels and layouts that are the fastest when compiled."""
+    for name in [name for name, _ in model.named_modules()]:
+        old = model.get_submodule(name)
+        if type(old) is Linear and kernels.HAS_BF16 and old.weight.dtype == torch.bfloat16:
+            leaves = kernels.BF16_WORDS.pack(old.weight)
+            if leaves[0] is None:
+                continue
+            new = PackedLinear(old.weight.shape, old.bias, kernels.BF16_WORDS)
+        elif isinstance(old, QuantizedLinear) and old.kernel.compiled and len(old.shape) == 2:
+            kernel, leaves = old.kernel.compiled(*old.leaves())
+            new = PackedLinear(old.shape, old.bias, kernel)
+        else:
+            continue
+        new.keep(leaves)
+        new._forward_hooks.update(old._forward_hooks)          # of tensor parallelism
+        model.set_submodule(name, new)
+        for place, embed in list(model.named_modules()) if name == "head" else []:
+            if isinstance(embed, nn.Embedding | PackedEmbedding) and embed.weight is old.weight:
+                scales = getattr(embed, "scales", None)
+                model.set_submodule(place, PackedEmbedding(new, scales, model.dtype))
 
 
 # ---- The command --------------------------------------------------------------------------------

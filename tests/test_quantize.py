@@ -26,7 +26,7 @@ import gptq
 import kernels
 import quantize
 from files import Lazy
-from kernels import INT4_CPU, INT4_WORDS, INT8_CPU, PLAIN
+from kernels import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU, PLAIN
 from model import ExpertLinear, Linear
 from quantize import int4_grid, int4_numbers, int8_numbers, int8_scales
 from sampling import Sampling
@@ -34,6 +34,7 @@ from sampling import Sampling
 BF16, FP32 = torch.bfloat16, torch.float32
 GREEDY = Sampling(temperature=0)
 CPU_INT4 = [INT4_CPU, INT4_WORDS]                          # the last is for linears under a compiler
+needs_bf16 = pytest.mark.skipif(not kernels.HAS_BF16, reason="this CPU has no bf16 arithmetic")
 
 
 def meant(weight, scales, zeros=None):
@@ -74,6 +75,10 @@ def int4_matrix(n_out, n_in, group, dtype):
     weight = torch.randint(0, 256, (n_out, n_in // 2), dtype=torch.uint8, generator=g)
     scales = (torch.rand(n_out, n_in // group, generator=g) + 0.1).bfloat16().to(dtype)
     return weight, scales, torch.randn(n_out, n_in // group, generator=g).bfloat16().to(dtype)
+
+
+def bf16_matrix(n_out, n_in):
+    return drawn(n_out + n_in, n_out, n_in).bfloat16(), torch.ones(n_out), None
 
 
 def check_product(product, kernel, matrix, dtype, rows=ROWS):
@@ -126,7 +131,9 @@ def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16
     monkeypatch.setattr(kernels, "_scratch", {})
     for dtype in (FP32, BF16):
         check_product(INT8_CPU.product, INT8_CPU, int8_matrix(210, 640, dtype), dtype, [1, 16, 17, 96, 97])
-    check_product(INT4_CPU.product, INT4_CPU, int4_matrix(210, 640, 32, BF16), BF16, [1, 16, 17, 96, 97])
+    monkeypatch.setattr(kernels, "PIECE", 640 * 64 * torch.get_num_threads())
+    for kernel in CPU_INT4:
+        check_product(kernel.product, kernel, int4_matrix(210, 640, 32, BF16), BF16, [1, 16, 17, 40, 41, 96, 97])
 
 
 def test_inputs_that_are_views():
@@ -167,11 +174,10 @@ def test_unpack_gives_back_every_byte_of_int8():
         packed, same, none = INT8_CPU.pack(weight, scales, None)
         assert packed.dtype == FP32 and packed.shape == (n_out, n_in // 4) and packed.isnan().any()
         assert same is scales and none is None
-        assert torch.equal(INT8_CPU.unpack(packed), weight)
-        rows = torch.randint(0, n_out, (2, 5))
-        for moved in (packed[rows], torch.stack([packed])[0][rows], packed.clone()[rows],
-                      torch.nn.Parameter(packed, requires_grad=False).data[rows]):
-            assert torch.equal(INT8_CPU.unpack(moved), weight[rows])
+        assert torch.equal(INT8_CPU.rows(packed, torch.arange(n_out)), weight)
+        ids = torch.randint(0, n_out, (2, 5))
+        for moved in (packed, torch.stack([packed])[0], packed.clone(), torch.nn.Parameter(packed, requires_grad=False).data):
+            assert torch.equal(INT8_CPU.rows(moved, ids), weight[ids])
         x = torch.eye(n_in)                                # each column by itself
         for many in (x[:7], x):
             y = INT8_CPU.product(many, packed, torch.ones(n_out))
@@ -190,7 +196,7 @@ def test_unpack_gives_back_every_byte_of_int4(shape, monkeypatch):
         packed, both, none = INT4_CPU.pack(weight, scales, zeros)
         assert packed.dtype == torch.uint8 and packed.shape == (padded, n_in // 2) and none is None
         assert both.shape == (n_in // group, padded, 2)
-        unpacked = INT4_CPU.unpack(packed)
+        unpacked = kernels.unpack_int4_cpu(packed)
         assert torch.equal(unpacked[:n_out], weight) and not unpacked[n_out:].any() and not both[:, n_out:].any()
         assert torch.equal(both[:, :n_out, 0], scales.T) and torch.equal(both[:, :n_out, 1], zeros.T)
 
@@ -215,12 +221,62 @@ def test_each_number_at_its_place():
                     assert torch.equal(y[-n_in:, :n_out].double(), expected.T), (kernel.name, row, column)
 
 
+@needs_bf16
+@pytest.mark.parametrize("shape", [(64, 32), (512, 96), (470, 640), (1600, 2048), (50257, 32)], ids=str)
+def test_words_of_bf16(shape):
+    """They are where it is said, go back to rows, and multiply, few rows and many, as they are and copied."""
+    matrix = bf16_matrix(*shape)
+    weight, (n_out, n_in) = matrix[0], shape
+    words, *others = BF16_WORDS.pack(*matrix)
+    assert others == [None, None] and words.dtype == FP32 and words.shape == (math.ceil(n_out / 64), n_in // 2, 64)
+    for row, pair in ((0, 0), (1, 5), (63, n_in // 2 - 1), (n_out - 1, 7), (n_out // 2, 3)):
+        assert words[row // 64, pair, row % 64].view(torch.int32) == weight[row, 2 * pair:2 * pair + 2].view(torch.int32)
+    ids = torch.randint(0, n_out, (2, 5))
+    assert torch.equal(BF16_WORDS.rows(words, ids), weight[ids])
+    check_product(BF16_WORDS.product, BF16_WORDS, matrix, BF16)
+    x = drawn(1, 3, 2 * n_in).bfloat16()
+    for view in (x[:, ::2], x[:, n_in:], x[1:2, 3:n_in + 3]):
+        y = BF16_WORDS.product(view, words)
+        assert torch.equal(y, BF16_WORDS.product(view.contiguous(), words)) and not y[:, n_out:].any()
+        torch.testing.assert_close(y, BF16_WORDS.product(view, words.clone()), rtol=2**-7, atol=1e-3 * n_in ** 0.5)
+    torch.library.opcheck(kernels.bf16_rows_op, (drawn(1, 100, n_in).bfloat16(), words), test_utils=("test_schema", "test_faketensor"))
+
+
+@needs_bf16
+def test_words_of_bf16_live_as_long_as_they_are_used():
+    """oneDNN owns their memory, and is found by where it is."""
+    matrix = bf16_matrix(512, 640)
+    expected = BF16_WORDS.pack(*matrix)[0].clone()
+    before = len(kernels._ordered)
+    held = [torch.nn.Parameter(BF16_WORDS.pack(*matrix)[0], requires_grad=False) for _ in range(3)]
+    assert len(kernels._ordered) == before + 3
+    view = held.pop().detach()[2:]
+    held.clear()
+    others = [torch.randn(512, 320) for _ in range(20)]    # would write over freed memory
+    assert torch.equal(view.view(torch.int32), expected[2:].view(torch.int32)) and len(kernels._ordered) == before + 1 and others
+    del view
+    assert len(kernels._ordered) == before
+
+
+@needs_bf16
+def test_weights_stay_where_words_are_not_onednns_or_not_worth_it(monkeypatch):
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    for shape in ((64, 31), (64, 34), (8, 640), (130, 640)):
+        assert kernels.onednn_order(bf16_matrix(*shape)[0]) is None
+    for other in (lambda w, _: reorder(w.flip(0), None), lambda w, _: reorder(w.roll(1, 1), None), lambda w, _: reorder(w.repeat(1, 2), None)):
+        with monkeypatch.context() as m:
+            m.setattr(torch.ops.mkldnn, "_reorder_linear_weight", other)
+            assert kernels.onednn_order(bf16_matrix(128, 640)[0]) is None
+
+
 def compiled_products(backend):
     """Every kernel, shape and dtype in one compiled function, a row at a time and several."""
     cases = [(INT8_CPU, int8_matrix(130, 96, FP32), FP32), (INT8_CPU, int8_matrix(72, 640, BF16), BF16),
              (PLAIN, int8_matrix(130, 90, FP32), FP32), (PLAIN, int4_matrix(130, 96, 32, FP32), FP32),
              (INT4_CPU, int4_matrix(72, 640, 128, BF16), BF16),
              *((k, int4_matrix(*shape, BF16), BF16) for k in CPU_INT4 for shape in ((130, 96, 32), (72, 1536, 256)))]
+    if kernels.HAS_BF16:
+        cases += [(BF16_WORDS, bf16_matrix(*shape), BF16) for shape in ((64, 96), (470, 640))]
     if backend == "aot_eager":
         cases += [(PLAIN, int8_matrix(72, 640, BF16), BF16), (PLAIN, int4_matrix(72, 640, 128, BF16), BF16),
                   (INT8_CPU, int8_matrix(40, 2048, BF16), BF16), *((k, int4_matrix(40, 2048, 256, BF16), BF16) for k in CPU_INT4)]
@@ -443,6 +499,50 @@ def test_logits_are_those_of_the_numbers(families, name, mode, head):
     off = [torch.cat([((a - b).norm(dim=-1) / b.norm(dim=-1)).flatten() for a, b in zip(logits, expected)]).median()
            for logits in (lengths_of(low), lengths_of(checkpoints.load(plain, BF16, "cpu")))]    # a router may flip
     assert off[0] < 1.5 * off[1] < 0.3, off
+
+
+FOR_COMPILER = [("none", "none"), ("int8", "none"), ("int8", "int8"), ("int4", "none"), ("int4", "int4")]
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-biased", "gpt2", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("mode, head", FOR_COMPILER, ids=["-".join(case) for case in FOR_COMPILER])
+def test_modules_for_a_compiler_say_the_same(families, name, mode, head):
+    """Other kernels for linears and the head, which an embedding goes on sharing; routers and experts stay."""
+    source = checkpoints.read(families(name)[0]) if mode == "none" else quantized_source(families, name, mode, head)
+    model = quantize.load(source, BF16, "cpu")
+    ids, expected = torch.arange(160)[None], lengths_of(model)
+    rows, before = model.embed(ids), dict(model.named_modules())
+    one = model.head.weight is model.embed.weight
+    quantize.for_compiler(model)
+    kinds = {n: m.kernel.name for n, m in model.named_modules() if isinstance(m, quantize.PackedLinear)}
+    for n, m in model.named_modules():
+        if type(m) is Linear:
+            assert m is before[n] and (not kernels.HAS_BF16 or kernels.onednn_order(m.weight) is None)
+        elif isinstance(m, quantize.QuantizedLinear):
+            assert m is before[n] and (m.kernel.compiled is None or len(m.shape) == 3)
+    linears = {kind for n, kind in kinds.items() if QUANTIZED.match(n) and not isinstance(model.get_submodule(n), quantize.QuantizedExperts)}
+    assert linears <= {"none": {BF16_WORDS.name}, "int8": {INT8_CPU.name}, "int4": {INT4_WORDS.name}}[mode]
+    assert linears or not kernels.HAS_BF16
+    assert (model.head.weight is model.embed.weight) == one and torch.equal(model.embed(ids), rows)
+    for new, old in zip(lengths_of(model), expected):      # a router may flip
+        assert ((new - old).norm(dim=-1) / old.norm(dim=-1)).median() < 0.02
+
+
+@needs_bf16
+def test_a_head_of_words_is_the_embedding_too(families):
+    """As in test_modules_for_a_compiler_say_the_same, with as many tokens as make whole blocks."""
+    source = checkpoints.read(families("gemma3_text")[0])
+    assert source.cfg.tied
+    model = quantize.load(source, BF16, "cpu")
+    model.embed.weight = model.head.weight = torch.nn.Parameter(drawn(1, 640, 64).bfloat16(), requires_grad=False)
+    ids, x = torch.randint(0, 640, (2, 7)), drawn(2, 3, 64).bfloat16()
+    rows, y, calls = model.embed(ids), model.head(x), []
+    model.head.register_forward_hook(lambda *_: calls.append(1))
+    quantize.for_compiler(model)
+    assert isinstance(model.embed, quantize.PackedEmbedding) and model.embed.weight is model.head.weight
+    assert torch.equal(model.embed(ids), rows)
+    torch.testing.assert_close(model.head(x), y)
+    assert calls and [n for n, _ in model.named_parameters()].count("head.weight") + [n for n, _ in model.named_parameters()].count("embed.weight") == 1
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
