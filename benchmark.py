@@ -409,7 +409,8 @@ class Case:
         device = self.model.freq.device
         free = free_memory(device)
         if device.type == "cpu" and (self.engine == GUESSING or self.engine.startswith("compile")):
-            needed += weight_bytes(self.model)[0]  # in another layout, beside those of all engines
+            needed += sum(p.nbytes for module in self.model.modules()      # beside all engines'
+                          if quantize.has_compiled_layout(module) for p in module.parameters())
         if self.start:
             self.engine_run = self.start()
         elif needed > free:                        # a CPU's allocator would not say no

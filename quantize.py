@@ -327,20 +327,24 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
     return model
 
 
+def has_compiled_layout(module: nn.Module) -> bool:
+    """Does for_compiler() copy its weights into another layout?"""
+    if isinstance(module, QuantizedLinear):
+        return module.kernel.compiled is not None and len(module.shape) == 2
+    return type(module) is Linear and kernels.HAS_BF16 and module.weight.dtype == torch.bfloat16
+
+
 def for_compiler(model: Transformer) -> None:
     """Give the linears on a CPU the kernels and layouts that are the fastest when compiled."""
-    for name in [name for name, _ in model.named_modules()]:
-        old = model.get_submodule(name)
-        if type(old) is Linear and kernels.HAS_BF16 and old.weight.dtype == torch.bfloat16:
-            leaves = kernels.BF16_WORDS.pack(old.weight)
-            if leaves[0] is None:
-                continue
-            new = PackedLinear(old.weight.shape, old.bias, kernels.BF16_WORDS)
-        elif isinstance(old, QuantizedLinear) and old.kernel.compiled and len(old.shape) == 2:
-            kernel, leaves = old.kernel.compiled(*old.leaves())
-            new = PackedLinear(old.shape, old.bias, kernel)
+    for name in [name for name, m in model.named_modules() if has_compiled_layout(m)]:
+        old, kernel = model.get_submodule(name), kernels.BF16_WORDS
+        if isinstance(old, QuantizedLinear):
+            shape, (kernel, leaves) = old.shape, old.kernel.compiled(*old.leaves())
         else:
+            shape, leaves = old.weight.shape, kernel.pack(old.weight)
+        if leaves[0] is None:                      # such words are not for this matrix
             continue
+        new = PackedLinear(shape, old.bias, kernel)
         new.keep(leaves)
         new._forward_hooks.update(old._forward_hooks)          # of tensor parallelism
         model.set_submodule(name, new)
