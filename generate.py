@@ -327,7 +327,8 @@ def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: rang
     if how.repetition_penalty != 1:
         seen = torch.zeros(len(n), n_vocab, dtype=torch.bool, device=device)
     n_keys = {bucket(length, model.max_seq_length) for length in lengths}
-    token = side_by_side(prompts, device)[:, :1]
+    # with strides of its own, as a step's result has: a compiled step depends on them
+    token = side_by_side(prompts, device)[:, :1].clone(memory_format=torch.contiguous_format)
     if speculator:
         speculator.begin(prompts[0], 0, model.max_seq_length, model.longest_call, device)
         for n_key in sorted(n_keys) * 3:

@@ -351,7 +351,7 @@ class Attention(nn.Module):
             if shape[2] == 1:                      # heads that share keys are queries side by side:
                 q, gqa = q.view(shape[0], k.shape[1], -1, shape[3]), False     # three times faster
             y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=gqa)
-            return y.view(shape)
+            return y.reshape(shape)                # efficient attention's strides are not a view's
 
         def product(a, b):                         # [B, K, N/K, T, I] @ [B, K, I, J] in fp32
             if one:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import checkpoint as checkpoints
 import generate
 import kernels
 import quantize
@@ -47,6 +49,40 @@ def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
     q, scales = torch.empty(n_out, n_in // 2, dtype=torch.uint8, device="meta"), torch.empty(n_out, n_in // 32, device="meta")
     weight, both, _ = kernels.INT4_CUDA.pack(q, scales.to(BF16), scales.to(BF16))
     assert weight.shape == tiles and both.shape == (n_in // 32, n_out, 2)
+
+
+def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):
+    """Efficient attention, a GPU's choice, returns its result with positions outside of heads."""
+    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    tokens, plain = torch.arange(5)[None], F.scaled_dot_product_attention
+
+    def last():
+        model.setup_cache(1, 5)
+        model(tokens[:, :4], torch.arange(4))
+        return model(tokens[:, 4:], torch.tensor([4]))
+
+    def efficient(*args, **more):
+        return plain(*args, **more).transpose(1, 2).contiguous().transpose(1, 2)
+    expected = last()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", efficient)
+    assert torch.equal(last(), expected)
+
+
+def test_a_warm_steps_token_lies_as_real_ones_do(families):
+    """A compiled step depends on strides: one that differed would be compiled again in the first sample."""
+    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    strides = set()
+
+    def decode(*args):
+        strides.add(args[1].stride())
+        return generate.decode_one_token(*args)
+    steps = generate.Steps(decode=decode)
+    for prompts in ([list(range(1, 8))], [list(range(1, 8))] * 3):
+        strides.clear()
+        model.setup_cache(len(prompts), 16)
+        generate.warm_up(model, prompts, range(8, 10), generate.Sampling(), steps)
+        list(generate.generate(model, prompts, 3, steps=steps))
+        assert strides == {(1, 1)}
 
 
 def test_the_checks_pass_here(capsys, monkeypatch):
