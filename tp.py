@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-from files import Lazy, narrow
+from formats.files import Lazy, narrow
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].

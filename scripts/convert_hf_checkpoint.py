@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkpoint as checkpoints  # noqa: E402
-from cli import Parser, guarded  # noqa: E402
-from quantize import write  # noqa: E402
+from cli.common import Parser, guarded  # noqa: E402
+from cli.quantizing import write  # noqa: E402
+from formats import checkpoint as checkpoints  # noqa: E402
 
 
 def run(argv=None) -> int:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from checkpoint import download  # noqa: E402
-from cli import Parser, guarded  # noqa: E402
+from cli.common import Parser, guarded  # noqa: E402
+from formats.checkpoint import download  # noqa: E402
 
 
 def run(argv=None) -> int:

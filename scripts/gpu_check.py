@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
 import quantize
-from checkpoint import Checkpoint, tensor_shapes
-from cli import Help, Parser, guarded, log, pick_device
-from files import Lazy
+from cli.common import Help, Parser, guarded, log, pick_device
+from formats.checkpoint import Checkpoint, tensor_shapes
+from formats.files import Lazy
 from generate import Steps, build_speculator, build_steps, generate, warm_up
+from kernels import products as kernels
 from model import ModelConfig, Rope, Transformer
 from sampling import Sampling
 

@@ -37,14 +37,17 @@ def code_lines(source: str) -> int:
 
 def table() -> str:
     def order(path):
-        return (CORE.index(path.name) if path.name in CORE else len(CORE)), path.name
+        first = CORE.index(path.name) if path.name in CORE else len(CORE)
+        return first, path.parent != ROOT, path
 
     rows, total = ["| file | code | what it owns |", "|---|---|---|"], 0
-    for path in sorted(ROOT.glob("*.py"), key=order):
-        source, core = path.read_text(), path.name in CORE
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/[a-z]*.py")], key=order):
+        if path.parent.name in ("scripts", "tests", "checkpoints"):
+            continue
+        source, core = path.read_text(), path.name in CORE and path.parent == ROOT
         n, title = code_lines(source), ast.get_docstring(ast.parse(source)).splitlines()[0]
         total += n * core
-        rows.append(f"| `{path.name}`{' (core)' * core} | {n} | {title.rstrip('.')} |")
+        rows.append(f"| `{path.relative_to(ROOT)}`{' (core)' * core} | {n} | {title.rstrip('.')} |")
     return "\n".join(rows) + f"\n\nThe core has {total} lines of code.\n"
 
 
@@ -94,7 +97,7 @@ def quality() -> str:
 def figures() -> str:
     """Of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
     sys.path[:0] = [str(ROOT)]
-    import tables
+    from bench import tables
     parts = []
     for path in sorted(ROOT.glob("benchmarks/*.json")):
         for title, result in json.loads(path.read_text()).get("tables", {}).items():

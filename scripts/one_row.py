@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from cli import Parser, english_text, guarded
-from eval import score
+from cli.common import Parser, english_text, guarded
+from cli.evaluate import score
 from generate import build_steps, load_model
 
 N, WINDOWS = 512, 4

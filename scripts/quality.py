@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cli import Parser, guarded  # noqa: E402
+from cli.common import Parser, guarded  # noqa: E402
 
 MODELS = {                                         # groups that divide its widths, and the schemes
     "Gemma 3 270M": ("gemma-3-270m/gemma-3-270m-q4_k_m.gguf", [32, 128]),

@@ -18,7 +18,7 @@ atexit.register(shutil.rmtree, os.environ["GPT_FASTER_CACHE"], ignore_errors=Tru
 
 import tiny  # noqa: E402
 
-import checkpoint as checkpoints  # noqa: E402
+from formats import checkpoint as checkpoints  # noqa: E402
 
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"

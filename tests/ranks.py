@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint as checkpoints  # noqa: E402
 import generate  # noqa: E402
 import quantize  # noqa: E402
 import tp  # noqa: E402
-from cli import guarded  # noqa: E402
+from cli.common import guarded  # noqa: E402
+from formats import checkpoint as checkpoints  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 FP32 = torch.float32

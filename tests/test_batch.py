@@ -12,13 +12,13 @@ from conftest import SMOLLM2
 from test_errors import refused, run
 from test_generate import command
 
-import batch
-import compiled
 import generate
-from cli import english_text
+from cli import batch, session
+from cli.common import english_text
+from formats.tokenizer import Numbers, Row
+from kernels import inductor as compiled
 from model import Ring, cache_bytes, n_slots
 from sampling import Sampling
-from tokenizer import Numbers, Row
 
 GREEDY = Sampling(temperature=0)
 LENGTHS, NEW = [20, 3, 11, 1, 7, 15, 2, 18], [6, 12, 3, 9, 1, 14, 5, 8]
@@ -138,11 +138,11 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
                 change = yield tokens.send(change).as_subclass(Far)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(generate, "generate", far)
+    monkeypatch.setattr(session, "generate", far)
     assert serve(model, work, 3)[0] == expected
     rows = [Row(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
     model.setup_cache(3, 40, 4)
-    generate.follow(far(model, prompts()[:3], 9, GREEDY), rows, None)
+    session.follow(far(model, prompts()[:3], 9, GREEDY), rows, None)
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]
 
 

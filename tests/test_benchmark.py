@@ -11,8 +11,8 @@ import torch
 from conftest import SMOLLM2
 from test_errors import run as run_generate
 
-import benchmark
-import tables
+from bench import main as benchmark
+from bench import tables
 
 
 @pytest.fixture(autouse=True)

@@ -29,11 +29,11 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Fast
 
-import batch
-import checkpoint as checkpoints
 import generate
-import tokenizer as tokenizers
-from chat import HELP, Chat, n_common
+from cli import batch, session
+from cli.chat import HELP, Chat, n_common
+from formats import checkpoint as checkpoints
+from formats import tokenizer as tokenizers
 from sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -693,8 +693,8 @@ def on_a_model(ours, monkeypatch, logits):
         def answer(ids, n_cached):
             all_cached.append(n_cached)
             n = min(n_new, 128 - len(ids))
-            row = generate.Row(tokenizer, ids, {7}, [], n)
-            generate.follow(generate.generate(kept, [ids], n, GREEDY, n_cached=n_cached), [row], None)
+            row = session.Row(tokenizer, ids, {7}, [], n)
+            session.follow(generate.generate(kept, [ids], n, GREEDY, n_cached=n_cached), [row], None)
             drawn_from = logits[-len(row.ids):]
             expected = drawn(fresh, ids, n)
             for i, actual in enumerate(drawn_from):

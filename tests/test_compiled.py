@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import compiled
-from compiled import Compiled, Functions
+from kernels import inductor as compiled
+from kernels.inductor import Compiled, Functions
 
 
 class Gated(nn.Module):

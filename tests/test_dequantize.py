@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
-import checkpoint as checkpoints
-from dequantize import INSTEAD, dequantized, unpacked_int4
-from files import Lazy
+from formats import checkpoint as checkpoints
+from formats.files import Lazy
+from formats.hub_quantized import INSTEAD, dequantized, unpacked_int4
 from quantize import schemes
 
 N_OUT, N_IN, G = 64, 96, 32

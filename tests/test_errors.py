@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import SMOLLM2
 
-import checkpoint as checkpoints
-import files
-import generate
+from cli import session
+from formats import checkpoint as checkpoints
+from formats import files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(capsys, *argv):
     """-> exit status, stdout, stderr of generate.py in this process."""
     try:
-        status = generate.main([str(a) for a in argv])
+        status = session.main([str(a) for a in argv])
     except SystemExit as e:
         status = e.code
     captured = capsys.readouterr()
@@ -314,8 +314,8 @@ def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
     message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
     assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
     plain, gemma = (checkpoints.SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
-    assert generate.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
-    assert generate.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
+    assert session.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
+    assert session.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
 
 
 def test_dtype_that_the_model_does_not_bear(capsys):
@@ -324,7 +324,7 @@ def test_dtype_that_the_model_does_not_bear(capsys):
 
 
 def test_no_compiler_runs_eager(capsys, llama, monkeypatch):
-    monkeypatch.setattr(generate.shutil, "which", lambda name: None)
+    monkeypatch.setattr(session.shutil, "which", lambda name: None)
     status, out, err = run(capsys, "-m", llama, "--compile", "--prompt", "9", "--max_new_tokens", "3", "--json")
     assert status == 0 and "needs a C++ compiler" in err and json.loads(out)["engine"] == "kv_cache"
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 from conftest import SMOLLM2
 
-import benchmark
-import calibrate
-import eval as evaluation
 import generate
+from bench import main as benchmark
+from cli import evaluate as evaluation
+from gptq import calibrate
 
 TEXT = ("The harbour was quiet before dawn. A single boat, painted blue and white, turned slowly on its rope while "
         "the gulls argued over the roofs. Maria counted the crates again, wrote the number down, and wondered why "

@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 
-import checkpoint as checkpoints
 import quantize
+from formats import checkpoint as checkpoints
 
 
 def tokens(n=24, batch=2, vocab=160):

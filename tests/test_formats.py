@@ -9,7 +9,7 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
-import checkpoint as checkpoints
+from formats import checkpoint as checkpoints
 
 
 def interleave(w, head_dim):
@@ -262,7 +262,7 @@ def test_split_gguf(families, tmp_path):
 def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     from conftest import SMOLLM2
 
-    import tokenizer as tokenizers
+    from formats import tokenizer as tokenizers
     source = checkpoints.read(SMOLLM2)
     tokenizer = tokenizers.load(source.tokenizer)
     checkpoints.save(source, tmp_path / "model.pth", tokenizer.state())

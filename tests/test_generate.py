@@ -12,9 +12,10 @@ import torch
 from conftest import GEMMA, ROOT, SMOLLM2
 from test_errors import run
 
-import checkpoint as checkpoints
 import generate
-import tokenizer as tokenizers
+from cli import session
+from formats import checkpoint as checkpoints
+from formats import tokenizer as tokenizers
 from sampling import Sampling
 
 PROMPTS = ["Hello, my name is", "def fibonacci(n):\n    if n <", "In 2024, 1234567 + 89 =",
@@ -48,9 +49,9 @@ def test_same_tokens_as_transformers(path, their_tokenizer):
         steps = generate.build_steps(model, engine)
         for prompt in PROMPTS:
             ids = tokenizer.encode(prompt)
-            row = generate.Row(tokenizer, ids, eos, [])
+            row = session.Row(tokenizer, ids, eos, [])
             tokens = generate.generate(model, torch.tensor([ids]), 32, Sampling(temperature=0), steps=steps)
-            generate.follow(tokens, [row], None)
+            session.follow(tokens, [row], None)
             assert (ids, row.ids) == expected[prompt], (engine, prompt)
 
 
@@ -134,7 +135,7 @@ class Words:
     ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["now", "here"], "ab stop ", 4),
     (["stopped"], "ab stop here now", 5), (["ab"], "", 2), (["now!"], "ab stop here now", 5)])
 def test_stop_strings(stops, shown, n_ids):
-    row = generate.Row(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
+    row = session.Row(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
     pieces = [row.push(i) for i in range(5)] + [row.finish("length")]
     assert "".join(pieces) == row.text == shown and len(row.ids) == n_ids
     assert row.finish_reason == ("stop" if n_ids < 5 else "length")
@@ -143,7 +144,7 @@ def test_stop_strings(stops, shown, n_ids):
 
 
 def test_end_of_sequence():
-    row = generate.Row(Words("a", "b", "<eos>"), [], {2}, [])
+    row = session.Row(Words("a", "b", "<eos>"), [], {2}, [])
     assert row.push(0) == "a" and row.finish_reason is None
     row.push(2)
     assert row.finish_reason == "stop" and row.ids == [0, 2] and row.push(1) == "" and row.ids == [0, 2]
@@ -210,7 +211,7 @@ def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypat
     monkeypatch.setattr(checkpoints, "read", with_defaults)
     seen = []
     original = generate.generate
-    monkeypatch.setattr(generate, "generate", lambda *a, **k: seen.append(a[3]) or original(*a, **k))
+    monkeypatch.setattr(session, "generate", lambda *a, **k: seen.append(a[3]) or original(*a, **k))
     argv = ["-m", SMOLLM2, "--device", "cpu", "--max_new_tokens", 2]
     run(capsys, *argv)
     run(capsys, *argv, "--temperature", 0.5)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint as checkpoints
 import generate
-import kernels
 import quantize
+from formats import checkpoint as checkpoints
+from kernels import products as kernels
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
 import gpu_check  # noqa: E402

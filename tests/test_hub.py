@@ -112,7 +112,7 @@ def test_failures_say_the_remedy(hub, tmp_path, script, argument):
 def test_full_disk(monkeypatch):
     import huggingface_hub
 
-    import checkpoint as checkpoints
+    from formats import checkpoint as checkpoints
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

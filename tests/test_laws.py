@@ -7,24 +7,27 @@ from pathlib import Path
 
 import pytest
 
-import flags
 import generate
+from cli import flags
 
 ROOT = Path(generate.__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import map as readme_map  # noqa: E402
 
-MODULES = {p.stem for p in ROOT.glob("*.py")}
+ROOMS = ("bench", "cli", "formats", "gptq", "kernels", "layers")
+CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
+COMMANDS = ("benchmark", "eval")
+# What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "model": set(), "cli": set(), "sampling": set(), "tokenizer": set(), "tp": {"files"}, "compiled": set(), "gptq": set(), "kernels": {"compiled"},
-    "peers": set(), "plots": set(), "tables": {"peers"},
-    "files": set(), "dequantize": {"files"}, "families": {"files", "model"},
-    "checkpoint": {"model", "files", "families", "dequantize"}, "calibrate": {"checkpoint", "cli", "gptq", "model"},
-    "quantize": {"calibrate", "checkpoint", "files", "kernels", "model", "tokenizer", "cli"},
-    "speculate": {"sampling", "tokenizer"}, "batch": {"cli", "tokenizer"}, "chat": {"sampling", "tokenizer"},
-    "flags": {"checkpoint", "cli", "quantize"},
-    "generate": MODULES - {"generate", "eval", "benchmark", "peers", "plots", "tables"}, "eval": MODULES, "benchmark": MODULES,
+    "kernels": set(), "layers": set(), "sampling": set(), "model": {"layers"},
+    "formats": {"model"}, "gptq": {"formats", "model", "cli"}, "tp": {"formats"},
+    "quantize": {"kernels", "formats", "model", "gptq", "cli"},
+    "speculate": {"sampling"},
+    "generate": {"model", "sampling", "speculate", "quantize", "formats", "kernels", "tp", "cli"},
+    "cli": {*CORE, "formats", "gptq", "kernels"}, "bench": {*CORE, "cli", "formats"},
+    "eval": {"cli"}, "benchmark": {"bench"},
 }
+MODULES = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))]
 
 
 def imports(path):
@@ -37,13 +40,21 @@ def imports(path):
             yield node.module.split(".")[0], node in tree.body
 
 
+def test_the_root_is_the_core_and_the_commands():
+    assert {p.stem for p in ROOT.glob("*.py")} == {*CORE, *COMMANDS}
+    for room in ROOMS:
+        assert not [p for p in (ROOT / room).iterdir() if p.is_dir() and p.name != "__pycache__"], "one level deep"
+
+
 def test_imports_point_downward():
-    for name in MODULES:
-        for module, top in imports(ROOT / f"{name}.py"):
-            if module in MODULES:
-                assert module in MAY_IMPORT[name], f"{name}.py imports {module}"
-                assert top, f"{name}.py imports {module} late"
-        assert "sys.path" not in (ROOT / f"{name}.py").read_text()
+    for path in MODULES:
+        owner = path.stem if path.parent == ROOT else path.parent.name
+        main = "__main__" in path.read_text()              # the last lines of a command
+        for module, top in imports(path):
+            if module in MAY_IMPORT and module != owner:
+                assert module in MAY_IMPORT[owner] or (main and not top), f"{path} imports {module}"
+                assert top or main, f"{path} imports {module} late"
+        assert "sys.path" not in path.read_text(), path
 
 
 def test_the_model_knows_only_the_math():
@@ -58,7 +69,7 @@ def test_the_model_knows_only_the_math():
 
 
 def test_nothing_from_a_checkpoint_is_executed():
-    for path in ROOT.glob("*.py"):
+    for path in MODULES:
         source = path.read_text()
         for call in re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source):
             assert "weights_only=True" in call, f"{path.name}: {call}"
@@ -83,7 +94,7 @@ def test_readme_map_is_fresh(part):
 def test_every_family_is_tested():
     import tiny
 
-    import families
+    from formats import families
     kinds = {tiny.FAMILIES[name]().model_type for name in tiny.FAMILIES}
     assert kinds - {"gemma3"} == set(families.FAMILIES) and set(tiny.MODELS) == kinds - {"gemma3"}
 
@@ -95,6 +106,6 @@ def test_readme_paths_exist():
 
 
 def test_no_absolute_paths_of_one_machine():
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for path in [*MODULES, *ROOT.glob("scripts/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         text = Path(path).read_text() if path.is_file() else ""
         assert not re.search(r"/(work|root|home)/\w", text), path

@@ -11,9 +11,9 @@ import torch
 from conftest import ROOT
 from test_formats import write_gguf
 
-import checkpoint as checkpoints
-import peers
-from files import gguf_tensors
+from bench import peers
+from formats import checkpoint as checkpoints
+from formats.files import gguf_tensors
 
 HAS_LLAMA_CPP = any(ROOT.glob(".venv-peers/lib/python*/site-packages/xllamacpp"))
 HOW = dict(threads=1, device="cpu", dtype="float32", length=256)
@@ -88,7 +88,7 @@ def test_what_a_worker_started_ends_with_it(fake):
 
 
 def test_what_is_missing_is_said(fake, tmp_path):
-    source = (ROOT / "peers.py").read_text()
+    source = (ROOT / "bench/peers.py").read_text()
     hidden = source.replace("import xllamacpp as x\n", "raise ImportError(\"No module named 'xllamacpp'\")\n")
     with pytest.raises(ValueError, match="^peer llama.cpp: No module named 'xllamacpp': run scripts/install_peers.sh$"):
         fake(hidden)
@@ -98,7 +98,7 @@ def test_what_is_missing_is_said(fake, tmp_path):
 
 def test_transformers(fake, families):
     directory, model = families("llama2")
-    peer = fake((ROOT / "peers.py").read_text(), "transformers", directory)
+    peer = fake((ROOT / "bench/peers.py").read_text(), "transformers", directory)
     prompt, whole = list(range(10, 22)), torch.arange(10, 22)[None]
     for _ in range(8):
         whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
@@ -195,7 +195,7 @@ def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
 
 def test_workers_need_no_package_of_ours():
     import ast
-    tree = ast.parse((ROOT / "peers.py").read_text())
+    tree = ast.parse((ROOT / "bench/peers.py").read_text())
     tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
             if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
     assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names

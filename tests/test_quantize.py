@@ -18,15 +18,16 @@ import pytest
 import tiny
 import torch
 
-import calibrate
-import checkpoint as checkpoints
-import cli
 import generate
-import gptq
-import kernels
 import quantize
-from files import Lazy
-from kernels import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU, PLAIN
+from cli import common as cli
+from cli import quantizing, session
+from formats import checkpoint as checkpoints
+from formats.files import Lazy
+from gptq import calibrate
+from gptq import solve as gptq
+from kernels import products as kernels
+from kernels.products import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU, PLAIN
 from model import ExpertLinear, Linear
 from quantize import int4_grid, int4_numbers, int8_numbers, int8_scales
 from sampling import Sampling
@@ -410,7 +411,7 @@ def test_int4_uses_all_sixteen_numbers_and_prefers_none():
 
 def test_a_tensor_in_many_pieces_is_the_same(monkeypatch):
     """Read, rounded and written a few rows at a time, experts' borders inside."""
-    import files
+    from formats import files
     for w in (drawn(1, 130, 96), drawn(2, 5, 26, 96)):
         whole = rounded(w), rounded(w, 32)
         with monkeypatch.context() as m:
@@ -561,7 +562,7 @@ def test_file_round_trip(families, name, mode, head, tmp_path):
     source = quantized_source(families, name, mode, head)
     read = [source]
     for directory in (tmp_path / "a", tmp_path / "b"):
-        quantize.write(replace(read[-1], tokenizer=directory), directory / "model.pth", quiet=True)
+        quantizing.write(replace(read[-1], tokenizer=directory), directory / "model.pth", quiet=True)
         assert [p.name for p in directory.iterdir()] == ["model.pth"]
         read.append(checkpoints.read(directory))
         assert read[-1].cfg == source.cfg and read[-1].quantization == source.quantization
@@ -590,7 +591,7 @@ def test_tied_matrices_are_one(families):
                 assert embed.weight is output.weight and embed.weight.data_ptr() == output.weight.data_ptr()
                 if head == "int8":
                     assert embed.scales is output.scales and output.weight.numel() * output.weight.element_size() == 160 * 64
-                    total, read = generate.weight_bytes(model)
+                    total, read = session.weight_bytes(model)
                     assert total == read == sum(p.numel() * p.element_size() for p in set(model.parameters()))
 
 
@@ -977,7 +978,7 @@ def test_calibration_windows():
 
 # ---- The command line ---------------------------------------------------------------------------
 
-def run(capsys, *argv, command=quantize.run):
+def run(capsys, *argv, command=quantizing.run):
     """-> exit status, stdout, stderr."""
     try:
         status = cli.guarded(command, [str(a) for a in argv])
@@ -987,7 +988,7 @@ def run(capsys, *argv, command=quantize.run):
     return status, captured.out, captured.err
 
 
-def refused(capsys, *argv, command=quantize.run):
+def refused(capsys, *argv, command=quantizing.run):
     """-> the one line that says why."""
     status, out, err = run(capsys, *argv, command=command)
     lines = err.strip().splitlines()
@@ -999,7 +1000,7 @@ def refused(capsys, *argv, command=quantize.run):
 def greedy(capsys, *argv, n=20):
     """What generate.py says after nine random tokens."""
     status, out, err = run(capsys, *argv, "--device", "cpu", "--temperature", 0, "--prompt", 9, "--max_new_tokens", n,
-                           "--ignore_eos", "--json", command=generate.run)
+                           "--ignore_eos", "--json", command=session.run)
     assert status == 0, err
     return json.loads(out)
 
@@ -1057,7 +1058,7 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
 
 def test_file_works_alone(capsys, model, tmp_path):
     """Elsewhere, the tokenizer and its template go into the file; beside their files, they do not."""
-    import tokenizer as tokenizers
+    from formats import tokenizer as tokenizers
     elsewhere = tmp_path / "new/directory/small.pth"
     status, out, _ = run(capsys, "-m", model, "--output", elsewhere)
     assert status == 0 and out == f"{elsewhere}\n"
@@ -1069,7 +1070,7 @@ def test_file_works_alone(capsys, model, tmp_path):
     run(capsys, "-m", model)
     assert greedy(capsys, "-m", tmp_path / "alone/x.pth")["new_ids"] == greedy(capsys, "-m", model / "model_int8.pth")["new_ids"]
     shutil.move(model / "model_int8.pth", tmp_path / "alone/y.pth")
-    assert "no tokenizer: expected tokenizer.json" in refused(capsys, "-m", tmp_path / "alone/y.pth", "--prompt", "9", command=generate.run)
+    assert "no tokenizer: expected tokenizer.json" in refused(capsys, "-m", tmp_path / "alone/y.pth", "--prompt", "9", command=session.run)
 
 
 def test_default_output_of_gguf_and_hub(capsys, model, families, tmp_path, monkeypatch):
@@ -1109,7 +1110,7 @@ def test_quantized_prefill_and_padding_compiled_away(capsys, model):
         said = greedy(capsys, "-m", model, "--quantize", mode, "--dtype", "float32")["new_ids"]
         assert greedy(capsys, "-m", model, "--quantize", mode, "--dtype", "float32", "--engine", "recompute")["new_ids"] == said
         status, out, _ = run(capsys, "-m", model, "--quantize", mode, "--dtype", "float32", "--device", "cpu", "--temperature", 0,
-                             "--prompt", 9, "--max_new_tokens", 20, "--ignore_eos", "--json", "--batch_size", 3, command=generate.run)
+                             "--prompt", 9, "--max_new_tokens", 20, "--ignore_eos", "--json", "--batch_size", 3, command=session.run)
         assert [json.loads(line)["new_ids"] for line in out.splitlines()] == [said] * 3
 
 
@@ -1119,13 +1120,13 @@ def test_what_cannot_be_quantized(capsys, model, text):
     run(capsys, "-m", model)
     before = left(model)
     assert "is quantized already (int8, head int8): start from the original" in refused(capsys, "-m", model / "model_int8.pth")
-    message = refused(capsys, "-m", model / "model_int8.pth", "--quantize", "int4", "--prompt", "9", "--max_new_tokens", 2, command=generate.run)
+    message = refused(capsys, "-m", model / "model_int8.pth", "--quantize", "int4", "--prompt", "9", "--max_new_tokens", 2, command=session.run)
     assert "is quantized already (int8, head int8): start from the original" in message
     assert "invalid choice: 'int3'" in refused(capsys, "-m", model, "--mode", "int3")
-    assert "invalid choice: 'int4-gptq'" in refused(capsys, "-m", model, "--quantize", "int4-gptq", command=generate.run)
+    assert "invalid choice: 'int4-gptq'" in refused(capsys, "-m", model, "--quantize", "int4-gptq", command=session.run)
     assert "no such file or directory" in refused(capsys, "-m", "/nowhere/x.pth")
     assert "no device 'abacus'" in refused(capsys, "-m", model, "--device", "abacus")
-    for command, flag in ((quantize.run, ["--mode"]), (generate.run, ["--prompt", "9", "--max_new_tokens", 2, "--quantize"])):
+    for command, flag in ((quantizing.run, ["--mode"]), (session.run, ["--prompt", "9", "--max_new_tokens", 2, "--quantize"])):
         message = refused(capsys, "-m", model, *flag, "int4", "--groupsize", "64", command=command)
         assert re.search(r"--groupsize 64 does not divide the 96 inputs of layers.\d.ffn.down.weight: 32 would do", message)
         assert "invalid choice: 48" in refused(capsys, "-m", model, *flag, "int4", "--groupsize", "48", command=command)
@@ -1272,7 +1273,7 @@ def test_damaged_file(capsys, model, damage):
     mode, change, message = DAMAGES[damage]
     assert run(capsys, "-m", model, "--mode", mode)[0] == 0
     path = damaged(model / f"model_{mode}{'.g32' if mode == 'int4' else ''}.pth", change)
-    assert message in refused(capsys, "-m", path, "--prompt", "9", "--max_new_tokens", "2", command=generate.run)
+    assert message in refused(capsys, "-m", path, "--prompt", "9", "--max_new_tokens", "2", command=session.run)
 
 
 def test_truncated_file(capsys, model):
@@ -1281,7 +1282,7 @@ def test_truncated_file(capsys, model):
     data = path.read_bytes()
     for keep in (0, 100, len(data) // 2, len(data) - 500):
         path.write_bytes(data[:keep])
-        assert "not a readable PyTorch file (truncated?)" in refused(capsys, "-m", path, "--prompt", "9", command=generate.run)
+        assert "not a readable PyTorch file (truncated?)" in refused(capsys, "-m", path, "--prompt", "9", command=session.run)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -9,9 +9,9 @@ import torch
 from conftest import GEMMA, SMOLLM2
 from test_errors import refused, run
 
-import compiled
 import generate
 import speculate
+from kernels import inductor as compiled
 from sampling import Sampling, truncate
 from speculate import Pace, Speculator
 
@@ -174,7 +174,7 @@ def test_a_prompt_that_goes_on(ours):
 
 @pytest.mark.parametrize("back", range(1, 9))
 def test_going_back_over_rejected_guesses(ours, back):
-    """They were written too: of 12 - 1 positions a ring can go back, 3 less (generate.run's rewind)."""
+    """They were written too: of 12 - 1 positions a ring can go back, 3 less (session.run's rewind)."""
     model, ids = ours("mistral-window"), torch.randint(0, 160, (30,), generator=torch.Generator().manual_seed(4)).tolist()
     model.setup_cache(1, 64, 12)
     speculator = Speculator(3, another(model), fixed=True)
@@ -212,7 +212,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n
 
 def test_smollm2(smollm2, monkeypatch):
     """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
-    import checkpoint as checkpoints
+    from formats import checkpoint as checkpoints
     model, _, tokenizer = smollm2
     ids = tokenizer.encode(PROMPT)
     model.setup_cache(1, 256)
@@ -351,7 +351,7 @@ def test_vocabularies_that_differ_in_a_token():
 
         def piece(self, i):
             return self.words[i]
-    import tokenizer
+    from formats import tokenizer
     assert tokenizer.differ(Words("a", "b"), Words("a", "b")) is None
     assert tokenizer.differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
     assert tokenizer.differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"

@@ -12,8 +12,8 @@ from conftest import GEMMA, SMOLLM2
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 
-import checkpoint as checkpoints
-import tokenizer as tokenizers
+from formats import checkpoint as checkpoints
+from formats import tokenizer as tokenizers
 
 TEXTS = ["Hello, my name is", " leading and   inner   spaces ", "def f(x):\n    return {x: 1}\n\n\tpass",
          "In 2024, 1,234,567 + 89 = 3.14e-5", "Café déjà vu — naïve façade: ñ, ü, ß", "🙂🚀👩‍👩‍👧 e\u0301",

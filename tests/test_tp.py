@@ -17,11 +17,11 @@ import torch
 import transformers as hf
 from conftest import GEMMA, SMOLLM2
 
-import checkpoint as checkpoints
-import generate
 import quantize
 import tp
-from files import Lazy, narrow, safetensors
+from cli import session
+from formats import checkpoint as checkpoints
+from formats.files import Lazy, narrow, safetensors
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -152,7 +152,7 @@ GREEDY = ["--temperature", "0", "--dtype", "float32"]
 
 
 def alone(capsys, *argv):
-    assert generate.main([*map(str, argv)]) == 0
+    assert session.main([*map(str, argv)]) == 0
     return capsys.readouterr().out
 
 

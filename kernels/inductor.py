@@ -68,7 +68,9 @@ def machine() -> list:
 
 def sources() -> str:
     """Our own code: any change makes functions anew."""
-    return "".join(p.read_text() for p in sorted(Path(__file__).parent.glob("*.py")))
+    root = Path(__file__).parent.parent
+    paths = sorted([*root.glob("*.py"), *root.glob("*/*.py")])
+    return "".join(p.read_text() for p in paths if p.parent.name not in ("tests", "scripts"))
 
 
 def _name(said: str) -> str:

@@ -10,9 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-import checkpoint as checkpoints
 import quantize
-from cli import Help, Parser, number
+from cli.common import Help, Parser, number
+from formats import checkpoint as checkpoints
 
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
 HELLO, PREFILL_CHUNK = "Hello, my name is", 512

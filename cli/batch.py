@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from cli import log
-from tokenizer import Row
+from cli.common import log
+from formats.tokenizer import Row
 
 # ---- Requests -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from files import Lazy, made_once
+from formats.files import Lazy, made_once
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1

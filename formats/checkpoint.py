@@ -31,8 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dequantize import dequantized, unpacked_int4
-from families import (
+from formats.families import (
     FAMILIES,
     GGUF_DIFFERENT,
     GGUF_NAMES,
@@ -48,7 +47,7 @@ from families import (
     named,
     reorder_heads,
 )
-from files import (
+from formats.files import (
     Lazy,
     as_rows,
     first_line,
@@ -60,6 +59,7 @@ from files import (
     read_torch,
     some,
 )
+from formats.hub_quantized import dequantized, unpacked_int4
 from model import ExpertLinear, Linear, ModelConfig, Rope, Transformer
 
 # in memory: on disk
@@ -255,7 +255,7 @@ def read_gguf(path: Path) -> Checkpoint:
 
 # ---- Finding a checkpoint -----------------------------------------------------------------------
 
-DEFAULT_MODEL = Path(__file__).parent / (
+DEFAULT_MODEL = Path(__file__).parent.parent / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 BESIDE = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
 

@@ -243,7 +243,7 @@ class Peer:
     """
 
     def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int):
-        python = Path(__file__).with_name(".venv-peers") / "bin/python"
+        python = Path(__file__).parent.parent / ".venv-peers/bin/python"
         command = [str(python if python.exists() else sys.executable), "-I", __file__, name,
                    str(path), "--threads", threads, "--device", device, "--dtype", dtype,
                    "--length", length]             # -I: else our files hide packages of their names

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from files import Lazy, offset, pick, scaled, some, stack, transpose
+from formats.files import Lazy, offset, pick, scaled, some, stack, transpose
 from model import GATED, UNGATED, ModelConfig, Rope
 
 

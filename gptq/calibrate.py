@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, blank_model, load_part, parts
-from cli import english_text, log
-from gptq import output_error, solve
+from cli.common import english_text, log
+from formats.checkpoint import Checkpoint, blank_model, load_part, parts
+from gptq.solve import output_error, solve
 from model import ExpertLinear
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import compiled
+from kernels import inductor as compiled
 
 
 class Kernel(NamedTuple):

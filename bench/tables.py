@@ -11,7 +11,7 @@ import io
 import json
 import statistics
 
-import peers
+from bench import peers
 
 PEERS = (*peers.NAMES, "generate.py")
 

@@ -1,0 +1,1 @@
+"""benchmark.py: engines, workloads, peers, tables, plots."""

@@ -1,0 +1,1 @@
+"""What the commands are made of: flags, sessions, devices, batches of prompts, chat."""

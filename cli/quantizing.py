@@ -1,0 +1,111 @@
+"""quantize.py's command: a checkpoint's weights, rounded or by GPTQ, into one file.
+
+    python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from formats import checkpoint as checkpoints
+from formats import tokenizer as tokenizers
+from formats.checkpoint import Checkpoint
+from gptq import calibrate
+from quantize import _add_choices, int4_grid, int4_numbers, quantized
+
+
+def main() -> int:
+    return guarded(run) if os.environ.get("RANK", "0") == "0" else 0       # one of torchrun's
+
+
+def build_parser() -> Parser:
+    p = Parser(description="Quantize a checkpoint into one file.", formatter_class=Help)
+    add = p.add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
+        help="anything that generate.py reads; default: the model that quickstart.sh fetched")
+    add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
+        help="int4-gptq: fit the rounding to what the layers are fed")
+    _add_choices(add)
+    add("--output", type=Path, metavar="FILE",
+        help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
+             "source, or in checkpoints/NAME for a GGUF or hub model")
+    add("--label", default="", help="put into the default file name: model_LABELint8.pth")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda, cuda:1, mps, xpu")
+    add = p.add_argument_group("int4-gptq").add_argument
+    add("--calibration_file", metavar="FILE",
+        help="UTF-8 text to calibrate on; default: Python's own documentation, without the last "
+             "fifth, which eval.py measures perplexity on")
+    add("--calibration_tasks", nargs="+", default=[], metavar="TASK",
+        help="or the text of these lm-eval tasks")
+    add("--include_path", metavar="DIR", help="where lm-eval finds more tasks")
+    add("--calibration_limit", type=number(int, 2), default=128, help="windows of text at most")
+    add("--calibration_seq_length", type=number(int, 2), default=512, help="tokens in a window")
+    add("--pad_calibration_inputs", action="store_true",
+        help="use the last window too, which is shorter, filled up with zeros")
+    add("--percdamp", type=number(float, 0, above=True), default=0.01,
+        help="added to the Hessian's diagonal, as a share of its mean")
+    add("--blocksize", type=number(int, 1), default=128, help="columns solved at a time")
+    add("--act_order", action="store_true",
+        help="the columns with the largest inputs first; the file's layout stays the same")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the calibration's forward passes")
+    return p
+
+
+def run(argv=None) -> int:
+    args = build_parser().parse_args(argv)
+    device = pick_device(args.device)
+    path = checkpoints.find(args.checkpoint_path)
+    source = checkpoints.read(path)
+    mode, _, gptq = args.mode.partition("-")
+    suffix = "" if mode == "int8" else f".g{args.groupsize}"
+    output = args.output or checkpoints.beside(path, f"model_{args.label}{args.mode}{suffix}.pth")
+    if output.is_dir() or output.suffix not in (".pth", ".pt"):
+        raise ValueError(f"--output {output}: expected a file that ends in .pth")
+    if args.calibration_file and args.calibration_tasks:
+        raise ValueError("--calibration_file and --calibration_tasks exclude each other")
+    new = quantized(source, mode, args.groupsize, args.quantize_head, device)
+    if gptq:
+        text = calibrate.calibration_text(args.calibration_file, args.calibration_tasks,
+                                          args.include_path)
+        length = args.calibration_seq_length
+        if length > source.cfg.context:
+            raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
+                             f"{source.cfg.context}")
+        ids = tokenizers.load(source.tokenizer).encode(text)
+        if max(ids, default=0) >= source.cfg.vocab_size:
+            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
+                             f"{source.cfg.vocab_size} tokens: they do not belong together")
+        tokens = calibrate.windows(ids, length, args.calibration_limit,
+                                   args.pad_calibration_inputs)
+        log(f"calibrating on {len(tokens)} windows of {length} tokens")
+        solver = calibrate.Solver(
+            source, tokens, device, pick_dtype(args.dtype, device, source.cfg), args.groupsize,
+            int4_grid, int4_numbers, args.percdamp, args.blocksize, args.act_order)
+        new = quantized(source, mode, args.groupsize, args.quantize_head, device, solver)
+    write(new, output, quiet=bool(gptq))
+    if gptq:
+        log(solver.summary())
+    print(output)
+    return 0
+
+
+def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
+          quiet: bool = False) -> None:
+    """A .pth that works alone: with the tokenizer, unless its files are beside it."""
+    tokenizer, n = source.tokenizer, len(source.tensors)
+    if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
+        tokenizer = tokenizers.load(tokenizer).state()
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    def progress(i):
+        if sys.stderr.isatty() and not quiet:
+            bar = "#" * (30 * i // n)
+            print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,
+                  flush=True)
+
+    checkpoints.save(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
+                     progress)

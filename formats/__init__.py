@@ -1,0 +1,1 @@
+"""Outside formats: files, families' names and configs, tokenizers."""

@@ -1,0 +1,1 @@
+"""GPTQ: the solver, and its calibration."""

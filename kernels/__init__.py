@@ -1,0 +1,1 @@
+"""What makes it fast on one device, each beside a plain reference."""

@@ -1,0 +1,1 @@
+"""Layers that a Llama does not have."""
