@@ -1,17 +1,15 @@
-"""Generate text: load a model, prefill the prompt, decode token by token. The command too.
+"""Generate text: prefill the prompts, then decode a token at a time. The command too.
 
 It composes the other files and holds the only generation loop. No file formats, no math of its own,
-no flags: those are in flags.py.
+no flags: `cli/` has those.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
-import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,29 +26,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quantize
-import speculate
 import tp
-from cli.flags import PREFILL_CHUNK
 from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
-from kernels import inductor as compiled
+from kernels.compile import compile_model, prepare_for_cuda
+from kernels.inductor import eager
 from model import Transformer
-from sampling import Sampling, exponential, n_candidates, sample
-from speculate import Speculator
+from sampling import Sampler, SamplingParams
 
-# ---- The two steps and the loop -----------------------------------------------------------------
+# ---- The two steps ------------------------------------------------------------------------------
 
-def prefill(model, tokens, pos, last, n_key, noise, how, seen, rows=None) -> Tensor:
-    """tokens [B, T] of prompts -> what comes after `last` [B, 1], an index into T, of each row.
+def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx=None) -> Tensor:
+    """Run prompts [b, T]; sample one token per row from the logits at index `last` [b, 1].
 
-    rows [B]: their rows of the cache; None: all.
+    batch_idx [b]: which rows of the cache these are; None: all.
     """
-    return sample(model(tokens, pos, last, n_key, rows)[:, -1], noise, how, seen)
+    logits = model(tokens, pos, last, kv_len, batch_idx)
+    rows = slice(None) if batch_idx is None else batch_idx
+    return sampler(logits[:, -1], rows)
 
 
-def decode_one_token(model, token, pos, n_key, noise, how, seen) -> Tensor:
+def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     """token [B, 1] at pos [1] or [B, 1] -> the next token [B, 1]."""
-    return sample(model(token, pos, 1, n_key)[:, -1], noise, how, seen)
+    logits = model(token, pos, 1, kv_len)
+    return sampler(logits[:, -1])
 
 
 class Steps(NamedTuple):
@@ -61,339 +60,214 @@ class Steps(NamedTuple):
     pad: bool = False
 
 
+def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
+    """On a GPU the whole step becomes one CUDA graph.
+
+    On a CPU, where unrolling 30 layers costs minutes, each kind of layer is compiled once, inside
+    the model (kernels/compile.py); prompts run the model as it is.
+    """
+    if model.freq.device.type == "cpu":
+        compile_model(model)
+        return Steps(prefill if compile_prefill else uncompiled(prefill), pad=compile_prefill)
+    prepare_for_cuda(model)
+    decode = as_one_graph(decode_one_token)
+    if not compile_prefill:
+        return Steps(decode=decode)
+    return Steps(torch.compile(prefill, fullgraph=True, dynamic=False), decode, pad=True)
+
+
+def as_one_graph(step: Callable) -> Callable:
+    """Compiled whole, and on an NVIDIA GPU replayed as a CUDA graph."""
+    torch._dynamo.config.recompile_limit = 64              # one for each kv_len
+    step = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def run(*args):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = step(*args)
+        if isinstance(out, Tensor):
+            return out.clone()                     # the next replay overwrites it
+        return tuple(t if t is None else t.clone() for t in out)
+    return run
+
+
+def uncompiled(step: Callable) -> Callable:
+    """The step on the model as it was before compile_model()."""
+    def run(*args):
+        with eager():
+            return step(*args)
+    return run
+
+
+# ---- The loop -----------------------------------------------------------------------------------
+
 def bucket(n: int, limit: int, least: int = 256) -> int:
     """n rounded up to a power of two: attention reads the live cache only, in few shapes."""
     return min(limit, max(least, 1 << (n - 1).bit_length()))
 
 
-def side_by_side(prompts: list[list[int]], device) -> Tensor:
-    """[B, W]; shorter rows are filled up with their own first token, so that none seems seen."""
+class Batch:
+    """Sequences that are generated side by side, each in a row of the model's KV cache."""
+
+    def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
+        self.model, self.sampler, self.steps = model, sampler, steps
+        self.n_row = len(sampler.noise)
+        self.max_length = model.max_seq_length
+        self.chunk = model.longest_call            # prompts run so many tokens at a time
+        self.length = [0] * self.n_row             # of each row so far; 0: it is not in use
+        self.token = torch.zeros(self.n_row, 1, dtype=torch.int64, device=sampler.noise.device)
+        self._set_pos()
+
+    @torch.inference_mode()
+    def prefill(self, rows: list[int], prompts: list[list[int]], n_cached: int = 0,
+                params: list[SamplingParams] | None = None) -> Tensor:
+        """Begin a new sequence in each of `rows` -> their first tokens, in those rows of [B, 1].
+
+        n_cached: the cache has so many tokens of the prompt; params: None: what the rows had.
+        """
+        prompt_of = dict(zip(rows, prompts))
+        for i, (row, prompt) in enumerate(prompt_of.items()):
+            self.sampler.begin(row, prompt, params[i] if params else None)
+            self.length[row] = len(prompt)
+        for group in group_by_length(prompt_of, self.n_row, 0 if self.steps.pad else self.chunk):
+            tokens = pad_batch([prompt_of[row] for row in group], self.token.device)
+            first = self._run_prompts(group, tokens, n_cached)
+            index = torch.tensor(group, device=self.token.device)
+            self.token = self.token.index_copy(0, index, tp.broadcast(first))
+        self._set_pos()
+        return self.token
+
+    def _run_prompts(self, rows: list[int], tokens: Tensor, n_cached: int = 0) -> Tensor:
+        """tokens [b, W], padded on the right -> the token after each row's end [b, 1].
+
+        Padding is written at the row's next position, and overwritten by the next token.
+        """
+        lengths = [self.length[row] for row in rows]
+        end = torch.tensor(lengths, device=tokens.device)[:, None]
+        all_rows = len(rows) == self.n_row
+        batch_idx = None if all_rows else torch.tensor(rows, device=tokens.device)
+        stop = end[0] if all_rows and len(set(lengths)) == 1 else end
+        self.sampler.draw_noise(None if all_rows else rows)
+        token = tokens[:, :1]
+        for at in range(n_cached, max(lengths), self.chunk):   # rows end in different chunks
+            T = min(max(lengths) - at, self.chunk)
+            width, kv_len = T, at + T
+            if self.steps.pad:
+                width = bucket(T, self.chunk, 32)
+                kv_len = bucket(min(at + width, self.max_length), self.max_length)
+            pos = torch.arange(at, at + width, device=tokens.device).minimum(stop)
+            piece = F.pad(tokens[:, at:at + T], (0, width - T))
+            last = (end - 1 - at).clamp(0, T - 1)
+            new = self.steps.prefill(self.model, piece, pos, last, kv_len, self.sampler, batch_idx)
+            token = torch.where(end > at, new, token)
+        return token
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        """One more token for every row, without a host sync -> [B, 1]."""
+        self.sampler.observe(self.token)
+        self.sampler.draw_noise()
+        kv_len = bucket(min(max(self.length) + 1, self.max_length), self.max_length)
+        token = self.steps.decode(self.model, self.token, self.pos, kv_len, self.sampler)
+        self.token = tp.broadcast(token)
+        self.advance(1)
+        return self.token
+
+    def advance(self, n: int) -> None:
+        """Every row in use has n tokens more."""
+        self.length = [length and length + n for length in self.length]
+        self.pos = (self.pos + n * (self.pos > 0)).clamp(max=self.max_length - 1)
+
+    def end(self, row: int) -> None:
+        """The row's sequence is over: its tokens mean nothing until the next one begins."""
+        self.length[row] = 0
+        self._set_pos()
+
+    def _set_pos(self) -> None:
+        pos = torch.tensor(self.length, device=self.token.device).clamp(max=self.max_length - 1)
+        self.pos = pos if self.n_row == 1 else pos[:, None]    # [1] or [B, 1]
+
+
+def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
+             n_cached: int = 0) -> Iterator[Tensor]:
+    """Yield max_new_tokens times the next token of each row, [B, 1]. Stop by leaving the loop.
+
+    prompts: ids, one prompt for each row of the batch, of any lengths; n_cached: so many of their
+    tokens are in the cache. ValueError where prompt and new tokens exceed the cache.
+    """
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > batch.max_length:
+        raise ValueError(f"{longest} + {max_new_tokens} tokens exceed {batch.max_length} positions")
+    yield batch.prefill(range(len(prompts)), prompts, n_cached)
+    for _ in range(max_new_tokens - 1):
+        yield batch.step()
+
+
+def pad_batch(prompts: list[list[int]], device) -> Tensor:
+    """[B, W]; shorter rows are padded with their own first token."""
     W = max(map(len, prompts))
     return torch.tensor([[*ids, *ids[:1] * (W - len(ids))] for ids in prompts], device=device)
 
 
-def together(prompts: dict[int, list[int]], B: int, most: int) -> list[list[int]]:
-    """Which rows to prefill in one call: all B if they are equally long, else neighbours in length,
-    of `most` tokens at most with what fills them up."""
-    rows = sorted(prompts, key=lambda row: len(prompts[row]))
-    if len(rows) == B and len(prompts[rows[0]]) == len(prompts[rows[-1]]):
+def group_by_length(prompt_of: dict[int, list[int]], n_row: int, max_tokens: int) -> list:
+    """Group rows of similar length so that rows x padded length <= max_tokens.
+
+    Prompts of one length, in all rows of the batch, are one group whatever they take.
+    """
+    rows = sorted(prompt_of, key=lambda row: len(prompt_of[row]))
+    if len(rows) == n_row and len(prompt_of[rows[0]]) == len(prompt_of[rows[-1]]):
         return [rows]
-    parts = [[]]
+    groups = [[]]
     for row in rows:
-        if parts[-1] and (len(parts[-1]) + 1) * len(prompts[row]) > most:
-            parts.append([])
-        parts[-1].append(row)
-    return [sorted(part) for part in parts]
+        if groups[-1] and (len(groups[-1]) + 1) * len(prompt_of[row]) > max_tokens:
+            groups.append([])
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
 
 
-def next_pos(n: list[int], device) -> Tensor:
-    """Where rows of n tokens each go on: [B, 1], or [1] where there is one row."""
-    pos = torch.tensor(n, device=device)
-    return pos if len(n) == 1 else pos[:, None]
-
-
-@torch.inference_mode()
-def generate(model: Transformer, prompts: Tensor | list[list[int]], max_new_tokens: int | None,
-             how: Sampling = Sampling(), generator: torch.Generator | None = None,
-             steps: Steps = Steps(), use_cache: bool = True, n_cached: int = 0,
-             speculator: Speculator | None = None) -> Iterator[Tensor]:
-    """Yield max_new_tokens tokens [B, 1] on the device, one at a time, without ever reading one.
-
-    prompts: ids, [B, T] or B lists of any lengths; how: see sampling.py (temperature=0 is greedy);
-    use_cache=False recomputes everything for each token; n_cached: that many tokens are in the
-    cache already; speculator: guesses for one row (speculate.py). Stop by leaving the loop.
-    Allocates a cache if the model's is too small. AssertionError where prompt and new tokens exceed
-    the model's context.
-
-    Rows can be exchanged: send {row: prompt}, and the next tokens are the first ones of these rows
-    and mean nothing in the others; {row: None} ends a row for good. max_new_tokens=None goes on as
-    long as one asks, and it is for the caller to let no row outgrow the cache.
-    """
-    device, n_vocab, B = model.freq.device, model.cfg.vocab_size, len(prompts)
-    prompts = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    n = [len(ids) for ids in prompts]                      # tokens of each row; 0: it has ended
-    limit = max(n) + max_new_tokens if max_new_tokens else model.max_seq_length
-    assert limit <= model.cfg.context, \
-        f"{max(n)} + {max_new_tokens} tokens exceed the context of {model.cfg.context}"
-    assert not speculator or (B == 1 and use_cache), "guessing is for one row and the cache"
-    k = speculator.k if speculator else 0
-    if model.max_batch_size != B * use_cache or model.max_seq_length < limit:
-        model.setup_cache(B * use_cache, limit, max(PREFILL_CHUNK, k + 1))
-    assert k < model.longest_call, f"{k} + 1 tokens exceed the longest call, {model.longest_call}"
-    limit = model.max_seq_length if use_cache else limit
-    chunk = model.longest_call if use_cache else limit
-    n_noise, seen = n_candidates(how, n_vocab), None
-    if how.repetition_penalty != 1:
-        seen = torch.zeros(B, n_vocab, dtype=torch.bool, device=device)
-
-    def live(n: int) -> int:
-        return bucket(min(n, limit), limit)
-
-    def run(rows: list[int], tokens: Tensor, ends: list[int], begin: int = 0) -> Tensor:
-        """Prefill tokens [b, W], ends[i] of them in row i -> the first new tokens [b, 1].
-
-        What fills up a row or a call stands at the row's next position, which the next token takes.
-        """
-        alike = len(rows) == B and min(ends) == max(ends)
-        which = None if len(rows) == B else torch.tensor(rows, device=device)
-        end, longest = torch.tensor(ends, device=device)[:, None], max(ends)
-        token, known = tokens[:, :1], None
-        if seen is not None:
-            seen[rows] = known = torch.zeros_like(seen[rows]).scatter_(1, tokens, True)
-        noise = exponential((len(rows), n_noise), device, generator)
-        for at in range(begin, longest, chunk):            # rows end in different chunks
-            T = min(longest - at, chunk)
-            width = bucket(T, chunk, 32) if steps.pad else T
-            piece = F.pad(tokens[:, at:at + T], (0, width - T))
-            pos = torch.arange(at, at + width, device=device).minimum(end[0] if alike else end)
-            last = (end - 1 - at).clamp(0, T - 1)
-            n_key = live(at + width) if steps.pad else at + T
-            new = steps.prefill(model, piece, pos, last, n_key, noise, how, known, which)
-            token = torch.where(end > at, new, token)
-        return token
-
-    def start(token: Tensor, new: dict[int, list[int]], begin: int = 0) -> Tensor:
-        """token [B, 1] with the first new one of each of these rows."""
-        if speculator:
-            speculator.begin(new[0], begin, limit, chunk, device)
-        for rows in together(new, B, 0 if steps.pad else chunk):
-            some = [new[row] for row in rows]
-            first = run(rows, side_by_side(some, device), [len(ids) for ids in some], begin)
-            token = token.index_copy(0, torch.tensor(rows, device=device), first)
-        return token
-
-    tokens, left = side_by_side(prompts, device), max_new_tokens or math.inf
-    token, pos = start(tokens[:, :1], dict(enumerate(prompts)), n_cached), next_pos(n, device)
-    ready = []                                             # tokens that were guessed right
-    while True:
-        change = yield token
-        left -= 1
-        if change:
-            n = [len(change[i] or ()) if i in change else n[i] for i in range(B)]
-            pos, new = next_pos(n, device), {row: ids for row, ids in change.items() if ids}
-            if new:
-                token, left, ready = start(token, new), max_new_tokens or math.inf, []
-                continue
-        if not left:
-            return
-        n = [k and k + 1 for k in n]
-        if seen is not None and use_cache:
-            seen.scatter_(1, token, True)
-        if speculator and not ready:
-            ready = speculator.round(model, token, pos, n[0], live, how, generator, seen,
-                                     steps.decode)
-            pos = (pos + len(ready)).clamp(max=limit - 1)
-        if ready:
-            token, *ready = ready
-        elif use_cache:
-            noise = exponential((B, n_noise), device, generator)
-            token = steps.decode(model, token, pos, live(max(n)), noise, how, seen)
-            pos = (pos + (pos > 0)).clamp(max=limit - 1)   # ended rows stay at 0
-        else:
-            tokens = torch.cat((tokens, tokens[:, :1]), dim=1).scatter(1, pos.view(B, 1), token)
-            token, pos = run(list(range(B)), tokens, n), pos + 1
-
-
-# ---- Engines ------------------------------------------------------------------------------------
-
-class CudaGraph:
-    """decode_one_token captured once per live length. Replays read their inputs, the position among
-    them, from fixed tensors, so nothing of the first call is baked in."""
-
-    def __init__(self):
-        self.graphs, self.cache = {}, None
-
-    def __call__(self, model, token, pos, n_key, noise, how, seen):
-        inputs = [token, pos, noise] + ([seen] if seen is not None else [])
-        cache = model.layers[0].attn.cache         # another one: the graphs wrote the old one
-        if cache is not self.cache:
-            self.cache, self.graphs = cache, {}
-        if n_key not in self.graphs:
-            fixed = [t.clone() for t in inputs]
-
-            def step():
-                token, pos, noise, *seen = fixed
-                return decode_one_token(model, token, pos, n_key, noise, how, *(seen or [None]))
-
-            side = torch.cuda.Stream()                     # capture wants warmed-up libraries
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = step()
-            self.graphs[n_key] = graph, fixed, out
-        graph, fixed, out = self.graphs[n_key]
-        for old, new in zip(fixed, inputs):
-            old.copy_(new)
-        graph.replay()
-        return out.clone()
-
-
-def on_gpu(step):
-    """Keep a compiled step's results: the next replay of its CUDA graph overwrites them."""
-    def run(*args):
-        torch.compiler.cudagraph_mark_step_begin()
-        out = step(*args)
-        if isinstance(out, Tensor):
-            return out.clone()
-        return tuple(t if t is None else t.clone() for t in out)
-    return run
-
-
-def uncompiled(step):
-    """Run a step eagerly although the model's layers are compiled."""
-    def eager(*args):
-        with compiled.eager():
-            return step(*args)
-    return eager
-
-
-def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) -> Steps:
-    """The engine's prefill and decode step.
-
-    compile: on a GPU the whole step becomes one CUDA graph. On a CPU, where unrolling 30 layers
-    costs minutes, one block is compiled and serves every layer, and what comes before and after it.
-    """
-    device, first, decode = model.freq.device.type, prefill, decode_one_token
-    if engine == "cuda_graph":
-        decode = CudaGraph()
-    elif engine == "compile" and device == "cpu":
-        functions = compiled.Functions(f"{model.cfg} {tp.world()}")
-        quantize.for_compiler(model)
-        for layer in model.layers:
-            layer.forward = compiled.Compiled(layer.forward, functions, cache="attn.cache")
-        model.enter = for_one(model.enter, functions, "rings", "layers.")
-        model.leave = for_one(model.leave, functions, "", ("layers.", "rings."))
-        first = prefill if compile_prefill else uncompiled(prefill)
-    elif engine == "compile":
-        torch._dynamo.config.recompile_limit = 64          # buckets, prefill lengths
-        decode = as_one_graph(decode, device)
-        if compile_prefill:
-            first = torch.compile(prefill, fullgraph=True, dynamic=False)
-    return Steps(tp.agreed(first), tp.agreed(decode), compile_prefill)
-
-
-def for_one(method: Callable, *more) -> Callable:
-    """Compiled for one position, x [B, 1, …]: calls of several are rare, long, and stay plain."""
-    fast = compiled.Compiled(method, *more)
-    return lambda x, *rest: (fast if x.shape[1] == 1 else method)(x, *rest)
-
-
-def as_one_graph(step: Callable, device: str) -> Callable:
-    """Compiled whole, and on an NVIDIA GPU replayed as a CUDA graph."""
-    step = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
-    return on_gpu(step) if device == "cuda" else step
-
-
-def build_speculator(k: int, fixed: bool, draft: Transformer | None, engine: str,
-                     device: str) -> Speculator:
-    """Guesses by a draft model, whose layers are compiled as build_steps does, or by look-up."""
-    if draft:
-        build_steps(draft, engine)
-    steps = [speculate.guess, speculate.verify]
-    if engine == "compile" and device != "cpu":
-        steps = [as_one_graph(step, device) for step in steps]
-    return Speculator(k, draft, fixed, *map(tp.agreed, steps), uncompiled(speculate.read))
-
-
-def measure(speculator: Speculator, model: Transformer, steps: Steps, n_key: int,
-            how: Sampling) -> dict[int, float]:
-    """Have it keep the sizes that can pay -> what a round of each costs, by rank 0's clock."""
-    costs = speculator.measure(model, steps.decode, n_key, how)
-    costs = tp.from_rank_0(lambda: costs)
-    speculator.keep(costs)
-    return costs
-
-
-@torch.inference_mode()
-def warm_up(model: Transformer, prompts: Tensor | list[list[int]], lengths: range,
-            how: Sampling, steps: Steps, speculator: Speculator | None = None) -> None:
-    """Compile the prefill of prompts like these, and decoding with so many positions in use."""
-    if steps.pad:                                          # the prefill is compiled too
-        next(generate(model, prompts, 1, how, steps=steps))
-    prompts = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    n, n_vocab, device = [len(ids) for ids in prompts], model.cfg.vocab_size, model.freq.device
-    seen = None
-    if how.repetition_penalty != 1:
-        seen = torch.zeros(len(n), n_vocab, dtype=torch.bool, device=device)
-    n_keys = {bucket(length, model.max_seq_length) for length in lengths}
-    # with strides of its own, as a step's result has: a compiled step depends on them
-    token = side_by_side(prompts, device)[:, :1].clone(memory_format=torch.contiguous_format)
-    if speculator:
-        speculator.begin(prompts[0], 0, model.max_seq_length, model.longest_call, device)
-        for n_key in sorted(n_keys) * 3:
-            for call in speculator.calls(model, steps.decode, n_key, how):
-                call()
-    for n_key in sorted(n_keys) * 3:                       # CUDA graphs: warm up, record, replay
-        noise = exponential((len(n), n_candidates(how, n_vocab)), device)
-        steps.decode(model, token, next_pos(n, device), n_key, noise, how, seen)
-
-
-def read_late(tokens: Iterator[Tensor]) -> Iterator[list[int | None]]:
-    """Tokens [B, 1] -> ids on the host. A GPU works on the next one while we look at the last.
-
-    What is sent goes to generate(), to exchange rows; an id that means nothing then is None.
-    """
-    waiting, change = deque(), None
-    with suppress(StopIteration):
-        while True:
-            host, copied = tokens.send(change), None
-            if host.is_cuda:
-                token = host
-                host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-                host.copy_(token, non_blocking=True)
-                copied = torch.cuda.Event()
-                copied.record()
-            begun = {row for row, ids in (change or {}).items() if ids}
-            waiting.append((host, copied, begun or set(range(len(host)))))
-            change = None
-            if len(waiting) > (copied is not None):
-                change = yield _on_host(*waiting.popleft())
-                for *_, rows in waiting:                   # theirs were under way
-                    rows.difference_update(change or ())
+def read_late(tokens: Iterable[tuple[Tensor, object]]) -> Iterator[tuple[list[int], object]]:
+    """(token [B, 1], tag) -> (ids, tag). A GPU computes the next token while we read the last."""
+    waiting = deque()
+    for token, tag in tokens:
+        copied = None
+        if token.is_cuda:
+            host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+            token = host.copy_(token, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        waiting.append((token, copied, tag))
+        if len(waiting) > (copied is not None):
+            yield _read(*waiting.popleft())
     for item in waiting:
-        yield _on_host(*item)
+        yield _read(*item)
 
 
-def _on_host(host, copied, rows) -> list[int | None]:
-    if copied:
+def _read(token: Tensor, copied, tag) -> tuple[list[int], object]:
+    if copied is not None:
         copied.synchronize()
-    return [i if row in rows else None for row, i in enumerate(host[:, 0].tolist())]
+    return token[:, 0].tolist(), tag
 
 
 # ---- Loading ------------------------------------------------------------------------------------
 
-def open_model(path: str | None = None, shape: str | None = None):
-    """A path or hub name, None for the default model, or a known shape -> checkpoint, tokenizer.
+def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16,
+               scheme: str | None = None) -> tuple:
+    """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
 
-    No weight is read yet. FileNotFoundError, ValueError or OSError say in one line what was found
-    and what to do.
+    scheme: int8, int4-g32, …: round the weights while loading. FileNotFoundError, ValueError or
+    OSError say in one line what was found and what to do.
     """
-    if shape is not None and path is not None:
-        raise ValueError("--random and --checkpoint_path exclude each other")
-    if shape is not None:
-        return checkpoints.random_weights(shape), tokenizers.Numbers()
     source = checkpoints.read(checkpoints.find(path))
-    return source, tokenizers.load(source.tokenizer)
-
-
-def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16, **how):
-    """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer.
-
-    how: mode="int8" or "int4" and quantize.quantized()'s other arguments quantize while loading.
-    """
-    source, tokenizer = open_model(path)
-    source.eos_ids = source.eos_ids or tokenizer.eos_ids
-    if how:
-        source = quantize.quantized(source, **how)
-    return quantize.load(source, dtype, device), source, tokenizer
+    source.eos_ids = source.eos_ids or tokenizers.load(source.tokenizer).eos_ids
+    if scheme:
+        mode, _, group = scheme.partition("-g")
+        source = quantize.quantized(source, mode, int(group or 32), device=device)
+    return load_shard(source, dtype, device), source, tokenizers.load(source.tokenizer)
 
 
 def load_shard(source, dtype: torch.dtype, device) -> Transformer:
     """This rank's part of a model, joined to the others'; alone, the whole."""
-    return tp.join(quantize.load(tp.shard(source), dtype, device), source.cfg.vocab_size)
+    model = quantize.load(tp.shard(source), dtype, device)
+    return tp.parallelize(model, source.cfg.vocab_size)
 
 
 if __name__ == "__main__":

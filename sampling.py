@@ -1,33 +1,95 @@
-"""From logits to a token: pure functions on fp32 tensors, no state, no host sync, no sort.
+"""From logits to tokens: each row's parameters, the filters, and the draw.
 
-It knows neither the model nor the tokenizer. Randomness comes in from outside as Exp(1) noise, so
-that eager and compiled steps, and a reference that sorts, draw the same token from the same seed:
+It knows neither the model nor the tokenizer. Rows of one batch may differ in every parameter:
+these are tensors, so that a compiled step serves any of them. To add a filter, give SamplingParams
+a field whose default changes nothing, and FILTERS the function that says which tokens stay.
 
-    noise = exponential(noise_shape(how, B, V), device, generator)
-    token = sample(logits, noise, how)             # [B, V] -> [B, 1]
+    sampler = Sampler([SamplingParams(temperature=0.8)] * B, n_vocab)
+    sampler.draw_noise()
+    token = sampler(logits)                        # [B, V] -> [B, 1], without a host sync
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How to draw. The values here are neutral: the logits' own distribution, nothing removed."""
+class SamplingParams:
+    """How to sample a row. Defaults are neutral: the model's own distribution."""
 
     temperature: float = 1.0                       # 0: greedy
     top_k: int = 0                                 # 0: off
-    top_p: float = 1.0                             # 1: off
-    min_p: float = 0.0                             # 0: off
+    top_p: float = 1.0                             # 1: off; arXiv 1904.09751
+    min_p: float = 0.0                             # 0: off; arXiv 2407.01082
     repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858
+    seed: int | None = None                        # of this row alone; None: the batch's generator
 
 
-def n_candidates(how: Sampling, n_vocab: int) -> int:
-    """How many tokens take part in the draw: 1 if greedy, top_k, or the vocabulary."""
-    return 1 if how.temperature == 0 else min(how.top_k or n_vocab, n_vocab)
+NEUTRAL = SamplingParams()
 
+
+# ---- Filters: probs [B, C] and each row's parameter [B, 1] -> True where a token stays ----------
+
+def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
+    ordered = probs.sort(-1, descending=True).values
+    last = (top_k.long() - 1) % probs.shape[-1]    # 0, off: the very last
+    return probs >= ordered.gather(-1, last)
+
+
+def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """The likeliest tokens until they have top_p together, and all that tie with the last."""
+    ordered = probs.sort(-1, descending=True).values
+    mass_above = ordered.cumsum(-1) - ordered
+    n_kept = (mass_above < top_p).sum(-1, keepdim=True)
+    return probs >= ordered.gather(-1, n_kept - 1)
+
+
+def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
+    return probs >= min_p * probs.amax(-1, keepdim=True)
+
+
+FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}  # in this order
+
+
+# ---- Filters that remember: what a row's tokens so far do to its logits -------------------------
+
+class RepetitionPenalty(nn.Module):
+    """Makes the tokens of prompt and answer less likely."""
+
+    def __init__(self, n_row: int, n_vocab: int, device):
+        super().__init__()
+        penalty = torch.ones(n_row, 1, device=device)
+        seen = torch.zeros(n_row, n_vocab, dtype=torch.bool, device=device)
+        self.register_buffer("penalty", penalty)
+        self.register_buffer("seen", seen)
+
+    def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
+        """A new sequence in this row."""
+        self.penalty[row] = params.repetition_penalty
+        self.seen[row] = False
+        self.seen[row, torch.tensor(prompt, device=self.seen.device)] = True
+
+    def observe(self, token: Tensor) -> None:
+        """token [B, 1] has been generated."""
+        self.seen.scatter_(1, token, True)
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None) -> Tensor:
+        """logits [b, V] of these rows. Or, of one row, [T, V] of places that have seen some of
+        draft_tokens [1, k] too: the last place all of them, each place before it one less."""
+        seen = self.seen[rows]
+        if draft_tokens is not None:
+            one_hot = F.one_hot(draft_tokens[0], logits.shape[1])
+            so_far = F.pad(one_hot.cumsum(0), (0, 0, 1, 0))    # [k + 1, V]
+            seen = seen | (so_far[-len(logits):] > 0)
+        penalty = self.penalty[rows]
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen, penalized, logits)
+
+
+# ---- The draw -----------------------------------------------------------------------------------
 
 def exponential(shape: tuple, device, generator: torch.Generator | None = None) -> Tensor:
     """Exp(1) noise, never zero: 0 / 0 would win every race."""
@@ -35,55 +97,114 @@ def exponential(shape: tuple, device, generator: torch.Generator | None = None) 
     return torch.empty(shape, device=device).exponential_(generator=generator).clamp_(min=tiny)
 
 
-def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """True where top-p keeps a token: the mass strictly above it is < top_p. [B, V] -> [B, V].
-
-    Bisection finds the smallest threshold with less than top_p above it. Positive floats order like
-    their bit patterns, so 31 halvings of the patterns are exact, where a sort would be slow.
-    """
-    bits = probs.view(torch.int32)
-    low = torch.zeros_like(bits[:, :1])
-    high = bits.amax(-1, keepdim=True)                                     # nothing is above it
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        enough = (probs * (bits > middle)).sum(-1, keepdim=True) < top_p
-        low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
-    return bits >= high
-
-
-def truncate(logits: Tensor, how: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The distribution to draw from, up to a factor: probs [B, C] and their token ids [B, C].
-
-    Greedy is one candidate of probability 1. Ids are None where the candidates are the vocabulary.
-    The order is transformers': temperature, top-k, top-p, min-p.
-    """
-    if how.temperature == 0:
-        ids = logits.argmax(-1, keepdim=True)
-        return torch.ones_like(ids, dtype=torch.float32), ids
-    k = n_candidates(how, logits.shape[-1])
-    logits, ids = logits.topk(k) if k < logits.shape[-1] else (logits, None)
-    logits = logits.float() - logits.amax(-1, keepdim=True)                # tiny temperatures too
-    probs = torch.softmax(logits / max(how.temperature, 1e-20), dim=-1)    # over the survivors
-    keep = probs >= how.min_p * probs.amax(-1, keepdim=True)
-    if how.top_p < 1:
-        above = probs.cumsum(-1) - probs                                   # topk is sorted
-        keep = keep & (nucleus(probs, how.top_p) if ids is None else above < how.top_p)
-    return probs * keep, ids
-
-
 def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
-    """argmax(p / Exp(1)) is a draw from p: no multinomial, no sync. -> token ids [B, 1]."""
+    """argmax(p / Exp(1)) is a draw from p: no multinomial, no sync. -> token ids [B, 1].
+
+    noise [B, C], of the candidates; or [B, V], of all tokens.
+    """
+    if noise.shape[-1] > probs.shape[-1]:
+        noise = noise.gather(-1, ids)
     winner = (probs / noise).argmax(-1, keepdim=True)
     return winner if ids is None else ids.gather(-1, winner)
 
 
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make every token of `seen` [B, V] less likely."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+class Sampler(nn.Module):
+    """The sampling of a batch: a row's parameters, its noise, and what its filters remember.
 
+    What is computed at all is settled here, for `rows` and whatever may come `later`: the filters
+    that some row uses, and how many of the likeliest tokens can be drawn (1: all are greedy).
+    """
 
-def sample(logits: Tensor, noise: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
-    """logits [B, V], noise [B, n_candidates] -> token [B, 1]."""
-    if seen is not None:
-        logits = penalize(logits, seen, how.repetition_penalty)
-    return draw(*truncate(logits, how), noise)
+    @torch.inference_mode(False)                   # whoever calls: buffers serve everyone
+    def __init__(self, rows: list[SamplingParams], n_vocab: int, device="cpu",
+                 generator: torch.Generator | None = None, later: list[SamplingParams] = ()):
+        super().__init__()
+        known = [*rows, *later]
+        self.n_vocab = n_vocab
+        self.params = list(rows)
+        self.generator = generator                 # of all rows
+        self.own_generators = {}                   # of those with a seed
+        top_ks = {min(p.top_k or n_vocab, n_vocab) for p in known if p.temperature != 0}
+        self.n_candidates = max(top_ks, default=1)
+        self.mixed = self.n_candidates > 1 and any(p.temperature == 0 for p in known)
+        self.filters = {name: keep for name, keep in FILTERS.items()
+                        if any(getattr(p, name) != getattr(NEUTRAL, name) for p in known)}
+        if len(top_ks) < 2:                        # the candidates are the top k
+            self.filters.pop("top_k", None)
+        for name in ("temperature", *FILTERS):
+            column = torch.tensor([[float(getattr(p, name))] for p in rows], device=device)
+            self.register_buffer(name, column)
+        seeded = any(p.seed is not None for p in known)
+        n_noise = n_vocab if seeded else self.n_candidates
+        self.register_buffer("noise", torch.ones(len(rows), n_noise, device=device))
+        self.processors = nn.ModuleList()
+        if any(p.repetition_penalty != 1 for p in known):
+            self.processors.append(RepetitionPenalty(len(rows), n_vocab, device))
+
+    def begin(self, row: int, prompt: list[int], params: SamplingParams | None = None) -> None:
+        """A new sequence in this row. params: None: those of the last one."""
+        if params is not None:
+            self.params[row] = params
+            for name in ("temperature", *FILTERS):
+                getattr(self, name)[row] = getattr(params, name)
+        params = self.params[row]
+        self.own_generators.pop(row, None)
+        if params.seed is not None:
+            generator = torch.Generator(self.noise.device)
+            self.own_generators[row] = generator.manual_seed(params.seed)
+        for processor in self.processors:
+            processor.begin(row, prompt, params)
+
+    def observe(self, token: Tensor) -> None:
+        """token [B, 1] has been generated."""
+        for processor in self.processors:
+            processor.observe(token)
+
+    def generator_of(self, row: int) -> torch.Generator | None:
+        return self.own_generators.get(row, self.generator)
+
+    def draw_noise(self, rows: list[int] | None = None) -> None:
+        """New noise of these rows, or of all: before each token."""
+        if self.n_candidates == 1:
+            return
+        rows = list(range(len(self.noise))) if rows is None else rows
+        shape = len(rows), self.noise.shape[1]
+        noise = exponential(shape, self.noise.device, self.generator)
+        for i, row in enumerate(rows):
+            if row in self.own_generators:         # the same draws in any company
+                noise[i] = exponential(shape[1:], noise.device, self.own_generators[row])
+        if len(rows) == len(self.noise):
+            self.noise.copy_(noise)                # rows are in order
+        else:
+            self.noise[rows] = noise
+
+    def distribution(self, logits: Tensor, rows=slice(None),
+                     draft_tokens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """logits [b, V] -> probs [b, C] of the candidates, and their token ids; None: all tokens.
+
+        rows [b]: whose logits these are; draft_tokens: see RepetitionPenalty.forward. Greedy is
+        one token of probability 1. The order is transformers': temperature, top-k, top-p, min-p.
+        """
+        for processor in self.processors:
+            logits = processor(logits, rows, draft_tokens)
+        if self.n_candidates == 1:
+            ids = logits.argmax(-1, keepdim=True)
+            return torch.ones_like(ids, dtype=torch.float32), ids
+        temperature, ids = self.temperature[rows], None
+        if self.mixed:
+            best = logits.argmax(-1, keepdim=True)
+            only_best = torch.full_like(logits, -torch.inf).scatter(1, best, 0.0)
+            logits = torch.where(temperature == 0, only_best, logits)
+        if self.n_candidates < logits.shape[-1]:
+            logits, ids = logits.topk(self.n_candidates)
+        logits = logits - logits.amax(-1, keepdim=True)        # tiny temperatures too
+        probs = torch.softmax(logits / temperature.clamp(min=1e-20), dim=-1)
+        for name, keep in self.filters.items():
+            probs = probs * keep(probs, getattr(self, name)[rows])
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs, ids
+
+    def forward(self, logits: Tensor, rows=slice(None)) -> Tensor:
+        """logits [b, V] of these rows -> token [b, 1]."""
+        probs, ids = self.distribution(logits, rows)
+        return draw(probs, ids, self.noise[rows])

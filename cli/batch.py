@@ -1,47 +1,53 @@
 """Many prompts over a few slots: a slot whose text has ended takes the next prompt.
 
-It owns requests, which of them is in which slot, and where results go. It receives what it drives,
-the tokens of generate.generate(): no model, no device, no step of its own. One JSON object a line:
+It owns requests, which of them is in which slot, and where results go. It drives a generate.Batch:
+no model, no device, no step of its own. One JSON object a line:
 
     python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
 """
 
+import argparse
 import json
 import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from cli import flags
 from cli.common import log
-from formats.tokenizer import Row
+from cli.sequence import Sequence
+from generate import Batch, read_late
+from sampling import SamplingParams
 
 # ---- Requests -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Request:
     """A prompt, or messages for the chat template. where: its name in complaints; shown: what to
-    print before its text."""
+    print before its text; sampling: where it differs from the flags."""
 
     id: int | str
     where: str
     prompt: str | None = None
     messages: list[dict] | None = None
     max_new_tokens: int | None = None
+    sampling: dict = field(default_factory=dict)
     shown: str = ""
 
 
 class Job(NamedTuple):
-    """A request, its ids, and how many new ones it may have."""
+    """A request, its ids, how many new ones it may have, and how they are sampled."""
 
     request: Request
     ids: list[int]
     n_new: int
+    params: SamplingParams
 
 
 def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
@@ -63,8 +69,9 @@ def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
 def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
     """A prompt a line, or where the name ends in .jsonl an object a line -> requests, complaints.
 
-    An object has "prompt" or "messages", and may have "id" (else its index) and "max_new_tokens".
-    Empty lines are skipped. OSError or ValueError where the file cannot be read at all.
+    An object has "prompt" or "messages", and may have "id" (else its index), "max_new_tokens" and
+    values of flags.SAMPLING. Empty lines are skipped. OSError or ValueError where the file cannot
+    be read at all.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -88,29 +95,41 @@ def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
 def parse(line: str) -> dict:
     """A line of JSON -> Request's fields. ValueError says what is wrong with it."""
     try:
-        found = json.loads(line)
-        json.dumps(found, ensure_ascii=False).encode()
+        fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("half a character (a lone surrogate)") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not valid JSON ({e})") from None
-    if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise ValueError('expected an object with "prompt" or "messages"')
-    if unknown := found.keys() - {"id", "prompt", "messages", "max_new_tokens"}:
-        raise ValueError(f'unknown key "{min(unknown)}" (known: id, prompt, messages, '
-                         "max_new_tokens)")
-    messages, most = found.get("messages", []), found.get("max_new_tokens", 1)
-    if not isinstance(found.get("prompt", ""), str):
+    known = ("id", "prompt", "messages", "max_new_tokens", *flags.SAMPLING)
+    if unknown := fields.keys() - set(known):
+        raise ValueError(f'unknown key "{min(unknown)}" (known: {", ".join(known)})')
+    messages, limit = fields.get("messages", []), fields.get("max_new_tokens", 1)
+    if not isinstance(fields.get("prompt", ""), str):
         raise ValueError('"prompt" is no text')
-    if not isinstance(messages, list) or "messages" in found and not messages or not all(
+    if not isinstance(messages, list) or "messages" in fields and not messages or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str)
             and isinstance(m.get("content"), str) for m in messages):
         raise ValueError('"messages" is no list of {"role": text, "content": text}')
-    if type(found.get("id", 0)) not in (int, str):
+    if type(fields.get("id", 0)) not in (int, str):
         raise ValueError('"id" is neither a number nor text')
-    if type(most) is not int or most < 1:
+    if type(limit) is not int or limit < 1:
         raise ValueError('"max_new_tokens" is no number above 0')
-    return found
+    sampling = {name: own_value(name, fields.pop(name)) for name in flags.SAMPLING
+                if name in fields}
+    return dict(fields, sampling=sampling)
+
+
+def own_value(name: str, value):
+    """A request's own temperature, …: as the flag would take it."""
+    try:
+        if type(value) not in (int, float):
+            raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
+        return flags.SAMPLING[name](str(value))
+    except argparse.ArgumentTypeError as e:
+        raise ValueError(f'"{name}": {e}') from None
 
 
 def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
@@ -152,7 +171,8 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
                          "tokens: they do not belong together")
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
-    return Job(request, ids, min(request.max_new_tokens or args.max_new_tokens, limit - len(ids)))
+    n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
+    return Job(request, ids, n_new, flags.sampling_params(args, **request.sampling))
 
 
 def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
@@ -169,44 +189,51 @@ def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
 # ---- Slots --------------------------------------------------------------------------------------
 
 class Done(NamedTuple):
-    """A row that has ended, in which slot, and when it began, said its first token and ended."""
+    """A sequence that has ended, its slot, and when it began, had its first token and ended."""
 
-    row: Row
+    sequence: Sequence
     slot: int
     begun_s: float
     first_s: float
     end_s: float
 
 
-def serve(rows: Iterable[Row], n_slots: int, start: Callable) -> Iterator[Done]:
-    """Run rows through slots, and yield each as it ends.
+def serve(batch: Batch, sequences: Iterable[Sequence],
+          params: dict[Sequence, SamplingParams] | None = None) -> Iterator[Done]:
+    """Run sequences through the rows of a batch, and yield each as it ends.
 
-    start(prompts) -> ids for each slot, again and again, None where they mean nothing; it takes
-    {slot: prompt} for those to exchange: generate.read_late of generate.generate.
+    A row whose sequence has ended takes the next one; params: how each is sampled, None: all as
+    the batch's rows are.
     """
-    waiting = deque(rows)
-    slots = {slot: waiting.popleft() for slot in range(min(n_slots, len(waiting)))}
-    begun, first = dict.fromkeys(slots, time.perf_counter()), {}
-    tokens = start([row.prompt_ids for row in slots.values()])
-    change = None
-    while slots:
-        ids, change = tokens.send(change), {}
+    waiting, running = deque(sequences), {}        # running: slot -> sequence
+    begun, first = {}, {}
+
+    def tokens():
+        """Each step's token, and whose it is; between steps, new sequences for free slots."""
+        while waiting or running:
+            free = [slot for slot in range(batch.n_row) if slot not in running]
+            new = {slot: waiting.popleft() for slot in free[:len(waiting)]}
+            if not new:
+                yield batch.step(), dict(running)
+                continue
+            running.update(new)
+            for sequence in new.values():
+                begun[sequence] = time.perf_counter()
+            prompts = [sequence.prompt_ids for sequence in new.values()]
+            own = [params[sequence] for sequence in new.values()] if params else None
+            yield batch.prefill(list(new), prompts, params=own), new
+
+    for ids, owners in read_late(tokens()):
         now = time.perf_counter()
-        for slot, row in list(slots.items()):
-            if ids[slot] is None:
+        for slot, sequence in owners.items():
+            if sequence.finish_reason:             # its row went on while this was read
                 continue
-            if not row.ids:
-                first[slot] = now
-            row.push(ids[slot])
-            if not row.finish_reason:
-                continue
-            yield Done(row, slot, begun[slot], first[slot], now)
-            del slots[slot]
-            change[slot] = None
-            if waiting:
-                slots[slot], begun[slot] = waiting.popleft(), time.perf_counter()
-                change[slot] = slots[slot].prompt_ids
-    tokens.close()
+            first.setdefault(sequence, now)
+            sequence.push(ids[slot])
+            if sequence.finish_reason:
+                del running[slot]
+                batch.end(slot)
+                yield Done(sequence, slot, begun[sequence], first[sequence], now)
 
 
 # ---- Results ------------------------------------------------------------------------------------
@@ -218,14 +245,16 @@ def done_before(path: Path) -> set[int | str]:
     """
     if not path.is_file():
         return set()
-    ids, end, ours = set(), 0, b'{"id": '
+    ids, end, beginning = set(), 0, b'{"id": '
     with open(path, "rb+") as f:
         for i, line in enumerate(f, start=1):
-            if not line.endswith(b"\n") and line.startswith(ours[:len(line)]):
+            if not line.endswith(b"\n") and line.startswith(beginning[:len(line)]):
                 break
             try:
-                found = json.loads(line)
-                ids.add((found["id"], found["new_ids"])[0])
+                result = json.loads(line)
+                if "new_ids" not in result:
+                    raise KeyError("new_ids")
+                ids.add(result["id"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
                                  "move this file away") from None
@@ -260,23 +289,26 @@ class Results:
                 print(self.texts[i], flush=True)
 
 
-def run(jobs: dict[Row, Job], n_slots: int, start: Callable, results: Results) -> bool:
+def run(jobs: dict[Sequence, Job], batch: Batch, results: Results) -> bool:
     """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
     results.waiting.extend(job.request.id for job in jobs.values())
-    begin, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
+    start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
+    params = {sequence: job.params for sequence, job in jobs.items()}
     try:
-        for row, slot, begun_s, first_s, end_s in serve(jobs, n_slots, start):
-            job, n = jobs[row], len(row.ids)
-            n_tokens, speeds = n_tokens + n, speeds + [n / (end_s - begun_s)]
-            speed = (n - 1) / (end_s - first_s) if n > 1 else None
+        for sequence, slot, begun_s, first_s, end_s in serve(batch, jobs, params):
+            job, n = jobs[sequence], len(sequence.ids)
+            n_tokens += n
+            speeds.append(n / (end_s - begun_s))
             results.write(
                 job, id=job.request.id, slot=slot, prompt=job.request.prompt,
-                messages=job.request.messages, text=row.text, prompt_ids=job.ids, new_ids=row.ids,
-                finish_reason=row.finish_reason, ttft_s=first_s - begun_s, decode_tok_s=speed)
+                messages=job.request.messages, text=sequence.text, prompt_ids=job.ids,
+                new_ids=sequence.ids, finish_reason=sequence.finish_reason,
+                ttft_s=first_s - begun_s,
+                decode_tok_s=(n - 1) / (end_s - first_s) if n > 1 else None)
     except KeyboardInterrupt:
         interrupted = True
     results.close()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     log(f"{len(speeds)} of {len(jobs)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
         f"{n_tokens / seconds:.2f} tok/s in all, "
         f"{statistics.median(speeds) if speeds else 0:.2f} per prompt (median)")

@@ -36,7 +36,7 @@ class Chat:
     def __init__(self, tokenizer, answer: Callable, limit: int, rewind: int,
                  note: Callable[[str], None], system: str | None = None,
                  template: dict | None = None):
-        """answer(ids, n_cached) streams an answer -> its tokenizer.Row, and a line of figures.
+        """answer(ids, n_cached) streams an answer -> its Sequence, and a line of figures.
 
         limit: the longest prompt, in tokens; rewind: so many positions the cache may go back.
         template: what --chat_template_kwargs gives it.
@@ -44,8 +44,10 @@ class Chat:
         self.tokenizer, self.answer, self.limit, self.rewind = tokenizer, answer, limit, rewind
         self.note, self.system, self.template = note, system, template or {}
         self.plain = tokenizer.chat_template is None
-        self.messages, self.held, self.top = [], [], 0     # held: the ids whose keys the cache has,
-        self.stats = "no answer yet"                       # top: how many it ever had at once
+        self.messages = []
+        self.cached_ids = []                       # whose keys the cache has
+        self.most_cached = 0                       # how many it ever had at once
+        self.stats = "no answer yet"
 
     def run(self) -> None:
         """Converse until the input ends."""
@@ -62,7 +64,8 @@ class Chat:
                 self.note(f"error: this is not text: {e.reason}")
                 continue
             except EOFError:
-                print(end="\n" * bool(prompt))
+                if prompt:
+                    print()
                 return
             except KeyboardInterrupt:
                 self.note("\n(Ctrl-D or /exit leaves)")
@@ -94,7 +97,7 @@ class Chat:
                 self.system = before
                 raise
         elif name == "/stats":
-            self.note(f"{len(self.messages)} messages, {len(self.held)} of {self.limit + 1} "
+            self.note(f"{len(self.messages)} messages, {len(self.cached_ids)} of {self.limit + 1} "
                       f"positions in use; {self.stats}")
         elif name == "/save" and text and not self.messages:
             self.note("no messages to save")
@@ -111,7 +114,8 @@ class Chat:
             self.note(HELP)
 
     def with_system(self, messages: list[dict]) -> list[dict]:
-        return [dict(role="system", content=self.system)] * bool(self.system) + messages
+        system = [dict(role="system", content=self.system)] if self.system else []
+        return system + messages
 
     def encode(self, messages: list[dict]) -> list[int]:
         if self.plain:
@@ -119,8 +123,8 @@ class Chat:
         return self.tokenizer.encode_chat(self.with_system(messages), **self.template)
 
     def turn(self, line: str) -> None:
-        """One message and its answer. Of the history, rendered anew, the cache holds most already:
-        only what differs from the ids that it holds is prefilled."""
+        """One message and its answer. Of the history, rendered anew, most is in the cache already:
+        only what differs from cached_ids is prefilled."""
         messages = [*self.messages, dict(role="user", content=line)]
         ids = self.encode(messages)
         room = self.limit if len(ids) <= self.limit else self.limit // 2   # not again next time
@@ -133,16 +137,16 @@ class Chat:
         if dropped := len(self.messages) + 1 - len(messages):
             self.note(f"the conversation exceeds {self.limit} tokens: its oldest {dropped} "
                       "messages are forgotten (/clear starts a new one)")
-        n_cached = min(n_common(self.held, ids), len(ids) - 1)
-        self.top = max(self.top, len(self.held))
-        if self.top - n_cached > self.rewind:      # a ring has overwritten what is needed
-            n_cached = self.top = 0
-        self.held = []                             # in case the answer is interrupted early
-        row, figures = self.answer(ids, n_cached)
+        n_cached = min(n_common(self.cached_ids, ids), len(ids) - 1)
+        self.most_cached = max(self.most_cached, len(self.cached_ids))
+        if self.most_cached - n_cached > self.rewind:      # a ring has overwritten what is needed
+            n_cached = self.most_cached = 0
+        self.cached_ids = []                             # in case the answer is interrupted early
+        sequence, figures = self.answer(ids, n_cached)
         self.stats = f"last answer: {n_cached} of {len(ids)} tokens were in the cache, {figures}"
-        if row.finish_reason == "length":
+        if sequence.finish_reason == "length":
             self.note("(cut off: --max_new_tokens or the end of the context)")
-        if row.ids:
-            self.held = ids + row.ids[:-1]         # the last one was never fed
-            answered = dict(role="assistant", content=row.text)
+        if sequence.ids:
+            self.cached_ids = ids + sequence.ids[:-1]         # the last one was never fed
+            answered = dict(role="assistant", content=sequence.text)
             self.messages = [] if self.plain else [*messages, answered]

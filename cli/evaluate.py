@@ -1,6 +1,6 @@
 """Measure a model: the perplexity of a text, and EleutherAI's lm-eval tasks.
 
-Text that is known is scored by the model's own forward, new text comes from generate.generate. It
+Text that is known is scored by the model's own forward, new text comes from a generate.Batch. It
 holds no decoding loop, no sampling, no file format. lm-eval is needed for --tasks only.
 
     python eval.py -m org/name --perplexity wiki.txt
@@ -19,21 +19,16 @@ from pathlib import Path
 import torch
 
 import quantize
-import tp
 from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
-from cli.session import pick_engine, weight_bytes
-from formats.tokenizer import Row
-from generate import (
-    bucket,
-    build_steps,
-    generate,
-    load_shard,
-    open_model,
-    read_late,
-)
+from cli.engines import build_sampler, build_steps
+from cli.ranks import as_rank, local_device
+from cli.report import weight_bytes
+from cli.sequence import Sequence
+from cli.session import open_model, pick_engine
+from generate import Batch, bucket, load_shard
 from model import Transformer
-from sampling import Sampling
+from sampling import SamplingParams
 
 AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
 CHUNK = 256                                        # positions of a row in one call, at most
@@ -43,13 +38,13 @@ CHUNK = 256                                        # positions of a row in one c
 
 def progress(total: int) -> Callable[[int], None]:
     """Call the result when n more are done: every ten seconds a line says how far we are."""
-    done, said = 0, time.perf_counter()
+    done, last = 0, time.perf_counter()
 
     def tell(n):
-        nonlocal done, said
+        nonlocal done, last
         done += n
-        if time.perf_counter() > said + 10:
-            said = time.perf_counter()
+        if time.perf_counter() > last + 10:
+            last = time.perf_counter()
             log(f"{done} of {total}")
     return tell
 
@@ -208,27 +203,27 @@ class Adapter:
             B = min(self.batch_size, len(group))
             if (model.max_batch_size, model.max_seq_length) != (B, length):
                 model.setup_cache(B, length, CHUNK)
-            how, stops, eos_ids = self.sampling(wanted := group[0][2])
-            index = {Row(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
+            params, stops, eos_ids = self.sampling(wanted := group[0][2])
+            index = {Sequence(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
                      for i, ids, _ in sorted(group, key=lambda job: -len(job[1]))}
-
-            def start(prompts, how=how):
-                return read_late(generate(model, prompts, None, how, steps=self.steps))
-            for row, *_ in batch.serve(index, B, start):   # decoded as HFLM does: alone
-                text = tokenizer.decode([token for token in row.ids if token not in eos_ids])
-                answers[index[row]] = postprocess_generated_text(text, stops, None)
+            slots = Batch(model, build_sampler(model, [params] * B), self.steps)
+            for done in batch.serve(slots, index):         # decoded as HFLM does: alone
+                ids = [token for token in done.sequence.ids if token not in eos_ids]
+                text = postprocess_generated_text(tokenizer.decode(ids), stops, None)
+                answers[index[done.sequence]] = text
                 tell(1)
         return answers
 
-    def sampling(self, wanted: dict) -> tuple[Sampling, list[str], set[int]]:
+    def sampling(self, wanted: dict) -> tuple[SamplingParams, list[str], set[int]]:
         """A task's arguments -> how to draw, stop strings, stop tokens; some name these as text."""
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         ignored = wanted.keys() - {*names, "temperature", "do_sample", "until", "max_gen_toks"}
         if ignored - self.ignored:
             self.ignored |= ignored
             log(f"note: arguments of a task that mean nothing here: {', '.join(sorted(ignored))}")
-        how = Sampling(wanted.get("temperature", 1.0) if wanted["do_sample"] else 0.0,
-                       **{name: wanted[name] for name in names if wanted.get(name) is not None})
+        params = SamplingParams(
+            wanted.get("temperature", 1.0) if wanted["do_sample"] else 0.0,
+            **{name: wanted[name] for name in names if wanted.get(name) is not None})
         stops, eos_ids = [], set(self.eos_ids)
         for text in filter(None, wanted["until"]):
             ids = self.tokenizer.encode(text, bos=False)
@@ -236,7 +231,7 @@ class Adapter:
                 eos_ids |= {*ids}
             else:
                 stops.append(text)
-        return how, stops, eos_ids
+        return params, stops, eos_ids
 
 
 @contextlib.contextmanager
@@ -346,7 +341,7 @@ def build_parser() -> Parser:
 
 def run(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    device = pick_device(tp.local_device(args.device))
+    device = pick_device(local_device(args.device))
     engine = pick_engine(args, device)
     source, tokenizer = open_model(args.checkpoint_path)
     cfg = source.cfg
@@ -388,4 +383,4 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def main() -> int:
-    return guarded(tp.as_rank(run))
+    return guarded(as_rank(run))

@@ -8,12 +8,18 @@ knows what can be asked for and nothing of how it is done.
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import quantize
 from cli.common import Help, Parser, number
 from formats import checkpoint as checkpoints
+from sampling import SamplingParams
 
+SAMPLING = dict(                                   # of the flags, and of a request's own values
+    temperature=number(float, 0), top_k=number(int, 0), top_p=number(float, 0, 1, above=True),
+    min_p=number(float, 0, 1), repetition_penalty=number(float, 0, above=True),
+    seed=number(int, 0))
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
 HELLO, PREFILL_CHUNK = "Hello, my name is", 512
 
@@ -41,7 +47,8 @@ def build_parser() -> Parser:
              f"default: {HELLO}")
     add("--prompts_file", type=Path, metavar="FILE",
         help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
-             "perhaps id and max_new_tokens")
+             "perhaps id, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, "
+             "seed")
     add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
     add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
     add("--batch_size", type=number(int, 1), default=1,
@@ -57,27 +64,27 @@ def build_parser() -> Parser:
     add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
     add = p.add_argument_group(
         "sampling", "The model's own generation_config.json overrides these defaults.").add_argument
-    add("--temperature", type=number(float, 0), default=0.8, help="0: greedy")
-    add("--top_k", type=number(int, 0), default=200, help="only the k likeliest tokens; 0: all")
-    add("--top_p", type=number(float, 0, 1, above=True), default=1.0,
+    add("--temperature", type=SAMPLING["temperature"], default=0.8, help="0: greedy")
+    add("--top_k", type=SAMPLING["top_k"], default=200, help="only the k likeliest tokens; 0: all")
+    add("--top_p", type=SAMPLING["top_p"], default=1.0,
         help="only the likeliest tokens that together make up this probability")
-    add("--min_p", type=number(float, 0, 1), default=0.0,
+    add("--min_p", type=SAMPLING["min_p"], default=0.0,
         help="only tokens at least this fraction as likely as the likeliest")
-    add("--repetition_penalty", type=number(float, 0, above=True), default=1.0,
+    add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
         help="above 1 makes tokens that already appeared less likely")
-    add("--seed", type=number(int, 0), default=1234, help="of the random draws")
+    add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
     add = p.add_argument_group("speed").add_argument
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that guesses tokens ahead")
+        help="a smaller model of the same vocabulary that drafts tokens")
     add("--speculate", choices=["ngram", "int8", "int4"],
-        help="guess tokens ahead without one: what followed the last three tokens before, or a "
+        help="draft tokens without one: what followed the last three tokens before, or by a "
              "quantized copy of the model itself")
     add("--speculate_k", type=number(int, 1), metavar="K",
-        help="always guess K tokens; default: 5 at most (8 of ngram's), fewer while they are wrong")
+        help="always draft K tokens; default: 5 at most (8 of ngram's), fewer while they are wrong")
     add("--compare", action="store_true",
-        help="after each sample generate it again without guessing, and say how much that took")
+        help="after each sample generate it again without drafts, and print the speedup")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prompts are run N tokens at a time, which bounds the memory that they need")
     add("--engine", choices=ENGINES,
@@ -102,6 +109,13 @@ def json_object(text: str) -> dict:
     return found
 
 
+def sampling_params(args, **overrides) -> SamplingParams:
+    """What the flags say, but where a request says something else."""
+    stated = {field.name: getattr(args, field.name) for field in fields(SamplingParams)
+              if field.name != "seed"}             # --seed is of all rows together
+    return SamplingParams(**{**stated, **overrides})
+
+
 def many(args) -> bool:
     """Prompts that run in slots: several, or those whose results go into a file."""
     return bool(args.prompts_file or args.output or len(args.prompt) > 1)
@@ -115,24 +129,24 @@ def check(args) -> None:
         raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
     for flag in ("json", "random", "profile", "prompt", "prompts_file", "output"):
         if args.interactive and getattr(args, flag):
-            raise ValueError(f"--interactive does not go with --{flag}")
+            raise ValueError(f"--interactive cannot be combined with --{flag}")
     if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
         raise ValueError("--interactive answers one message at a time: one row, one sample")
-    guessing = args.draft_checkpoint_path or args.speculate
+    drafting = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
         raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
-    if (args.speculate_k or args.compare) and not guessing:
+    if (args.speculate_k or args.compare) and not drafting:
         raise ValueError("--speculate_k and --compare need --draft_checkpoint_path or --speculate")
-    if guessing and (args.batch_size > 1 or args.engine == "recompute"):
-        raise ValueError("guessing tokens ahead is for one row and the KV cache: it does not go "
-                         "with --batch_size or --engine recompute")
+    if drafting and (args.batch_size > 1 or args.engine == "recompute"):
+        raise ValueError("drafting is for one row and the KV cache: it cannot be combined with "
+                         "--batch_size or --engine recompute")
     if args.compare and (args.interactive or many(args)):
         raise ValueError("--compare is for one prompt")
     if args.prompts_file and args.prompt:
         raise ValueError("--prompt and --prompts_file exclude each other")
     if many(args) and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
-        raise ValueError("several prompts, or --output, do not go with --num_samples, --profile or "
-                         "--engine recompute")
+        raise ValueError("several prompts, or --output, cannot be combined with --num_samples, "
+                         "--profile or --engine recompute")
     asked = args.system_prompt or args.chat_template_kwargs
     if asked and not (args.interactive or args.chat or args.prompts_file):
         raise ValueError("--system_prompt and --chat_template_kwargs are for --chat, --interactive "

@@ -8,8 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,23 +17,95 @@ import tp
 from cli import batch, flags
 from cli.chat import Chat
 from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
-from cli.flags import HELLO
-from formats import checkpoint as checkpoints
-from formats import tokenizer as tokenizers
-from formats.tokenizer import Row
-from generate import (
-    bucket,
-    build_speculator,
+from cli.engines import (
+    RecomputeBatch,
+    build_sampler,
+    build_speculative,
     build_steps,
-    generate,
-    load_shard,
-    measure,
-    open_model,
-    read_late,
+    measure_drafts,
     warm_up,
 )
-from model import MoE, Transformer, cache_bytes
-from sampling import Sampling
+from cli.flags import HELLO
+from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
+from cli.report import describe, figures, follow, traced, weight_bytes
+from cli.sequence import Sequence
+from formats import checkpoint as checkpoints
+from formats import tokenizer as tokenizers
+from generate import Batch, bucket, generate, load_shard
+from model import cache_bytes
+from sampling import SamplingParams
+from speculate import SpeculativeBatch
+
+
+def main(argv: list[str] | None = None) -> int:
+    return guarded(as_rank(run), argv)
+
+
+def run(argv: list[str] | None) -> int:
+    parser = flags.build_parser()
+    args = parser.parse_args(argv)
+    flags.check(args)
+    device = pick_device(local_device(args.device))
+    engine = pick_engine(args, device)
+    many = flags.many(args)
+    requests, complaints, finished = from_rank_0(lambda: read_work(args))
+    results = batch.Results(None if tp.rank() else args.output, args.json)
+
+    start = time.perf_counter()
+    source, tokenizer = open_model(args.checkpoint_path, args.random)
+    parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
+    args = parser.parse_args(argv)
+    limit = args.max_seq_length or source.cfg.context
+    dtype = pick_dtype(args.dtype, device, source.cfg)
+    if limit > source.cfg.context:
+        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
+                         f"{source.cfg.context}")
+    requests = [request for request in requests if request.id not in finished]
+    work, more = batch.encode_all(requests, tokenizer, source.cfg, args, limit)
+    complaints += more
+    if complaints and not many:
+        raise ValueError(complaints[0])
+    for complaint in complaints:
+        log(f"generate.py: error: {complaint}")
+    if finished:
+        log(f"{len(finished)} results are in {args.output} already: {len(work)} prompts to go")
+    if many and not work:
+        return 1 if complaints else 0
+    if not many and work and work[0].n_new < args.max_new_tokens:
+        log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
+
+    session = Session(args, source, tokenizer, work, device, dtype, engine, start)
+    if args.interactive:
+        return talk(session)
+    if many:
+        jobs = {session.sequence(job.ids, job.n_new): job for job in work}
+        interrupted = batch.run(jobs, session.batch, results)
+        return 130 if interrupted else 1 if complaints else 0
+    return show_samples(session, work[0])
+
+
+def read_work(args) -> tuple[list, list, set]:
+    """-> requests, complaints about others, and the ids of those that are finished already."""
+    requests, complaints = [], []
+    if not args.interactive:
+        requests, complaints = batch.read_requests(args, HELLO)
+    return requests, complaints, batch.done_before(args.output) if args.output else set()
+
+
+# ---- The model that the flags ask for -----------------------------------------------------------
+
+def open_model(path: str | None = None, shape: str | None = None):
+    """A path or hub name, None for the default model, or a known shape -> checkpoint, tokenizer.
+
+    No weight is read yet. FileNotFoundError, ValueError or OSError say in one line what was found
+    and what to do.
+    """
+    if shape is not None and path is not None:
+        raise ValueError("--random and --checkpoint_path exclude each other")
+    if shape is not None:
+        return checkpoints.random_weights(shape), tokenizers.Numbers()
+    source = checkpoints.read(checkpoints.find(path))
+    return source, tokenizers.load(source.tokenizer)
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -54,97 +124,38 @@ def pick_engine(args, device: torch.device) -> str:
     return engine
 
 
-def weight_bytes(model: Transformer) -> tuple[int, int]:
-    """All weights, and those that one row's step reads: active experts, no lone embedding."""
-    def size(parameters):
-        return sum(p.numel() * p.element_size() for p in parameters)
-
-    cfg, total = model.cfg, size(model.parameters())
-    idle = 0 if model.head.weight is model.embed.weight else size(model.embed.parameters())
-    for moe in (module for module in model.modules() if isinstance(module, MoE)):
-        experts = size(p for part in (moe.gate, moe.up, moe.down) for p in part.parameters())
-        idle += experts * (cfg.n_expert - cfg.n_active) // cfg.n_expert
-    return total, total - idle
-
-
 def open_draft(args, source, tokenizer, device):
-    """The checkpoint that will guess, or None. ValueError where its vocabulary is another one."""
+    """The checkpoint that drafts, or None. ValueError where its vocabulary is another one."""
     if args.speculate in ("int8", "int4"):
         if args.random:
-            raise ValueError("--speculate int8 and int4 make a copy, and --random no two alike")
+            raise ValueError(f"--speculate {args.speculate} drafts with a copy of the model, and "
+                             "--random makes no two alike")
         return quantize.quantized(source, args.speculate, device=device)
     if not args.draft_checkpoint_path:
         return None
     draft, other = open_model(args.draft_checkpoint_path)
     if difference := tokenizers.differ(tokenizer, other):
-        raise ValueError(f"{draft.path} cannot guess for {source.path}: {difference}")
+        raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
     return draft
 
 
 def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> None:
     """State what will be allocated. ValueError where it exceeds what is free."""
     sources = [tp.shard(source) for source in sources if source]
-    free = free_memory(device) / (tp.n_local() if device.type == "cpu" else 1)
+    free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(checkpoints.n_bytes(source, dtype) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
                 for source in sources)
-    each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
-            f"({rows} x {length} positions){each}")
+            f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")
     if weights + cache > free:
         raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
                          f"{device}: try --quantize, a smaller --max_seq_length or --batch_size")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return guarded(tp.as_rank(run), argv)
-
-
-def run(argv: list[str] | None) -> int:
-    parser = flags.build_parser()
-    args = parser.parse_args(argv)
-    flags.check(args)
-    device = pick_device(tp.local_device(args.device))
-    engine = pick_engine(args, device)
-    many = flags.many(args)
-    requests, complaints, before = tp.from_rank_0(lambda: (
-        *(([], []) if args.interactive else batch.read_requests(args, HELLO)),
-        batch.done_before(args.output) if args.output else set()))
-    results = batch.Results(None if tp.rank() else args.output, args.json)
-
-    start = time.perf_counter()
-    source, tokenizer = open_model(args.checkpoint_path, args.random)
-    parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
-    args = parser.parse_args(argv)
-    limit = args.max_seq_length or source.cfg.context
-    dtype = pick_dtype(args.dtype, device, source.cfg)
-    if limit > source.cfg.context:
-        raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
-                         f"{source.cfg.context}")
-    requests = [request for request in requests if request.id not in before]
-    work, more = batch.encode_all(requests, tokenizer, source.cfg, args, limit)
-    complaints += more
-    if complaints and not many:
-        raise ValueError(complaints[0])
-    for complaint in complaints:
-        log(f"generate.py: error: {complaint}")
-    if before:
-        log(f"{len(before)} results are in {args.output} already: {len(work)} prompts to go")
-    if many and not work:
-        return 1 if complaints else 0
-    if not many and work and work[0].n_new < args.max_new_tokens:
-        log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
-
-    session = Session(args, source, tokenizer, work, device, dtype, engine, start)
-    if args.interactive:
-        return talk(session)
-    if many:
-        jobs = {session.row(job.ids, job.n_new): job for job in work}
-        interrupted = batch.run(jobs, session.n_rows,
-                                lambda ids: read_late(session.tokens(ids, None)), results)
-        return 130 if interrupted else 1 if complaints else 0
-    return show_samples(session, work[0])
+def on_each_rank() -> str:
+    return f" on each of {tp.world()} ranks" if tp.world() > 1 else ""
 
 
 class Session:
@@ -156,223 +167,187 @@ class Session:
     def __init__(self, args, source, tokenizer, work: list[batch.Job], device: torch.device,
                  dtype: torch.dtype, engine: str, start: float):
         self.args, self.tokenizer, self.device, self.engine = args, tokenizer, device, engine
-        self.dtype, self.use_cache = dtype, engine != "recompute"
+        self.dtype = dtype
         limit = args.max_seq_length or source.cfg.context
         ends = [len(job.ids) + job.n_new for job in work] or [4096]        # a conversation
         self.length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
         self.n_rows = min(args.batch_size, len(work)) if flags.many(args) else args.batch_size
+        n_cache_rows = 0 if engine == "recompute" else self.n_rows
         draft_source = open_draft(args, source, tokenizer, device)
         self.source = source = quantize.as_flagged(source, args, device)
-        self.guesser = args.speculate or (draft_source and draft_source.path.name)
-        self.k = self.check_guesses(draft_source)
-        chunk = max(args.prefill_chunk, (self.k + 1) * bool(self.guesser))
-        check_memory([source, draft_source], dtype, device, self.n_rows * self.use_cache,
-                     self.length, chunk)
+        self.drafter = args.speculate or (draft_source and draft_source.path.name)
+        self.k = self.max_draft(draft_source)
+        chunk = max(args.prefill_chunk, self.k + 1 if self.drafter else 0)
+        check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk)
 
         self.model = load_shard(source, dtype, device)
         draft = draft_source and load_shard(draft_source, dtype, device)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
-        self.total_bytes, self.read_bytes = weight_bytes(self.model)
-        self.each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
-        packed = quantize.describe(source)
-        log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
-            f"{packed and packed + ', '}{str(dtype)[6:]}, {self.total_bytes / 1e6:.0f} MB on "
-            f"{device}{self.each and ',' + self.each}")
-        log(f"Time to load model: {self.load_s:.2f} seconds")
+        self.describe_model()
 
-        self.model.setup_cache(self.n_rows * self.use_cache, self.length, chunk)
-        self.how = Sampling(args.temperature, args.top_k, args.top_p, args.min_p,
-                            args.repetition_penalty)
+        self.model.setup_cache(n_cache_rows, self.length, chunk)
         start = time.perf_counter()
-        self.steps, self.speculator = build_steps(self.model, engine, args.compile_prefill), None
-        if self.guesser:
-            self.speculator = build_speculator(self.k, bool(args.speculate_k), draft, engine,
-                                               device.type)
+        self.build(draft, [job.params for job in work])
         if engine in ("compile", "cuda_graph"):
             self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
             self.compile_s = time.perf_counter() - start
             log(f"Compilation time: {self.compile_s:.2f} seconds")
-        if self.speculator and not args.speculate_k:
+        if self.drafter and not args.speculate_k:
             self.measure(len(work[0].ids) + 1 if work else 1)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
         self.eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
 
-    def check_guesses(self, draft) -> int:
-        """How many tokens to guess at most. ValueError where they do not fit."""
+    def describe_model(self) -> None:
+        self.total_bytes, self.read_bytes = weight_bytes(self.model)
+        scheme = quantize.describe(self.source)
+        log(f"{self.source.path.name}: {checkpoints.n_parameters(self.source) / 1e6:.0f}M "
+            f"parameters, {scheme + ', ' if scheme else ''}{str(self.dtype)[6:]}, "
+            f"{self.total_bytes / 1e6:.0f} MB on {self.device}"
+            f"{',' + on_each_rank() if tp.world() > 1 else ''}")
+        log(f"Time to load model: {self.load_s:.2f} seconds")
+
+    def max_draft(self, draft) -> int:
+        """How many tokens to draft at most. ValueError where they do not fit."""
         args, length = self.args, self.length
         k = args.speculate_k or min(8 if args.speculate == "ngram" else 5, length - 1)
-        if self.guesser and k >= length:
+        if self.drafter and k >= length:
             raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
         if draft and draft.cfg.learned_pos and length > draft.cfg.context:
             raise ValueError(f"{draft.path} knows {draft.cfg.context} positions, and {length} are "
                              "asked for: give a smaller --max_seq_length")
         return k
 
-    def compile(self, prompts: list[list[int]], most: int) -> None:
+    def build(self, draft, params: list[SamplingParams]) -> None:
+        """The batch that runs; params: of each request."""
+        args, default = self.args, flags.sampling_params(self.args)
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        sampler = build_sampler(self.model, [default] * self.n_rows, self.generator, params)
+        steps = build_steps(self.model, self.engine, args.compile_prefill)
+        if self.engine == "recompute":
+            self.plain = self.batch = RecomputeBatch(self.model, sampler, steps, self.length)
+            return
+        self.plain = self.batch = Batch(self.model, sampler, steps)
+        if self.drafter:
+            self.batch = build_speculative(self.model, sampler, steps, self.engine, self.k,
+                                           bool(args.speculate_k), draft)
+
+    def compile(self, prompts: list[list[int]], longest: int) -> None:
         """Warm up for prompts like these, and for at most so many positions."""
-        least = min(map(len, prompts))
+        shortest = min(map(len, prompts))
         prompts = (prompts * self.n_rows)[:self.n_rows]
-        most = min(most + self.k * bool(self.guesser), self.length)
-        warm_up(self.model, prompts, range(least + 1, most), self.how, self.steps, self.speculator)
+        longest = min(longest + (self.k if self.drafter else 0), self.length)
+        warm_up(self.batch, prompts, range(shortest + 1, longest))
 
     def measure(self, n: int) -> None:
-        """What guessing costs here, after n tokens."""
-        speculator, length = self.speculator, self.length
-        speculator.begin([0], 0, length, self.model.longest_call, self.device)
-        costs = measure(speculator, self.model, self.steps, bucket(n, length), self.how)
-        costs = [f"{k} tokens takes as long as {costs[k]:.1f} steps" for k in costs]
-        log(f"Guessing {', '.join(costs)}" + ": it cannot pay here" * (not speculator.sizes))
+        """What drafting costs here, after n tokens."""
+        costs = measure_drafts(self.batch, n)
+        text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
+        log(f"Drafting {text}" + ("" if self.batch.draft_length.lengths else ": disabled"))
 
-    def tokens(self, prompts: list, n_new: int | None, n_cached: int = 0,
-               guess: bool = True) -> Iterator[Tensor]:
-        return generate(self.model, prompts, n_new, self.how, self.generator, self.steps,
-                        self.use_cache, n_cached, self.speculator if guess else None)
+    def tokens(self, prompts: list, n_new: int, n_cached: int = 0,
+               draft: bool = True) -> Iterator[Tensor]:
+        return generate(self.batch if draft else self.plain, prompts, n_new, n_cached)
 
-    def row(self, ids: list[int], n_new: int) -> Row:
-        return Row(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
+    def sequence(self, ids: list[int], n_new: int) -> Sequence:
+        return Sequence(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
 
-    def figures(self, times: list[float], n_prompt: int, guess: bool = True) -> dict:
-        read_bytes = 0 if guess and self.speculator else self.read_bytes
+    def figures(self, times: list[float], n_prompt: int, draft: bool = True) -> dict:
+        read_bytes = 0 if draft and self.drafter else self.read_bytes
         return figures(times, n_prompt, self.n_rows, read_bytes)
 
     def about(self) -> dict:
         """What --json says beside the text and its figures."""
         linears, head = quantize.schemes(self.source)
-        guesses = dict(speculate=self.guesser, speculate_k=self.k) if self.guesser else {}
+        drafts = {}
+        if self.drafter:
+            drafts = dict(speculate=self.drafter, speculate_k=self.k, **accept_stats(self.batch))
         return dict(
             load_s=self.load_s, compile_s=self.compile_s,
             peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
             quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
-            batch_size=self.args.batch_size, seed=self.args.seed, **guesses,
-            **(self.speculator.stats() if self.speculator else {}),
+            batch_size=self.args.batch_size, seed=self.args.seed, **drafts,
             device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
 
+
+def accept_stats(batch: SpeculativeBatch) -> dict:
+    """How many rounds kept how many drafts."""
+    counts = batch.accept_counts
+    rounds = sum(counts)
+    accepted = sum(n * count for n, count in enumerate(counts))
+    return dict(accept_counts=counts, rounds=rounds,
+                mean_accepted=accepted / rounds if rounds else None)
+
+
+# ---- What is done with it -----------------------------------------------------------------------
 
 def talk(session: Session) -> int:
     """A conversation in the terminal."""
     args, model, length = session.args, session.model, session.length
 
     def answer(ids, n_cached):
-        mine = session.row(ids, n_new := min(args.max_new_tokens, length - len(ids)))
-        times, _ = follow(session.tokens([ids], n_new, n_cached), [mine], "")
-        return mine, describe(session.figures(times, len(ids) - n_cached))
+        n_new = min(args.max_new_tokens, length - len(ids))
+        sequence = session.sequence(ids, n_new)
+        times, _ = follow(session.tokens([ids], n_new, n_cached), [sequence], "")
+        return sequence, describe(session.figures(times, len(ids) - n_cached))
 
     room = length - max(1, min(args.max_new_tokens, length // 4))
-    guesses = (session.k + 1) * bool(session.guesser)      # were in a ring too
-    rewind = model.longest_call - 1 - guesses if model.rings else length
-    tp.led(answer, lambda answer: Chat(session.tokenizer, answer, room, rewind, log,
-                                       args.system_prompt, args.chat_template_kwargs).run())
+    rewind = length
+    if model.rings:                                # rejected drafts were in a ring too
+        rewind = model.longest_call - 1 - (session.k + 1 if session.drafter else 0)
+    run_on_rank_0(answer, lambda answer: Chat(
+        session.tokenizer, answer, room, rewind, log, args.system_prompt,
+        args.chat_template_kwargs).run())
     return 0
 
 
 def show_samples(session: Session, job: batch.Job) -> int:
     """--num_samples times, one prompt in --batch_size rows."""
-    args, (request, ids, n_new) = session.args, job
+    args, request, ids = session.args, job.request, job.ids
     shown = None if args.json or args.batch_size > 1 else "" if args.random else request.shown
     speeds, interrupted = [], False
     for i in range(args.num_samples):
-        rows = [session.row(ids, n_new) for _ in range(args.batch_size)]
+        sequences = [session.sequence(ids, job.n_new) for _ in range(args.batch_size)]
         with traced(args.profile if i == args.num_samples - 1 else None):
-            times, interrupted = follow(session.tokens([ids] * len(rows), n_new), rows, shown)
+            tokens = session.tokens([ids] * len(sequences), job.n_new)
+            times, interrupted = follow(tokens, sequences, shown)
         f = session.figures(times, len(ids))
         if args.compare and not interrupted:
-            times, interrupted = follow(session.tokens([ids], n_new, guess=False),
-                                        [session.row(ids, n_new)], None)
-            plain = session.figures(times, len(ids), guess=False)
-            f["speedup"] = f["decode_tok_s"] and plain["decode_tok_s"] and (
-                f["decode_tok_s"] / plain["decode_tok_s"])
-            log(f"Without guessing: {describe(plain)}")
-            log(f"With it {f['speedup'] or 0:.2f} times as fast")
-        for j, one in enumerate(rows):
+            interrupted = compare(session, job, f)
+        for j, sequence in enumerate(sequences):
             if args.json:
                 print(json.dumps(dict(
-                    prompt=request.prompt, text=one.text, prompt_ids=ids, new_ids=one.ids,
-                    finish_reason=one.finish_reason, sample=i, row=j, **f, **session.about())),
-                    flush=True)
+                    prompt=request.prompt, text=sequence.text, prompt_ids=ids,
+                    new_ids=sequence.ids, finish_reason=sequence.finish_reason, sample=i, row=j,
+                    **f, **session.about())), flush=True)
             elif args.batch_size > 1:
-                print(f"--- row {j} ---\n{request.shown}{one.text}", flush=True)
+                print(f"--- row {j} ---\n{request.shown}{sequence.text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
-    log("==========")
-    guesses = session.speculator.stats() if session.speculator else {}
-    if guesses.get("rounds"):
-        shares = [round(n / guesses["rounds"], 4) for n in guesses["accept_counts"]]
-        log(f"Acceptance probs: {shares}")
-        log(f"Mean Accepted: {guesses['mean_accepted']:.4f}")
-    if speeds:
-        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
-    log(f"Memory used: {peak_memory(session.device) / 1e9:.2f} GB{session.each}")
+    summarize(session, speeds)
     return 130 if interrupted else 0
 
 
-@contextmanager
-def traced(path: Path | None):
-    """Write a Chrome trace of what happens within, of each rank its own; None: do not."""
-    if path is None:
-        yield
-        return
-    with torch.profiler.profile() as trace:
-        yield
-    name = path.name.removesuffix(".json") + f".rank{tp.rank()}" * bool(tp.rank())
-    path = path.with_name(name + ".json")
-    trace.export_chrome_trace(str(path))
-    if not path.exists():                                  # it only logs that it could not
-        raise OSError(f"{path}: the trace could not be written")
-    log(f"Trace written to {path}")
+def compare(session: Session, job: batch.Job, f: dict) -> bool:
+    """The same without drafts: puts the speedup into f -> whether Ctrl-C ended it."""
+    tokens = session.tokens([job.ids], job.n_new, draft=False)
+    times, interrupted = follow(tokens, [session.sequence(job.ids, job.n_new)], None)
+    plain = session.figures(times, len(job.ids), draft=False)
+    f["speedup"] = None
+    if f["decode_tok_s"] and plain["decode_tok_s"]:
+        f["speedup"] = f["decode_tok_s"] / plain["decode_tok_s"]
+    log(f"Without drafts: {describe(plain)}")
+    log(f"Speedup: {f['speedup'] or 0:.2f}")
+    return interrupted
 
 
-def follow(tokens: Iterator[Tensor], rows: list[Row],
-           shown: str | None) -> tuple[list[float], bool]:
-    """Run one generation to its end: rows collect, and the first one's text streams to stdout.
-
-    shown: what to print before it; None: print nothing. -> the time before the first step and after
-    each token, and whether Ctrl-C ended it.
-    """
-    show = (lambda text: None) if shown is None else lambda text: print(text, end="", flush=True)
-    show(shown)
-    times, reason = [time.perf_counter()], "length"
-    try:
-        for ids in read_late(tokens):
-            times.append(time.perf_counter())
-            for row, token_id in zip(rows, ids):
-                piece = row.push(token_id)
-                if row is rows[0]:
-                    show(piece)
-            if all(row.finish_reason for row in rows):
-                break
-    except KeyboardInterrupt:
-        reason = "interrupted"
-    for row in rows:
-        piece = row.finish(reason)
-        if row is rows[0]:
-            show(piece + "\n")
-    return times, reason == "interrupted"
-
-
-def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
-    """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
-
-    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes;
-    read_bytes=0: a step gives more than a token.
-    """
-    ttft_s = times[1] - times[0] if len(times) > 1 else None
-    step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
-    return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt * batch_size / ttft_s if ttft_s else None,
-                decode_tok_s=1 / step_s if step_s else None,
-                decode_tok_s_total=batch_size / step_s if step_s else None,
-                bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s and read_bytes else None)
-
-
-def describe(f: dict) -> str:
-    """figures() in a line."""
-    if f["ttft_s"] is None:
-        return "no token"
-    line = f"time to first token {f['ttft_s']:.3f} s, prefill {f['prefill_tok_s']:.1f} tok/s"
-    if f["decode_tok_s"]:
-        line += f", decode {f['decode_tok_s']:.2f} tok/s"
-        line += f", bandwidth {f['bandwidth_gb_s']:.1f} GB/s" if f["bandwidth_gb_s"] else ""
-        if f["decode_tok_s_total"] > f["decode_tok_s"]:
-            line += f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
-    return line
+def summarize(session: Session, speeds: list[float]) -> None:
+    log("==========")
+    stats = accept_stats(session.batch) if session.drafter else {}
+    if stats.get("rounds"):
+        shares = [round(n / stats["rounds"], 4) for n in stats["accept_counts"]]
+        log(f"Acceptance probs: {shares}")
+        log(f"Mean Accepted: {stats['mean_accepted']:.4f}")
+    if speeds:
+        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
+    log(f"Memory used: {peak_memory(session.device) / 1e9:.2f} GB{on_each_rank()}")

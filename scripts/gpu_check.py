@@ -17,12 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
 from cli.common import Help, Parser, guarded, log, pick_device
+from cli.engines import (
+    RecomputeBatch,
+    build_sampler,
+    build_speculative,
+    build_steps,
+    warm_up,
+)
+from cli.session import accept_stats
 from formats.checkpoint import Checkpoint, tensor_shapes
 from formats.files import Lazy
-from generate import Steps, build_speculator, build_steps, generate, warm_up
+from generate import Batch, generate
 from kernels import products as kernels
 from model import ModelConfig, Rope, Transformer
-from sampling import Sampling
+from sampling import SamplingParams
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = dict(dim=256, n_layer=4, n_head=8, n_kv_head=2, head_dim=32, ffn_dim=512, vocab_size=512,
@@ -44,8 +52,9 @@ MODELS = {
                            n_kv_head=8, rope=(Rope(kind="none"),))}
 MATRICES = {"cuda": [(6144, 4096), (4096, 14336), (128256, 2048), (576, 1536)],
             "cpu": [(960, 576), (576, 1536)]}
-SAMPLINGS = {"greedy": Sampling(temperature=0.0), "top-k": Sampling(0.8, 200, 0.95),
-             "top-p alone": Sampling(0.8, 0, 0.9), "penalty": Sampling(1.0, 50, 1.0, 0.02, 1.2)}
+SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(0.8, 200, 0.95),
+             "top-p alone": SamplingParams(0.8, 0, 0.9),
+             "penalty": SamplingParams(1.0, 50, 1.0, 0.02, 1.2)}
 
 
 def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
@@ -118,20 +127,27 @@ def families(device) -> str:
     return f"{len(MODELS)} kinds, logits within {worst:.0e} of their standard deviation"
 
 
-def tokens(model, steps, n: int, how=Sampling(temperature=0.0), use_cache=True, **more) -> list:
-    generator = torch.Generator(model.freq.device).manual_seed(0)
-    prompt = torch.arange(20, device=model.freq.device)[None] * 7 % SMALL["vocab_size"]
-    made = generate(model, prompt, n, how, generator, steps, use_cache, **more)
-    return [t.item() for t in made]
+PROMPT = [7 * i % SMALL["vocab_size"] for i in range(20)]
 
 
-def ready(model, engine: str, n: int, how=Sampling(temperature=0.0)) -> Steps:
-    """The engine's steps, warm for n new tokens."""
+def sampler_of(model, params):
+    return build_sampler(model, [params], torch.Generator(model.freq.device).manual_seed(0))
+
+
+def tokens(batch, n: int) -> list[int]:
+    if batch.sampler.generator:
+        batch.sampler.generator.manual_seed(0)
+    return [t.item() for t in generate(batch, [PROMPT], n)]
+
+
+def ready(model, engine: str, n: int, params=SamplingParams(temperature=0.0)) -> Batch:
+    """A batch of one row for n new tokens, warm."""
     steps = build_steps(model, engine)
+    model.setup_cache(1, 20 + n, 20)
+    batch = Batch(model, sampler_of(model, params), steps)
     if engine != "kv_cache":
-        model.setup_cache(1, 20 + n, 20)
-        warm_up(model, [list(range(20))], range(21, 20 + n), how, steps)
-    return steps
+        warm_up(batch, [PROMPT], range(21, 20 + n))
+    return batch
 
 
 def engine_names(device) -> list[str]:
@@ -139,16 +155,17 @@ def engine_names(device) -> list[str]:
 
 
 def engines(device) -> str:
-    """Tokens drawn with the same dice, in fp32: of graphs that replay, of eager steps, and of
+    """Tokens drawn from the same noise, in fp32: of graphs that replay, of eager steps, and of
     computing everything anew for each token."""
     n_step = 500 if device.type == "cuda" else 60
     for name in ("Llama", "Gemma 3", "Mixtral"):
-        how = Sampling(1.0, 50)
-        expected = tokens(random_model(name, device), Steps(), 50, how, use_cache=False)
+        how = SamplingParams(1.0, 50)
+        model = random_model(name, device)
+        expected = tokens(RecomputeBatch(model, sampler_of(model, how)), 50)
         first = None
         for engine in engine_names(device):
             model = random_model(name, device)
-            said = tokens(model, ready(model, engine, n_step, how), n_step, how)
+            said = tokens(ready(model, engine, n_step, how), n_step)
             assert said[:50] == expected, f"{name}, {engine}: not what recomputing everything gives"
             first = first or said
             assert said == first, f"{name}, {engine}: other tokens than kv_cache's"
@@ -167,7 +184,7 @@ def quantized(device) -> str:
         for name in ("Llama", "Mixtral"):
             model, plain = (random_model(name, device, dtype, **how) for dtype in (BF16, FP32))
             for engine in engine_names(device):
-                said = tokens(model, ready(model, engine, 50), 50)
+                said = tokens(ready(model, engine, 50), 50)
                 whole = torch.arange(20, device=device)[None] * 7 % SMALL["vocab_size"]
                 whole = torch.cat((whole, torch.tensor([said], device=device)), 1)
                 with torch.inference_mode():
@@ -181,23 +198,23 @@ def quantized(device) -> str:
     return f"each token within {max(seen):.2f} standard deviations of the best logit in fp32"
 
 
-def guessing(device) -> str:
-    """Greedy tokens with guesses by look-up, by a copy, and by a model that knows nothing."""
+def drafting(device) -> str:
+    """Greedy tokens with drafts by look-up, by a copy, and by a model that knows nothing."""
     kept = []
     for engine in engine_names(device):
-        model, how = random_model("Llama", device), Sampling(temperature=0.0)
-        steps = ready(model, engine, 200)
-        plain = tokens(model, steps, 200)
+        model = random_model("Llama", device)
+        batch = ready(model, engine, 200)
+        plain = tokens(batch, 200)
         drafts = dict(ngram=None, int8=random_model("Llama", device, mode="int8"),
                       other=random_model("OLMo 2", device))
         for name, draft in drafts.items():
-            speculator = build_speculator(4, True, draft, engine, device.type)
-            warm_up(model, [list(range(20))], range(21, 220), how, steps, speculator)
-            said = tokens(model, steps, 200, speculator=speculator)
-            assert said == plain, f"{engine}, {name}: other tokens than without guesses"
-            rounds = speculator.stats()
-            kept.append(f"{name} {rounds['mean_accepted'] or 0:.1f}")
-    return f"of 4 guesses right, {', '.join(engine_names(device))}: {', '.join(kept)}"
+            drafts = build_speculative(model, batch.sampler, batch.steps, engine, 4, True, draft)
+            if engine != "kv_cache":
+                warm_up(drafts, [PROMPT], range(21, 220))
+            said = tokens(drafts, 200)
+            assert said == plain, f"{engine}, {name}: other tokens than without drafts"
+            kept.append(f"{name} {accept_stats(drafts)['mean_accepted'] or 0:.1f}")
+    return f"of 4 drafts right, {', '.join(engine_names(device))}: {', '.join(kept)}"
 
 
 class Reads(TorchDispatchMode):
@@ -219,7 +236,7 @@ def no_waiting(device) -> str:
             if engine == "compile" and name != "top-k":
                 continue                           # half a minute each on a GPU
             model = random_model("Llama", device)
-            made = generate(model, [[1, 2, 3]], 40, how, steps=ready(model, engine, 40, how))
+            made = generate(ready(model, engine, 40, how), [[1, 2, 3]], 40)
             for _ in range(4):
                 next(made)
             if device.type == "cuda":
@@ -236,7 +253,7 @@ def no_waiting(device) -> str:
     return f"{n} ways to draw and to run"
 
 
-CHECKS = (products, families, engines, quantized, guessing, no_waiting)
+CHECKS = (products, families, engines, quantized, drafting, no_waiting)
 
 
 def run(argv=None) -> int:

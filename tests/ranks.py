@@ -15,9 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import generate  # noqa: E402
 import quantize  # noqa: E402
 import tp  # noqa: E402
+from cli import engines  # noqa: E402
 from cli.common import guarded  # noqa: E402
+from cli.draft_length import DraftLengthController  # noqa: E402
+from cli.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
 from formats import checkpoint as checkpoints  # noqa: E402
-from sampling import Sampling  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
 
 FP32 = torch.float32
 
@@ -36,18 +39,20 @@ def close(part, whole):
     torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4 * whole.std().item())
 
 
-def same_tokens(source, rows, n_new=6, how=Sampling(temperature=0), engine="kv_cache", **more):
-    """generate() says the same with this rank's part of the model as with the whole, although each
-    rank's dice are its own: what rank 0 draws holds."""
+def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine="kv_cache", drafts=None):
+    """generate() gives the same with this rank's part of the model as with the whole, although each
+    rank's random numbers are its own: what rank 0 draws holds."""
     said = []
     for model in (quantize.load(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")):
-        steps = generate.build_steps(model, engine) if said else generate.Steps()
-        draw = torch.Generator().manual_seed(1 + tp.rank() * bool(said))
-        said.append([t.tolist() for t in generate.generate(
-            model, rows, n_new, how, draw, steps, **(more if said else {}))])
-    if how.temperature == 0 or "speculator" not in more:   # which draws in another order
+        steps = engines.build_steps(model, engine) if said else generate.Steps()
+        draw = torch.Generator().manual_seed(1 + (tp.rank() if said else 0))
+        model.setup_cache(len(rows), max(map(len, rows)) + n_new)
+        sampler = engines.build_sampler(model, [how] * len(rows), draw)
+        batch = drafts(model, sampler) if said and drafts else generate.Batch(model, sampler, steps)
+        said.append([t.tolist() for t in generate.generate(batch, rows, n_new)])
+    if how.temperature == 0 or not drafts:                 # which draws in another order
         assert said[0] == said[1], f"{said[0]} alone, {said[1]} together"
-    assert said[1] == tp.from_rank_0(lambda: said[1])
+    assert said[1] == from_rank_0(lambda: said[1])
 
 
 def check_family(path, n):
@@ -68,7 +73,7 @@ def check_quantized(path, n):
 
 
 def check_sampling(path, n):
-    how = Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2)
+    how = SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.2)
     same_tokens(checkpoints.read(path), prompts(8).tolist(), 20, how)
 
 
@@ -81,22 +86,27 @@ def check_guessing(path, n):
     source = checkpoints.read(path)
     draft = generate.load_shard(quantize.quantized(source, "int8"), FP32, "cpu")
     row = prompts(6, 1).repeat(1, 3).tolist()
-    for guesses in (dict(), dict(draft=draft)):
-        speculator = generate.build_speculator(3, not guesses, guesses.get("draft"), "kv_cache", "cpu")
-        speculator.keep(tp.from_rank_0(lambda s=speculator: {k: 1.5 for k in s.sizes}))
-        for how in (Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=1.1),
-                    Sampling(temperature=1.5)):
-            same_tokens(source, row, 30, how, speculator=speculator)
+    for other in (None, draft):
+        def drafts(model, sampler, other=other):
+            batch = engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, other is None, other)
+            if other:
+                lengths = batch.draft_length.lengths
+                costs = from_rank_0(lambda: {k: 1.5 for k in lengths})
+                batch.draft_length = DraftLengthController(lengths, costs)
+            return batch
+        for how in (SamplingParams(temperature=0), SamplingParams(temperature=0, repetition_penalty=1.1),
+                    SamplingParams(temperature=1.5)):
+            same_tokens(source, row, 30, how, drafts=drafts)
 
 
 def check_agreement(path, n):
     """A result that differs between the ranks, an error of rank 0 alone, calls that rank 0 leads."""
     mine = torch.full((2, 1), tp.rank())
-    assert not tp.agreed(lambda: mine.clone())().any()
-    assert [t.sum().item() for t in tp.agreed(lambda: (mine.clone(), mine + 5))()] == [0, 10]
-    assert tp.from_rank_0(lambda: {"rank": tp.rank()}) == {"rank": 0}
+    assert not tp.broadcast(mine.clone()).any()
+    assert [tp.broadcast(t).sum().item() for t in (mine.clone(), mine + 5)] == [0, 10]
+    assert from_rank_0(lambda: {"rank": tp.rank()}) == {"rank": 0}
     try:
-        tp.from_rank_0(lambda: [][0])
+        from_rank_0(lambda: [][0])
     except IndexError:
         pass
     else:
@@ -106,7 +116,7 @@ def check_agreement(path, n):
     def body(call):
         call(1, "a")
         call(2, "b")
-    tp.led(lambda *args: calls.append(args), body)
+    run_on_rank_0(lambda *args: calls.append(args), body)
     assert calls == [(1, "a"), (2, "b")]
 
 
@@ -133,4 +143,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(tp.as_rank(run), sys.argv[1:]))
+    sys.exit(guarded(as_rank(run), sys.argv[1:]))

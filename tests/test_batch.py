@@ -3,24 +3,25 @@
 import json
 import signal
 import subprocess
-from contextlib import suppress
 
 import pytest
 import tiny
 import torch
 from conftest import SMOLLM2
+from helpers import GREEDY, generated, make_batch
 from test_errors import refused, run
 from test_generate import command
 
 import generate
-from cli import batch, session
+from cli import batch, engines, report
 from cli.common import english_text
-from formats.tokenizer import Numbers, Row
+from cli.report import follow
+from cli.sequence import Sequence
+from formats.tokenizer import Numbers
 from kernels import inductor as compiled
 from model import Ring, cache_bytes, n_slots
-from sampling import Sampling
+from sampling import SamplingParams
 
-GREEDY = Sampling(temperature=0)
 LENGTHS, NEW = [20, 3, 11, 1, 7, 15, 2, 18], [6, 12, 3, 9, 1, 14, 5, 8]
 
 
@@ -31,17 +32,15 @@ def prompts(seed=5):
 
 def alone(model, ids, n_new, how=GREEDY):
     """By recomputation: no cache, no chunks, no other row."""
-    return [t.item() for t in generate.generate(model, torch.tensor([ids]), n_new, how, use_cache=False)]
+    return [t.item() for t in generated(model, [ids], n_new, how, use_cache=False)]
 
 
 def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY):
     """-> the new ids of each prompt, and the slots in which they were."""
-    rows = {Row(Numbers(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
+    rows = {Sequence(Numbers(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
     out = {}
-
-    def start(first):
-        return generate.read_late(generate.generate(model, first, None, how, steps=steps))
-    for row, slot, begun, first, end in batch.serve(rows, n_slots, start):
+    slots = make_batch(model, [how] * n_slots, steps=steps)
+    for row, slot, begun, first, end in batch.serve(slots, rows):
         assert row.finish_reason == "length" and begun <= first <= end
         out[rows[row]] = row.ids, slot
     return [out[i][0] for i in range(len(work))], [out[i][1] for i in range(len(work))]
@@ -106,13 +105,13 @@ def test_rows_of_different_lengths_without_a_cache_too(ours):
     model, work = ours("qwen3"), prompts()[:3]
     expected = [alone(model, ids, 9) for ids in work]
     for more in (dict(), dict(use_cache=False)):
-        got = torch.cat(list(generate.generate(model, work, 9, GREEDY, **more)), dim=1).tolist()
+        got = torch.cat(list(generated(model, work, 9, GREEDY, **more)), dim=1).tolist()
         assert got == expected
 
 
 def test_a_repetition_penalty_counts_each_rows_own_tokens(ours):
     """A slot's next prompt has not said what the last one did; what fills a row up was not said."""
-    model, work, how = ours("llama3"), list(zip(prompts(), NEW)), Sampling(0, repetition_penalty=1.7)
+    model, work, how = ours("llama3"), list(zip(prompts(), NEW)), SamplingParams(0, repetition_penalty=1.7)
     expected = [alone(model, ids, n, how) for ids, n in work]
     model.setup_cache(2, 40, 8)
     assert serve(model, work, 2, how=how)[0] == expected
@@ -129,20 +128,20 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     model, work = ours("gemma3_text"), list(zip(prompts(), NEW))
     expected = [alone(model, ids, n) for ids, n in work]
     model.setup_cache(3, 40, 4)
-    original = generate.generate
-
-    def far(*args, **more):
-        tokens, change = original(*args, **more), None
-        with suppress(StopIteration):
-            while True:
-                change = yield tokens.send(change).as_subclass(Far)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(session, "generate", far)
-    assert serve(model, work, 3)[0] == expected
-    rows = [Row(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
+    read_late, n_late = generate.read_late, []
+
+    def far(tokens):
+        for ids, owners in read_late((token.as_subclass(Far), owners) for token, owners in tokens):
+            n_late.append(sum(1 for row in (owners or {}).values() if row.finish_reason))
+            yield ids, owners
+    monkeypatch.setattr(batch, "read_late", far)
+    monkeypatch.setattr(report, "read_late", far)
+    assert serve(model, work, 3)[0] == expected and sum(n_late) > 4
+    rows = [Sequence(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
     model.setup_cache(3, 40, 4)
-    session.follow(far(model, prompts()[:3], 9, GREEDY), rows, None)
+    follow(generated(model, prompts()[:3], 9, GREEDY), rows, None)
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]
 
 
@@ -150,8 +149,8 @@ def test_refilling_compiles_nothing(ours, monkeypatch):
     model, work = ours("gemma2"), list(zip(prompts(), NEW))
     expected = [alone(model, ids, n) for ids, n in work]
     model.setup_cache(3, 40, 4)
-    steps = generate.build_steps(model, "compile")
-    generate.warm_up(model, [[1]] * 3, range(2, 40), GREEDY, steps)
+    steps = engines.build_steps(model, "compile")
+    engines.warm_up(make_batch(model, [GREEDY] * 3, steps=steps), [[1]] * 3, range(2, 40))
     monkeypatch.setattr(compiled, "load", None)            # whoever needs another function fails
     assert serve(model, work, 3, steps)[0] == expected
 
@@ -167,14 +166,16 @@ def test_smollm2_prompts_of_1_to_200_tokens_with_different_ends(smollm2):
     sizes = [1, 200, 7, 64, 133, 2, 31, 90, 15, 178]
     work = [(ids[100 * i:100 * i + n], 1 + 5 * i % 17) for i, n in enumerate(sizes)]
     model.setup_cache(1, 256)
-    expected = [[t.item() for t in generate.generate(model, torch.tensor([p]), n, GREEDY)] for p, n in work]
+    expected = [[t.item() for t in generated(model, [p], n, GREEDY)] for p, n in work]
     model.setup_cache(4, 256, 48)
     assert serve(model, work, 4)[0] == expected
 
 
 def test_too_long_for_the_model_is_refused(ours):
-    with pytest.raises(AssertionError, match="exceed the context"):
-        next(generate.generate(ours("llama2"), [[1] * 120, [1]], 60, GREEDY))
+    model = ours("llama2")
+    model.setup_cache(2, 128)
+    with pytest.raises(ValueError, match="^120 \\+ 60 tokens exceed 128 positions$"):
+        next(generate.generate(make_batch(model, [GREEDY] * 2), [[1] * 120, [1]], 60))
 
 
 # ---- Reading requests ----------------------------------------------------------------------------
@@ -185,7 +186,9 @@ def test_too_long_for_the_model_is_refused(ours):
     ('{"messages": []}', '"messages" is no list'), ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
     ('{"messages": "hi"}', '"messages" is no list'), ('{"prompt": "a", "id": [1]}', '"id" is neither'),
     ('{"prompt": "a", "id": true}', '"id" is neither'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
-    ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperature": 1}', "unknown key"),
+    ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperatur": 1}', "unknown key"),
+    ('{"prompt": "a", "temperature": -1}', '"temperature": must be at least 0'), ('{"prompt": "a", "top_p": "b"}', '"top_p": expected'),
+    ('{"prompt": "a", "top_k": 1.5}', '"top_k": expected an integer'), ('{"prompt": "a", "seed": true}', '"seed": expected'),
     ('{"prompt": "b\\ud800"}', "half a character"),
     ('{"prompt": "b", "id": "x"}', "the id 'x' is that of line 1"), ("[" * 9999, "not valid JSON")])
 def test_a_bad_line_is_named_and_the_others_stay(tmp_path, line, words):
@@ -233,6 +236,27 @@ def jsonl(tmp_path):
     lines.append(dict(messages=[dict(role="user", content="What is 2+2?")]))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_each_line_has_its_own_sampling(capsys, tmp_path):
+    """In one batch, whatever runs beside it: greedy as alone, seeds repeat, a penalty is one row's."""
+    path = tmp_path / "p.jsonl"
+    lines = [dict(temperature=0), dict(temperature=0.9, top_k=0, top_p=0.8, seed=1), dict(top_k=3, seed=2),
+             dict(temperature=0.9, top_k=0, top_p=0.8, seed=1), dict(temperature=0, repetition_penalty=1.8)]
+    lines = [dict(prompt="Once upon a time", max_new_tokens=12 + i, **line) for i, line in enumerate(lines)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--ignore_eos"]
+    said = {}
+    for n_slots in (1, 3):
+        status, out, err = run(capsys, *argv, "--prompts_file", path, "--json", "--batch_size", n_slots)
+        results = sorted(map(json.loads, out.splitlines()), key=lambda result: result["id"])
+        assert status == 0 and [len(r["new_ids"]) for r in results] == [12, 13, 14, 15, 16]
+        said[n_slots] = [r["new_ids"] for r in results]
+    assert said[1] == said[3]
+    greedy, seeded, other, again, penalized = said[3]
+    assert again[:13] == seeded != other[:13] and greedy != penalized[:12]
+    alone = run(capsys, *argv, "--temperature", 0, "--max_new_tokens", 12, "--prompt", "Once upon a time", "--json")[1]
+    assert json.loads(alone)["new_ids"] == greedy
 
 
 def test_a_file_of_prompts_and_going_on_after_an_interruption(capsys, jsonl, tmp_path):

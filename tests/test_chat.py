@@ -17,6 +17,7 @@ import jinja2
 import pytest
 import torch
 from conftest import GEMMA, ROOT, SMOLLM2
+from helpers import GREEDY, generated
 from test_errors import run
 from tokenizers import (
     AddedToken,
@@ -29,14 +30,13 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Fast
 
-import generate
 from cli import batch, session
 from cli.chat import HELP, Chat, n_common
+from cli.report import follow
+from cli.sequence import Sequence
 from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
-from sampling import Sampling
-
-GREEDY = Sampling(temperature=0)
+from sampling import Sampler
 
 LLAMA3 = r"""
 {{- bos_token }}
@@ -259,7 +259,7 @@ def smollm2():
 @pytest.fixture(scope="module")
 def gemma():
     """Gemma's real SentencePiece, which has no template of its own."""
-    tokenizer = generate.open_model(str(GEMMA))[1]
+    tokenizer = session.open_model(str(GEMMA))[1]
     return tokenizers.load({**tokenizer.state(), "chat_template": GEMMA2})
 
 
@@ -464,7 +464,7 @@ class Talk:
         lines = iter([*lines, EOFError])
 
         def read(prompt):
-            self.held.append(len(self.chat.held))
+            self.held.append(len(self.chat.cached_ids))
             line = next(lines)
             if isinstance(line, str):
                 return line
@@ -474,7 +474,7 @@ class Talk:
 
     def answer(self, ids, n_cached):
         self.calls.append((self.chat.tokenizer.decode(ids), n_cached))
-        assert 0 <= n_cached < len(ids) <= self.chat.limit and not self.chat.held
+        assert 0 <= n_cached < len(ids) <= self.chat.limit and not self.chat.cached_ids
         text = next(self.answers)
         if not isinstance(text, str):
             raise text
@@ -496,7 +496,7 @@ def test_two_turns(monkeypatch):
     first, second = "u:Hi;a:", "u:Hi;a:Yo;u:Well?;a:"
     assert talk.calls == [(first, 0), (second, len("u:Hi;a:Yo"))]      # ";" ended the answer: never fed
     assert talk.said == ["Hi", "Yo", "Well?", "Good"]
-    assert talk.chat.tokenizer.decode(talk.chat.held) == second + "Good"
+    assert talk.chat.tokenizer.decode(talk.chat.cached_ids) == second + "Good"
     assert talk.chat.tokenizer.given == dict(enable_thinking=False)
     assert f"{len('u:Hi;a:Yo')} of {len(second)} tokens were in the cache, figures of" in talk.chat.stats
 
@@ -512,7 +512,7 @@ def test_an_answer_without_tokens_is_none(monkeypatch):
     row = SimpleNamespace(ids=[], text="", finish_reason="interrupted")
     talk.chat.answer = lambda ids, n_cached: (row, "no token")
     talk.chat.turn("Hi")
-    assert talk.chat.messages == talk.chat.held == []
+    assert talk.chat.messages == talk.chat.cached_ids == []
 
 
 def test_a_partial_answer_is_remembered_and_a_cut_one_noted(monkeypatch):
@@ -521,7 +521,7 @@ def test_a_partial_answer_is_remembered_and_a_cut_one_noted(monkeypatch):
         row = SimpleNamespace(ids=[*map(ord, "Yo, I")], text="Yo, I", finish_reason=reason)
         talk.chat.answer = lambda ids, n_cached, row=row: (row, "")
         talk.chat.turn("Hi")
-        assert talk.said[-1] == "Yo, I" and talk.chat.tokenizer.decode(talk.chat.held).endswith("a:Yo, ")
+        assert talk.said[-1] == "Yo, I" and talk.chat.tokenizer.decode(talk.chat.cached_ids).endswith("a:Yo, ")
         assert any("cut off" in note for note in talk.notes) == noted
 
 
@@ -537,7 +537,7 @@ def test_a_retokenized_answer_goes_back(rewind, monkeypatch):
     """Of "u:Hi;a: Yo" only "u:Hi;a:" is left, 3 positions before the cache's end."""
     talk = Talk(monkeypatch, ["Hi", "Well?"], [" Yo", "Good"], rewind=rewind)
     assert talk.calls[1] == ("u:Hi;a:Yo;u:Well?;a:", len("u:Hi;a:") if rewind >= 3 else 0)
-    assert talk.chat.tokenizer.decode(talk.chat.held) == "u:Hi;a:Yo;u:Well?;a:Good"
+    assert talk.chat.tokenizer.decode(talk.chat.cached_ids) == "u:Hi;a:Yo;u:Well?;a:Good"
 
 
 def test_the_oldest_messages_are_forgotten(monkeypatch):
@@ -645,14 +645,15 @@ def test_without_a_template(monkeypatch):
 # ---- The cache that is kept between turns --------------------------------------------------------
 
 def drawn(model, ids, n, n_cached=0):
-    return [t.item() for t in generate.generate(model, [ids], n, GREEDY, n_cached=n_cached)]
+    return [t.item() for t in generated(model, [ids], n, GREEDY, n_cached=n_cached)]
 
 
 @pytest.fixture
 def logits(monkeypatch):
     """What the steps so far have drawn from."""
-    seen, sample = [], generate.sample
-    monkeypatch.setattr(generate, "sample", lambda logits, *how: seen.append(logits[0]) or sample(logits, *how))
+    seen, forward = [], Sampler.forward
+    monkeypatch.setattr(Sampler, "forward", lambda self, logits, *rows: seen.append(logits[0]) or forward(
+        self, logits, *rows))
     return seen
 
 
@@ -693,8 +694,8 @@ def on_a_model(ours, monkeypatch, logits):
         def answer(ids, n_cached):
             all_cached.append(n_cached)
             n = min(n_new, 128 - len(ids))
-            row = session.Row(tokenizer, ids, {7}, [], n)
-            session.follow(generate.generate(kept, [ids], n, GREEDY, n_cached=n_cached), [row], None)
+            row = Sequence(tokenizer, ids, {7}, [], n)
+            follow(generated(kept, [ids], n, GREEDY, n_cached=n_cached), [row], None)
             drawn_from = logits[-len(row.ids):]
             expected = drawn(fresh, ids, n)
             for i, actual in enumerate(drawn_from):

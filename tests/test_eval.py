@@ -13,6 +13,7 @@ from conftest import SMOLLM2
 
 import generate
 from bench import main as benchmark
+from cli import engines, session
 from cli import evaluate as evaluation
 from gptq import calibrate
 
@@ -117,7 +118,7 @@ def test_smollm2_perplexity(capsys, peer, tmp_path):
     (tmp_path / "text").write_text(TEXT * 8, encoding="utf-8")
     argv = ["-m", SMOLLM2, "--perplexity", tmp_path / "text", "--dtype", "float32", "--device", "cpu", "--limit", 600, "--stride"]
     status, out, _ = run(capsys, *argv, 170, "--max_seq_length", 256, "--json")
-    result, ids = json.loads(out), generate.open_model(SMOLLM2)[1].encode(TEXT * 8)[:600]
+    result, ids = json.loads(out), session.open_model(SMOLLM2)[1].encode(TEXT * 8)[:600]
     perplexity, count = sliding(peer, ids, 256, 170)
     assert status == 0 and result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     known = dict(tokens=count, window=256, stride=170, model=SMOLLM2.name, dtype="float32", device="cpu",
@@ -178,7 +179,7 @@ def adapters(peer):
     model, source, own = generate.load_model(SMOLLM2, "cpu", torch.float32)
     kind = type("Ours", (evaluation.Adapter, TemplateLM), {})
     ours = {n: kind(model, source, own, generate.Steps(), False, n, 64) for n in (1, 4)}
-    steps = generate.build_steps(compiled := benchmark.twin(model), "compile", compile_prefill=True)
+    steps = engines.build_steps(compiled := benchmark.twin(model), "compile", compile_prefill=True)
     ours["compiled"] = kind(compiled, source, own, steps, True, 2, 64)
     return {None: HFLM(pretrained=peer, tokenizer=tokenizer, batch_size=2, max_length=64), **ours}
 

@@ -10,13 +10,16 @@ import time
 import pytest
 import torch
 from conftest import GEMMA, ROOT, SMOLLM2
+from helpers import GREEDY, generated, make_batch
 from test_errors import run
 
 import generate
-from cli import session
+from cli import engines, session
+from cli.report import follow
+from cli.sequence import Sequence
 from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
-from sampling import Sampling
+from sampling import SamplingParams
 
 PROMPTS = ["Hello, my name is", "def fibonacci(n):\n    if n <", "In 2024, 1234567 + 89 =",
            "Café déjà vu — naïve façade: ñ, ü, ß", "I love 🙂 and 🚀 because"]
@@ -46,12 +49,11 @@ def test_same_tokens_as_transformers(path, their_tokenizer):
     model.setup_cache(1, 64)
     assert eos >= set(theirs_eos)
     for engine in ("kv_cache", "compile"):                 # the second compiles what the first ran
-        steps = generate.build_steps(model, engine)
+        batch = make_batch(model, [GREEDY], steps=engines.build_steps(model, engine))
         for prompt in PROMPTS:
             ids = tokenizer.encode(prompt)
-            row = session.Row(tokenizer, ids, eos, [])
-            tokens = generate.generate(model, torch.tensor([ids]), 32, Sampling(temperature=0), steps=steps)
-            session.follow(tokens, [row], None)
+            row = Sequence(tokenizer, ids, eos, [])
+            follow(generate.generate(batch, [ids], 32), [row], None)
             assert (ids, row.ids) == expected[prompt], (engine, prompt)
 
 
@@ -65,13 +67,12 @@ def smollm2():
 def test_batch_rows_and_padded_prefill_equal_alone(smollm2):
     model, _, tokenizer = smollm2
     prompt = torch.tensor([tokenizer.encode("The capital of France is")])
-    greedy = Sampling(temperature=0)
     model.setup_cache(1, 64)
-    alone = [t.item() for t in generate.generate(model, prompt, 12, greedy)]
+    alone = [t.item() for t in generated(model, prompt, 12, GREEDY)]
     model.setup_cache(1, 64)
     padded = generate.Steps(pad=True)
-    assert [t.item() for t in generate.generate(model, prompt, 12, greedy, steps=padded)] == alone
-    rows = [t[:, 0].tolist() for t in generate.generate(model, prompt.repeat(3, 1), 12, greedy)]
+    assert [t.item() for t in generated(model, prompt, 12, GREEDY, steps=padded)] == alone
+    rows = [t[:, 0].tolist() for t in generated(model, prompt.repeat(3, 1), 12, GREEDY)]
     assert rows == [[t] * 3 for t in alone]
 
 
@@ -80,35 +81,39 @@ def test_repetition_penalty_equals_transformers(families, ours):
     prompt = torch.randint(0, 160, (2, 6), generator=torch.Generator().manual_seed(1))
     expected = theirs.generate(prompt, max_new_tokens=30, do_sample=False, repetition_penalty=1.5,
                                eos_token_id=None, pad_token_id=0)[:, 6:]
-    how = Sampling(temperature=0, repetition_penalty=1.5)
-    got = torch.cat(list(generate.generate(ours("llama3"), prompt, 30, how)), dim=1)
+    how = SamplingParams(temperature=0, repetition_penalty=1.5)
+    got = torch.cat(list(generated(ours("llama3"), prompt, 30, how)), dim=1)
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("how", [Sampling(0), Sampling(0.8, 20), Sampling(1.0, 0, 0.9),
-                                 Sampling(0.8, 20, 0.9, 0.05, 1.3)], ids=str)
-def test_the_whole_step_traces_and_draws_the_same(ours, how):
+@pytest.mark.parametrize("how", [SamplingParams(0), SamplingParams(0.8, 20), SamplingParams(1.0, 0, 0.9),
+                                 SamplingParams(0.8, 20, 0.9, 0.05, 1.3)], ids=str)
+def test_the_whole_step_traces_and_draws_the_same(ours, how, monkeypatch):
     """What a GPU captures as one graph: model, penalty and sampling, without a break."""
     torch._dynamo.reset()
     model, prompt = ours("gemma3_text"), torch.randint(0, 160, (2, 6))
-    step = torch.compile(generate.decode_one_token, backend="aot_eager", fullgraph=True, dynamic=False)
-    first = torch.compile(generate.prefill, backend="aot_eager", fullgraph=True, dynamic=False)
+    step, first = generate.decode_one_token, generate.prefill
+    with monkeypatch.context() as m:
+        original = torch.compile
+        m.setattr(torch, "compile", lambda step, mode, **more: original(step, backend="aot_eager", **more))
+        step = generate.as_one_graph(step)
+    first = torch.compile(first, backend="aot_eager", fullgraph=True, dynamic=False)
     drawn = []
-    for steps in (generate.Steps(), generate.Steps(first, generate.on_gpu(step), pad=True)):
+    for steps in (generate.Steps(), generate.Steps(first, step, pad=True)):
         model.setup_cache(2, 64, 16)                       # with a ring of 8 + 16 - 1 slots
         g = torch.Generator().manual_seed(3)
-        drawn.append([t.tolist() for t in generate.generate(model, prompt, 12, how, g, steps)])
+        drawn.append([t.tolist() for t in generated(model, prompt, 12, how, g, steps)])
     assert drawn[0] == drawn[1]
 
 
 def test_seed_repeats_and_compiled_prefill_draws_the_same(smollm2):
     model, _, tokenizer = smollm2
-    prompt, how = torch.tensor([tokenizer.encode("Once upon a time")]), Sampling(1.0, 50)
+    prompt, how = torch.tensor([tokenizer.encode("Once upon a time")]), SamplingParams(1.0, 50)
 
     def draw(seed, steps=generate.Steps()):
         model.setup_cache(1, 64)
         g = torch.Generator().manual_seed(seed)
-        return [t.item() for t in generate.generate(model, prompt, 10, how, g, steps)]
+        return [t.item() for t in generated(model, prompt, 10, how, g, steps)]
     assert draw(1) == draw(1) != draw(2)
     assert draw(1, generate.Steps(pad=True)) == draw(1)
 
@@ -135,7 +140,7 @@ class Words:
     ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["now", "here"], "ab stop ", 4),
     (["stopped"], "ab stop here now", 5), (["ab"], "", 2), (["now!"], "ab stop here now", 5)])
 def test_stop_strings(stops, shown, n_ids):
-    row = session.Row(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
+    row = Sequence(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
     pieces = [row.push(i) for i in range(5)] + [row.finish("length")]
     assert "".join(pieces) == row.text == shown and len(row.ids) == n_ids
     assert row.finish_reason == ("stop" if n_ids < 5 else "length")
@@ -144,7 +149,7 @@ def test_stop_strings(stops, shown, n_ids):
 
 
 def test_end_of_sequence():
-    row = session.Row(Words("a", "b", "<eos>"), [], {2}, [])
+    row = Sequence(Words("a", "b", "<eos>"), [], {2}, [])
     assert row.push(0) == "a" and row.finish_reason is None
     row.push(2)
     assert row.finish_reason == "stop" and row.ids == [0, 2] and row.push(1) == "" and row.ids == [0, 2]
@@ -211,7 +216,7 @@ def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypat
     monkeypatch.setattr(checkpoints, "read", with_defaults)
     seen = []
     original = generate.generate
-    monkeypatch.setattr(session, "generate", lambda *a, **k: seen.append(a[3]) or original(*a, **k))
+    monkeypatch.setattr(session, "generate", lambda batch, *a: seen.append(batch.sampler.params[0]) or original(batch, *a))
     argv = ["-m", SMOLLM2, "--device", "cpu", "--max_new_tokens", 2]
     run(capsys, *argv)
     run(capsys, *argv, "--temperature", 0.5)

@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import make_batch
 
 import generate
 import quantize
+import speculate
+from cli import engines
 from formats import checkpoint as checkpoints
 from kernels import products as kernels
+from sampling import SamplingParams
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
 import gpu_check  # noqa: E402
@@ -80,8 +84,9 @@ def test_a_warm_steps_token_lies_as_real_ones_do(families):
     for prompts in ([list(range(1, 8))], [list(range(1, 8))] * 3):
         strides.clear()
         model.setup_cache(len(prompts), 16)
-        generate.warm_up(model, prompts, range(8, 10), generate.Sampling(), steps)
-        list(generate.generate(model, prompts, 3, steps=steps))
+        batch = make_batch(model, [SamplingParams()] * len(prompts), steps=steps)
+        engines.warm_up(batch, prompts, range(8, 10))
+        list(generate.generate(batch, prompts, 3))
         assert strides == {(1, 1)}
 
 
@@ -112,9 +117,8 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
             decode=lambda model, token, *rest: (token.item(), generate.decode_one_token(model, token, *rest))[1]))
         assert "aten.item" in fails("no_waiting")
     with monkeypatch.context() as m:
-        m.setattr(generate.Speculator, "look_up", lambda self, n: n * 0 + 3)
-        m.setattr(gpu_check, "build_speculator", lambda *args: generate.Speculator(4, None, True, verify=lambda *a: (
-            torch.zeros(1, 5, dtype=torch.int64), torch.tensor(4))))
-        assert "other tokens than without guesses" in fails("guessing")
+        m.setattr(speculate.NgramDrafter, "find", lambda self, history, n: n * 0 + 3)
+        m.setattr(speculate, "verify", lambda *a: (torch.zeros(1, 5, dtype=torch.int64), torch.tensor(4)))
+        assert "other tokens than without drafts" in fails("drafting")
     with pytest.raises(ValueError, match="--only nothing: the checks are products, families"):
         gpu_check.run(["--device", "cpu", "--only", "nothing"])

@@ -10,10 +10,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sampling import Sampling, draw, exponential, n_candidates, nucleus, penalize, sample, truncate
+from kernels import sort_free
+from sampling import RepetitionPenalty, Sampler, SamplingParams, draw, exponential, keep_top_p
 
-SETTINGS = [Sampling(t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 40, 500)
+SETTINGS = [SamplingParams(t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 40, 500)
             for p in (1.0, 0.95, 0.5, 0.05) for m in (0.0, 0.1)]
+
+
+def sampler(params, n_row=16, n_vocab=300, generator=None):
+    return Sampler([params] * n_row, n_vocab, generator=generator)
+
+
+def sample(logits, noise, params):
+    one = sampler(params, *logits.shape)
+    one.noise.copy_(noise)
+    return one(logits)
 
 
 def random_logits(rows=16, vocab=300):
@@ -38,9 +49,9 @@ def by_sorting(logits, noise, how):
 
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
 def test_same_token_as_a_sorting_reference(how):
-    torch.manual_seed(hash(how) % 1000)
+    torch.manual_seed(SETTINGS.index(how))
     logits = random_logits()
-    noise = exponential((16, n_candidates(how, 300)), "cpu")
+    noise = exponential((16, sampler(how).n_candidates), "cpu")
     assert torch.equal(sample(logits, noise, how), by_sorting(logits, noise, how))
 
 
@@ -55,45 +66,46 @@ def test_keeps_what_transformers_keeps(how):
         warped = TopPLogitsWarper(how.top_p)(None, warped)
     if how.min_p:
         warped = MinPLogitsWarper(how.min_p)(None, warped)
-    probs, ids = truncate(logits, how)
+    probs, ids = sampler(how).distribution(logits)
     dense = probs if ids is None else torch.zeros_like(logits).scatter(1, ids, probs)
     torch.testing.assert_close(dense / dense.sum(-1, keepdim=True), torch.softmax(warped, -1),
                                rtol=1e-4, atol=1e-6)
 
 
-def test_nucleus_is_exact_and_keeps_ties():
+@pytest.mark.parametrize("keep_top_p", [keep_top_p, sort_free.keep_top_p], ids=["sorting", "sort_free"])
+def test_nucleus_is_exact_and_keeps_ties(keep_top_p):
     probs = torch.tensor([[0.1, 0.3, 0.3, 0.2, 0.1]])
     for top_p, kept in ((0.2, [1, 2]), (0.3, [1, 2]), (0.59, [1, 2]), (0.7, [1, 2, 3]), (0.9, [0, 1, 2, 3, 4])):
-        assert nucleus(probs, top_p)[0].nonzero()[:, 0].tolist() == kept
+        assert keep_top_p(probs, torch.tensor([[top_p]]))[0].nonzero()[:, 0].tolist() == kept
     uniform = torch.full((1, 1000), 1e-3)
-    assert nucleus(uniform, 0.01).all()                    # all tie with the likeliest
+    assert keep_top_p(uniform, torch.tensor([[0.01]])).all()                    # all tie with the likeliest
 
 
-@pytest.mark.parametrize("how", [Sampling(1e-40), Sampling(1e-60, 5), Sampling(1e-9, 0, 0.5)])
+@pytest.mark.parametrize("how", [SamplingParams(1e-40), SamplingParams(1e-60, 5), SamplingParams(1e-9, 0, 0.5)])
 def test_tiny_temperature_is_greedy(how):
     logits = random_logits()
-    noise = exponential((16, n_candidates(how, 300)), "cpu")
+    noise = exponential((16, sampler(how).n_candidates), "cpu")
     assert torch.equal(sample(logits, noise, how), logits.argmax(-1, keepdim=True))
 
 
 def test_greedy_is_argmax_and_needs_no_noise_luck():
     logits = random_logits()
-    how = Sampling(temperature=0, top_k=7, top_p=0.5, min_p=0.3)
+    how = SamplingParams(temperature=0, top_k=7, top_p=0.5, min_p=0.3)
     for seed in range(5):
-        noise = exponential((16, n_candidates(how, 300)), "cpu", torch.Generator().manual_seed(seed))
+        noise = exponential((16, sampler(how).n_candidates), "cpu", torch.Generator().manual_seed(seed))
         assert torch.equal(sample(logits, noise, how), logits.argmax(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("how", [Sampling(0.8, 6), Sampling(1.0, 0, 0.8), Sampling(1.0, 0, 1.0, 0.2), Sampling()])
+@pytest.mark.parametrize("how", [SamplingParams(0.8, 6), SamplingParams(1.0, 0, 0.8), SamplingParams(1.0, 0, 1.0, 0.2), SamplingParams()])
 def test_frequencies(how):
     """A chi-square test of 40,000 draws against the distribution."""
     torch.manual_seed(5)
     logits = torch.randn(1, 12)
-    probs, ids = truncate(logits, how)
+    probs, ids = sampler(how, 1, 12).distribution(logits)
     exact = probs[0] if ids is None else torch.zeros(12).scatter(0, ids[0], probs[0])
     exact = exact / exact.sum()
     n = 40000
-    noise = exponential((n, n_candidates(how, 12)), "cpu")
+    noise = exponential((n, sampler(how, 1, 12).n_candidates), "cpu")
     count = torch.bincount(sample(logits.expand(n, -1), noise, how)[:, 0], minlength=12)
     assert (count[exact == 0] == 0).all()
     live = exact > 0
@@ -104,9 +116,21 @@ def test_frequencies(how):
 
 def test_repetition_penalty_equals_transformers():
     logits, past = random_logits(4, 50), torch.randint(0, 50, (4, 9))
-    seen = torch.zeros(4, 50, dtype=torch.bool).scatter_(1, past, True)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(past, logits.clone())
-    assert torch.equal(penalize(logits, seen, 1.3), expected)
+    penalty = RepetitionPenalty(4, 50, "cpu")
+    for row, ids in enumerate(past.tolist()):
+        penalty.begin(row, [9, 9], SamplingParams())       # the last sequence of this row is forgotten
+        penalty.begin(row, ids[:7], SamplingParams(repetition_penalty=1.3))
+    penalty.observe(past[:, 7:8])
+    penalty.observe(past[:, 8:])
+    assert torch.equal(penalty(logits, slice(None), None), expected)
+    for i in range(4):                                     # places of one row, behind more and more drafts
+        places = logits[i].expand(4, -1)
+        drafts = torch.tensor([[5, 5, 11]])
+        expected = torch.cat([RepetitionPenaltyLogitsProcessor(1.3)(
+            torch.cat((past[i:i + 1], drafts[:, :n]), 1), places[:1].clone()) for n in range(4)])
+        assert torch.equal(penalty(places, slice(i, i + 1), drafts), expected)
+        assert torch.equal(penalty(places[:1], slice(i, i + 1), drafts), expected[-1:])
 
 
 def test_zero_probability_never_wins_and_noise_is_never_zero():
@@ -118,6 +142,87 @@ def test_zero_probability_never_wins_and_noise_is_never_zero():
 
 
 def test_seed_repeats():
-    how, logits = Sampling(1.0, 50), random_logits()
-    draws = [sample(logits, exponential((16, 50), "cpu", torch.Generator().manual_seed(s)), how) for s in (1, 1, 2)]
+    how, logits = SamplingParams(1.0, 50), random_logits()
+    draws = []
+    for seed in (1, 1, 2):
+        one = sampler(how, generator=torch.Generator().manual_seed(seed))
+        one.draw_noise()
+        draws.append(one(logits))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+ROWS = [SamplingParams(0), SamplingParams(0.8, 20, seed=1), SamplingParams(1.3, 0, 0.9, seed=2),
+        SamplingParams(0.7, 5, 0.8, 0.1, 1.3, seed=3), SamplingParams(1.0, 0, 1.0, 0.2, seed=4), SamplingParams(seed=5)]
+
+
+def alone(params, logits, prompt, n):
+    one = Sampler([params], logits.shape[-1])
+    one.begin(0, prompt, params)
+    drawn = []
+    for step in range(n):
+        one.draw_noise()
+        drawn.append(one(logits[step:step + 1]))
+        one.observe(drawn[-1])
+    return torch.cat(drawn)
+
+
+def test_rows_of_one_batch_differ_in_everything():
+    """Each row draws what it draws alone, whatever its neighbours are, and in any order of rows."""
+    torch.manual_seed(3)
+    n, logits, prompts = 12, torch.randn(12, len(ROWS), 300) * 3, [[i, i + 1] for i in range(len(ROWS))]
+    expected = [alone(p, logits[:, i], prompts[i], n) for i, p in enumerate(ROWS)]
+    for order in (list(range(len(ROWS))), [3, 0, 5, 1, 4, 2]):
+        batch = Sampler([ROWS[i] for i in order], 300)
+        for row, i in enumerate(order):
+            batch.begin(row, prompts[i], ROWS[i])
+        for step in range(n):
+            batch.draw_noise()
+            token = batch(logits[step, order])
+            batch.observe(token)
+            assert token[:, 0].tolist() == [expected[i][step].item() for i in order], step
+
+
+def test_a_row_that_is_exchanged_for_one_that_was_announced():
+    """`later` names what may come: nothing that a compiled step depends on changes then."""
+    batch = Sampler([ROWS[0]] * 2, 300, later=ROWS)
+    facts = batch.n_candidates, batch.mixed, list(batch.filters), [b.data_ptr() for b in batch.buffers()]
+    logits = torch.randn(12, 300) * 3
+    for i, params in enumerate(ROWS):
+        batch.begin(1, [7], params)
+        for step in range(12):
+            batch.draw_noise([1])
+            token = batch(logits[step:step + 1], torch.tensor([1]))
+            batch.observe(token.expand(2, 1))
+            assert token.item() == alone(params, logits, [7], step + 1)[-1], (i, step)
+        assert facts == (batch.n_candidates, batch.mixed, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
+
+
+@pytest.mark.parametrize("how", [p for p in SETTINGS if p.top_p < 1][::3], ids=str)
+def test_sort_free_keeps_what_sorting_keeps(how):
+    torch.manual_seed(2)
+    logits = random_logits()
+    one = sampler(how)
+    expected, ids = one.distribution(logits)
+    one.filters["top_p"] = sort_free.keep_top_p
+    got, same = one.distribution(logits)
+    torch.testing.assert_close(got, expected)
+    assert (got > 0).equal(expected > 0) and (ids is None and same is None or torch.equal(ids, same))
+
+
+def test_a_step_compiled_once_serves_every_row():
+    """Other values in the same sampler: no new graph; with every filter, without a break."""
+    torch._dynamo.reset()
+    batch = Sampler([ROWS[0]] * 3, 300, later=ROWS)
+    n_graphs = []
+
+    def backend(graph, inputs):
+        n_graphs.append(1)
+        return graph.forward
+    step = torch.compile(lambda sampler, logits: sampler(logits), backend=backend, fullgraph=True, dynamic=False)
+    for i in range(len(ROWS)):
+        for row in range(3):
+            batch.begin(row, [1, 2], ROWS[(i + row) % len(ROWS)])
+        batch.draw_noise()
+        logits = torch.randn(3, 300)
+        assert torch.equal(step(batch, logits), batch(logits))
+    assert len(n_graphs) == 1

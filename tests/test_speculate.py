@@ -7,24 +7,20 @@ import types
 import pytest
 import torch
 from conftest import GEMMA, SMOLLM2
+from helpers import GREEDY, generated, ids_of, speculative
 from test_errors import refused, run
 
 import generate
 import speculate
+from cli import engines, session
+from cli.draft_length import DraftLengthController
 from kernels import inductor as compiled
-from sampling import Sampling, truncate
-from speculate import Pace, Speculator
-
-GREEDY = Sampling(temperature=0)
+from sampling import Sampler, SamplingParams
+from speculate import FixedLength, ModelDrafter, NgramDrafter
 
 
 def plain(model, ids, n, how=GREEDY):
-    return [t.item() for t in generate.generate(model, [ids], n, how)]
-
-
-def guessed(model, ids, n, speculator, how=GREEDY, steps=generate.Steps(), generator=None):
-    tokens = generate.generate(model, [ids], n, how, generator, steps, speculator=speculator)
-    return [t.item() for t in tokens]
+    return [t.item() for t in generated(model, [ids], n, how)]
 
 
 # ---- The distribution ----------------------------------------------------------------------------
@@ -44,7 +40,7 @@ class Chain:
 
 def exact(table, how, first, n):
     """Probability of each sequence of n tokens after `first`."""
-    probs, ids = truncate(table, how)
+    probs, ids = Sampler([how], len(table)).distribution(table)
     dense = probs if ids is None else torch.zeros_like(table).scatter(1, ids, probs)
     dense = dense / dense.sum(-1, keepdim=True)
     chance = {}
@@ -66,7 +62,7 @@ def chi_square(counts, chance, total):
     return (x - freedom) / (2 * freedom)**0.5
 
 
-HOWS = Sampling(), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1, 4, 0.9, 0.1)
+HOWS = SamplingParams(), SamplingParams(0.7, top_k=3), SamplingParams(1.3, top_p=0.8), SamplingParams(1, 4, 0.9, 0.1)
 
 
 @pytest.mark.parametrize("how, draft", [
@@ -76,15 +72,14 @@ def test_the_distribution_is_the_targets(how, draft):
     table = torch.randn(4, 4, generator=g) * 1.5
     tables = dict(good=table + 0.3 * torch.randn(4, 4, generator=g), bad=-table, other=torch.randn(4, 4, generator=g))
     model = Chain(table)
-    speculator = Speculator(2, Chain(tables[draft]) if draft != "ngram" else None, fixed=True)
+    batch = speculative(model, 2, Chain(tables[draft]) if draft != "ngram" else None, True, how, g)
     total, counts, prompt = 1300, {}, [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 2, 0, 1, 2]
-    with torch.inference_mode():
-        for _ in range(total):
-            path = tuple(guessed(model, prompt, 4, speculator, how, generator=g))
-            counts[path] = counts.get(path, 0) + 1
+    for _ in range(total):
+        path = tuple(ids_of(batch, prompt, 4))
+        counts[path] = counts.get(path, 0) + 1
     assert chi_square(counts, exact(table, how, 2, 4), total) < 4.5
-    assert sum(speculator.accept_counts) > (total if draft != "ngram" else 100)
-    assert len([n for n in speculator.accept_counts if n]) > 1
+    assert sum(batch.accept_counts) > (total if draft != "ngram" else 100)
+    assert len([n for n in batch.accept_counts if n]) > 1
 
 
 def test_a_wrong_rule_would_be_noticed(monkeypatch):
@@ -92,7 +87,7 @@ def test_a_wrong_rule_would_be_noticed(monkeypatch):
     original = speculate.accept
     monkeypatch.setattr(speculate, "accept", lambda p, q, x, chance, *more: original(p, q, x, chance * 0 - 1, *more))
     with pytest.raises(AssertionError):
-        test_the_distribution_is_the_targets(Sampling(), "other")
+        test_the_distribution_is_the_targets(SamplingParams(), "other")
 
 
 def test_accept_by_hand():
@@ -132,17 +127,17 @@ def test_tiny_models(ours, name, k, fixed):
     expected = plain(model, ids, 40)
     itself = copy.deepcopy(model)
     for draft in (None, another(model), itself):
-        speculator = Speculator(k, draft, fixed)
         model.setup_cache(1, 64, 18)
+        batch = speculative(model, k, draft, fixed)
         for _ in range(2):                             # the second time over what the first one left
-            assert guessed(model, ids, 40, speculator) == expected
+            assert ids_of(batch, ids, 40) == expected
         if draft is itself:
-            counts = speculator.accept_counts
+            counts = batch.accept_counts
             assert sum(counts[:-1]) == 0 and counts[-1] >= 2 * (39 // (k + 1) - k)
-    how = Sampling(0, repetition_penalty=1.4)
+    how = SamplingParams(0, repetition_penalty=1.4)
     expected = plain(model, ids, 30, how)
     for draft in (None, itself):
-        assert guessed(model, ids, 30, Speculator(k, draft, fixed), how) == expected
+        assert ids_of(speculative(model, k, draft, fixed, how), ids, 30) == expected
 
 
 def test_the_context_ends_and_prompts_change(ours):
@@ -151,12 +146,11 @@ def test_the_context_ends_and_prompts_change(ours):
     model = ours("llama3")
     draft, ids = copy.deepcopy(model), list(range(20))
     model.setup_cache(1, 32)
-    speculator = Speculator(5, draft)
+    batch = speculative(model, 5, draft)
     for n in (1, 2, 3, 7, 12):
-        assert guessed(model, ids, n, speculator) == plain(model, ids, n)
-    tokens = generate.generate(model, [ids], None, GREEDY, speculator=speculator)
-    got = [next(tokens).item() for _ in range(6)] + [tokens.send({0: [5, 6, 7]}).item()]
-    got += [next(tokens).item() for _ in range(9)]
+        assert ids_of(batch, ids, n) == plain(model, ids, n)
+    got = [batch.prefill([0], [ids]).item()] + [batch.step().item() for _ in range(5)]
+    got += [batch.prefill([0], [[5, 6, 7]]).item()] + [batch.step().item() for _ in range(9)]
     assert got == plain(model, ids, 6) + plain(model, [5, 6, 7], 10)
 
 
@@ -165,11 +159,10 @@ def test_a_prompt_that_goes_on(ours):
     import copy
     model, ids = ours("gemma3_text"), torch.randint(0, 160, (12,), generator=torch.Generator().manual_seed(4)).tolist()
     model.setup_cache(1, 64, 16)
-    speculator = Speculator(4, another(model))
-    first = guessed(model, ids, 10, speculator)
+    batch = speculative(model, 4, another(model))
+    first = ids_of(batch, ids, 10)
     longer = ids + first[:-1] + [3, 1, 4]
-    tokens = generate.generate(model, [longer], 12, GREEDY, n_cached=len(ids) + 9, speculator=speculator)
-    assert [t.item() for t in tokens] == plain(copy.deepcopy(model), longer, 12)
+    assert ids_of(batch, longer, 12, n_cached=len(ids) + 9) == plain(copy.deepcopy(model), longer, 12)
 
 
 @pytest.mark.parametrize("back", range(1, 9))
@@ -177,12 +170,11 @@ def test_going_back_over_rejected_guesses(ours, back):
     """They were written too: of 12 - 1 positions a ring can go back, 3 less (session.run's rewind)."""
     model, ids = ours("mistral-window"), torch.randint(0, 160, (30,), generator=torch.Generator().manual_seed(4)).tolist()
     model.setup_cache(1, 64, 12)
-    speculator = Speculator(3, another(model), fixed=True)
-    first = guessed(model, ids, 10, speculator)
+    batch = speculative(model, 3, another(model), fixed=True)
+    first = ids_of(batch, ids, 10)
     held = ids + first[:-1]
     turn = held[:len(held) - back] + [3, 1, 4]
-    tokens = generate.generate(model, [turn], 8, GREEDY, n_cached=len(held) - back, speculator=speculator)
-    got = [t.item() for t in tokens]
+    got = ids_of(batch, turn, 8, n_cached=len(held) - back)
     model.setup_cache(1, 64)
     assert got == plain(model, turn, 8)
 
@@ -195,11 +187,12 @@ def test_a_draft_that_knows_less(ours):
     small = type(model)(cfg)
     for p in small.parameters():
         torch.nn.init.normal_(p, std=0.05) if p.dim() > 1 else p.data.fill_(1)
-    for k, how in ((3, GREEDY), (3, Sampling(1.0, top_k=90))):
-        speculator = Speculator(k, small.requires_grad_(False), fixed=True)
-        got = guessed(model, ids, 20, speculator, how, generator=torch.Generator().manual_seed(1))
+    for k, how in ((3, GREEDY), (3, SamplingParams(1.0, top_k=90))):
+        g = torch.Generator().manual_seed(1)
+        batch = speculative(model, k, small.requires_grad_(False), True, how, g, length=32)
+        got = ids_of(batch, ids, 20)
         assert how != GREEDY or got == plain(model, ids, 20)
-        assert len(got) == 20 and speculator.stats()["rounds"] > 0
+        assert len(got) == 20 and session.accept_stats(batch)["rounds"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -217,30 +210,30 @@ def test_smollm2(smollm2, monkeypatch):
     ids = tokenizer.encode(PROMPT)
     model.setup_cache(1, 256)
     expected = plain(model, ids, 200)
-    int8 = generate.load_model(str(SMOLLM2), "cpu", torch.float32, mode="int8")[0]
+    int8 = generate.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
     tiny = checkpoints.load(checkpoints.random_weights("stories15M"), torch.float32, "cpu")    # 32000 tokens
     counts = {}
     for name, draft in (("ngram", None), ("int8", int8), ("tiny", tiny)):
-        speculator = Speculator(5, draft)
-        assert guessed(model, ids, 200, speculator) == expected, name
-        counts[name] = speculator.accept_counts
+        batch = speculative(model, 5, draft)
+        assert ids_of(batch, ids, 200) == expected, name
+        counts[name] = batch.accept_counts
     assert sum(counts["int8"][3:]) > sum(counts["int8"][:3]) and sum(counts["tiny"][1:]) < 5
     import copy
     same = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    itself = Speculator(5, same)
-    assert guessed(model, ids, 200, itself) == expected and sum(itself.accept_counts[:-1]) == 0
-    steps = generate.build_steps(model, "compile")
+    itself = speculative(model, 5, same)
+    assert ids_of(itself, ids, 200) == expected and sum(itself.accept_counts[:-1]) == 0
+    steps = engines.build_steps(model, "compile")
     for draft in (None, int8, tiny, same):
-        speculator = generate.build_speculator(5, False, draft, "compile", "cpu")
-        with torch.inference_mode():
-            generate.warm_up(model, [ids], range(len(ids) + 1, 256), GREEDY, steps, speculator)
+        sampler = engines.build_sampler(model, [GREEDY])
+        batch = engines.build_speculative(model, sampler, steps, "compile", 5, False, draft)
+        engines.warm_up(batch, [ids], range(len(ids) + 1, 256))
         with monkeypatch.context() as m:
             m.setattr(compiled, "load", None)              # whoever needs another function fails
-            assert guessed(model, ids, 200, speculator, steps=steps) == expected
+            assert ids_of(batch, ids, 200) == expected
 
 
-@pytest.mark.parametrize("how", [GREEDY, Sampling(0.8, 20, 0.9, 0.05, 1.3), Sampling(1.0)], ids=str)
-def test_the_steps_trace(ours, how):
+@pytest.mark.parametrize("how", [GREEDY, SamplingParams(0.8, 20, 0.9, 0.05, 1.3), SamplingParams(1.0)], ids=str)
+def test_the_steps_trace(ours, how, monkeypatch):
     """As a GPU would capture them."""
     import copy
     torch._dynamo.reset()
@@ -248,19 +241,24 @@ def test_the_steps_trace(ours, how):
     draft = copy.deepcopy(model)
     ids, drawn = list(range(9)), []
     for traced in (False, True):
-        steps = [speculate.guess, speculate.verify]
+        steps = [speculate.draft_one_token, speculate.verify]
         if traced:
-            steps = [generate.on_gpu(torch.compile(s, backend="aot_eager", fullgraph=True, dynamic=False)) for s in steps]
+            with monkeypatch.context() as m:
+                m.setattr(torch, "compile", lambda step, mode, original=torch.compile, **more: original(
+                    step, backend="aot_eager", **more))
+                steps = [generate.as_one_graph(step) for step in steps]
         model.setup_cache(1, 64, 16)
-        speculator = Speculator(3, draft, True, *steps)
-        drawn.append(guessed(model, ids, 20, speculator, how, generator=torch.Generator().manual_seed(5)))
+        sampler = engines.build_sampler(model, [how], torch.Generator().manual_seed(5))
+        batch = speculate.SpeculativeBatch(
+            model, sampler, generate.Steps(), ModelDrafter(draft, steps[0]), FixedLength(3), 3, steps[1])
+        drawn.append(ids_of(batch, ids, 20))
     assert drawn[0] == drawn[1]
 
 
 # ---- How many to try -----------------------------------------------------------------------------
 
 def test_pace():
-    pace = Pace([8, 2], [3.5, 1.9])
+    pace = DraftLengthController([8, 2], {8: 3.5, 2: 1.9})
     assert [pace.next() for _ in range(3)] == [8, 8, 8]
     pace.learn(3)
     assert pace.next() == 8
@@ -276,7 +274,13 @@ def test_pace():
     assert waits == [1, 3, 7, 15, 31, 63, 63, 63]
     pace.learn(2)
     assert pace.next() == 8
-    fixed = Pace([3], [2.0], fixed=True)
+    pace.learn(0)
+    pace.learn(0)
+    pace.begin()                                           # another text: nothing is known of it
+    assert pace.next() == 8
+    assert DraftLengthController([8, 2], {8: 9.5, 2: 1.9}).lengths == [2]      # what can never pay
+    assert DraftLengthController([8], {8: 9.5}).next() == 0
+    fixed = FixedLength(3)
     for n in (0, 0, 3, 0):
         fixed.learn(n)
         assert fixed.next() == 3
@@ -284,11 +288,12 @@ def test_pace():
 
 def test_look_up():
     """The most recent place, and not the one that is being looked up."""
-    s = Speculator(4)
-    s.begin([1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3], 0, 40, 40, "cpu")
-    assert [s.look_up(torch.tensor(n)).item() for n in (14, 8, 3, 10, 2, 1)] == [8, 3, 0, 0, 0, 0]
-    s.begin([4] * 6, 0, 40, 40, "cpu")
-    assert s.look_up(torch.tensor(6)) == 5
+    def find(ids, n):
+        history = torch.nn.functional.pad(torch.tensor([ids]), (0, 45 - len(ids)))
+        return NgramDrafter().find(history, torch.tensor(n)).item()
+    ids = [1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3]
+    assert [find(ids, n) for n in (14, 8, 3, 10, 2, 1)] == [8, 3, 0, 0, 0, 0]
+    assert find([4] * 6, 6) == 5
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -303,7 +308,7 @@ def test_json_and_statistics(capsys):
         status, out, err = run(capsys, *ARGV, "--json", "--max_new_tokens", 30, *argv, "--compare")
         said = json.loads(out)
         assert status == 0 and said["new_ids"] == expected["new_ids"] and said["speedup"] > 0
-        assert "takes as long as" in err or "--speculate_k" in argv
+        assert "decode steps" in err or "--speculate_k" in argv
         assert said["rounds"] == sum(said["accept_counts"]) and len(said["accept_counts"]) == said["speculate_k"] + 1
         if said["rounds"]:
             assert said["mean_accepted"] == pytest.approx(
@@ -330,7 +335,7 @@ def test_several_prompts_one_after_another(capsys):
 def test_bad_input(capsys, monkeypatch):
     base = ["-m", SMOLLM2, "--device", "cpu"]
     for argv, words in (
-            (["--draft_checkpoint_path", GEMMA], f"cannot guess for {SMOLLM2}: it has 262144 tokens, not 49152"),
+            (["--draft_checkpoint_path", GEMMA], f"cannot draft for {SMOLLM2}: it has 262144 tokens, not 49152"),
             (["--draft_checkpoint_path", "/nowhere/x"], "/nowhere/x"),
             (["--speculate", "ngram", "--speculate_k", 0], "must be at least 1"),
             (["--speculate", "ngram", "--speculate_k", 9000], "--speculate_k 9000 does not fit into"),
@@ -341,7 +346,7 @@ def test_bad_input(capsys, monkeypatch):
             (["--speculate", "ngram", "--compare", "--interactive"], "--compare is for one prompt")):
         assert words in refused(capsys, *base, *argv), argv
     argv = ["--random", "stories15M", "--device", "cpu", "--prompt", 5, "--speculate", "int8"]
-    assert "--random no two alike" in refused(capsys, *argv)
+    assert "--random makes no two alike" in refused(capsys, *argv)
 
 
 def test_vocabularies_that_differ_in_a_token():

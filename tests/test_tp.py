@@ -82,7 +82,7 @@ def test_parts_make_up_the_whole(directory, name):
             assert torch.equal(put_together(t, mine), t.whole()), (key, n)
         total = sum(math.prod(part[k].shape) for part in parts for k in part)
         assert total < n * sum(math.prod(t.shape) for t in source.tensors.values())
-        model = checkpoints.blank_model(tp.narrowed(source.cfg, n), torch.float32)
+        model = checkpoints.blank_model(tp.shard_config(source.cfg, n), torch.float32)
         assert source is not original or {k: p.shape for k, p in model.named_parameters()} == {
             k: p.shape for k, p in checkpoints.load(tp.shard(source, n, 1), torch.float32, "cpu").named_parameters()}
 
@@ -131,15 +131,15 @@ def test_what_cannot_be_shared():
     cfg = checkpoints.SHAPES["SmolLM2-135M"]()
     with pytest.raises(ValueError, match="^2 ranks cannot share 9 query heads, 3 key/value heads and a feed-forward "
                                          "width of 1536: possible are 3$"):
-        tp.narrowed(cfg, 2)
-    cut = tp.narrowed(cfg, 3)
+        tp.shard_config(cfg, 2)
+    cut = tp.shard_config(cfg, 3)
     assert (cut.n_head, cut.n_kv_head, cut.ffn_dim, cut.vocab_size) == (3, 1, 512, 49152 // 3)
     with pytest.raises(ValueError, match="possible are 2, 4, 8, 16, 32, 64"):
-        tp.narrowed(checkpoints.SHAPES["Llama-2-70B"](), 3)
-    assert tp.narrowed(checkpoints.SHAPES["Llama-2-70B"](), 16).n_kv_head == 1     # two ranks hold each
-    assert tp.narrowed(checkpoints.SHAPES["gpt2"](), 2).vocab_size == 50257        # odd: every rank has all
+        tp.shard_config(checkpoints.SHAPES["Llama-2-70B"](), 3)
+    assert tp.shard_config(checkpoints.SHAPES["Llama-2-70B"](), 16).n_kv_head == 1     # two ranks hold each
+    assert tp.shard_config(checkpoints.SHAPES["gpt2"](), 2).vocab_size == 50257        # odd: every rank has all
     with pytest.raises(ValueError, match="possible are no number above 1"):
-        tp.narrowed(checkpoints.SHAPES["gpt2-xl"]().__class__(64, 1, 7, 7, 8, 33, 32, 32), 2)
+        tp.shard_config(checkpoints.SHAPES["gpt2-xl"]().__class__(64, 1, 7, 7, 8, 33, 32, 32), 2)
 
 
 def test_groups_that_would_be_cut(directory):

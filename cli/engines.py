@@ -1,0 +1,158 @@
+"""The engines: how a batch of the model is made ready to run, by name.
+
+recompute: no KV cache, every token costs a pass over all tokens so far. kv_cache: eager. compile:
+generate.compile_steps(). cuda_graph: the eager step captured in a CUDA graph.
+
+    batch = build_batch(model, "compile", [SamplingParams()], generator)
+    warm_up(batch, [prompt], range(len(prompt) + 1, 256))
+"""
+
+
+import torch
+from torch import Tensor
+
+import speculate
+from cli.draft_length import DraftLengthController, draft_costs
+from cli.ranks import from_rank_0
+from generate import (
+    Batch,
+    Steps,
+    as_one_graph,
+    bucket,
+    compile_steps,
+    decode_one_token,
+    generate,
+    pad_batch,
+    uncompiled,
+)
+from kernels import sort_free
+from model import Transformer
+from sampling import Sampler, SamplingParams
+from speculate import FixedLength, ModelDrafter, NgramDrafter, SpeculativeBatch
+
+
+def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) -> Steps:
+    """The engine's prefill and decode step. compile: exchanges parts of the model too."""
+    if engine == "compile":
+        return compile_steps(model, compile_prefill)
+    return Steps(decode=CudaGraph()) if engine == "cuda_graph" else Steps()
+
+
+def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
+                  later: list[SamplingParams] = ()) -> Sampler:
+    """For these rows of this model, and for what may come later."""
+    device = model.freq.device
+    sampler = Sampler(rows, model.cfg.vocab_size, device, generator, later)
+    if device.type != "cpu" and "top_p" in sampler.filters:
+        sampler.filters["top_p"] = sort_free.keep_top_p
+    return sampler
+
+
+class RecomputeBatch(Batch):
+    """No KV cache: each token costs a pass over all tokens so far. The reference of the others."""
+
+    def __init__(self, model, sampler, steps=Steps(), max_length: int | None = None):
+        super().__init__(model, sampler, steps)
+        self.max_length = self.chunk = max_length or model.cfg.context
+
+    @torch.inference_mode()
+    def prefill(self, rows, prompts, n_cached=0, params=None) -> Tensor:
+        """All rows at once."""
+        for row, prompt in enumerate(prompts):
+            self.sampler.begin(row, prompt, params[row] if params else None)
+            self.length[row] = len(prompt)
+        self.tokens = pad_batch(prompts, self.token.device)
+        self.token = self._run_prompts(list(rows), self.tokens)
+        self._set_pos()
+        return self.token
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        self.sampler.observe(self.token)
+        tokens = torch.cat((self.tokens, self.tokens[:, :1]), dim=1)
+        self.tokens = tokens.scatter(1, self.pos.view(-1, 1), self.token)
+        self.advance(1)
+        self.token = self._run_prompts(list(range(self.n_row)), self.tokens)
+        return self.token
+
+
+class CudaGraph:
+    """decode_one_token captured once for each kv_len. Replays read token and position from fixed
+    tensors, and all else, the sampler's noise among it, from where it was."""
+
+    def __init__(self):
+        self.graphs, self.cache = {}, None
+
+    def __call__(self, model, token, pos, kv_len, sampler):
+        cache = model.layers[0].attn.cache         # another one: the graphs wrote the old one
+        if cache is not self.cache:
+            self.cache, self.graphs = cache, {}
+        key = kv_len, id(sampler)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(model, token.clone(), pos.clone(), kv_len, sampler)
+        graph, (fixed_token, fixed_pos), out = self.graphs[key]
+        fixed_token.copy_(token)
+        fixed_pos.copy_(pos)
+        graph.replay()
+        return out.clone()
+
+    def _capture(self, model, token, pos, kv_len, sampler):
+        side = torch.cuda.Stream()                 # capture wants warmed-up libraries
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            decode_one_token(model, token, pos, kv_len, sampler)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = decode_one_token(model, token, pos, kv_len, sampler)
+        return graph, (token, pos), out
+
+
+# ---- Speculation --------------------------------------------------------------------------------
+
+def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
+                      fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
+    """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most."""
+    draft_step, verify = speculate.draft_one_token, speculate.verify
+    if draft:
+        build_steps(draft, engine)
+    if engine == "compile" and model.freq.device.type != "cpu":
+        draft_step, verify = as_one_graph(draft_step), as_one_graph(verify)
+    drafter = ModelDrafter(draft, draft_step, uncompiled(draft)) if draft else NgramDrafter()
+    lengths = [k] if fixed or k < 3 or draft is None else [k, k // 3]
+    length = FixedLength(k) if fixed else DraftLengthController(lengths)
+    return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
+
+
+def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
+    """Have it keep the draft lengths that can pay -> what a round of each costs, in plain steps.
+
+    n: tokens so far. Overwrites the beginning of the caches. By rank 0's clock.
+    """
+    batch.drafter.begin(0, batch.max_length, batch.chunk)
+    costs = draft_costs(batch, bucket(n, batch.max_length), batch.draft_length.lengths)
+    costs = from_rank_0(lambda: costs)
+    batch.draft_length = DraftLengthController(list(costs), costs)
+    return costs
+
+
+# ---- Warm up ------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
+    """Compile the prefill of prompts like these, and decoding with so many positions in use."""
+    model, sampler, limit = batch.model, batch.sampler, batch.max_length
+    if batch.steps.pad:                                    # the prefill is compiled too
+        next(generate(batch, prompts, 1))
+    kv_lens = sorted({bucket(length, limit) for length in lengths})
+    if isinstance(batch, SpeculativeBatch):
+        batch.drafter.begin(0, limit, batch.chunk)
+        for kv_len in kv_lens * 3:
+            draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
+    # strides of its own, as a step's result has: a compiled step depends on them
+    token = pad_batch(prompts, batch.token.device)[:, :1]
+    token = token.clone(memory_format=torch.contiguous_format)
+    pos = torch.tensor([len(prompt) for prompt in prompts], device=token.device)
+    pos = pos if len(prompts) == 1 else pos[:, None]
+    for kv_len in kv_lens * 3:                             # CUDA graphs: warm up, record, replay
+        batch.steps.decode(model, token, pos, kv_len, sampler)

@@ -1,0 +1,146 @@
+"""The processes that torchrun starts: as one program to whoever looks at it.
+
+Owns the process group, what ranks tell each other beside tensors, and which of them writes to the
+terminal. Alone, a process is rank 0 of 1, to which all of this does nothing.
+
+    sys.exit(guarded(as_rank(run)))
+"""
+
+import datetime
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tp import rank, world
+
+CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
+_control = []                                      # the group of what is not about tensors
+
+
+def timeout() -> float:
+    """Seconds that ranks wait for each other: for a slow disk, a compiler, a machine that died."""
+    text = os.environ.get("GPT_FASTER_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"GPT_FASTER_TIMEOUT={text}: expected a number of seconds")
+    return seconds
+
+
+def local_device(name: str) -> str:
+    """auto and cuda are each rank's own GPU, where there are some."""
+    if world() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return name
+
+
+def n_local() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
+
+
+def as_rank(run: Callable) -> Callable:
+    """run(argv) -> exit status, in each process that torchrun started; else as it is.
+
+    Rank 0 alone writes to stdout and stderr. Of what goes wrong only the first rank to notice
+    speaks: the others follow from it.
+    """
+    def started(argv):
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return run(argv)
+        stderr, wait = sys.stderr, datetime.timedelta(seconds=timeout())
+        store, me, n = next(dist.rendezvous("env://", timeout=wait))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                                store=store, rank=me, world_size=n, timeout=wait)
+        patient = datetime.timedelta(days=365)     # a person may think before typing
+        _control.append(dist.new_group(backend="gloo", timeout=patient))
+        if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+            # Inductor's choice for short sums then: one kernel that reads the other GPUs' memory
+            torch._inductor.config._collective.auto_select = True
+            enable_symm_mem_for_group(dist.group.WORLD.group_name)
+        if me:
+            sys.stdout = sys.stderr = _nowhere()
+        if os.environ.get("OMP_NUM_THREADS") == "1":           # torchrun's default
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_local()))
+        random.seed(0)                             # who draws an order draws the same, and
+        torch.manual_seed(0)                       # random weights are alike where all have them
+        try:
+            status = run(argv)
+        except Exception as e:
+            sys.stderr = stderr if _is_first(store) else _nowhere()
+            if isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e)):
+                raise ConnectionError(
+                    f"rank {me} of {n} lost another one, which ended or did not answer within "
+                    f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
+            raise
+        dist.destroy_process_group()
+        return status
+    return started
+
+
+def _nowhere():
+    return open(os.devnull, "w", encoding="utf-8", errors="replace")
+
+
+def _is_first(store) -> bool:
+    try:
+        return store.add("failed", 1) == 1
+    except RuntimeError:                           # it went with the first one
+        return False
+
+
+def from_rank_0(make: Callable):
+    """What make() returns or raises on rank 0, on every rank: a file's lines, a measured time."""
+    if world() == 1:
+        return make()
+    outcome = [None, None]
+    if rank() == 0:
+        try:
+            outcome = [make(), None]
+        except Exception as e:
+            outcome = [None, e]
+    dist.broadcast_object_list(outcome, src=0, group=_control[0])
+    result, error = outcome
+    if error:
+        raise error
+    return result
+
+
+def run_on_rank_0(call: Callable, body: Callable[[Callable], None]) -> None:
+    """body(call) on rank 0; the others make the same calls. Ctrl-C ends them all at once."""
+    if world() == 1:
+        return body(call)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def call_everywhere(*args):
+        from_rank_0(lambda: args)
+        return call(*args)
+
+    if rank() == 0:
+        body(call_everywhere)
+        from_rank_0(lambda: None)
+    else:
+        while args := from_rank_0(None):
+            call(*args)
+
+
+def sent_bytes(cfg, dtype: torch.dtype) -> int:
+    """What each rank's results for one token take, cfg being the whole model's: two vectors a
+    layer, one of the embedding, its part of the logits; how often they are sent is the library's.
+    """
+    if world() == 1:
+        return 0
+    n = 2 * cfg.n_layer * cfg.dim
+    if cfg.vocab_size % world() == 0:
+        n += cfg.dim + cfg.vocab_size // world()
+    norms = 2 * cfg.n_layer if cfg.qk_norm == "wide" else 0
+    return n * dtype.itemsize + norms * torch.float32.itemsize

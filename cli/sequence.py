@@ -1,0 +1,1 @@
+from formats.tokenizer import Row as Sequence  # noqa: F401

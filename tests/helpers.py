@@ -1,0 +1,51 @@
+"""What many tests do: a batch of a model, and its tokens."""
+
+import torch
+
+from cli.engines import RecomputeBatch, build_sampler, build_speculative
+from cli.flags import PREFILL_CHUNK
+from generate import Batch, Steps, generate
+from sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def allocate(model, n_row, length, longest_call=PREFILL_CHUNK):
+    """A cache for them, unless the model has one."""
+    if model.max_batch_size != n_row or model.max_seq_length < length:
+        model.setup_cache(n_row, length, longest_call)
+
+
+def lists(prompts):
+    return prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+
+
+def make_batch(model, params, generator=None, steps=Steps(), use_cache=True):
+    """A batch with these parameters in its rows."""
+    sampler = build_sampler(model, params, generator)
+    return (Batch if use_cache else RecomputeBatch)(model, sampler, steps)
+
+
+def generated(model, prompts, n_new, params=SamplingParams(), generator=None, steps=Steps(), use_cache=True,
+              n_cached=0):
+    """-> tokens [B, 1], one at a time; all rows sampled alike."""
+    prompts = lists(prompts)
+    length = max(map(len, prompts)) + n_new
+    if use_cache:
+        allocate(model, len(prompts), length)
+    elif model.max_batch_size or model.max_seq_length < length:
+        model.setup_cache(0, length)
+    batch = make_batch(model, [params] * len(prompts), generator, steps, use_cache)
+    return generate(batch, prompts, n_new, n_cached)
+
+
+def speculative(model, k, draft=None, fixed=False, params=GREEDY, generator=None, steps=Steps(), length=None):
+    """A batch of one row that drafts: with a draft model, or else by look-up."""
+    if length:
+        allocate(model, 1, length, max(PREFILL_CHUNK, k + 1))
+    return build_speculative(model, build_sampler(model, [params], generator), steps, "kv_cache", k, fixed, draft)
+
+
+def ids_of(batch, prompt, n_new, n_cached=0):
+    """A batch of one row -> the new ids after a prompt."""
+    return [t.item() for t in generate(batch, [prompt], n_new, n_cached)]
