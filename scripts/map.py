@@ -1,9 +1,9 @@
 """The generated parts of README.md and docs/: maps of the code, families, flags, figures.
 
-How code is counted. A line of code is a line that holds a token other than a comment or a docstring;
-every line of a string that goes over several counts. Its characters run from its first such token to
-the end of its last: spaces between tokens count, indentation and a comment behind the code do not.
-By this rule the tree at commit 6195ad2 has 45 characters a line, and its core 44.
+How code is counted. A line of code holds a token other than a comment or a docstring; of a string
+that goes over several lines, each counts. Its characters run from its first such token to the end
+of its last: spaces between tokens count, indentation and a comment behind the code do not. By this
+rule the tree at commit 6195ad2 has 45 characters a line, and its core 44.
 
 Families are what the tests are parametrized with, so this needs requirements-dev.txt.
 
@@ -116,13 +116,15 @@ def core() -> str:
         n = size(room.glob("*.py")).lines
         lines.append(f"| `{room.name}/` | {n} | {title(room / '__init__.py')} |")
     whole = core_size()
-    lines.append(f"\nThe core: {whole.lines} lines of code of {whole.characters:.0f} characters on "
-                 f"average; its longest function is `{whole.longest}`, {whole.longest_lines} lines.")
+    lines.append(f"\nThe core: {whole.lines} lines of code of {whole.characters:.1f} characters "
+                 f"on average; its longest function is `{whole.longest}`, {whole.longest_lines} "
+                 "lines.")
     return "\n".join(lines) + "\n"
 
 
 def files() -> str:
-    lines = ["| file | lines | characters a line | longest function | what it owns |", "|---" * 5 + "|"]
+    lines = ["| file | lines | characters a line | longest function | what it owns |",
+             "|---|---|---|---|---|"]
     commands = sorted(p for p in ROOT.glob("*.py") if p.name not in CORE)
     inside = [p for room in rooms() for p in sorted(room.glob("*.py")) if p.name != "__init__.py"]
     for path in [*(ROOT / name for name in CORE), *commands, *inside]:
@@ -181,7 +183,8 @@ def flags() -> str:
     lines = []
     for command, module in PARSERS.items():
         parser = importlib.import_module(module).build_parser()
-        lines += [f"## {command}", "", parser.description, "", "| flag | default | |", "|---|---|---|"]
+        lines += [f"## {command}", "", parser.description, ""]
+        lines += ["| flag | default | |", "|---|---|---|"]
         for action in parser._actions:
             if action.option_strings and "--help" not in action.option_strings:
                 lines.append(flag_row(action))
@@ -250,8 +253,9 @@ def headline() -> str:
                          f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
         sources.append(f"{name} {rows[0]['test']}, commit {result['commit']}, medians of "
                        f"{result['repetitions']}")
-    lines.append(f"\nTokens per second: {result['machine']}, {result['threads']} threads, {result['capability']}, torch "
-                 f"{result['versions']['torch']}; {'; '.join(sources)}.")
+    lines.append(f"\nTokens per second: {result['machine']}, {result['threads']} threads, "
+                 f"{result['capability']}, torch {result['versions']['torch']}; "
+                 f"{'; '.join(sources)}.")
     return "\n".join(lines) + "\n"
 
 
@@ -286,8 +290,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.core:
         s = core_size()
-        print(f"{s.lines} lines of code (at most {MAX_CORE_LINES}), {s.characters:.1f} characters a "
-              f"line (at most {MAX_CORE_CHARACTERS}), longest function {s.longest}, "
+        print(f"{s.lines} lines of code (at most {MAX_CORE_LINES}), {s.characters:.1f} characters "
+              f"a line (at most {MAX_CORE_CHARACTERS}), longest function {s.longest}, "
               f"{s.longest_lines} lines")
         return int(s.lines > MAX_CORE_LINES or s.characters > MAX_CORE_CHARACTERS)
     for name, (_, make) in PARTS.items():
