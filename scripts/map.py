@@ -253,9 +253,8 @@ def headline() -> str:
                          f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
         sources.append(f"{name} {rows[0]['test']}, commit {result['commit']}, medians of "
                        f"{result['repetitions']}")
-    lines.append(f"\nTokens per second: {result['machine']}, {result['threads']} threads, "
-                 f"{result['capability']}, torch {result['versions']['torch']}; "
-                 f"{'; '.join(sources)}.")
+    lines.append(f"\n{result['machine']}, {result['threads']} threads, {result['capability']}, "
+                 f"torch {result['versions']['torch']}; {'; '.join(sources)}.")
     return "\n".join(lines) + "\n"
 
 
