@@ -98,8 +98,11 @@ def core_size() -> Size:
 # ---- The parts ----------------------------------------------------------------------------------
 
 def title(path: Path) -> str:
-    """The first line of a file's docstring, which says what it owns."""
-    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].rstrip(".")
+    """The first line of a file's docstring, which says what it owns. ValueError if it has none."""
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    if not docstring:
+        raise ValueError(f"{path.relative_to(ROOT)} has no docstring that says what it owns")
+    return docstring.splitlines()[0].rstrip(".")
 
 
 def rooms() -> list[Path]:
