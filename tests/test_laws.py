@@ -1,6 +1,9 @@
-"""What shared design promises and no other test holds: imports, purity, the README's own claims."""
+"""What shared design promises and no other test holds: imports, purity, the size of the core,
+and what README and docs claim."""
 
 import ast
+import functools
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -28,6 +31,7 @@ MAY_IMPORT = {
     "eval": {"cli"}, "benchmark": {"bench"},
 }
 MODULES = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def imports(path):
@@ -77,18 +81,93 @@ def test_nothing_from_a_checkpoint_is_executed():
 
 
 def test_one_place_for_defaults():
-    """Every flag is in the README, and every flag in the README exists."""
-    readme = (ROOT / "README.md").read_text()
+    """Every flag of generate.py is in docs/flags.md, where the defaults are generated."""
+    page = (ROOT / "docs/flags.md").read_text()
     known = {o for a in flags.build_parser()._actions for o in a.option_strings if o.startswith("--")}
-    missing = known - set(re.findall(r"--\w+", readme)) - {"--help"}
-    assert not missing, f"not in the README: {missing}"
+    missing = known - set(re.findall(r"--\w+", page)) - {"--help"}
+    assert not missing, f"not in docs/flags.md: {missing}"
+
+
+# Flags that documents name and that are not ours.
+FOREIGN_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
+                 "--rdzv_endpoint"}
+
+
+def flags_in(text):
+    """Normalized: a dash may stand for an underscore."""
+    found = re.findall(r"(?<![\w-])--([a-z][a-z0-9_-]*)", text)
+    return {"--" + name.replace("-", "_") for name in found}
+
+
+@functools.cache
+def parsed_flags():
+    """The flags of every parser of the repository, and those that the test script takes."""
+    known = flags_in((ROOT / "scripts/test.sh").read_text()) | {"--help"}
+    for path in [*MODULES, *ROOT.glob("scripts/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("add", "add_argument"):
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                known.update(t for t in texts if isinstance(t, str) and t.startswith("--"))
+    return known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_named_exists(page):
+    unknown = flags_in(page.read_text()) - parsed_flags() - FOREIGN_FLAGS
+    assert not unknown, f"no parser has {unknown}"
+
+
+def test_every_flag_that_code_names_exists():
+    """In docstrings, help and messages: strings of several words."""
+    for path in MODULES:
+        strings = [n.value for n in ast.walk(ast.parse(path.read_text()))
+                   if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " in n.value]
+        unknown = flags_in("\n".join(strings)) - parsed_flags() - FOREIGN_FLAGS
+        assert not unknown, f"{path}: no parser has {unknown}"
 
 
 @pytest.mark.parametrize("part", readme_map.PARTS)
 def test_readme_map_is_fresh(part):
-    readme = (ROOT / "README.md").read_text()
-    stated = readme.split(readme_map.begin(part))[1].split(readme_map.end(part))[0]
-    assert stated == readme_map.PARTS[part](), "run: python scripts/map.py --write"
+    file, make = readme_map.PARTS[part]
+    page = (ROOT / file).read_text()
+    stated = page.split(readme_map.begin(part))[1].split(readme_map.end(part))[0]
+    assert stated == make(), "run: python scripts/map.py --write"
+
+
+def test_the_core_is_short():
+    size = readme_map.core_size()
+    assert size.lines <= readme_map.MAX_CORE_LINES == 1000, size
+
+
+def test_the_core_is_not_packed():
+    size = readme_map.core_size()
+    assert size.characters <= readme_map.MAX_CORE_CHARACTERS == 40, size
+
+
+def test_how_code_is_counted():
+    source = '''"""A docstring
+
+of three lines."""
+import math                     # a comment
+
+X = """two
+lines"""
+
+
+class Box:
+    def area(self, a,
+             b):
+        """One line."""
+        def inner():
+            return 1
+        return a * b        # 12 characters
+'''
+    widths = {4: 11, 6: 10, 7: 8, 10: 10, 11: 17, 12: 3, 14: 12, 15: 8, 16: 12}
+    assert readme_map.code_lines(source) == widths
+    assert readme_map.functions(source) == {"Box.area": 5, "Box.area.inner": 2}
 
 
 def test_every_family_is_tested():
@@ -99,10 +178,45 @@ def test_every_family_is_tested():
     assert kinds - {"gemma3"} == set(families.FAMILIES) and set(tiny.MODELS) == kinds - {"gemma3"}
 
 
-def test_readme_paths_exist():
-    readme = (ROOT / "README.md").read_text()
-    for path in re.findall(r"\]\((?!http)([^)#]+)\)", readme) + re.findall(r"(?:bash |\./)(scripts/\S+\.sh)", readme):
-        assert (ROOT / path).exists(), path
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
+
+
+def links(page):
+    """Relative links and pictures of a page -> paths."""
+    targets = re.findall(r"\]\((?!http)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_readme_paths_exist(page):
+    """Links, scripts, commands and files that a page names. The log may name what is gone."""
+    text = page.read_text()
+    missing = [str(path) for path in links(page) if not path.exists()]
+    named = re.findall(r"(?:bash |\./|python )((?:scripts/)?\w+\.(?:sh|py))", text)
+    named += re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|md|txt))`", text)
+    if page.name != "performance.md":
+        missing += [path for path in named if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_every_page_is_reachable():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            todo += links(page)
+    assert {p.resolve() for p in ROOT.glob("docs/*.md")} <= {p.resolve() for p in reached}
+
+
+def test_readme_python_names_exist():
+    """What the README's example imports exists."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, a.name) for a in node.names), ast.unparse(node)
 
 
 def test_no_absolute_paths_of_one_machine():
