@@ -1,0 +1,164 @@
+"""The engines that are compared, and what runs each: generate's public functions, from outside.
+
+The only file of this room that knows the API of generate, speculate and sampling. An engine shares
+the weights it is given and compiles a model of its own over them.
+
+    tokens, times = Engine("compile", model, prompts, workload, tokenizer).run(prompts, 64)
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import quantize
+from bench.workloads import Workload
+from cli import batch
+from cli.flags import ENGINES, PREFILL_CHUNK
+from cli.session import follow
+from formats.tokenizer import Row
+from generate import (
+    Steps,
+    bucket,
+    build_speculator,
+    build_steps,
+    generate,
+    measure,
+    read_late,
+    warm_up,
+)
+from model import KVCache, Transformer
+from sampling import Sampling
+
+LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
+          "compile+prefill")
+NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
+SAMPLERS = ("sorted", "sort_free")
+GREEDY = Sampling(temperature=0)
+TOP_P = Sampling(temperature=0.8, top_p=0.95)      # what the samplers are compared with
+MAX_DRAFT = 8
+
+
+def share_weights(model: Transformer) -> Transformer:
+    """Another model over the same weights, not a copy, so that each engine can compile its own."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def is_compiled(name: str) -> bool:
+    return name == NGRAM or name.startswith("compile")
+
+
+def compiled_layout_bytes(name: str, model: Transformer) -> int:
+    """Bytes of the weights that a compiled engine copies into a layout of its own on a CPU."""
+    if model.freq.device.type != "cpu" or not is_compiled(name):
+        return 0
+    return sum(p.nbytes for module in model.modules() if quantize.has_compiled_layout(module)
+               for p in module.parameters())
+
+
+def sample_by_sorting(model, tokens, pos, last, kv_len, noise, sampling_params, seen,
+                      batch_idx=None) -> Tensor:
+    """As generate's prefill, the textbook's way: top-p by sorting the whole vocabulary."""
+    logits = model(tokens, pos, last, kv_len, batch_idx)[:, -1]
+    probs = torch.softmax(logits / sampling_params.temperature, -1)
+    descending = probs.sort(-1, descending=True).values
+    before = descending.cumsum(-1) - descending
+    n_nucleus = (before < sampling_params.top_p).sum(-1, keepdim=True)
+    threshold = descending.gather(-1, n_nucleus - 1)       # ties with it stay too
+    return (probs * (probs >= threshold) / noise).argmax(-1, keepdim=True)
+
+
+def decode_by_sorting(model, token, pos, *rest) -> Tensor:
+    return sample_by_sorting(model, token, pos, 1, *rest)
+
+
+class Engine:
+    """One engine on a model's weights, compiled and warm for prompts like these.
+
+    temperature: of all but the samplers, which have TOP_P. ValueError where the engine cannot do
+    the workload.
+    """
+
+    def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
+                 workload: Workload, tokenizer, temperature: float = 0.0):
+        if workload.n_requests and name in ("recompute", *SAMPLERS):
+            raise ValueError("takes one prompt at a time")
+        self.model = share_weights(model)
+        self.tokenizer = tokenizer
+        self.sampling_params = TOP_P if name in SAMPLERS else Sampling(temperature)
+        self.seed = 0
+        self.use_cache = name != "recompute"
+        n_rows = workload.batch_size if self.use_cache else 0
+        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK)
+        self.speculator = None
+        self.steps = self._build_steps(name)
+        self.compile_s = None
+        if is_compiled(name) or name == "cuda_graph":
+            start = time.perf_counter()
+            self._warm_up(prompts, workload)
+            self.compile_s = time.perf_counter() - start
+
+    def _build_steps(self, name: str) -> Steps:
+        """generate's steps, and for NGRAM the speculator."""
+        engine = "compile" if name == NGRAM else name.removesuffix("+prefill")
+        steps = build_steps(self.model, engine if engine in ENGINES else "kv_cache",
+                            name.endswith("+prefill"))
+        if name == NGRAM:
+            self.speculator = build_speculator(MAX_DRAFT, False, None, engine,
+                                               self.model.freq.device.type)
+        return Steps(sample_by_sorting, decode_by_sorting) if name == "sorted" else steps
+
+    def _warm_up(self, prompts: list[list[int]], workload: Workload) -> None:
+        first = 1 if workload.n_requests else workload.n_prompt + 1
+        lengths = range(first, workload.n_prompt + workload.n_new)
+        warm_up(self.model, prompts[:workload.batch_size], lengths, self.sampling_params,
+                self.steps, self.speculator)
+        if self.speculator:
+            kv_len = bucket(workload.n_prompt + 1, workload.n_positions())
+            measure(self.speculator, self.model, self.steps, kv_len, self.sampling_params)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling_params == GREEDY
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Does each run give the same tokens? Sampling at a temperature, each gives its own."""
+        return self.sampling_params in (GREEDY, TOP_P)
+
+    def tokens(self, prompts: list[list[int]], n_new: int | None) -> Iterator[Tensor]:
+        """The tokens [B, 1] of each step, on the device; n_new=None: without end."""
+        generator = torch.Generator(self.model.freq.device).manual_seed(self.seed)
+        return generate(self.model, prompts, n_new, self.sampling_params, generator, self.steps,
+                        self.use_cache, speculator=self.speculator)
+
+    def run(self, prompts: list[list[int]], n_new: int) -> tuple[list[list[int]], list[float]]:
+        """-> each row's new tokens; the time before the first step and after each token."""
+        sequences = [Row(self.tokenizer, []) for _ in prompts]
+        if not self.is_repeatable:
+            self.seed += 1                                 # another text each time
+        times, interrupted = follow(self.tokens(prompts, n_new), sequences, None)
+        if interrupted:
+            raise KeyboardInterrupt
+        return [sequence.ids for sequence in sequences], times
+
+    def serve(self, prompts: list[list[int]], max_new_tokens: list[int], n_slots: int) -> dict:
+        """Different prompts, n_slots at a time -> a peer's answer to that: ids, total_s, request_s,
+        first_s, all but the first a figure for each prompt in its order."""
+        index = {}
+        for i, (prompt, n_new) in enumerate(zip(prompts, max_new_tokens)):
+            index[Row(self.tokenizer, prompt, max_new=n_new)] = i
+        start = time.perf_counter()
+        results = list(batch.serve(index, n_slots,
+                                   lambda first: read_late(self.tokens(first, None))))
+        total_s = time.perf_counter() - start
+        results.sort(key=lambda result: index[result.row])
+        return dict(ids=[r.row.ids for r in results], total_s=total_s,
+                    request_s=[r.end_s - r.begun_s for r in results],
+                    first_s=[r.first_s - r.begun_s for r in results])
+
+    def cache_bytes(self) -> int:
+        caches = (m for m in self.model.modules() if isinstance(m, KVCache))
+        return sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
