@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import quantize
 from bench.workloads import Workload
 from cli import batch
 from cli.flags import ENGINES, PREFILL_CHUNK
@@ -30,6 +29,7 @@ from generate import (
     warm_up,
 )
 from model import KVCache, Transformer
+from quantize import has_compiled_layout
 from sampling import Sampling
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
@@ -54,7 +54,7 @@ def compiled_layout_bytes(name: str, model: Transformer) -> int:
     """Bytes of the weights that a compiled engine copies into a layout of its own on a CPU."""
     if model.freq.device.type != "cpu" or not is_compiled(name):
         return 0
-    return sum(p.nbytes for module in model.modules() if quantize.has_compiled_layout(module)
+    return sum(p.nbytes for module in model.modules() if has_compiled_layout(module)
                for p in module.parameters())
 
 
