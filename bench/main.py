@@ -296,14 +296,16 @@ def report_failures(rows: list[dict]) -> int:
     """Log wrong tokens and unexpected errors of engines -> exit status."""
     status = 0
     for row in rows:
-        where = (f"{row['engine']} ({row['quantization']}, {row['test']}, batch {row['batch']})")
         error = row["error"]
         if row["compared"] is False:
-            log(f"benchmark.py: error: {where} gives other tokens than the reference")
-            status = 1
-        if error and row["engine"] not in PEERS and not re.match(EXPECTED_ERRORS, error):
-            log(f"benchmark.py: error: {where} failed: {error}")
-            status = 1
+            problem = "gives other tokens than the reference"
+        elif error and row["engine"] not in PEERS and not re.match(EXPECTED_ERRORS, error):
+            problem = f"failed: {error}"
+        else:
+            continue
+        log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
+            f"{row['batch']}) {problem}")
+        status = 1
     return status
 
 
