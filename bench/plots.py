@@ -4,37 +4,63 @@ It reads the result object and knows nothing of models or engines but their name
 optional and imported late. PNGs are opaque white cards: no grey reaches a contrast of 4.5 on both
 a white and a near-black page, so nothing is transparent.
 
-    python -c "import json, plots; plots.plot(json.load(open('result.json')), 'charts')"
+    python -c "import json; from bench import plots; plots.plot(json.load(open('x.json')), 'x')"
 """
 
-from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 CARD, TEXT, GRID = "#ffffff", "#24292f", "#d8dee4"
 COLORS = {                                         # Okabe and Ito's, and three as far from them
     "compile": "#0072b2", "cuda_graph": "#d55e00", "kv_cache": "#009e73", "recompute": "#cc79a7",
     "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "sorted": "#7f4f00", "sort_free": "#4b0055"}
 PEERS = "#5a5a5a", "#949494", "#1f1f1f"            # any other engine is a peer: grey and hatched
-LINES, MARKERS = ("-", "--", ":", "-."), "os^Dv"   # of the weights; model, weights or peer
-AXES = dict(batch="batch", n_prompt="context")
-CHARTS = dict(                                     # name -> (title, row's key, per unit, unit)
-    throughput=("Throughput", "tok_s", 1, "tok/s"),
-    ttft=("Time to first token", "ttft_ms", 1, "time to first token, ms"),
-    memory=("Peak memory", "peak_memory_bytes", 1e6, "peak memory, MB (1e6 bytes)"),
-    roofline=("Memory read in decode", "achieved_gb_s", 1, "achieved, GB/s (1e9 bytes)"))
+LINES = "-", "--", ":", "-."                       # of the weights
+MARKERS = "os^Dv"                                  # of the model, the weights or the peer
+AXES = dict(batch="batch", n_prompt="context")     # a row's key -> its name in titles
+AXIS_LABELS = dict(batch="batch, rows", n_prompt="context, tokens in the prompt")
 STYLE = {
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), CARD),
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color",
-                     "ytick.color", "legend.labelcolor", "axes.edgecolor"), TEXT),
-    "font.size": 9, "axes.titlesize": 10, "figure.titlesize": 10.5, "grid.color": GRID,
-    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "legend.frameon": False, "legend.handlelength": 3.2, "hatch.linewidth": 0.7,
-    "figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08,
-}
+    "figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CARD,
+    "text.color": TEXT, "axes.labelcolor": TEXT, "axes.titlecolor": TEXT, "xtick.color": TEXT,
+    "ytick.color": TEXT, "legend.labelcolor": TEXT, "axes.edgecolor": TEXT, "grid.color": GRID,
+    "font.size": 9, "axes.titlesize": 10, "figure.titlesize": 10.5, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "legend.handlelength": 3.2, "figure.constrained_layout.w_pad": 0.1,
+    "figure.constrained_layout.h_pad": 0.08}
+
+
+class Chart(NamedTuple):
+    title: str
+    key: str                                       # of a row
+    unit: float                                    # what it is divided by
+    label: str
+
+
+CHARTS = dict(
+    throughput=Chart("Throughput", "tok_s", 1, "tok/s"),
+    ttft=Chart("Time to first token", "ttft_ms", 1, "time to first token, ms"),
+    memory=Chart("Peak memory", "peak_memory_bytes", 1e6, "peak memory, MB (1e6 bytes)"),
+    roofline=Chart("Memory read in decode", "achieved_gb_s", 1, "achieved, GB/s (1e9 bytes)"))
+
+
+class Look(NamedTuple):
+    """Of a series, the same in every chart."""
+
+    label: str
+    color: str
+    line: str
+    marker: str
+    is_peer: bool
+
+
+class Panel(NamedTuple):
+    phase: str                                     # decode or prompt
+    axis: str | None                               # lines over this key of AXES; None: bars
+    rows: list[dict]
 
 
 def load_matplotlib():
-    """(matplotlib, its Figure class, Pillow's Image, which matplotlib requires).
+    """matplotlib, its Figure class, and Pillow's Image, which comes with it.
 
     Call it before a long run: ImportError says what to install. No pyplot: no window, and no
     state that would outlive a chart.
@@ -52,168 +78,202 @@ def plot(result: dict, directory: Path) -> list[Path]:
     """Write throughput, ttft, memory and roofline .png, those the rows have figures for.
 
     Decode (tg) and prompt (pp) rows have panels of their own. A panel is lines over batch or over
-    context, the other held where most was measured, or bars where neither varies. Of two rows at
-    one point (engine, weights, batch, context) the one with more new tokens counts. Rows with an
-    error are counted in the title, not drawn. Raises ValueError if no row ran, ImportError
+    context, the other one fixed where most was measured, or bars where neither varies. Of two rows
+    at one point (engine, weights, batch, context) the one with more new tokens counts. Rows with
+    an error are counted in the title, not drawn. Raises ValueError if no row ran, ImportError
     without matplotlib.
     """
     matplotlib, Figure, Image = load_matplotlib()
     rows = [row for row in result["rows"] if not row.get("error")]
     if not rows:
         raise ValueError("no rows to plot")
-    directory, paths, looks = Path(directory), [], series_looks(rows)
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for name, (head, key, per, unit) in CHARTS.items():
-        roof = result.get("bandwidth_gb_s") if name == "roofline" else None
-        some = [{**r, "y": r[key] / per} for r in rows if r.get(key)]
-        if name == "roofline":                     # a batch reads its weights once for all rows
-            some = [r for r in some if r["n_new"] and r["batch"] == 1]
-        panels = [(kind, *panel) for kind in ("decode", "prompt")
-                  for panel in split([r for r in some if bool(r["n_new"]) == (kind == "decode")],
-                                     () if name == "roofline" else AXES)]
-        if not panels:
-            continue
-        with matplotlib.rc_context(STYLE):
-            fig = layout(Figure, panels)
-            for ax, (kind, axis, own) in zip(fig.axes, panels):
-                whiskers = name == "throughput" and all(r.get("tok_s_min") for r in own)
-                (draw_lines if axis else draw_bars)(ax, axis, own, looks, whiskers, roof)
-                held = [f"{AXES[a]} {own[0][a]}" for a in AXES if len({r[a] for r in own}) == 1]
-                ax.set_title(", ".join([kind, *held]))
-                (ax.set_ylabel if axis else ax.set_xlabel)(unit)
-            handles = {text: getattr(handle, "lines", [handle])[0] for ax in fig.axes
-                       for handle, text in zip(*ax.get_legend_handles_labels())}
-            if handles:
-                fig.legend(handles.values(), handles, loc="outside lower center",
-                           ncols=min(4, 110 // (10 + max(map(len, handles))) or 1))
-            fig.suptitle(title(head, result, rows))
-            fig.savefig(image := BytesIO(), dpi=150)
-        paths.append(directory / f"{name}.png")    # a palette is half the bytes
-        Image.open(image).convert("RGB").quantize(256).save(paths[-1], optimize=True)
+    looks = series_looks(rows)
+    paths = []
+    for name, chart in CHARTS.items():
+        panels = build_panels(name, chart, rows)
+        if panels:
+            paths.append(directory / f"{name}.png")
+            with matplotlib.rc_context(STYLE):
+                figure = draw(Figure, name, chart, panels, looks, result)
+                figure.suptitle(title(chart, result, rows))
+                figure.savefig(paths[-1], dpi=150)
+            palette = Image.open(paths[-1]).convert("RGB").quantize(256)   # half the bytes
+            palette.save(paths[-1], optimize=True)
     return paths
 
 
-def series(row):
-    """What makes a line or a bar: (model, engine, weights, dtype)."""
+# ---- What belongs together ----------------------------------------------------------------------
+
+def series(row: dict) -> tuple[str, str, str, str]:
+    """What makes a line or a bar: model, engine, weights, dtype."""
     weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
     return row["model"], row["engine"], weights, row["dtype"]
 
 
-def distinct(rows):
+def distinct(rows: list[dict]) -> list[list[str]]:
     """The models, engines, weights and dtypes of the rows, each in order of appearance."""
-    return [list(dict.fromkeys(filter(None, part))) for part in zip(*map(series, rows))]
+    return [list(dict.fromkeys(filter(None, values))) for values in zip(*map(series, rows))]
 
 
-def series_looks(rows):
-    """series -> (label, color, line style, marker, is a peer), the same in every chart."""
-    models, engines, weights, _ = values = distinct(rows)
-    peers, looks = [e for e in engines if e not in COLORS], {}
-    kinds, place = (models, 0) if len(models) > 1 else (weights, 2)
-    for key in map(series, rows):
-        _, engine, weight, _ = key
-        parts = [part for part, all_of in zip(key, values)
-                 if part and (part == engine or len(all_of) > 1)]
-        color = COLORS.get(engine) or PEERS[peers.index(engine) % len(PEERS)]
-        mark = peers.index(engine) if engine in peers else kinds.index(key[place])
-        looks[key] = (" · ".join(dict.fromkeys(parts)), color,
-                      LINES[weights.index(weight) % len(LINES)],
-                      MARKERS[mark % len(MARKERS)], engine in peers)
+def series_looks(rows: list[dict]) -> dict[tuple, Look]:
+    """Engines differ in color, weights in the line, models or else weights in the marker."""
+    all_values = distinct(rows)
+    models, engines, all_weights, _ = all_values
+    peers = [engine for engine in engines if engine not in COLORS]
+    looks = {}
+    for key in dict.fromkeys(map(series, rows)):
+        model, engine, weights, _ = key
+        is_peer = engine in peers
+        if is_peer:
+            marker = peers.index(engine)
+            color = PEERS[marker % len(PEERS)]
+        else:
+            marker = models.index(model) if len(models) > 1 else all_weights.index(weights)
+            color = COLORS[engine]
+        parts = [value for value, values in zip(key, all_values)
+                 if value and (value == engine or len(values) > 1)]
+        looks[key] = Look(" · ".join(dict.fromkeys(parts)), color,
+                          LINES[all_weights.index(weights) % len(LINES)],
+                          MARKERS[marker % len(MARKERS)], is_peer)
     return looks
 
 
-def split(rows, axes):
-    """(axis, rows) per panel: each axis with a line of two points; else (None, rows) for bars."""
-    rows = list({(series(r), r["batch"], r["n_prompt"]): r     # the longest run comes last
-                 for r in sorted(rows, key=lambda r: r["n_new"])}.values())
+def build_panels(name: str, chart: Chart, rows: list[dict]) -> list[Panel]:
+    """The panels of a chart, with the figure that it shows as "y" in each row."""
+    rows = [{**row, "y": row[chart.key] / chart.unit} for row in rows if row.get(chart.key)]
+    decode = [row for row in rows if row["n_new"]]
+    if name == "roofline":                         # a batch reads its weights once for all rows
+        decode = longest_runs([row for row in decode if row["batch"] == 1])
+        return [Panel("decode", None, decode)] if decode else []
+    prompt = [row for row in rows if not row["n_new"]]
+    return split("decode", longest_runs(decode)) + split("prompt", longest_runs(prompt))
+
+
+def longest_runs(rows: list[dict]) -> list[dict]:
+    """Of the rows at one point, the one with the most new tokens."""
+    rows = sorted(rows, key=lambda row: row["n_new"])      # the last one stays
+    return list({(series(row), row["batch"], row["n_prompt"]): row for row in rows}.values())
+
+
+def split(phase: str, rows: list[dict]) -> list[Panel]:
+    """A panel for each axis along which some series has two points; else one of bars."""
     panels = []
-    for axis in axes:
-        other = next(a for a in AXES if a != axis)
-        slices = [[r for r in rows if r[other] == held]
-                  for held in sorted({r[other] for r in rows})]
-        longest = lambda some: max(map([*map(series, some)].count, map(series, some)))
-        best = max(slices, key=lambda some: (longest(some), len(some)), default=[])
-        if best and longest(best) > 1:
-            panels.append((axis, best))
-    return panels or [(None, rows)] * bool(rows)
+    for axis, other in (("batch", "n_prompt"), ("n_prompt", "batch")):
+        best, score = [], (1, 0)                   # a line has two points at least
+        for fixed in sorted({row[other] for row in rows}):
+            candidates = [row for row in rows if row[other] == fixed]
+            keys = [series(row) for row in candidates]
+            n_points = max(keys.count(key) for key in keys)
+            if n_points > 1 and (n_points, len(keys)) > score:
+                best, score = candidates, (n_points, len(keys))
+        if best:
+            panels.append(Panel(phase, axis, best))
+    if rows and not panels:
+        panels.append(Panel(phase, None, rows))
+    return panels
 
 
-def layout(Figure, panels):
-    """One column if there are bars, else lines two abreast; in inches."""
-    n_col = 1 if len(panels) == 1 or any(axis is None for _, axis, _ in panels) else 2
-    heights = [3.5 if axis else 0.9 + 0.32 * len(rows) for _, axis, rows in panels[::n_col]]
-    fig = Figure((8, max(3, 1 + sum(heights))), layout="constrained")
-    fig.subplots(len(heights), n_col, squeeze=False, height_ratios=heights)
-    for ax in fig.axes[len(panels):]:
+# ---- Drawing ------------------------------------------------------------------------------------
+
+def draw(Figure, name: str, chart: Chart, panels: list[Panel], looks: dict, result: dict):
+    """A figure of the panels: bars below each other, lines two abreast."""
+    n_columns = 2 if len(panels) > 1 and all(panel.axis for panel in panels) else 1
+    heights = []                                   # inches
+    for panel in panels[::n_columns]:
+        heights.append(3.5 if panel.axis else 0.9 + 0.32 * len(panel.rows))
+    figure = Figure((8, max(3, 1 + sum(heights))), layout="constrained")
+    axes = figure.subplots(len(heights), n_columns, squeeze=False, height_ratios=heights)
+    for ax in axes.flat[len(panels):]:
         ax.remove()
-    return fig
+    for ax, panel in zip(axes.flat, panels):
+        has_spread = name == "throughput" and all(row.get("tok_s_min") for row in panel.rows)
+        fixed = [f"{label} {panel.rows[0][key]}" for key, label in AXES.items()
+                 if len({row[key] for row in panel.rows}) == 1]
+        ax.set_title(", ".join([panel.phase, *fixed]))
+        if panel.axis:
+            draw_lines(ax, panel, looks, has_spread)
+            ax.set_ylabel(chart.label)
+        else:
+            bandwidth = result.get("bandwidth_gb_s") if name == "roofline" else None
+            draw_bars(ax, panel, looks, has_spread, bandwidth)
+            ax.set_xlabel(chart.label)
+    handles = {}                                   # of all panels, each label once
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels()):
+            handles[label] = handle
+    if handles:
+        n_columns = min(4, 110 // (10 + max(map(len, handles)))) or 1
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=n_columns)
+    return figure
 
 
-def spread(rows):
+def spread(rows: list[dict]) -> list[list[float]]:
     """[below, above] the median: the slowest and the fastest run."""
-    return [[max(0, r["tok_s"] - r["tok_s_min"]) for r in rows],
-            [max(0, r["tok_s_max"] - r["tok_s"]) for r in rows]]
+    return [[max(0, row["tok_s"] - row["tok_s_min"]) for row in rows],
+            [max(0, row["tok_s_max"] - row["tok_s"]) for row in rows]]
 
 
-def draw_lines(ax, axis, rows, looks, whiskers, _):
-    for key, (label, color, line, marker, peer) in looks.items():
-        own = sorted((r for r in rows if series(r) == key), key=lambda r: r[axis])
-        if own:
-            ax.errorbar([r[axis] for r in own], [r["y"] for r in own],
-                        spread(own) if whiskers else None, label=label, color=color, ls=line,
-                        lw=1.2 if peer else 1.8, marker=marker, ms=5, capsize=2, elinewidth=1,
-                        mfc=CARD if peer else color)
-    values, ticks = [r["y"] for r in rows], []
-    places = sorted({r[axis] for r in rows})
-    for x in places:                               # leave out the labels that would overlap
-        if not ticks or x > ticks[-1] * (places[-1] / max(places[0], 1)) ** 0.07:
-            ticks.append(x)
+def draw_lines(ax, panel: Panel, looks: dict, has_spread: bool) -> None:
+    for key, look in looks.items():
+        rows = [row for row in panel.rows if series(row) == key]
+        rows.sort(key=lambda row: row[panel.axis])
+        if rows:
+            ax.errorbar([row[panel.axis] for row in rows], [row["y"] for row in rows],
+                        spread(rows) if has_spread else None, label=look.label, color=look.color,
+                        ls=look.line, marker=look.marker, ms=5, capsize=2, elinewidth=1,
+                        mfc=CARD if look.is_peer else look.color)
+    ticks = sorted({row[panel.axis] for row in panel.rows})
     ax.set_xscale("symlog", base=2, linthresh=1)   # log2, and a depth of 0 has a place
     ax.set_xticks(ticks, [f"{x // 1024}k" if x and x % 1024 == 0 else str(x) for x in ticks])
     ax.minorticks_off()
+    values = [row["y"] for row in panel.rows]
     if max(values) > 30 * min(values) > 0:
         ax.set_yscale("log", subs=[2, 5])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("{x:g}")
     else:
         ax.set_ylim(0)
-    ax.set_xlabel("batch, rows" if axis == "batch" else "context, tokens in the prompt")
+    ax.set_xlabel(AXIS_LABELS[panel.axis])
     ax.grid(True, which="both")
 
 
-def draw_bars(ax, _, rows, looks, whiskers, roof):
-    rows = sorted(rows, key=lambda r: r["y"])
-    varied = [a for a in AXES if len({r[a] for r in rows}) > 1]
-    values = [r["y"] for r in rows]
-    low, high = spread(rows) if whiskers else [[0] * len(rows)] * 2
-    for i, (row, value) in enumerate(zip(rows, values)):
-        _, color, _, _, peer = looks[series(row)]
-        ax.barh(i, value, 0.66, color=CARD if peer else color, edgecolor=color,
-                hatch="///" if peer else None)
-        text = f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-        ax.annotate(text + (f" ({value / roof:.0%})" if roof else ""), (value + high[i], i), (4, 0),
-                    textcoords="offset points", va="center",
-                    bbox=dict(facecolor=CARD, edgecolor="none", pad=1))
-    if whiskers:
-        ax.errorbar(values, range(len(rows)), xerr=[low, high], fmt="none", ecolor=TEXT,
-                    capsize=3, lw=1)
-    if roof:
-        ax.axvline(roof, color=TEXT, ls="--", lw=1.2, zorder=0.5,
-                   label=f"measured read bandwidth, {roof:.1f} GB/s")
+def draw_bars(ax, panel: Panel, looks: dict, has_spread: bool, bandwidth: float | None) -> None:
+    """The longest above; bandwidth: a line there, and what share of it each bar is."""
+    rows = sorted(panel.rows, key=lambda row: row["y"])
+    varying = [key for key in AXES if len({row[key] for row in rows}) > 1]
+    for i, row in enumerate(rows):
+        look = looks[series(row)]
+        text = f"{row['y']:.1f}" if row["y"] < 1000 else f"{row['y']:,.0f}"
+        if bandwidth:
+            text += f" ({row['y'] / bandwidth:.0%})"
+        bar = ax.barh(i, row["y"], 0.66, color=CARD if look.is_peer else look.color,
+                      edgecolor=look.color, hatch="///" if look.is_peer else None, ecolor=TEXT,
+                      capsize=3, xerr=spread([row]) if has_spread else None)
+        ax.bar_label(bar, [text], padding=4, bbox=dict(facecolor=CARD, edgecolor="none", pad=1))
+    if bandwidth:
+        ax.axvline(bandwidth, color=TEXT, ls="--", lw=1.2, zorder=0.5,
+                   label=f"measured read bandwidth, {bandwidth:.1f} GB/s")
     ax.set_yticks(range(len(rows)), [
-        ", ".join([looks[series(r)][0], *(f"{AXES[a]} {r[a]}" for a in varied)]) for r in rows])
+        ", ".join([looks[series(row)].label, *(f"{AXES[key]} {row[key]}" for key in varying)])
+        for row in rows])
+    ax.margins(x=0.18)                             # room for the texts
+    ax.set_ylim(min(-0.6, len(rows) / 2 - 2), max(len(rows) - 0.4, len(rows) / 2 + 1))
     ax.tick_params(axis="y", length=0)
-    room = max(0.1, (3 - len(rows)) / 2)           # or else a single bar is a wall
-    ax.set_ylim(-0.5 - room, len(rows) - 0.5 + room)
-    ax.set_xlim(0, 1.18 * max(max(v + e for v, e in zip(values, high)), roof or 0) or 1)
     ax.grid(True, axis="x")
 
 
-def title(head, result, rows):
+def title(chart: Chart, result: dict, rows: list[dict]) -> str:
+    """What is shown of which models; below, on what machine."""
     models, _, weights, dtypes = distinct(rows)
-    failed = sum(bool(row.get("error")) for row in result["rows"])
-    wrong = sum(row.get("compared") is False for row in rows)
     notes = [f"{result['machine']} ({result['device']}, {result['threads']} threads)",
-             ", ".join(dict.fromkeys(dtypes + weights * (len(weights) == 1))),
-             f"{failed} could not run" * bool(failed), f"{wrong} with wrong tokens" * bool(wrong)]
-    named = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
-    return f"{head}: {named}\n" + " · ".join(filter(None, notes))
+             ", ".join(dict.fromkeys(dtypes + weights if len(weights) == 1 else dtypes))]
+    n_failed = sum(bool(row.get("error")) for row in result["rows"])
+    if n_failed:
+        notes.append(f"{n_failed} could not run")
+    n_wrong = sum(row.get("compared") is False for row in rows)
+    if n_wrong:
+        notes.append(f"{n_wrong} with wrong tokens")
+    shown = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
+    return f"{chart.title}: {shown}\n" + " · ".join(filter(None, notes))

@@ -11,9 +11,12 @@ import io
 import json
 import statistics
 
-from bench import peers
+from bench.worker import PEER_NAMES
 
-PEERS = (*peers.NAMES, "generate.py")
+PEERS = (*PEER_NAMES, "generate.py")
+NOTHING = "–"
+BELOW = ("model", "M parameters", "weights", "MB", "test", "batch")    # if the same in all rows
+OF_RANKS = ("ranks", "sent by each per token, KB")
 
 
 def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
@@ -21,80 +24,104 @@ def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
 
     The median of the rounds' ratios: what slows the machine down for a while slows both down.
     """
-    same = [r for r in rows if r["engine"] == peer and r["tok_s"] and row["tok_s"] and all(
-        r[key] == row[key] for key in ("model", "test", "batch"))]
-    alike = [r for r in same if r["quantization"] == row["quantization"]]
-    if not same:
+    others = [other for other in rows
+              if other["engine"] == peer and other["tok_s"] and row["tok_s"]
+              and all(other[key] == row[key] for key in ("model", "test", "batch"))]
+    if not others:
         return None
-    other = (alike or same)[0]
-    ours, theirs = (r.get("tok_s_runs") or [r["tok_s"]] for r in (row, other))
+    alike = [other for other in others if other["quantization"] == row["quantization"]]
+    other = (alike or others)[0]
+    ours = row.get("tok_s_runs") or [row["tok_s"]]
+    theirs = other.get("tok_s_runs") or [other["tok_s"]]
     if len(ours) != len(theirs):                   # an older result
         return row["tok_s"] / other["tok_s"]
     return statistics.median(a / b for a, b in zip(ours, theirs))
 
 
-def table(result: dict) -> str:
-    """As Markdown. What is the same in all rows is said below, not in a column."""
-    rows = result["rows"]
-    compared_to = [p for p in dict.fromkeys(row["engine"] for row in rows) if p in PEERS]
+def show(value, form: str = "{}", unit: float = 1) -> str:
+    """value / unit in this form, or a dash where there is no value."""
+    return NOTHING if value is None else form.format(value / unit)
 
-    def show(value, form="{}"):
-        return "–" if value is None else form.format(value)
 
-    def weights(row):
-        return row["dtype"] if row["quantization"] == "none" else row["quantization"]
-
-    same = {True: "yes", False: "NO", None: None}
-    columns = {
-        "model": lambda r: r["model"], "M parameters": lambda r: f"{r['parameters'] / 1e6:.0f}",
-        "engine": lambda r: r["engine"], "weights": weights,
-        "MB": lambda r: show(r["model_bytes"] and r["model_bytes"] / 1e6, "{:.0f}"),
-        "test": lambda r: r["test"], "batch": lambda r: r["batch"],
-        "ranks": lambda r: r.get("ranks", 1),
-        "sent by each per token, KB": lambda r: show(r.get("sent_bytes") and r["sent_bytes"] / 1e3,
-                                                     "{:.1f}"),
-        "tok/s (min–max)": lambda r: r["error"] or (
-            f"{r['tok_s']:.1f} ({r['tok_s_min']:.1f}–{r['tok_s_max']:.1f})"),
-        "per row": lambda r: show(r["tok_s_per_request"], "{:.1f}"),
-        **{f"× {peer}": lambda r, p=peer: show(ratio(r, rows, p), "{:.2f}")
-           for peer in compared_to},
-        "first token, ms": lambda r: show(r["ttft_ms"], "{:.0f}"),
-        "between tokens, ms (99 %)": lambda r: show(r["itl_ms"], "{:.1f}") + (
-            f" ({r['itl_p99_ms']:.1f})" if r["itl_p99_ms"] else ""),
-        "peak, MB": lambda r: show(r["peak_memory_bytes"] and r["peak_memory_bytes"] / 1e6,
-                                   "{:.0f}"),
-        "GB/s": lambda r: show(r["achieved_gb_s"], "{:.1f}"),
-        "of bandwidth": lambda r: show(r["bandwidth_fraction"], "{:.0%}"),
-        "compile, s": lambda r: show(r["compile_s"], "{:.1f}"),
-        "tokens agree": lambda r: show(same[r["compared"]]),
+def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
+    """A row's cell in each column; a column that is empty in all rows is left out later."""
+    line = {
+        "model": row["model"],
+        "M parameters": show(row["parameters"], "{:.0f}", 1e6),
+        "engine": row["engine"],
+        "weights": row["dtype"] if row["quantization"] == "none" else row["quantization"],
+        "MB": show(row["model_bytes"], "{:.0f}", 1e6),
+        "test": row["test"],
+        "batch": str(row["batch"]),
+        "ranks": str(row.get("ranks", 1)),
+        "sent by each per token, KB": show(row.get("sent_bytes"), "{:.1f}", 1e3),
+        "tok/s (min–max)": row["error"] or (
+            f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})"),
+        "per row": show(row["tok_s_per_request"], "{:.1f}"),
     }
-    cells = {title: [str(cell(row)) for row in rows] for title, cell in columns.items()}
+    for peer in peers:
+        line[f"× {peer}"] = show(ratio(row, rows, peer), "{:.2f}")
+    gaps = show(row["itl_ms"], "{:.1f}")
+    if row["itl_p99_ms"]:
+        gaps += f" ({row['itl_p99_ms']:.1f})"
+    agree = NOTHING
+    if row["compared"] is not None:
+        agree = "yes" if row["compared"] else "NO"
+    return line | {
+        "first token, ms": show(row["ttft_ms"], "{:.0f}"),
+        "between tokens, ms (99 %)": gaps,
+        "peak, MB": show(row["peak_memory_bytes"], "{:.0f}", 1e6),
+        "GB/s": show(row["achieved_gb_s"], "{:.1f}"),
+        "of bandwidth": show(row["bandwidth_fraction"], "{:.0%}"),
+        "compile, s": show(row["compile_s"], "{:.1f}"),
+        "tokens agree": agree,
+    }
+
+
+def table(result: dict) -> str:
+    """As Markdown. What is the same in all rows stands below, not in a column."""
+    rows = result["rows"]
+    peers = [name for name in dict.fromkeys(row["engine"] for row in rows) if name in PEERS]
+    lines = [cells(row, rows, peers) for row in rows]
+    columns = {title: [line[title] for line in lines] for title in lines[0]}
     if all(row["batch"] == 1 for row in rows):
-        del cells["per row"]
-    if all(row.get("ranks", 1) == 1 for row in rows):
-        del cells["ranks"], cells["sent by each per token, KB"]
-    silent = ("model", "M parameters", "weights", "MB", "test", "batch")
-    common = {t: c[0] for t, c in cells.items() if t in silent and len(set(c)) == 1}
-    cells = {t: c for t, c in cells.items() if t not in common and set(c) != {"–"}}
-    lines = ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for line in zip(*cells.values())]
-    said = ", ".join(f"{title} {value}" for title, value in common.items())
-    if "ranks" in cells:
-        said += ", MB, peak and GB/s of one rank, and of its own bandwidth"
-    return "\n".join(lines) + (
-        f"\n\n{said}; {rows[0]['dtype']} on {result['machine']}, {result['threads']} threads, "
-        f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "
-        f"{result['repetitions']}; torch {result['versions']['torch']}; commit "
-        f"{result['commit']}.")
+        del columns["per row"]
+    several_ranks = any(row.get("ranks", 1) > 1 for row in rows)
+    if not several_ranks:
+        for title in OF_RANKS:
+            del columns[title]
+    common = []
+    for title, column in list(columns.items()):
+        if title in BELOW and len(set(column)) == 1:
+            common.append(f"{title} {column[0]}")
+            del columns[title]
+        elif set(column) == {NOTHING}:
+            del columns[title]
+    text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    text += ["| " + " | ".join(line) + " |" for line in zip(*columns.values())]
+    if several_ranks:
+        common.append("MB, peak and GB/s of one rank, and of its own bandwidth")
+    return "\n".join(text) + f"\n\n{', '.join(common)}; {conditions(result)}."
 
 
-def as_csv(rows: list[dict]) -> str:
+def conditions(result: dict) -> str:
+    """On what and how it was measured."""
+    return (f"{result['rows'][0]['dtype']} on {result['machine']}, {result['threads']} threads, "
+            f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "
+            f"{result['repetitions']}; torch {result['versions']['torch']}; commit "
+            f"{result['commit']}")
+
+
+def as_csv(result: dict) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0])
+    writer = csv.DictWriter(text, result["rows"][0])
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(result["rows"])
     return text.getvalue().rstrip()
 
 
-OUTPUTS = {"md": table, "json": json.dumps, "csv": lambda result: as_csv(result["rows"]),
-           "jsonl": lambda result: "\n".join(json.dumps(row) for row in result["rows"])}
+def as_json_lines(result: dict) -> str:
+    return "\n".join(json.dumps(row) for row in result["rows"])
+
+
+OUTPUTS = {"md": table, "json": json.dumps, "csv": as_csv, "jsonl": as_json_lines}

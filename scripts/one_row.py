@@ -13,41 +13,48 @@ import torch
 
 from cli.common import Parser, english_text, guarded
 from cli.evaluate import score
-from generate import build_steps, load_model
+from generate import compile_steps, load_model
 
-N, WINDOWS = 512, 4
-SCHEMES = {"bfloat16": {}, "int8": dict(mode="int8"), "int4-g64": dict(mode="int4", groupsize=64)}
+WINDOW, N_WINDOWS = 512, 4                         # tokens, and how many of them
+SCHEMES = {"bfloat16": None, "int8": "int8", "int4-g64": "int4-g64"}
 
 
 @torch.inference_mode()
-def one_by_one(model, ids: list[int]) -> list[float]:
-    """The log-probability of each token but the first."""
+def decode_log_probs(model, ids: list[int]) -> list[float]:
+    """The log-probability of each token but the first, a token at a time through the cache."""
     model.setup_cache(1, len(ids))
-    found = []
+    log_probs = []
     for i, (token, following) in enumerate(zip(ids, ids[1:])):
-        logits = model(torch.tensor([[token]]), torch.tensor([i]), 1, len(ids))[0, -1]
-        found.append(float(logits[following] - logits.logsumexp(-1)))
-    return found
+        logits = model(torch.tensor([[token]]), torch.tensor([i]), 1, len(ids))[0, -1]     # [V]
+        log_probs.append(float(logits[following] - logits.logsumexp(-1)))
+    return log_probs
 
 
-def run(argv=None) -> int:
+def compare(path: str | None, name: str) -> str:
+    """Both perplexities of the model with these weights, in a line."""
+    model, _, tokenizer = load_model(path, scheme=SCHEMES[name])
+    window = min(WINDOW, model.cfg.context)
+    ids = tokenizer.encode(english_text(held_out=True))[:window * N_WINDOWS]
+    parts = [ids[i:i + window] for i in range(0, len(ids), window)]
+    whole = []
+    for part in parts:
+        whole += [log_prob for log_prob, _ in score(model, [(part, len(part) - 1)])[0]]
+    compile_steps(model)                           # from here on the model is compiled
+    single = []
+    for part in parts:
+        single += decode_log_probs(model, part)
+    n = len(whole)
+    largest = max(abs(a - b) for a, b in zip(whole, single))
+    return (f"{name}: {math.exp(-sum(whole) / n):.3f} whole, {math.exp(-sum(single) / n):.3f} a "
+            f"token at a time; a log-probability differs by {largest:.2f} at most; {n} tokens")
+
+
+def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
     p.add_argument("model", nargs="?", help="anything that generate.py reads")
-    path = p.parse_args(argv).model
-    for name, how in SCHEMES.items():
-        (model, _, tokenizer), whole, single = load_model(path, **how), [], []
-        n = min(N, model.cfg.context)
-        ids = tokenizer.encode(english_text(held_out=True))[:n * WINDOWS]
-        parts = [ids[at:at + n] for at in range(0, len(ids), n)]
-        for part in parts:
-            whole += [logp for logp, _ in score(model, [(part, len(part) - 1)])[0]]
-        build_steps(model, "compile")
-        for part in parts:
-            single += one_by_one(model, part)
-        n, most = len(whole), max(abs(a - b) for a, b in zip(whole, single))
-        print(f"{name}: {math.exp(-sum(whole) / n):.3f} whole, {math.exp(-sum(single) / n):.3f} a "
-              f"token at a time; a log-probability differs by {most:.2f} at most; {n} tokens",
-              flush=True)
+    args = p.parse_args(argv)
+    for name in SCHEMES:
+        print(compare(args.model, name), flush=True)
     return 0
 
 

@@ -247,11 +247,11 @@ def test_each_line_has_its_own_sampling(capsys, tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     argv = ["-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--ignore_eos"]
     said = {}
-    for n_slots in (1, 3):
-        status, out, err = run(capsys, *argv, "--prompts_file", path, "--json", "--batch_size", n_slots)
+    for batch_size in (1, 3):
+        status, out, err = run(capsys, *argv, "--prompts_file", path, "--json", "--batch_size", batch_size)
         results = sorted(map(json.loads, out.splitlines()), key=lambda result: result["id"])
         assert status == 0 and [len(r["new_ids"]) for r in results] == [12, 13, 14, 15, 16]
-        said[n_slots] = [r["new_ids"] for r in results]
+        said[batch_size] = [r["new_ids"] for r in results]
     assert said[1] == said[3]
     greedy, seeded, other, again, penalized = said[3]
     assert again[:13] == seeded != other[:13] and greedy != penalized[:12]

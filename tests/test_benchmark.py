@@ -8,17 +8,17 @@ import sys
 
 import pytest
 import torch
-from conftest import SMOLLM2
+from conftest import ROOT, SMOLLM2
 from test_errors import run as run_generate
 
+from bench import cases, engines, machine, suites, tables, weights
 from bench import main as benchmark
-from bench import tables
 
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch):
-    monkeypatch.setattr(benchmark, "PAUSE", 0)
-    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 20.0)
+    monkeypatch.setattr(cases, "PAUSE", 0)
+    monkeypatch.setattr(cases, "read_bandwidth", lambda device: 20.0)
 
 
 def run(capsys, *argv):
@@ -31,7 +31,7 @@ def test_rows(capsys, monkeypatch):
     """The fields that the issue names, on every row of every test."""
     argv = ["--random", "stories15M", "-p", 4, "-n", 6, "-d", "3,9", "-b", "1,3", "-r", 2, "--device", "cpu",
             "--engines", "recompute,kv_cache"]
-    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 8.0)
+    monkeypatch.setattr(cases, "read_bandwidth", lambda device: 8.0)
     status, out, _ = run(capsys, *argv, "-o", "json")
     result = json.loads(out)
     assert status == 0 and result["bandwidth_gb_s"] == 8 and {"device", "versions", "bandwidth_gb_s", "rows", "command", "commit", "clocks"} <= set(result)
@@ -78,7 +78,7 @@ def test_two_samplers_draw_the_same(capsys):
 @pytest.mark.parametrize("engine, dtype", [("kv_cache", "bfloat16"), ("kv_cache", "float32"), ("sort_free", "bfloat16")])
 def test_a_wrong_engine_is_caught(capsys, monkeypatch, engine, dtype):
     """A decode step that stays at its first position, as one baked into a CUDA graph would."""
-    original, seen = benchmark.build_steps, []
+    original, seen = engines.build_steps, []
 
     def baked(model, name, *more):
         steps = original(model, name, *more)
@@ -86,10 +86,10 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch, engine, dtype):
         if len(seen) != 1:
             return steps
         return steps._replace(decode=lambda model, token, pos, *rest: steps.decode(model, token, pos * 0 + 5, *rest))
-    monkeypatch.setattr(benchmark, "build_steps", baked)
+    monkeypatch.setattr(engines, "build_steps", baked)
     argv = ["-m", SMOLLM2, "-n", 20, "-r", 1, "--device", "cpu", "--engines", f"{engine},recompute", "--dtype", dtype]
     status, out, err = run(capsys, *argv)
-    assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) says other tokens" in err
+    assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) gives other tokens" in err
 
 
 def test_requests_and_larger_caches(capsys):
@@ -109,7 +109,7 @@ def test_requests_and_larger_caches(capsys):
 
 def test_guessing_ahead(capsys):
     """Greedily compared like any engine; above temperature 0 each run draws its own."""
-    argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-o", "json", "-n", 24, "--text", benchmark.HERE / "benchmarks/edit.txt"]
+    argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-o", "json", "-n", 24, "--text", ROOT / "benchmarks/edit.txt"]
     status, out, _ = run(capsys, *argv, "--engines", "kv_cache,ngram")
     rows = json.loads(out)["rows"]
     assert status == 0 and [r["compared"] for r in rows] == [True, True] and rows[1]["test"] == "tg24 @ edit.txt"
@@ -119,25 +119,31 @@ def test_guessing_ahead(capsys):
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
-    original = benchmark.read_late
+    original = engines.read_late
 
     def late(tokens):
         for ids in original(tokens):
             yield [(i + 1) % 32000 for i in ids]
-    monkeypatch.setattr(benchmark, "read_late", late)
+    monkeypatch.setattr(engines, "read_late", late)
     argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-n", 9, "-d", 12, "--requests", 2, "--engines", "kv_cache"]
     status, out, err = run(capsys, *argv)
     assert status == 1 and "| NO |" in out
 
 
+def free_bytes(monkeypatch, n):
+    for module in (weights, cases):
+        monkeypatch.setattr(module, "free_memory", lambda device: n)
+
+
 def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
     """And the others are measured."""
-    monkeypatch.setattr(benchmark, "free_memory", lambda device: 50e6)
+    free_bytes(monkeypatch, 50e6)
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "-b", "1,512"]
     status, out, _ = run(capsys, *argv, "-o", "json")
     fits, not_fits = json.loads(out)["rows"]
     assert status == 0 and fits["error"] is None and fits["tok_s"] > 0
     assert not_fits["error"].startswith("out of memory: some 0.") and not_fits["tok_s"] is None
+    monkeypatch.setattr(engines, "has_compiled_layout", lambda module: isinstance(module, torch.nn.Linear))    # on every CPU
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,compile", "-b", 64]
     fits, not_fits = json.loads(run(capsys, *argv, "-o", "json")[1])["rows"]       # it needs 30 MB, and its weights once more
     assert fits["error"] is None and not_fits["error"].startswith("out of memory: some 0.1 GB")
@@ -145,7 +151,7 @@ def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
 
 def test_weights_that_do_not_fit_are_rows(capsys, monkeypatch):
     """Half of them do."""
-    monkeypatch.setattr(benchmark, "free_memory", lambda device: 20e6)
+    free_bytes(monkeypatch, 20e6)
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "--quantize", "none,int8"]
     status, out, err = run(capsys, *argv, "-o", "json")
     large, small = json.loads(out)["rows"]
@@ -156,14 +162,14 @@ def test_weights_that_do_not_fit_are_rows(capsys, monkeypatch):
 
 
 def test_an_allocator_that_says_no(capsys, monkeypatch):
-    original, calls = benchmark.Engine.__call__, []
+    original, calls = engines.Engine.run, []
 
     def once(self, prompt, n_new):
         calls.append(self)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 PB")
         return original(self, prompt, n_new)
-    monkeypatch.setattr(benchmark.Engine, "__call__", once)
+    monkeypatch.setattr(engines.Engine, "run", once)
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,recompute"]
     status, out, _ = run(capsys, *argv, "-o", "json")
     errors = [row["error"] for row in json.loads(out)["rows"]]
@@ -172,12 +178,12 @@ def test_an_allocator_that_says_no(capsys, monkeypatch):
 
 def test_an_engine_that_breaks_fails_the_command(capsys, monkeypatch):
     """Its row says why, the other one is measured."""
-    original = benchmark.Engine.__init__
+    original = engines.Engine.__init__
 
     def broken(self, name, *more):
         assert name != "recompute"
         original(self, name, *more)
-    monkeypatch.setattr(benchmark.Engine, "__init__", broken)
+    monkeypatch.setattr(engines.Engine, "__init__", broken)
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,recompute"]
     status, out, err = run(capsys, *argv)
     assert status == 1 and "recompute (none, tg3 @ d5, batch 1) failed: " in err and out.count("| yes |") == 1
@@ -186,8 +192,8 @@ def test_an_engine_that_breaks_fails_the_command(capsys, monkeypatch):
 def test_nano_gpt_spelling(capsys, monkeypatch):
     """benchmark.py --init_from=gpt2-xl --max_new_tokens=100, with a smaller model."""
     monkeypatch.setattr(benchmark, "LADDER", ("recompute", "kv_cache", "cuda_graph"))
-    monkeypatch.setattr(benchmark, "run_test", lambda cases, tokenizers, test, *more: (
-        [dict(engine=c.engine, test=str(test), batch=test.batch, compared=None, error=None) for c in cases], [1.0]))
+    monkeypatch.setattr(benchmark, "run_workload", lambda cases, tokenizers, workload, *more: (
+        [dict(engine=c.engine, test=str(workload), batch=workload.batch_size, compared=None, error=None) for c in cases], [1.0]))
     status, out, err = run(capsys, "--init_from=gpt2", "--max_new_tokens=100", "--device=cpu", "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and "gpt2: no such file, so random weights of that shape" in err
@@ -214,10 +220,12 @@ def test_suites_parse():
 
 
 def test_suite_goes_on(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "HERE", tmp_path)
-    monkeypatch.setattr(benchmark, "SUITES", {"cpu": {"one": "-n 2", "two": "-n 3"}})
-    about = dict(benchmark.machine(torch.device("cpu")), commit="abc")
-    monkeypatch.setattr(benchmark, "machine", lambda device: about)
+    monkeypatch.setattr(suites, "ROOT", tmp_path)
+    for module in (suites, benchmark):
+        monkeypatch.setattr(module, "SUITES", {"cpu": {"one": "-n 2", "two": "-n 3"}})
+    about = dict(machine.describe_machine(torch.device("cpu")), commit="abc")
+    for module in (suites, benchmark):
+        monkeypatch.setattr(module, "describe_machine", lambda device: about)
     done, real = [], subprocess.run
     _, out, _ = run(capsys, "--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "-o", "json")
 
@@ -228,7 +236,7 @@ def test_suite_goes_on(capsys, monkeypatch, tmp_path):
         if len(done) == 2:
             return subprocess.CompletedProcess(command, 130, stdout="")    # Ctrl-C
         return subprocess.CompletedProcess(command, 0, stdout=out)
-    monkeypatch.setattr(benchmark.subprocess, "run", fake)
+    monkeypatch.setattr(suites.subprocess, "run", fake)
     status, _, _ = run(capsys, "--suite", "cpu", "--device", "cpu")
     assert status == 130 and done == ["2", "3"]
     status, shown, err = run(capsys, "--suite", "cpu", "--device", "cpu")
@@ -268,7 +276,7 @@ def test_ratios_are_to_weights_alike():
     (["-d", "8000", "-n", "1000"], "9000 tokens exceed the context of 8192"),
     (["--suite", "tpu"], "invalid choice: 'tpu'"),
     (["--suite", "gpu"], "--suite gpu needs a GPU"),
-    (["--suite", "cpu", "-n", "5"], "--suite has its own commands and does not go with --checkpoint_path"),
+    (["--suite", "cpu", "-n", "5"], "--suite has its own commands and cannot be combined with --checkpoint_path"),
 ], ids=str)
 def test_bad_input(capsys, argv, message):
     with pytest.raises(SystemExit) as e:
@@ -279,13 +287,13 @@ def test_bad_input(capsys, argv, message):
 
 def test_bandwidth(monkeypatch):
     monkeypatch.undo()                                     # the real one
-    assert 1 < benchmark.read_bandwidth(torch.device("cpu")) < 5000
+    assert 1 < machine.read_bandwidth(torch.device("cpu")) < 5000
 
 
 def test_figures_come_from_the_same_clock(capsys):
     """The same fields from generate.py --json: decode excludes the first token."""
     times = [0.0, 0.5, 0.6, 0.7]
-    f = benchmark.figures(times, n_prompt=10, batch_size=2, read_bytes=10**9)
+    f = cases.figures(times, n_prompt=10, batch_size=2, read_bytes=10**9)
     expected = dict(ttft_s=0.5, prefill_tok_s=40.0, decode_tok_s=10.0, decode_tok_s_total=20.0, bandwidth_gb_s=10.0)
     assert f == pytest.approx(expected)
     status, out, _ = run_generate(capsys, "--random", "stories15M", "--prompt", 4, "--json", "--device", "cpu",
@@ -295,7 +303,7 @@ def test_figures_come_from_the_same_clock(capsys):
 
 def test_twin_shares_weights(ours):
     model = ours("gemma3_text")
-    other = benchmark.twin(model)
+    other = engines.share_weights(model)
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(model.parameters(), other.parameters()))
     tokens = torch.randint(0, 160, (1, 9))
     assert torch.equal(model(tokens, torch.arange(9)), other(tokens, torch.arange(9)))
@@ -310,7 +318,7 @@ def test_ratios_and_shares_are_of_rounds(capsys, monkeypatch):
     for old in (theirs | {"tok_s_runs": [1.0]}, {k: v for k, v in theirs.items() if k != "tok_s_runs"}):
         assert tables.ratio(ours, [ours, old], "llama.cpp") == 2.0         # of the medians
     reads = iter([50.0, *(25.0 * i for i in range(1, 7))])
-    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: next(reads))
+    monkeypatch.setattr(cases, "read_bandwidth", lambda device: next(reads))
     status, out, _ = run(capsys, "--random", "stories15M", "-n", 5, "-r", 3, "--device", "cpu", "-o", "json",
                          "--engines", "kv_cache,recompute")
     result = json.loads(out)

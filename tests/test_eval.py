@@ -12,7 +12,7 @@ import transformers
 from conftest import SMOLLM2
 
 import generate
-from bench import main as benchmark
+from bench.engines import share_weights
 from cli import engines, session
 from cli import evaluate as evaluation
 from gptq import calibrate
@@ -179,7 +179,7 @@ def adapters(peer):
     model, source, own = generate.load_model(SMOLLM2, "cpu", torch.float32)
     kind = type("Ours", (evaluation.Adapter, TemplateLM), {})
     ours = {n: kind(model, source, own, generate.Steps(), False, n, 64) for n in (1, 4)}
-    steps = engines.build_steps(compiled := benchmark.twin(model), "compile", compile_prefill=True)
+    steps = engines.build_steps(compiled := share_weights(model), "compile", compile_prefill=True)
     ours["compiled"] = kind(compiled, source, own, steps, True, 2, 64)
     return {None: HFLM(pretrained=peer, tokenizer=tokenizer, batch_size=2, max_length=64), **ours}
 

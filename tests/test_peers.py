@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from test_formats import write_gguf
 
-from bench import peers
+from bench import exports, peers
 from formats import checkpoint as checkpoints
 from formats.files import gguf_tensors
 
@@ -27,11 +27,11 @@ for line in sys.stdin:
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Run another script than peers.py, by our own Python: there is no .venv-peers beside it."""
+    """Run another script than worker.py, by our own Python: there is no .venv-peers beside it."""
     def start(script, name="llama.cpp", path="model.gguf"):
-        file = tmp_path / "peers.py"
+        file = tmp_path / "worker.py"
         file.write_text(script)
-        monkeypatch.setattr(peers, "__file__", str(file))
+        monkeypatch.setattr(peers, "WORKER", file)
         return peers.Peer(name, path, **HOW)
     return start
 
@@ -88,7 +88,7 @@ def test_what_a_worker_started_ends_with_it(fake):
 
 
 def test_what_is_missing_is_said(fake, tmp_path):
-    source = (ROOT / "bench/peers.py").read_text()
+    source = (ROOT / "bench/worker.py").read_text()
     hidden = source.replace("import xllamacpp as x\n", "raise ImportError(\"No module named 'xllamacpp'\")\n")
     with pytest.raises(ValueError, match="^peer llama.cpp: No module named 'xllamacpp': run scripts/install_peers.sh$"):
         fake(hidden)
@@ -98,7 +98,7 @@ def test_what_is_missing_is_said(fake, tmp_path):
 
 def test_transformers(fake, families):
     directory, model = families("llama2")
-    peer = fake((ROOT / "bench/peers.py").read_text(), "transformers", directory)
+    peer = fake((ROOT / "bench/worker.py").read_text(), "transformers", directory)
     prompt, whole = list(range(10, 22)), torch.arange(10, 22)[None]
     for _ in range(8):
         whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
@@ -125,7 +125,7 @@ def source_of(families, name, tmp_path):
 @pytest.mark.parametrize("name", ["llama2", "mixtral"])
 def test_twin_of_a_gguf(families, name, kind, tmp_path):
     source = source_of(families, name, tmp_path)
-    path = peers.gguf_twin(source, tmp_path / "made" / "twin.gguf", kind)
+    path = exports.export_gguf(source, tmp_path / "made" / "twin.gguf", kind)
     (theirs, old), (mine, new) = gguf_tensors(source.path), gguf_tensors(path)
     assert mine.pop("general.file_type") and mine == theirs and not list(tmp_path.glob("made/*.partial"))
     for a, b in zip(old, new):
@@ -140,13 +140,13 @@ def test_twin_of_a_gguf(families, name, kind, tmp_path):
         assert (error <= most).all() and error.any(), plain
     assert source.cfg == checkpoints.read(path).cfg
     before = path.stat().st_mtime_ns
-    assert peers.gguf_twin(source, path, kind).stat().st_mtime_ns == before
+    assert exports.export_gguf(source, path, kind).stat().st_mtime_ns == before
 
 
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
 def test_llama_cpp_runs_a_random_twin(tmp_path):
     source = checkpoints.random_weights("stories15M")
-    path = peers.gguf_twin(source, tmp_path / "twin.gguf", "Q8_0")
+    path = exports.export_gguf(source, tmp_path / "twin.gguf", "Q8_0")
     back = checkpoints.read(path)
     assert replace(back.cfg, norm_eps=1e-5, rope=source.cfg.rope) == source.cfg
     assert {n: t.shape for n, t in back.tensors.items()} == {n: t.shape for n, t in source.tensors.items()}
@@ -172,7 +172,7 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
 def test_no_twin(families, source, kind, message, tmp_path):
     source = checkpoints.read(families("llama2")[0]) if source == "hf" else checkpoints.random_weights(source)
     with pytest.raises(ValueError, match=f"^llama.cpp: .*{message}"):
-        peers.gguf_twin(source, tmp_path / "twin.gguf", kind)
+        exports.export_gguf(source, tmp_path / "twin.gguf", kind)
     assert not list(tmp_path.iterdir())
 
 
@@ -180,22 +180,22 @@ def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
     """As many weights as ours, in its layers, and it answers."""
     import transformers as hf
     source = checkpoints.random_weights("stories15M")
-    path = peers.hf_twin(source.cfg, tmp_path / "stories15M.json")
+    path = exports.export_hf_config(source.cfg, tmp_path / "stories15M.json")
     model = hf.LlamaForCausalLM(hf.LlamaConfig.from_json_file(path))
     assert sum(p.numel() for p in model.parameters()) == checkpoints.n_parameters(source)
     assert model.config.head_dim == source.cfg.head_dim and model.config.rms_norm_eps == source.cfg.norm_eps
-    (tmp_path / "peers.py").write_text(Path(peers.__file__).read_text())
-    monkeypatch.setattr(peers, "__file__", str(tmp_path / "peers.py"))         # by our own Python
+    (tmp_path / "worker.py").write_text(peers.WORKER.read_text())
+    monkeypatch.setattr(peers, "WORKER", tmp_path / "worker.py")               # by our own Python
     peer = peers.Peer("transformers", path, **HOW)
     assert len(peer([1, 2, 3], 5)["ids"]) == 5
     peer.close()
     with pytest.raises(ValueError, match="^transformers: --random of a plain Llama only"):
-        peers.hf_twin(checkpoints.random_weights("Qwen3-8B").cfg, tmp_path / "qwen.json")
+        exports.export_hf_config(checkpoints.random_weights("Qwen3-8B").cfg, tmp_path / "qwen.json")
 
 
 def test_workers_need_no_package_of_ours():
     import ast
-    tree = ast.parse((ROOT / "bench/peers.py").read_text())
+    tree = ast.parse((ROOT / "bench/worker.py").read_text())
     tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
             if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
     assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names

@@ -1,0 +1,148 @@
+"""The engines that are compared, and what runs each: generate's public functions, from outside.
+
+The only file of this room that knows the API of generate, speculate and sampling. An engine shares
+the weights it is given and compiles a model of its own over them.
+
+    tokens, times = Engine("compile", model, prompts, workload, tokenizer).run(prompts, 64)
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bench.workloads import Workload
+from cli import batch
+from cli.engines import (
+    RecomputeBatch,
+    build_sampler,
+    build_speculative,
+    build_steps,
+    measure_drafts,
+    warm_up,
+)
+from cli.flags import ENGINES, PREFILL_CHUNK
+from cli.report import follow
+from cli.sequence import Sequence
+from generate import Batch, generate
+from kernels import sort_free
+from model import KVCache, Transformer
+from quantize import has_compiled_layout
+from sampling import SamplingParams, keep_top_p
+
+LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
+          "compile+prefill")
+NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
+SAMPLERS = ("sorted", "sort_free")
+GREEDY = SamplingParams(temperature=0)
+TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # what the samplers are compared with
+MAX_DRAFT = 8
+
+
+def share_weights(model: Transformer) -> Transformer:
+    """Another model over the same weights, not a copy, so that each engine can compile its own."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def is_compiled(name: str) -> bool:
+    return name == NGRAM or name.startswith("compile")
+
+
+def compiled_layout_bytes(name: str, model: Transformer) -> int:
+    """Bytes of the weights that a compiled engine copies into a layout of its own on a CPU."""
+    if model.freq.device.type != "cpu" or not is_compiled(name):
+        return 0
+    return sum(p.nbytes for module in model.modules() if has_compiled_layout(module)
+               for p in module.parameters())
+
+
+class Engine:
+    """One engine on a model's weights, compiled and warm for prompts like these.
+
+    temperature: of all but the samplers, which have TOP_P. ValueError where the engine cannot do
+    the workload.
+    """
+
+    def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
+                 workload: Workload, tokenizer, temperature: float = 0.0):
+        if workload.n_requests and name in ("recompute", *SAMPLERS):
+            raise ValueError("takes one prompt at a time")
+        self.model = share_weights(model)
+        self.tokenizer = tokenizer
+        self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
+        self.seed = 0
+        n_rows = 0 if name == "recompute" else workload.batch_size
+        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK)
+        self.batch = self._build_batch(name, workload)
+        self.compile_s = None
+        if is_compiled(name) or name == "cuda_graph":
+            start = time.perf_counter()
+            self._warm_up(name, prompts, workload)
+            self.compile_s = time.perf_counter() - start
+
+    def _build_batch(self, name: str, workload: Workload) -> Batch:
+        engine = "compile" if name == NGRAM else name.removesuffix("+prefill")
+        engine = engine if engine in ENGINES else "kv_cache"
+        steps = build_steps(self.model, engine, name.endswith("+prefill"))
+        generator = torch.Generator(self.model.freq.device)
+        rows = [self.sampling_params] * workload.batch_size
+        sampler = build_sampler(self.model, rows, generator)
+        if name in SAMPLERS:
+            by_sorting = name == "sorted"
+            sampler.filters["top_p"] = keep_top_p if by_sorting else sort_free.keep_top_p
+        if name == "recompute":
+            return RecomputeBatch(self.model, sampler, steps, workload.n_positions())
+        if name == NGRAM:
+            return build_speculative(self.model, sampler, steps, engine, MAX_DRAFT, fixed=False)
+        return Batch(self.model, sampler, steps)
+
+    def _warm_up(self, name: str, prompts: list[list[int]], workload: Workload) -> None:
+        first = 1 if workload.n_requests else workload.n_prompt + 1
+        lengths = range(first, workload.n_prompt + workload.n_new)
+        warm_up(self.batch, prompts[:workload.batch_size], lengths)
+        if name == NGRAM:
+            measure_drafts(self.batch, workload.n_prompt + 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling_params == GREEDY
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Does each run give the same tokens? Sampling at a temperature, each gives its own."""
+        return self.sampling_params in (GREEDY, TOP_P)
+
+    def tokens(self, prompts: list[list[int]], n_new: int) -> Iterator[Tensor]:
+        """The tokens [B, 1] of each step, on the device."""
+        self.batch.sampler.generator.manual_seed(self.seed)
+        return generate(self.batch, prompts, n_new)
+
+    def run(self, prompts: list[list[int]], n_new: int) -> tuple[list[list[int]], list[float]]:
+        """-> each row's new tokens; the time before the first step and after each token."""
+        sequences = [Sequence(self.tokenizer, []) for _ in prompts]
+        if not self.is_repeatable:
+            self.seed += 1                                 # another text each time
+        times, interrupted = follow(self.tokens(prompts, n_new), sequences, None)
+        if interrupted:
+            raise KeyboardInterrupt
+        return [sequence.ids for sequence in sequences], times
+
+    def serve(self, prompts: list[list[int]], max_new_tokens: list[int], n_slots: int) -> dict:
+        """Different prompts, n_slots at a time -> a peer's answer to that: ids, total_s, request_s,
+        first_s, all but the first a figure for each prompt in its order."""
+        index = {}
+        for i, (prompt, n_new) in enumerate(zip(prompts, max_new_tokens)):
+            index[Sequence(self.tokenizer, prompt, max_new=n_new)] = i
+        start = time.perf_counter()
+        results = list(batch.serve(self.batch, index))
+        total_s = time.perf_counter() - start
+        results.sort(key=lambda result: index[result.sequence])
+        return dict(ids=[r.sequence.ids for r in results], total_s=total_s,
+                    request_s=[r.end_s - r.begun_s for r in results],
+                    first_s=[r.first_s - r.begun_s for r in results])
+
+    def cache_bytes(self) -> int:
+        caches = (m for m in self.model.modules() if isinstance(m, KVCache))
+        return sum(t.nbytes for cache in caches for t in (cache.k, cache.v))

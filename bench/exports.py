@@ -1,0 +1,221 @@
+"""Our model as a peer reads it: a GGUF for llama.cpp, a config.json for transformers.
+
+It knows the two formats and no peer. The package gguf is imported where it is used.
+
+    export_gguf(checkpoint, Path("model.Q8_0.gguf"), "Q8_0")
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")
+CHUNK = 1 << 22                                    # elements written at a time
+
+
+class GGUFTensor(NamedTuple):
+    shape: tuple[int, ...]
+    read_rows: Callable                            # (begin, end) -> float32, of the flattened rows
+
+
+class GGUFField(NamedTuple):
+    """Metadata; item_type: of the elements where `type` is ARRAY, else anything."""
+
+    name: str
+    value: object
+    type: int
+    item_type: int | None
+
+
+class GGUFModel(NamedTuple):
+    architecture: str
+    fields: list[GGUFField]
+    tensors: dict[str, GGUFTensor]
+
+
+def export_hf_config(cfg, path: Path) -> Path:
+    """Write the config.json of a known shape for transformers, which makes random weights of it.
+
+    ValueError where it is not a plain Llama.
+    """
+    check_plain_llama(cfg, "transformers")
+    fields = dict(
+        model_type="llama", hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer,
+        num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim,
+        intermediate_size=cfg.ffn_dim, vocab_size=cfg.vocab_size, rms_norm_eps=cfg.norm_eps,
+        max_position_embeddings=cfg.context, tie_word_embeddings=cfg.tied,
+        rope_theta=cfg.rope[0].theta)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def check_plain_llama(cfg, peer: str) -> None:
+    """ValueError if cfg has anything that a Llama has not."""
+    plain = type(cfg)(
+        dim=cfg.dim, n_layer=cfg.n_layer, n_head=cfg.n_head, n_kv_head=cfg.n_kv_head,
+        head_dim=cfg.head_dim, ffn_dim=cfg.ffn_dim, vocab_size=cfg.vocab_size, context=cfg.context,
+        norm_eps=cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
+    if cfg != plain or len(cfg.rope) > 1 or cfg.rope[0].kind not in ("default", "llama3"):
+        raise ValueError(f"{peer}: --random of a plain Llama only (llama3's stretched RoPE, which "
+                         "costs nothing, is left out)")
+
+
+def export_gguf(checkpoint, path: Path, gguf_format: str) -> Path:
+    """Write the model that we run for llama.cpp, as BF16, Q8_0 or Q4_0; a file there stays.
+
+    From a GGUF: its metadata and matrices, these dequantized and quantized again. From a known
+    shape with random weights: the architecture llama with random weights of its own. Vectors,
+    routers and position embeddings are float32; in Q4_0 the embedding and the head are Q8_0, as
+    ours are int8. A few megabytes at a time. ValueError where llama.cpp cannot have the model.
+    """
+    import gguf
+    if path.exists():
+        return path
+    if gguf_format not in GGUF_FORMATS:
+        raise ValueError(f"llama.cpp: no kind {gguf_format} of GGUF "
+                         f"(known: {', '.join(GGUF_FORMATS)})")
+    model = open_gguf_model(checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    writer = gguf.GGUFWriter(partial, model.architecture)
+    _add_fields(writer, model.fields)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{gguf_format}"])
+    try:
+        _write_tensors(writer, model.tensors, gguf_format)
+        writer.close()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def open_gguf_model(checkpoint) -> GGUFModel:
+    """What a GGUF of this checkpoint has; no weight is read yet. ValueError where that cannot be.
+    """
+    import gguf
+    path = Path(checkpoint.path)
+    if path.suffix != ".gguf":
+        if any(tensor.rows is not None for tensor in checkpoint.tensors.values()):
+            raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")
+        check_plain_llama(checkpoint.cfg, "llama.cpp")
+        return GGUFModel("llama", _llama_fields(checkpoint.cfg), _random_llama(checkpoint.cfg))
+    reader = gguf.GGUFReader(path)
+    fields = [GGUFField(f.name, f.contents(), f.types[0], f.types[-1])
+              for f in reader.fields.values()]
+    if any(field.name == "split.count" and field.value > 1 for field in fields):
+        raise ValueError(f"llama.cpp: {path.name} is split: a GGUF in one file is needed")
+    tensors = {}
+    for tensor in reader.tensors:
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        tensors[tensor.name] = GGUFTensor(shape, _row_reader(tensor))
+    return GGUFModel(reader.fields["general.architecture"].contents(), fields, tensors)
+
+
+def _row_reader(tensor) -> Callable:
+    """(begin, end) -> float32 rows of a GGUF's tensor, all axes but the last one flattened."""
+    import gguf
+    data = tensor.data.reshape(-1, tensor.data.shape[-1])
+    return lambda begin, end: gguf.dequantize(data[begin:end], tensor.tensor_type)
+
+
+def _add_fields(writer, fields: list[GGUFField]) -> None:
+    import gguf
+    # The writer makes these itself.
+    excluded = ("general.architecture", "general.file_type", "general.alignment")
+    for field in fields:
+        is_empty = field.value == []               # gguf writes no empty list
+        if field.name in excluded or field.name.startswith("GGUF.") or is_empty:
+            continue
+        item_type = field.item_type if field.type == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.value, field.type, item_type)
+
+
+def _tensor_type(name: str, shape: tuple[int, ...], gguf_format: str):
+    """How a tensor is stored in a file of this format."""
+    import gguf
+    types = gguf.GGMLQuantizationType
+    if len(shape) < 2 or not name.endswith("weight") or re.search("norm|_inp|^pos", name):
+        return types.F32
+    if gguf_format == "Q4_0" and re.match(r"(token_embd|output)\.", name):
+        gguf_format = "Q8_0"
+    block_size, _ = gguf.GGML_QUANT_SIZES[types[gguf_format]]
+    return types[gguf_format] if shape[-1] % block_size == 0 else types.BF16
+
+
+def _write_tensors(writer, tensors: dict[str, GGUFTensor], gguf_format: str) -> None:
+    """The header, then the tensors, a chunk at a time."""
+    import gguf
+    import numpy as np
+    types = {name: _tensor_type(name, t.shape, gguf_format) for name, t in tensors.items()}
+    sizes = {}                                     # bytes
+    for name, tensor in tensors.items():
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[types[name]]
+        sizes[name] = int(np.prod(tensor.shape)) // block_size * block_bytes
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), sizes[name], types[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    file, = writer.fout
+    writer.write_padding(file, file.tell())
+    for name, tensor in tensors.items():
+        n_rows = int(np.prod(tensor.shape[:-1]))
+        step = max(1, CHUNK // tensor.shape[-1])
+        for begin in range(0, n_rows, step):
+            rows = tensor.read_rows(begin, min(begin + step, n_rows))
+            rows = np.ascontiguousarray(rows, np.float32)
+            gguf.quantize(rows, types[name]).tofile(file)
+        writer.write_padding(file, sizes[name])
+
+
+def _llama_fields(cfg) -> list[GGUFField]:
+    """Metadata of a plain Llama with a vocabulary of no meaning."""
+    import gguf
+    types = gguf.GGUFValueType
+    integers = {
+        "block_count": cfg.n_layer, "context_length": cfg.context, "embedding_length": cfg.dim,
+        "feed_forward_length": cfg.ffn_dim, "vocab_size": cfg.vocab_size,
+        "attention.head_count": cfg.n_head, "attention.head_count_kv": cfg.n_kv_head,
+        "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim,
+        "rope.dimension_count": cfg.head_dim}
+    special = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
+    tokens = special + [f"t{i}" for i in range(cfg.vocab_size)]
+    unknown, control, byte, normal = 2, 3, 6, 1
+    token_types = [unknown, control, control] + [byte] * 256 + [normal] * cfg.vocab_size
+    n = cfg.vocab_size
+    return [
+        *(GGUFField(f"llama.{key}", value, types.UINT32, None) for key, value in integers.items()),
+        GGUFField("llama.attention.layer_norm_rms_epsilon", cfg.norm_eps, types.FLOAT32, None),
+        GGUFField("llama.rope.freq_base", cfg.rope[0].theta, types.FLOAT32, None),
+        GGUFField("tokenizer.ggml.model", "llama", types.STRING, None),
+        GGUFField("tokenizer.ggml.tokens", tokens[:n], types.ARRAY, types.STRING),
+        GGUFField("tokenizer.ggml.scores", [0.0] * n, types.ARRAY, types.FLOAT32),
+        GGUFField("tokenizer.ggml.token_type", token_types[:n], types.ARRAY, types.INT32)]
+
+
+def _random_llama(cfg) -> dict[str, GGUFTensor]:
+    """Normal, as small as an initialization; norms are ones."""
+    import numpy as np
+    random = np.random.default_rng(0)
+    q_dim = cfg.n_head * cfg.head_dim
+    kv_dim = cfg.n_kv_head * cfg.head_dim
+    layer = {
+        "attn_norm": (cfg.dim,), "ffn_norm": (cfg.dim,), "attn_q": (q_dim, cfg.dim),
+        "attn_k": (kv_dim, cfg.dim), "attn_v": (kv_dim, cfg.dim), "attn_output": (cfg.dim, q_dim),
+        "ffn_gate": (cfg.ffn_dim, cfg.dim), "ffn_up": (cfg.ffn_dim, cfg.dim),
+        "ffn_down": (cfg.dim, cfg.ffn_dim)}
+    shapes = {"token_embd": (cfg.vocab_size, cfg.dim), "output_norm": (cfg.dim,)}
+    if not cfg.tied:
+        shapes["output"] = (cfg.vocab_size, cfg.dim)
+    for i in range(cfg.n_layer):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+
+    def row_reader(shape):
+        if len(shape) == 1:
+            return lambda begin, end: np.ones(shape)
+        return lambda begin, end: 0.02 * random.standard_normal((end - begin, shape[1]), np.float32)
+    return {f"{name}.weight": GGUFTensor(shape, row_reader(shape))
+            for name, shape in shapes.items()}
