@@ -8,8 +8,7 @@ no flags: `cli/` has those.
 
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from sampling import Sampler, SamplingParams
 
 # ---- The two steps ------------------------------------------------------------------------------
 
-def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx=None) -> Tensor:
+def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     """Run prompts [b, T]; sample one token per row from the logits at index `last` [b, 1].
 
     batch_idx [b]: which rows of the cache these are; None: all.
@@ -66,14 +65,16 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     On a CPU, where unrolling 30 layers costs minutes, each kind of layer is compiled once, inside
     the model (kernels/compile.py); prompts run the model as it is.
     """
+    first, decode = prefill, decode_one_token
     if model.freq.device.type == "cpu":
         compile_model(model)
-        return Steps(prefill if compile_prefill else uncompiled(prefill), pad=compile_prefill)
+        if not compile_prefill:
+            first = uncompiled(prefill)
+        return Steps(first, decode, compile_prefill)
     prepare_for_cuda(model)
-    decode = as_one_graph(decode_one_token)
-    if not compile_prefill:
-        return Steps(decode=decode)
-    return Steps(torch.compile(prefill, fullgraph=True, dynamic=False), decode, pad=True)
+    if compile_prefill:
+        first = torch.compile(prefill, fullgraph=True, dynamic=False)
+    return Steps(first, as_one_graph(decode), compile_prefill)
 
 
 def as_one_graph(step: Callable) -> Callable:
@@ -109,12 +110,14 @@ class Batch:
     """Sequences that are generated side by side, each in a row of the model's KV cache."""
 
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
+        """The model has a cache for as many rows as the sampler (Transformer.setup_cache)."""
         self.model, self.sampler, self.steps = model, sampler, steps
+        self.device = sampler.noise.device
         self.n_row = len(sampler.noise)
         self.max_length = model.max_seq_length
         self.chunk = model.longest_call            # prompts run so many tokens at a time
         self.length = [0] * self.n_row             # of each row so far; 0: it is not in use
-        self.token = torch.zeros(self.n_row, 1, dtype=torch.int64, device=sampler.noise.device)
+        self.token = torch.tensor([[0]] * self.n_row, device=self.device)
         self._set_pos()
 
     @torch.inference_mode()
@@ -128,10 +131,11 @@ class Batch:
         for i, (row, prompt) in enumerate(prompt_of.items()):
             self.sampler.begin(row, prompt, params[i] if params else None)
             self.length[row] = len(prompt)
-        for group in group_by_length(prompt_of, self.n_row, 0 if self.steps.pad else self.chunk):
-            tokens = pad_batch([prompt_of[row] for row in group], self.token.device)
+        max_tokens = 0 if self.steps.pad else self.chunk       # padded: one by one, in few shapes
+        for group in group_by_length(prompt_of, max_tokens, self.n_row):
+            tokens = pad_batch([prompt_of[row] for row in group], self.device)
             first = self._run_prompts(group, tokens, n_cached)
-            index = torch.tensor(group, device=self.token.device)
+            index = torch.tensor(group, device=self.device)
             self.token = self.token.index_copy(0, index, tp.broadcast(first))
         self._set_pos()
         return self.token
@@ -142,22 +146,26 @@ class Batch:
         Padding is written at the row's next position, and overwritten by the next token.
         """
         lengths = [self.length[row] for row in rows]
-        end = torch.tensor(lengths, device=tokens.device)[:, None]
-        all_rows = len(rows) == self.n_row
-        batch_idx = None if all_rows else torch.tensor(rows, device=tokens.device)
-        stop = end[0] if all_rows and len(set(lengths)) == 1 else end
-        self.sampler.draw_noise(None if all_rows else rows)
+        longest = max(lengths)
+        end = torch.tensor(lengths, device=self.device)[:, None]
+        stop, batch_idx = end, torch.tensor(rows, device=self.device)
+        if len(rows) == self.n_row:
+            batch_idx = None
+            if longest == min(lengths):
+                stop = end[0]                      # one pos [T] for all
+        self.sampler.draw_noise(rows)
         token = tokens[:, :1]
-        for at in range(n_cached, max(lengths), self.chunk):   # rows end in different chunks
-            T = min(max(lengths) - at, self.chunk)
+        for at in range(n_cached, longest, self.chunk):        # rows end in different chunks
+            T = min(longest - at, self.chunk)
             width, kv_len = T, at + T
             if self.steps.pad:
                 width = bucket(T, self.chunk, 32)
-                kv_len = bucket(min(at + width, self.max_length), self.max_length)
-            pos = torch.arange(at, at + width, device=tokens.device).minimum(stop)
+                kv_len = self.kv_len(at + width)
             piece = F.pad(tokens[:, at:at + T], (0, width - T))
+            pos = torch.arange(at, at + width, device=self.device)
             last = (end - 1 - at).clamp(0, T - 1)
-            new = self.steps.prefill(self.model, piece, pos, last, kv_len, self.sampler, batch_idx)
+            new = self.steps.prefill(self.model, piece, pos.minimum(stop), last, kv_len,
+                                     self.sampler, batch_idx)
             token = torch.where(end > at, new, token)
         return token
 
@@ -166,16 +174,21 @@ class Batch:
         """One more token for every row, without a host sync -> [B, 1]."""
         self.sampler.observe(self.token)
         self.sampler.draw_noise()
-        kv_len = bucket(min(max(self.length) + 1, self.max_length), self.max_length)
+        kv_len = self.kv_len(max(self.length) + 1)
         token = self.steps.decode(self.model, self.token, self.pos, kv_len, self.sampler)
         self.token = tp.broadcast(token)
         self.advance(1)
         return self.token
 
+    def kv_len(self, n: int) -> int:
+        """Positions to attend to where n are in use: few different numbers."""
+        return bucket(min(n, self.max_length), self.max_length)
+
     def advance(self, n: int) -> None:
         """Every row in use has n tokens more."""
-        self.length = [length and length + n for length in self.length]
-        self.pos = (self.pos + n * (self.pos > 0)).clamp(max=self.max_length - 1)
+        self.length = [length + n if length else 0 for length in self.length]
+        pos = torch.where(self.pos > 0, self.pos + n, 0)
+        self.pos = pos.clamp(max=self.max_length - 1)
 
     def end(self, row: int) -> None:
         """The row's sequence is over: its tokens mean nothing until the next one begins."""
@@ -183,7 +196,8 @@ class Batch:
         self._set_pos()
 
     def _set_pos(self) -> None:
-        pos = torch.tensor(self.length, device=self.token.device).clamp(max=self.max_length - 1)
+        pos = torch.tensor(self.length, device=self.device)
+        pos = pos.clamp(max=self.max_length - 1)
         self.pos = pos if self.n_row == 1 else pos[:, None]    # [1] or [B, 1]
 
 
@@ -194,57 +208,36 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
     prompts: ids, one prompt for each row of the batch, of any lengths; n_cached: so many of their
     tokens are in the cache. ValueError where prompt and new tokens exceed the cache.
     """
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens > batch.max_length:
-        raise ValueError(f"{longest} + {max_new_tokens} tokens exceed {batch.max_length} positions")
+    n, limit = max(map(len, prompts)), batch.max_length
+    if n + max_new_tokens > limit:
+        raise ValueError(f"{n} + {max_new_tokens} tokens exceed {limit} positions")
     yield batch.prefill(range(len(prompts)), prompts, n_cached)
     for _ in range(max_new_tokens - 1):
         yield batch.step()
 
 
 def pad_batch(prompts: list[list[int]], device) -> Tensor:
-    """[B, W]; shorter rows are padded with their own first token."""
+    """[B, W]; shorter rows are padded on the right."""
     W = max(map(len, prompts))
-    return torch.tensor([[*ids, *ids[:1] * (W - len(ids))] for ids in prompts], device=device)
+    return torch.tensor([ids + [0] * (W - len(ids)) for ids in prompts], device=device)
 
 
-def group_by_length(prompt_of: dict[int, list[int]], n_row: int, max_tokens: int) -> list:
+def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, whole: int) -> list:
     """Group rows of similar length so that rows x padded length <= max_tokens.
 
-    Prompts of one length, in all rows of the batch, are one group whatever they take.
+    Prompts of one length, in all rows of the `whole` batch, are one group whatever they take.
     """
     rows = sorted(prompt_of, key=lambda row: len(prompt_of[row]))
-    if len(rows) == n_row and len(prompt_of[rows[0]]) == len(prompt_of[rows[-1]]):
+    lengths = {len(prompt) for prompt in prompt_of.values()}
+    if len(rows) == whole and len(lengths) == 1:
         return [rows]
     groups = [[]]
-    for row in rows:
-        if groups[-1] and (len(groups[-1]) + 1) * len(prompt_of[row]) > max_tokens:
+    for row in rows:                               # the shortest first
+        n_tokens = (len(groups[-1]) + 1) * len(prompt_of[row])
+        if groups[-1] and n_tokens > max_tokens:
             groups.append([])
         groups[-1].append(row)
     return [sorted(group) for group in groups]
-
-
-def read_late(tokens: Iterable[tuple[Tensor, object]]) -> Iterator[tuple[list[int], object]]:
-    """(token [B, 1], tag) -> (ids, tag). A GPU computes the next token while we read the last."""
-    waiting = deque()
-    for token, tag in tokens:
-        copied = None
-        if token.is_cuda:
-            host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-            token = host.copy_(token, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        waiting.append((token, copied, tag))
-        if len(waiting) > (copied is not None):
-            yield _read(*waiting.popleft())
-    for item in waiting:
-        yield _read(*item)
-
-
-def _read(token: Tensor, copied, tag) -> tuple[list[int], object]:
-    if copied is not None:
-        copied.synchronize()
-    return token[:, 0].tolist(), tag
 
 
 # ---- Loading ------------------------------------------------------------------------------------

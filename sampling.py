@@ -70,7 +70,7 @@ class RepetitionPenalty(nn.Module):
         """A new sequence in this row."""
         self.penalty[row] = params.repetition_penalty
         self.seen[row] = False
-        self.seen[row, torch.tensor(prompt, device=self.seen.device)] = True
+        self.seen[row, prompt] = True
 
     def observe(self, token: Tensor) -> None:
         """token [B, 1] has been generated."""
@@ -91,10 +91,10 @@ class RepetitionPenalty(nn.Module):
 
 # ---- The draw -----------------------------------------------------------------------------------
 
-def exponential(shape: tuple, device, generator: torch.Generator | None = None) -> Tensor:
+def exponential(shape: tuple, device, generator=None) -> Tensor:
     """Exp(1) noise, never zero: 0 / 0 would win every race."""
-    tiny = torch.finfo(torch.float32).tiny
-    return torch.empty(shape, device=device).exponential_(generator=generator).clamp_(min=tiny)
+    noise = torch.empty(shape, device=device).exponential_(generator=generator)
+    return noise.clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
@@ -120,26 +120,32 @@ class Sampler(nn.Module):
                  generator: torch.Generator | None = None, later: list[SamplingParams] = ()):
         super().__init__()
         known = [*rows, *later]
+        n_row = len(rows)
         self.n_vocab = n_vocab
         self.params = list(rows)
         self.generator = generator                 # of all rows
         self.own_generators = {}                   # of those with a seed
-        top_ks = {min(p.top_k or n_vocab, n_vocab) for p in known if p.temperature != 0}
-        self.n_candidates = max(top_ks, default=1)
-        self.mixed = self.n_candidates > 1 and any(p.temperature == 0 for p in known)
-        self.filters = {name: keep for name, keep in FILTERS.items()
-                        if any(getattr(p, name) != getattr(NEUTRAL, name) for p in known)}
+        top_ks = {p.top_k or n_vocab for p in known if p.temperature > 0}
+        self.n_candidates = min(n_vocab, max(top_ks, default=1))
+        self.mixed = top_ks and any(p.temperature == 0 for p in known)
+        self.filters = {}
+        for name, keep in FILTERS.items():
+            values = {getattr(p, name) for p in known}
+            if values != {getattr(NEUTRAL, name)}:
+                self.filters[name] = keep
         if len(top_ks) < 2:                        # the candidates are the top k
             self.filters.pop("top_k", None)
         for name in ("temperature", *FILTERS):
-            column = torch.tensor([[float(getattr(p, name))] for p in rows], device=device)
-            self.register_buffer(name, column)
+            column = [[float(getattr(p, name))] for p in rows]
+            self.register_buffer(name, torch.tensor(column, device=device))
         seeded = any(p.seed is not None for p in known)
         n_noise = n_vocab if seeded else self.n_candidates
-        self.register_buffer("noise", torch.ones(len(rows), n_noise, device=device))
+        noise = torch.ones(n_row, n_noise, device=device)
+        self.register_buffer("noise", noise)
         self.processors = nn.ModuleList()
         if any(p.repetition_penalty != 1 for p in known):
-            self.processors.append(RepetitionPenalty(len(rows), n_vocab, device))
+            penalty = RepetitionPenalty(n_row, n_vocab, device)
+            self.processors.append(penalty)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams | None = None) -> None:
         """A new sequence in this row. params: None: those of the last one."""
@@ -167,13 +173,14 @@ class Sampler(nn.Module):
         """New noise of these rows, or of all: before each token."""
         if self.n_candidates == 1:
             return
-        rows = list(range(len(self.noise))) if rows is None else rows
-        shape = len(rows), self.noise.shape[1]
-        noise = exponential(shape, self.noise.device, self.generator)
+        n_row, n_noise = self.noise.shape
+        rows = list(range(n_row)) if rows is None else rows
+        device = self.noise.device
+        noise = exponential((len(rows), n_noise), device, self.generator)
         for i, row in enumerate(rows):
-            if row in self.own_generators:         # the same draws in any company
-                noise[i] = exponential(shape[1:], noise.device, self.own_generators[row])
-        if len(rows) == len(self.noise):
+            if own := self.own_generators.get(row):            # the same draws in any company
+                noise[i] = exponential((n_noise,), device, own)
+        if len(rows) == n_row:
             self.noise.copy_(noise)                # rows are in order
         else:
             self.noise[rows] = noise
@@ -193,12 +200,14 @@ class Sampler(nn.Module):
         temperature, ids = self.temperature[rows], None
         if self.mixed:
             best = logits.argmax(-1, keepdim=True)
-            only_best = torch.full_like(logits, -torch.inf).scatter(1, best, 0.0)
-            logits = torch.where(temperature == 0, only_best, logits)
+            one_hot = torch.full_like(logits, -torch.inf)
+            one_hot = one_hot.scatter(1, best, 0.0)
+            logits = torch.where(temperature == 0, one_hot, logits)
         if self.n_candidates < logits.shape[-1]:
             logits, ids = logits.topk(self.n_candidates)
         logits = logits - logits.amax(-1, keepdim=True)        # tiny temperatures too
-        probs = torch.softmax(logits / temperature.clamp(min=1e-20), dim=-1)
+        logits = logits / temperature.clamp(min=1e-20)
+        probs = torch.softmax(logits, dim=-1)
         for name, keep in self.filters.items():
             probs = probs * keep(probs, getattr(self, name)[rows])
             probs = probs / probs.sum(-1, keepdim=True)

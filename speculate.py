@@ -1,10 +1,10 @@
 """Speculative decoding (arXiv 2211.17192): draft some tokens cheaply, verify them all in one call.
 
 The output is what plain decoding would give: greedily the same tokens, else draws from the same
-distribution. A SpeculativeBatch is a generate.Batch of one row; it receives the draft model, and
-how many tokens to draft, from outside.
+distribution. A SpeculativeBatch is a generate.Batch of one row. What drafts (a model here, look-up
+in cli/ngram.py) and how many tokens (cli/draft_length.py) it is given.
 
-    batch = SpeculativeBatch(model, sampler, steps, NgramDrafter(), FixedLength(8))
+    batch = SpeculativeBatch(model, sampler, steps, ModelDrafter(draft), FixedLength(5), 5)
 """
 
 from collections import deque
@@ -17,9 +17,6 @@ from torch import Tensor
 import tp
 from generate import Batch, Steps, bucket
 from sampling import Sampler, draw
-
-NGRAM = 3                                          # tokens that must match
-
 
 # ---- What is accepted ---------------------------------------------------------------------------
 
@@ -38,15 +35,16 @@ def token_probs(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
     return token_probs((dense, None), tokens, n_vocab)
 
 
-def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor, noise: Tensor,
-           n_vocab: int) -> tuple[Tensor, Tensor]:
+def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
+           noise: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
     """draft_tokens [1, k] -> tokens [1, k + 1] and n []: n drafts and one more token count.
 
     target: the distributions at k + 1 places; draft: those that the k drafts were drawn from. A
     draft x is kept with probability min(1, p(x) / q(x)), for chance [k] uniform in [0, 1); the
     first that is not is replaced by a draw from max(0, p - q), for noise [1, C] as sampling.py's.
     """
-    (p, ids), x = target, draft_tokens.T                                   # [k + 1, C], [k, 1]
+    p, ids = target                                                        # [k + 1, C]
+    x = draft_tokens.T                                                     # [k, 1]
     at_drafts = p[:-1], None if ids is None else ids[:-1]
     p_draft = token_probs(at_drafts, x, n_vocab)
     q_draft = token_probs(draft, x, n_vocab)
@@ -117,62 +115,19 @@ class ModelDrafter:
             token = known[:, at:at + 1] if at < n else drafts[:, at - n:at - n + 1]
             kv_len = bucket(at + 1, model.max_seq_length)
             sampler.draw_noise()
-            token, *dist = self.step(model, token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab)
+            args = token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab
+            token, *dist = self.step(model, *args)
             if at >= n - 1:                        # else it only catches up
                 drafts[:, at - n + 1] = tp.broadcast(token)[:, 0]
                 dists.append(dist)
         self.n_cached = n + k - 1                  # all but the last draft
         probs, ids = zip(*dists)
-        return drafts, torch.cat(probs), None if ids[0] is None else torch.cat(ids)
+        ids = None if ids[0] is None else torch.cat(ids)
+        return drafts, torch.cat(probs), ids
 
     def accepted(self, n: int, at: int | None) -> None:
         """Of the last drafts those hold that are among the first n tokens."""
         self.n_cached = min(self.n_cached, n)
-
-
-class NgramDrafter:
-    """Drafts what followed the last NGRAM tokens the last time they were there: no second model."""
-
-    def __init__(self):
-        self.at = 0                                # where in the history that begins; 0: nowhere
-
-    def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        self.at = 0
-
-    def find(self, history: Tensor, n: Tensor) -> Tensor:
-        """history [1, S], n [] tokens known -> `at` [], for accepted()."""
-        back = torch.arange(NGRAM, device=history.device)
-        last = history[0, (n - NGRAM + back).clamp(min=0)]
-        same = (history[0].unfold(0, NGRAM, 1) == last).all(-1)
-        after = NGRAM + torch.arange(len(same), device=history.device)
-        return torch.where(same & (after < n), after, 0).amax()
-
-    def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple | None:
-        if not self.at:
-            return None
-        drafts = history[:, self.at:self.at + k]
-        return drafts, torch.ones(k, 1, device=drafts.device), drafts.T
-
-    def accepted(self, n: int, at: int | None) -> None:
-        self.at = at or 0
-
-
-class FixedLength:
-    """Always k drafts. cli/draft_length.py has the one that learns what pays."""
-
-    paused = False
-
-    def __init__(self, k: int):
-        self.k = k
-
-    def begin(self) -> None:
-        pass
-
-    def next(self) -> int:
-        return self.k
-
-    def learn(self, n_accepted: int) -> None:
-        pass
 
 
 # ---- The batch ----------------------------------------------------------------------------------
@@ -189,7 +144,8 @@ class SpeculativeBatch(Batch):
         super().__init__(model, sampler, steps)
         if max_draft >= self.chunk:
             raise ValueError(f"{max_draft} + 1 tokens exceed the longest call, {self.chunk}")
-        self.drafter, self.draft_length, self.verify = drafter, draft_length, verify
+        self.drafter, self.draft_length = drafter, draft_length
+        self.verify = verify
         self.history = self.token.new_zeros(1, self.max_length + max_draft + 1)
         self.accept_counts = [0] * (max_draft + 1)             # rounds that kept so many drafts
         self.ready = deque()                       # tokens that step() has not given yet
@@ -198,7 +154,7 @@ class SpeculativeBatch(Batch):
         prompt = prompts[0]
         self.ready.clear()
         self.draft_length.begin()
-        self.history[:, :len(prompt)] = torch.tensor([prompt], device=self.token.device)
+        self.history[:, :len(prompt)] = torch.tensor([prompt], device=self.device)
         self.drafter.begin(n_cached, self.max_length, self.chunk)
         return super().prefill(rows, prompts, n_cached, params)
 
@@ -219,14 +175,14 @@ class SpeculativeBatch(Batch):
             draft = self.drafter.propose(self.history, n, k, self.sampler)
         self.sampler.draw_noise()
         if draft is None:
-            kv_len = bucket(n, self.max_length)
-            args = self.model, self.token, self.pos, kv_len, self.sampler
-            tokens, count = self.steps.decode(*args), self.pos.new_zeros(())
+            args = self.token, self.pos, self.kv_len(n), self.sampler
+            tokens = self.steps.decode(self.model, *args)
+            count = self.pos.new_zeros(())
         else:
-            kv_len = bucket(n + k, self.max_length)
-            chance = torch.rand(k, device=self.token.device, generator=self.sampler.generator_of(0))
-            args = self.token, *draft, self.pos, kv_len, chance, self.sampler
-            tokens, count = self.verify(self.model, *args)
+            generator = self.sampler.generator_of(0)
+            chance = torch.rand(k, device=self.device, generator=generator)
+            args = self.pos, self.kv_len(n + k), chance, self.sampler
+            tokens, count = self.verify(self.model, self.token, *draft, *args)
         tokens, count = tp.broadcast(tokens), tp.broadcast(count)
         self.history[:, n:n + tokens.shape[1]] = tokens        # beyond the count: to be replaced
         n_accepted, at = 0, None

@@ -21,8 +21,9 @@ import torch
 
 from cli import flags
 from cli.common import log
+from cli.readback import read_late
 from cli.sequence import Sequence
-from generate import Batch, read_late
+from generate import Batch
 from sampling import SamplingParams
 
 # ---- Requests -----------------------------------------------------------------------------------

@@ -10,6 +10,24 @@ from collections.abc import Callable
 import torch
 
 
+class FixedLength:
+    """Always k drafts."""
+
+    paused = False
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def begin(self) -> None:
+        pass
+
+    def next(self) -> int:
+        return self.k
+
+    def learn(self, n_accepted: int) -> None:
+        pass
+
+
 class DraftLengthController:
     """As many drafts as allowed while a round gives more tokens than plain steps would in its time,
     else fewer; where the fewest do not pay either, none for a while, each time for twice as long:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import speculate
-from cli.draft_length import DraftLengthController, draft_costs
+from cli.draft_length import DraftLengthController, FixedLength, draft_costs
+from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
 from generate import (
     Batch,
@@ -28,7 +29,7 @@ from generate import (
 from kernels import sort_free
 from model import Transformer
 from sampling import Sampler, SamplingParams
-from speculate import FixedLength, ModelDrafter, NgramDrafter, SpeculativeBatch
+from speculate import ModelDrafter, SpeculativeBatch
 
 
 def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) -> Steps:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import tp
 from cli.common import log
+from cli.readback import read_late
 from cli.sequence import Sequence
-from generate import read_late
 from model import MoE, Transformer
 
 

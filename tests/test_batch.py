@@ -13,7 +13,7 @@ from test_errors import refused, run
 from test_generate import command
 
 import generate
-from cli import batch, engines, report
+from cli import batch, engines, readback, report
 from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
@@ -130,7 +130,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     model.setup_cache(3, 40, 4)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    read_late, n_late = generate.read_late, []
+    read_late, n_late = readback.read_late, []
 
     def far(tokens):
         for ids, owners in read_late((token.as_subclass(Far), owners) for token, owners in tokens):
@@ -339,9 +339,9 @@ def test_bad_input(capsys, tmp_path, jsonl):
             (["--prompts_file", jsonl, "--output", tmp_path / "deep.jsonl"], "deep.jsonl:1: not a result of ours"),
             (["--prompts_file", jsonl, "--output", tmp_path / "precious.json"], "precious.json:1: not a result"),
             (["--prompts_file", jsonl, "--output", jsonl], "prompts.jsonl:1: not a result of ours"),
-            (["--prompt", "a", "--prompt", "b", "--num_samples", 2], "do not go with --num_samples"),
+            (["--prompt", "a", "--prompt", "b", "--num_samples", 2], "cannot be combined with --num_samples"),
             (["--prompt", "a", "--prompt", "b", "--engine", "recompute"], "--engine recompute"),
-            (["--prompts_file", jsonl, "--interactive"], "--interactive does not go with --prompts_file"),
+            (["--prompts_file", jsonl, "--interactive"], "--interactive cannot be combined with --prompts_file"),
             (["--system_prompt", "x"], "for --chat, --interactive"),
             (["--chat", "--prompt", ""], "the prompt is empty"),
             (["--chat", "--chat_template_kwargs", "[1]"], "expected a JSON object"),

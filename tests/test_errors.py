@@ -291,7 +291,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--frobnicate"], "unrecognized arguments"),
     (["--profile", "/nowhere/trace"], "a file in a directory that exists is needed"),
     (["-m", " "], "--checkpoint_path is empty: an unset variable?"),
-    (["--interactive", "--json"], "--interactive does not go with --json"),
+    (["--interactive", "--json"], "--interactive cannot be combined with --json"),
     (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
 ], ids=" ".join)
 def test_arguments(capsys, llama, argv, message):

@@ -11,7 +11,7 @@ from helpers import make_batch
 import generate
 import quantize
 import speculate
-from cli import engines
+from cli import engines, ngram
 from formats import checkpoint as checkpoints
 from kernels import products as kernels
 from sampling import SamplingParams
@@ -117,7 +117,7 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
             decode=lambda model, token, *rest: (token.item(), generate.decode_one_token(model, token, *rest))[1]))
         assert "aten.item" in fails("no_waiting")
     with monkeypatch.context() as m:
-        m.setattr(speculate.NgramDrafter, "find", lambda self, history, n: n * 0 + 3)
+        m.setattr(ngram.NgramDrafter, "find", lambda self, history, n: n * 0 + 3)
         m.setattr(speculate, "verify", lambda *a: (torch.zeros(1, 5, dtype=torch.int64), torch.tensor(4)))
         assert "other tokens than without drafts" in fails("drafting")
     with pytest.raises(ValueError, match="--only nothing: the checks are products, families"):

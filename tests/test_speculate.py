@@ -13,10 +13,11 @@ from test_errors import refused, run
 import generate
 import speculate
 from cli import engines, session
-from cli.draft_length import DraftLengthController
+from cli.draft_length import DraftLengthController, FixedLength
+from cli.ngram import NgramDrafter
 from kernels import inductor as compiled
 from sampling import Sampler, SamplingParams
-from speculate import FixedLength, ModelDrafter, NgramDrafter
+from speculate import ModelDrafter
 
 
 def plain(model, ids, n, how=GREEDY):
