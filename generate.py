@@ -34,6 +34,7 @@ from cli.flags import PREFILL_CHUNK
 from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
 from kernels import inductor as compiled
+from kernels.compile import compile_model, prepare_for_cuda
 from model import Transformer
 from sampling import Sampling, exponential, n_candidates, sample
 from speculate import Speculator
@@ -260,25 +261,15 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     if engine == "cuda_graph":
         decode = CudaGraph()
     elif engine == "compile" and device == "cpu":
-        functions = compiled.Functions(f"{model.cfg} {tp.world()}")
-        quantize.for_compiler(model)
-        for layer in model.layers:
-            layer.forward = compiled.Compiled(layer.forward, functions, cache="attn.cache")
-        model.enter = for_one(model.enter, functions, "rings", "layers.")
-        model.leave = for_one(model.leave, functions, "", ("layers.", "rings."))
+        compile_model(model)
         first = prefill if compile_prefill else uncompiled(prefill)
     elif engine == "compile":
+        prepare_for_cuda(model)
         torch._dynamo.config.recompile_limit = 64          # buckets, prefill lengths
         decode = as_one_graph(decode, device)
         if compile_prefill:
             first = torch.compile(prefill, fullgraph=True, dynamic=False)
     return Steps(tp.agreed(first), tp.agreed(decode), compile_prefill)
-
-
-def for_one(method: Callable, *more) -> Callable:
-    """Compiled for one position, x [B, 1, …]: calls of several are rare, long, and stay plain."""
-    fast = compiled.Compiled(method, *more)
-    return lambda x, *rest: (fast if x.shape[1] == 1 else method)(x, *rest)
 
 
 def as_one_graph(step: Callable, device: str) -> Callable:

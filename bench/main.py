@@ -61,6 +61,7 @@ from generate import (
     read_late,
     warm_up,
 )
+from kernels.compile import has_compiled_layout
 from model import KVCache, ModelConfig, Transformer
 from sampling import Sampling
 
@@ -335,7 +336,7 @@ def agrees(model: Transformer, prompt: list[int], ids: list[int], margin: float)
     whole = torch.tensor([prompt + ids], device=model.freq.device)
     model.setup_cache(0, whole.shape[1])
     pos = torch.arange(whole.shape[1] - 1, device=whole.device)
-    logits = model(whole[:, :-1], pos, keep=len(ids))[0]
+    logits = model(whole[:, :-1], pos, logits_to_keep=len(ids))[0]
     chosen = logits.gather(1, whole[0, -len(ids):, None])[:, 0]
     return bool((logits.amax(-1) - chosen <= margin).all())
 
@@ -407,7 +408,7 @@ class Case:
         free = free_memory(device)
         if device.type == "cpu" and (self.engine == GUESSING or self.engine.startswith("compile")):
             needed += sum(p.nbytes for module in self.model.modules()      # beside all engines'
-                          if quantize.has_compiled_layout(module) for p in module.parameters())
+                          if has_compiled_layout(module) for p in module.parameters())
         if self.start:
             self.engine_run = self.start()
         elif needed > free:                        # a CPU's allocator would not say no

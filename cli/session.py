@@ -34,7 +34,8 @@ from generate import (
     read_late,
     warm_up,
 )
-from model import MoE, Transformer, cache_bytes
+from layers.moe import MoE
+from model import Transformer, cache_bytes
 from sampling import Sampling
 
 

@@ -7,7 +7,9 @@ import tiny
 import torch
 
 from generate import build_steps, generate, warm_up
-from model import ExpertLinear, matvec, visible
+from kernels.linear import matvec
+from layers.moe import ExpertLinear
+from model import visible
 from sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -21,7 +23,7 @@ def tokens(n=20, batch=3):
 
 def whole(model, prompt):
     model.setup_cache(0, LENGTH)
-    return model(prompt, torch.arange(prompt.shape[1]), keep=prompt.shape[1])
+    return model(prompt, torch.arange(prompt.shape[1]), logits_to_keep=prompt.shape[1])
 
 
 def close(actual, expected):
@@ -46,12 +48,12 @@ def test_chunks_live_length_and_padding(ours, name):
     for layer in model.layers:                             # what an earlier request left behind
         layer.attn.cache.k.normal_()
         layer.attn.cache.v.normal_()
-    chunks = [model(prompt[:, a:b], torch.arange(a, b), keep=b - a, n_key=n_key)
+    chunks = [model(prompt[:, a:b], torch.arange(a, b), logits_to_keep=b - a, kv_len=n_key)
               for a, b, n_key in ((0, 7, 7), (7, 8, 16), (8, 20, None))]
     close(torch.cat(chunks, dim=1), expected)
     padded = torch.nn.functional.pad(prompt, (0, 12), value=5)
     last = torch.full((3, 1), 19)
-    close(model(padded, torch.arange(32), keep=last), expected[:, -1:])
+    close(model(padded, torch.arange(32), logits_to_keep=last), expected[:, -1:])
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -65,7 +67,7 @@ def test_batch_row_equals_alone(ours, name):
     model.setup_cache(3, LENGTH)
     pos = torch.arange(20).expand(3, -1)                   # [B, T]
     last = torch.tensor(lengths)[:, None] - 1
-    rows = [model(prompt, pos, keep=last)]
+    rows = [model(prompt, pos, logits_to_keep=last)]
     for j in range(4):
         rows.append(model(new[:, j:j + 1], torch.tensor(lengths)[:, None] + j))
     close(torch.cat(rows, dim=1), torch.stack(alone))
