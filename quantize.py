@@ -3,7 +3,7 @@
 A quantized Checkpoint is a Checkpoint whose tensors come out as numbers and scales (checkpoint.py
 has the layout), whether they are read from a file or made while loading; so one way of loading and
 one way of writing serve all. Owns which tensors are quantized, the modules, and which kernel serves
-where (kernels.py has those). Knows no model families and no packed layouts.
+where (py has those). Knows no model families and no packed layouts.
 
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from formats import checkpoint as checkpoints
 from formats.checkpoint import Checkpoint, parts
 from formats.files import Lazy
-from kernels import products as kernels
-from model import ExpertLinear, Linear, Transformer, grouped_mm
+from kernels.cpu import INT4_CPU, INT8_CPU
+from kernels.cuda import INT4_CUDA
+from kernels.linear import PackedEmbedding, PackedLinear
+from kernels.moe import expert_rows
+from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
+from layers.moe import ExpertLinear, grouped_mm
+from model import Transformer
 
 GROUPSIZES = (32, 64, 128, 256)
 LINEARS = re.compile(r"\.(wq|wk|wv|wo|gate|up|down)\.weight$")     # not routers: small and touchy
@@ -61,7 +66,7 @@ def rounded(w: Tensor, groupsize: int | None) -> dict[str, Tensor]:
         return dict(weight=int8_numbers(w, scales), scales=scales)
     groups = w.unflatten(-1, (-1, groupsize))
     scale, zero = int4_grid(groups)
-    weight = kernels.pairs(int4_numbers(groups, scale, zero).flatten(-2))
+    weight = pack_nibbles(int4_numbers(groups, scale, zero).flatten(-2))
     return dict(weight=weight, scales=scale.bfloat16(), zeros=zero.bfloat16())
 
 
@@ -137,7 +142,7 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
             solved.clear()
             solved[t.name] = [part.flatten(0, -2) for part in solver(t.name)]
         q, scales, zeros = (part[a:b] for part in solved[t.name])
-        return dict(weight=kernels.pairs(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
+        return dict(weight=pack_nibbles(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
 
     tensors = {}
     for name in sorted(everything, key=_layer):    # GPTQ goes from the first layer to the last
@@ -198,40 +203,18 @@ def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
 
 # ---- The modules --------------------------------------------------------------------------------
 
-def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -> kernels.Kernel:
+def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -> Kernel:
     """The fastest that this device has for this dtype and shape [..., out, in], else the plain."""
     device = torch.device(device)
     if device.type == "cpu" and not int4 and shape[-1] % 32 == 0:
-        return kernels.INT8_CPU
+        return INT8_CPU
     fits = dtype == torch.bfloat16 and int4 and groupsize % 32 == 0
     if fits and device.type == "cpu":
-        return kernels.INT4_CPU
+        return INT4_CPU
     if fits and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
             torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
-        return kernels.INT4_CUDA
-    return kernels.PLAIN
-
-
-class PackedLinear(nn.Module):
-    """A Linear whose tensors have the layout of a kernel's: those that are not None."""
-
-    def __init__(self, shape: torch.Size, bias: Tensor | None, kernel: kernels.Kernel):
-        super().__init__()
-        self.shape, self.bias, self.kernel = shape, bias, kernel
-        self.weight = self.scales = self.zeros = None
-
-    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.weight, self.scales, self.zeros
-
-    def keep(self, leaves) -> None:
-        for name, t in zip(("weight", "scales", "zeros"), leaves):
-            if t is not getattr(self, name):       # else it may be shared with the embedding
-                setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
-
-    def forward(self, x):
-        y = self.kernel.product(x.reshape(-1, x.shape[-1]), *self.leaves())
-        y = y[:, :self.shape[0]].view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        return INT4_CUDA
+    return PLAIN
 
 
 class QuantizedLinear(PackedLinear):
@@ -240,7 +223,7 @@ class QuantizedLinear(PackedLinear):
     Its tensors are loaded as they lie on disk; pack() then gives them the kernel's layout.
     """
 
-    def __init__(self, like: Linear | ExpertLinear, groupsize: int | None, dtype, device):
+    def __init__(self, like: nn.Linear | ExpertLinear, groupsize: int | None, dtype, device):
         *lead, n_in = shape = like.weight.shape
         int4 = groupsize is not None
         super().__init__(shape, like.bias, pick_kernel(int4, dtype, device, shape, groupsize))
@@ -262,37 +245,22 @@ class QuantizedLinear(PackedLinear):
             each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves))
                     for e in range(self.shape[0])]
             leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
-        self.keep(leaves)
+        self.set_leaves(leaves)
 
 
 class QuantizedExperts(QuantizedLinear):
     def forward(self, x, ids, ends):               # as ExpertLinear
         if x.device.type == "cpu":
-            y = kernels.expert_rows(x, ids, self.weight, self.scales, self.zeros, self.kernel.name,
+            y = expert_rows(x, ids, self.weight, self.scales, self.zeros, self.kernel.name,
                                     self.shape[1])
         elif ends is not None:
-            w = kernels.dequantize(self.weight, self.scales, self.zeros, x.dtype)
+            w = dequantize(self.weight, self.scales, self.zeros, x.dtype)
             y = grouped_mm(x, w, ends)
         else:
             own = (t if t is None else t[ids] for t in (self.weight, self.scales, self.zeros))
-            w = kernels.dequantize(*own, torch.float32)
+            w = dequantize(*own, torch.float32)
             y = (w * x[:, None].float()).sum(-1).to(x.dtype)
         return y if self.bias is None else y + self.bias[ids]
-
-
-class PackedEmbedding(nn.Module):
-    """Shares the head's weight, and has its scales [V], if any: then it is int8."""
-
-    def __init__(self, head: PackedLinear, scales: Tensor | None, dtype: torch.dtype):
-        super().__init__()
-        self.weight, self.scales, self.dtype = head.weight, scales, dtype
-        self.kernel = head.kernel
-
-    def forward(self, ids):
-        rows = self.kernel.rows(self.weight, ids)
-        if self.scales is None:
-            return rows
-        return kernels.dequantize(rows, self.scales[ids], None, self.dtype)
 
 
 def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
@@ -301,12 +269,13 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
         for name, module in list(model.named_modules()):
             shared = name == "head" and "embed.scales" in source.tensors
             x = "embed" if shared else parts(f"{name}.weight")[0].removesuffix(".weight")
-            if not isinstance(module, Linear | ExpertLinear) or f"{x}.scales" not in source.tensors:
+            linear = isinstance(module, nn.Linear | ExpertLinear)
+            if not linear or f"{x}.scales" not in source.tensors:
                 continue
             groupsize = None
             if f"{x}.zeros" in source.tensors:
                 groupsize = module.weight.shape[-1] // source.tensors[f"{x}.zeros"].shape[-1]
-            new = QuantizedLinear if isinstance(module, Linear) else QuantizedExperts
+            new = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedExperts
             new = new(module, groupsize, dtype, device)
             model.set_submodule(name, new)
             if shared:
@@ -320,33 +289,6 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
     if "embed.scales" in source.tensors:           # what pack() made is one again
         model.embed.weight, model.embed.scales = model.head.weight, model.head.scales
     return model
-
-
-def has_compiled_layout(module: nn.Module) -> bool:
-    """Does for_compiler() copy its weights into another layout?"""
-    if isinstance(module, QuantizedLinear):
-        return module.kernel.compiled is not None and len(module.shape) == 2
-    return type(module) is Linear and kernels.HAS_BF16 and module.weight.dtype == torch.bfloat16
-
-
-def for_compiler(model: Transformer) -> None:
-    """Give the linears on a CPU the kernels and layouts that are the fastest when compiled."""
-    for name in [name for name, m in model.named_modules() if has_compiled_layout(m)]:
-        old, kernel = model.get_submodule(name), kernels.BF16_WORDS
-        if isinstance(old, QuantizedLinear):
-            shape, (kernel, leaves) = old.shape, old.kernel.compiled(*old.leaves())
-        else:
-            shape, leaves = old.weight.shape, kernel.pack(old.weight)
-        if leaves[0] is None:                      # such words are not for this matrix
-            continue
-        new = PackedLinear(shape, old.bias, kernel)
-        new.keep(leaves)
-        new._forward_hooks.update(old._forward_hooks)          # of tensor parallelism
-        model.set_submodule(name, new)
-        for place, embed in list(model.named_modules()) if name == "head" else []:
-            if isinstance(embed, nn.Embedding | PackedEmbedding) and embed.weight is old.weight:
-                scales = getattr(embed, "scales", None)
-                model.set_submodule(place, PackedEmbedding(new, scales, model.dtype))
 
 
 if __name__ == "__main__":

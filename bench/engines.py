@@ -28,8 +28,8 @@ from cli.report import follow
 from cli.sequence import Sequence
 from generate import Batch, generate
 from kernels import sort_free
+from kernels.compile import has_compiled_layout
 from model import KVCache, Transformer
-from quantize import has_compiled_layout
 from sampling import SamplingParams, keep_top_p
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",

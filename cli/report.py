@@ -16,7 +16,8 @@ import tp
 from cli.common import log
 from cli.readback import read_late
 from cli.sequence import Sequence
-from model import MoE, Transformer
+from layers.moe import MoE
+from model import Transformer
 
 
 def follow(tokens: Iterator[Tensor], rows: list[Sequence],

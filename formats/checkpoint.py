@@ -60,7 +60,9 @@ from formats.files import (
     some,
 )
 from formats.hub_quantized import dequantized, unpacked_int4
-from model import ExpertLinear, Linear, ModelConfig, Rope, Transformer
+from layers.moe import ExpertLinear
+from layers.rope import Rope
+from model import ModelConfig, Transformer
 
 # in memory: on disk
 FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up")}
@@ -411,7 +413,8 @@ def _check_quantized(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]])
     """
     cfg, tensors, path = checkpoint.cfg, checkpoint.tensors, checkpoint.path
     model = blank_model(cfg, torch.float32)
-    linears = [parts(n) for n, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)]
+    linears = [parts(n) for n, m in model.named_modules()
+               if isinstance(m, torch.nn.Linear | ExpertLinear)]
     kinds = {}                                     # x: its inputs' groups, 0 for int8
     for x in [x for pieces in linears for x in pieces] + ["embed"] * cfg.tied:
         scales, zeros = tensors.get(f"{x}.scales"), tensors.get(f"{x}.zeros")

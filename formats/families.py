@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from formats.files import Lazy, offset, pick, scaled, some, stack, transpose
-from model import GATED, UNGATED, ModelConfig, Rope
+from layers.feed_forward import GATED, UNGATED
+from layers.rope import Rope
+from model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ MOE_NAMES = {
     "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
     "mlp.experts.down_proj": "ffn.down.weight",
     "mlp.shared_expert.gate_proj": "ffn.shared.gate", "mlp.shared_expert.up_proj": "ffn.shared.up",
-    "mlp.shared_expert.down_proj": "ffn.shared.down", "mlp.shared_expert_gate": "ffn.shared.degree",
+    "mlp.shared_expert.down_proj": "ffn.shared.down",
+    "mlp.shared_expert_gate": "ffn.shared_expert_gate",
 }
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -74,7 +77,7 @@ GPT2_NAMES = {
     "mlp.c_proj": Fused(("ffn.down",), transposed=True),
 }
 GPT_OSS_NAMES = {
-    "self_attn.sinks": "attn.softmax.sinks", "mlp.router": "ffn.router",
+    "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
     "mlp.experts.gate_up_proj.weight": Fused(("ffn.gate.weight", "ffn.up.weight"),
                                              interleaved=True),        # from MXFP4
     "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), True, True),
@@ -90,13 +93,13 @@ GGUF_NAMES = {
     "attn_q": "attn.wq", "attn_k": "attn.wk", "attn_v": "attn.wv", "attn_output": "attn.wo",
     "attn_qkv": Fused(("attn.wq", "attn.wk", "attn.wv")),
     "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
-    "attn_sinks.weight": "attn.softmax.sinks",
+    "attn_sinks.weight": "attn.attend.sinks",
     "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
     "ffn_gate_inp": "ffn.router", "ffn_gate_exps": "ffn.gate", "ffn_up_exps": "ffn.up",
     "ffn_down_exps": "ffn.down", "ffn_gate_up_exps": Fused(("ffn.gate", "ffn.up")),
     "ffn_gate.*": "ffn.gate", "ffn_up.*": "ffn.up",
     "ffn_down.*": "ffn.down", "ffn_gate_shexp": "ffn.shared.gate", "ffn_up_shexp": "ffn.shared.up",
-    "ffn_down_shexp": "ffn.shared.down", "ffn_gate_inp_shexp": "ffn.shared.degree",
+    "ffn_down_shexp": "ffn.shared.down", "ffn_gate_inp_shexp": "ffn.shared_expert_gate",
 }
 META_NAMES = {
     "tok_embeddings": "embed", "norm": "norm", "output": "head",
@@ -105,9 +108,11 @@ META_NAMES = {
     "attention.wo": "attn.wo",
     "feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down",
 }
-OUR_NAMES = {name: name for name in (
-    *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.softmax.sinks",
-    "ffn.router", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared.degree")}
+OLD_NAMES = {                                      # as files of the first releases have them
+    "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
+OUR_NAMES = OLD_NAMES | {name: name for name in (
+    *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
+    "ffn.router", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.|^(v|mm)\.|\.attn\.(masked_)?bias$")
@@ -509,7 +514,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
             n_expert=count("num_experts"),
             n_active=count("num_experts_per_tok"),
             expert_dim=count("moe_intermediate_size", ffn_dim),
-            renormalize=bool(c.get("norm_topk_prob", True)),
+            norm_topk_prob=bool(c.get("norm_topk_prob", True)),
             shared_dim=int(c.get("shared_expert_intermediate_size") or 0))
         if facts["n_active"] > facts["n_expert"]:
             raise ValueError(f"{facts['n_active']} active of {facts['n_expert']} experts")
@@ -523,6 +528,9 @@ def _tile(values: list) -> tuple:
 
 def config_from_dict(d: dict) -> ModelConfig:
     """The config stored in our own .pth."""
+    if "renormalize" in d:                         # its name in the first releases
+        d = {**d, "norm_topk_prob": d["renormalize"]}
+        del d["renormalize"]
     unknown = set(d) - {f.name for f in fields(ModelConfig)}
     if unknown:
         raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")

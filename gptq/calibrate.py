@@ -19,7 +19,7 @@ from torch import Tensor
 from cli.common import english_text, log
 from formats.checkpoint import Checkpoint, blank_model, load_part, parts
 from gptq.solve import output_error, solve
-from model import ExpertLinear
+from layers.moe import ExpertLinear
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
 STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
@@ -99,9 +99,9 @@ class Solver:
             setattr(self.model, name, getattr(self.model, name).to(device))
         self.x = []                                # hidden states [1, T, D] of each window
         for row in tokens:
-            x, *around = self.model.enter(row[None], self.pos, len(row))
+            x, *shared = self.model.embed_inputs(row[None], self.pos, len(row))
             self.x.append(x)
-        self.beside = self.model.beside(around)
+        self.layer_inputs = self.model.layer_inputs(shared)
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
@@ -129,7 +129,7 @@ class Solver:
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i, x in enumerate(self.x):
-            self.x[i] = layer(x, *self.beside[self.layer])
+            self.x[i] = layer(x, *self.layer_inputs[self.layer])
         layer.to("meta")
         self.ratios += ratios
         log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
@@ -159,7 +159,7 @@ class Solver:
             for i, x in enumerate(self.x):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, *self.beside[self.layer])
+                    layer(x, *self.layer_inputs[self.layer])
                 except _Seen:
                     pass
         finally:

@@ -1,39 +1,40 @@
-"""Modules compiled for a CPU: traced once for all that are alike, and called without guards.
+"""The only file that touches private parts of torch: tracing, Inductor's insides, packed weights.
 
-torch.compile looks its code up and checks guards in every call; for the 30 blocks of a small model
-that is a sixth of a token's time. What a function depends on is stated here instead: its module's
-tensors and the shapes and strides of what it is given. Owns tracing, Inductor's settings, and the
-functions kept on disk for the next start; knows no model.
+Each is used by a function which, where torch lacks the part or it raises, says so in one line on
+stderr and leaves the caller a public way: at worst torch.compile of the block, or eager. Owns
+Inductor's settings and whether something is being compiled; knows no model and no cache.
 
-    functions = Functions(about=repr(model.cfg))
-    for layer in model.layers: layer.forward = Compiled(layer.forward, functions)
+    with eager(): model(tokens, pos)               # a compiled model, as if it were not
 """
 
-import hashlib
-import json
+import ctypes
 import os
 import platform
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
-OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast",              # multiply-add in one
-           "realize_opcount_threshold": 10**5,     # long expressions stay one: what they would …
-           "realize_acc_reads_threshold": 10**5,   # … be split by goes through memory
-           "size_asserts": False, "alignment_asserts": False,              # the key has seen to it
-           "cpp.vec_isa_ok": True,                 # or it tries the compiler, in every process …
-           "cpp_cache_precompile_headers": False}  # … and reads all headers again
+OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",     # multiply-add in one
+    # long expressions stay one: what they would be split by goes through memory
+    "realize_opcount_threshold": 10**5,
+    "realize_acc_reads_threshold": 10**5,
+    "size_asserts": False,                                 # the key of a function sees to it
+    "alignment_asserts": False,
+    # else it tries the compiler in every process, and reads all headers again
+    "cpp.vec_isa_ok": True,
+    "cpp_cache_precompile_headers": False,
+}
 AHEAD = 4096                                       # bytes
-_eager = []                                        # not empty: run modules as they are
+_eager = []                                        # not empty: run compiled modules as they are
+_tracing = []                                      # not empty: what runs is being recorded
 
 
 @contextmanager
@@ -46,175 +47,62 @@ def eager():
         _eager.pop()
 
 
-# ---- On disk ------------------------------------------------------------------------------------
-# A directory of the user's for each function: what Inductor saves, the machine code, and their
-# digests, written last. Its name says all that the code depends on, so that nothing is ever stale.
-
-def cache_dir() -> Path:
-    """$GPT_FASTER_CACHE, or gpt-faster in $XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("GPT_FASTER_CACHE") or Path(home) / "gpt-faster")
+def is_eager() -> bool:
+    return bool(_eager)
 
 
-def machine() -> list:
-    """What machine code depends on beside its source: compilers, threads, and the kind of CPU."""
-    import torch._inductor.config
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else ""
-    return [torch.__version__, torch.version.git_version, sys.version, platform.machine(),
-            flags and flags[0], torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
-            os.environ.get("CXX"), torch._inductor.config.get_hash()]
-
-
-def sources() -> str:
-    """Our own code: any change makes functions anew."""
-    root = Path(__file__).parent.parent
-    paths = sorted([*root.glob("*.py"), *root.glob("*/*.py")])
-    return "".join(p.read_text() for p in paths if p.parent.name not in ("tests", "scripts"))
-
-
-def _name(said: str) -> str:
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
-
-
-def _digests(folder: Path, names: list[str] | None = None) -> dict[str, str]:
-    names = names or [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+def is_compiling() -> bool:
+    """Whether what runs now is being compiled, by us or by torch.compile."""
+    return bool(_tracing) or torch.compiler.is_compiling()
 
 
 @contextmanager
-def _inductor_in(folder: Path):
-    """Inductor's cache is there, and it has our settings: it makes machine code on loading too."""
-    import torch._inductor.codecache  # here: it takes a second
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    try:
-        with torch._inductor.config.patch(OPTIONS):
-            yield
-    finally:
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        if before is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
-
-
-@cache
-def _instructions() -> None:
-    """Inductor tries the compiler on some sets of instructions: once, and not in each folder."""
-    with suppress(OSError), _inductor_in(cache_dir() / "instructions"):
-        torch._inductor.cpu_vec_isa.pick_vec_isa()
-
-
-def load(folder: Path) -> Callable | None:
-    """What save() kept there; None, and nothing is there any more, if anything is amiss."""
-    try:
-        digests = json.loads((folder / "digests.json").read_text())
-        if digests == _digests(folder, digests.keys()):
-            _instructions()
-            with _inductor_in(folder):
-                return torch._inductor.CompiledArtifact.load(path=str(folder / "function"))
-    except FileNotFoundError:
-        pass
-    except Exception as e:                         # whatever a damaged file leads to
-        print(f"note: {folder} is made anew: {type(e).__name__}", file=sys.stderr)
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
-
-
-def save(folder: Path, make: Callable[[], Callable]) -> Callable:
-    """make() the function, and keep it, unless another process was quicker or the disk is full."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = Path(tempfile.mkdtemp(prefix=".partial", dir=folder.parent))
-    except OSError:                                # nowhere to keep it
-        partial = Path(tempfile.mkdtemp())
-    try:
-        _instructions()
-        with _inductor_in(partial):                # machine code that this process has is
-            torch._inductor.codecache.CppPythonBindingsCodeCache.cache_clear()     # made again …
-            function = make()
-            with suppress(OSError):
-                function.save(path=str(partial / "function"))
-                (partial / "digests.json").write_text(json.dumps(_digests(partial)))
-                os.rename(partial, folder)
-        return function
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-# ---- Tracing ------------------------------------------------------------------------------------
-
-@contextmanager
-def _tracing():
-    """torch.compiler.is_compiling() is true within, as under torch.compile and torch.export."""
-    torch.compiler._is_compiling_flag = True
+def _recording():
+    _tracing.append(True)
     try:
         with eager(), torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        torch.compiler._is_compiling_flag = False
-
-
-def _flat(args) -> list[Tensor]:
-    flat = []
-    for a in args:
-        if isinstance(a, Tensor):
-            flat.append(a)
-        elif isinstance(a, tuple):
-            flat.extend(a)
-    return flat
-
-
-def _layout(t: Tensor) -> tuple:
-    """Shape and strides, where those of dimensions of one say nothing."""
-    return t.shape, (t.stride() if not t.is_contiguous() else _strides(t.shape))
+        _tracing.pop()
 
 
 @cache
-def _strides(shape: tuple) -> tuple:
-    return torch.empty(shape, device="meta").stride()
+def note(text: str) -> None:
+    """Once in a process, to stderr."""
+    print(f"note: {text}", file=sys.stderr)
 
 
-@contextmanager
-def _reading_ahead():
-    """Within, Inductor's loops ask the memory for what they will read of large inputs AHEAD later.
+def lacks(part: str, error: Exception, instead: str) -> None:
+    note(f"this torch's {part} does not do as expected ({type(error).__name__}): {instead}")
 
-    A CPU does so by itself, but stops at the ends of pages, and waits where it has to unpack the
-    numbers. Inductor has no setting for it: this adds to what it writes for loading a vector.
+
+# ---- Tracing and compiling ----------------------------------------------------------------------
+
+def trace(run: Callable, example: list[Tensor], any_size: bool = False):
+    """The fx graph of run(*example), all its constants in its code; None: compile_publicly().
+
+    any_size: sizes above 16 in the example stand for any.
     """
-    from torch._inductor.codegen.cpp import CppVecKernel, V, cexpr_index
-    plain = CppVecKernel._get_vec_load_line
-
-    def load(kernel, var, index, dtype, *mask):
-        line, size = plain(kernel, var, index, dtype, *mask), dtype.itemsize
-        known = {**kernel.args.output_buffers, **kernel.args.input_buffers}
-        name = next((name for name, v in known.items() if v == var), None)
-        if name is None or V.graph.sizevars.statically_known_lt(
-                V.graph.get_numel(name) * size, 16 * AHEAD):
-            return line
-        lines = range(AHEAD, AHEAD + kernel.tiling_factor * size, 64)      # of the cache
-        ask = (f"__builtin_prefetch({var} + {cexpr_index(index)} + {n // size})" for n in lines)
-        return f"({', '.join(ask)}, {line})"
-    CppVecKernel._get_vec_load_line = load
     try:
-        yield
-    finally:
-        CppVecKernel._get_vec_load_line = plain
+        from torch.fx.experimental.proxy_tensor import make_fx
+        if any_size:
+            example = _of_any_size(example)
+        with _recording():
+            graph = make_fx(run, tracing_mode="symbolic" if any_size else "fake")(*example)
+        graph.meta["example"] = example
+        return graph
+    except Exception as e:
+        lacks("make_fx", e, "torch.compile is used, which checks guards in every call")
+        return None
 
 
-def _inductor(run: Callable, example: list[Tensor], any_size: bool = False) -> Callable:
-    with _tracing(), _reading_ahead():
-        graph = make_fx(run, tracing_mode="symbolic" if any_size else "fake")(*example)
-        return torch._inductor.standalone_compile(
-            graph, example, dynamic_shapes="from_graph" if any_size else "from_example_inputs",
-            aot=True)
-
-
-def _of_any_size(example: tuple[Tensor, ...]) -> list[Tensor]:
-    """Fake tensors, whose sizes above 16 stand for any."""
+def _of_any_size(example: list[Tensor]) -> list[Tensor]:
+    """Fake tensors, whose sizes above 16 are symbols."""
     from torch._dynamo.source import ConstantSource  # here: these take a second
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-    mode, kinds = FakeTensorMode(shape_env=ShapeEnv()), (DimDynamic.STATIC, DimDynamic.DYNAMIC)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    kinds = (DimDynamic.STATIC, DimDynamic.DYNAMIC)
     with torch.inference_mode(False):
         return [mode.from_tensor(
             torch.empty_like(t), source=ConstantSource(f"input{i}"),
@@ -222,85 +110,241 @@ def _of_any_size(example: tuple[Tensor, ...]) -> list[Tensor]:
             for i, t in enumerate(example)]
 
 
-def once(function: Callable, *example: Tensor) -> Callable:
-    """A function from tensors to one, compiled by its first call; in eager() too it runs compiled.
+def compile_graph(graph, any_size: bool = False):
+    """A graph of trace()'s -> a function that save_function() can write; None: the public way."""
+    try:
+        shapes = "from_graph" if any_size else "from_example_inputs"
+        with _recording(), reading_ahead():
+            return torch._inductor.standalone_compile(graph, graph.meta["example"],
+                                                      dynamic_shapes=shapes, aot=True)
+    except Exception as e:
+        lacks("standalone_compile", e, "torch.compile is used, which checks guards in every call")
+        return None
 
-    Sizes above 16 in the example stand for any; those that are alike there must always be, and all
-    tensors contiguous.
+
+def compile_publicly(run: Callable, any_size: bool = False) -> Callable:
+    """run by torch.compile, and eagerly where that fails; its result is the same."""
+    compiled = torch.compile(run, dynamic=any_size, fullgraph=True)
+    failed = []
+
+    def call(*inputs):
+        with eager():                              # what it calls is compiled in it
+            if not failed:
+                try:
+                    return compiled(*inputs)
+                except Exception as e:
+                    lacks("torch.compile", e, "this runs uncompiled")
+                    failed.append(True)
+            return run(*inputs)
+    return call
+
+
+def save_function(function, path: Path) -> bool:
+    try:
+        function.save(path=str(path))
+        return True
+    except OSError:                                # the disk is full
+        return False
+    except Exception as e:
+        lacks("CompiledArtifact.save", e, "functions are compiled anew by every process")
+        return False
+
+
+def load_function(path: Path) -> Callable:
+    """What save_function() wrote. Raises whatever a damaged file leads to."""
+    return torch._inductor.CompiledArtifact.load(path=str(path))
+
+
+@contextmanager
+def inductor_in(folder: Path):
+    """Inductor's cache is there, and it has our settings: it makes machine code on loading too."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        with _settings():
+            yield
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@contextmanager
+def _settings():
+    try:
+        import torch._inductor.codecache  # here: it takes a second
+        patch = torch._inductor.config.patch(OPTIONS)
+        patch.__enter__()
+    except Exception as e:
+        lacks("_inductor.config.patch", e, "Inductor has its own settings, which are slower")
+        yield
+        return
+    try:
+        yield
+    finally:
+        patch.__exit__(None, None, None)
+
+
+def forget_machine_code() -> None:
+    """Machine code that this process has is made again, so that its file is in the folder too."""
+    try:
+        torch._inductor.codecache.CppPythonBindingsCodeCache.cache_clear()
+    except Exception as e:
+        lacks("CppPythonBindingsCodeCache", e, "some functions may be compiled anew later")
+
+
+@cache
+def try_instructions(folder: Path) -> None:
+    """Inductor tries the compiler on some sets of instructions: once, and not in each folder."""
+    try:
+        import torch._inductor.cpu_vec_isa
+        with inductor_in(folder):
+            torch._inductor.cpu_vec_isa.pick_vec_isa()
+    except OSError:
+        pass
+    except Exception as e:
+        lacks("pick_vec_isa", e, "Inductor tries the compiler for every function")
+
+
+def machine() -> list:
+    """What machine code depends on beside its source: compilers, threads, and the kind of CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = None
+    if cpuinfo.exists():
+        flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M)
+    return [torch.__version__, torch.version.git_version, sys.version, platform.machine(),
+            flags and flags[0], torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
+            os.environ.get("CXX"), _inductor_settings()]
+
+
+def _inductor_settings() -> str:
+    try:
+        import torch._inductor.config
+        return torch._inductor.config.get_hash()
+    except Exception as e:
+        lacks("_inductor.config.get_hash", e, "its settings are not told apart")
+        return ""
+
+
+@contextmanager
+def reading_ahead():
+    """Within, Inductor's loops ask the memory for what they will read of large inputs AHEAD later.
+
+    A CPU does so by itself, but stops at the ends of pages, and waits where it has to unpack the
+    codes. Inductor has no setting for it: this adds to what it writes for loading a vector.
     """
-    def run(*inputs):
-        return (function(*inputs),)
+    try:
+        from torch._inductor.codegen.cpp import CppVecKernel
+        plain = CppVecKernel._get_vec_load_line
+    except Exception as e:
+        lacks("CppVecKernel", e, "compiled loops do not read ahead, which is slower")
+        yield
+        return
 
-    @cache
-    def made():
-        said = f"{function.__qualname__} {[(t.shape, t.dtype) for t in example]}"
-        folder = cache_dir() / _name(f"{said} {machine()} {OPTIONS} {sources()}")
-        return load(folder) or save(
-            folder, lambda: _inductor(run, _of_any_size(example), any_size=True))
-    return lambda *inputs: made()(*inputs)[0]
-
-
-class _Method(nn.Module):
-    def __init__(self, method: Callable):
-        super().__init__()
-        self.module, self.forward = method.__self__, method
-
-
-class Functions:
-    """Those of a model, whose modules with tensors alike are alike. about: what else they are."""
-
-    def __init__(self, about: str):
-        self.kinds = {}                            # of tensors -> of inputs -> function
-        self.about = _name(f"{about} {machine()} {OPTIONS} {sources()}")
-
-    def folder(self, method: Callable, kind, key) -> Path:
-        return cache_dir() / _name(f"{self.about} {method.__self__} {kind} {key}")
+    def load(kernel, var, index, dtype, *mask):
+        line = plain(kernel, var, index, dtype, *mask)
+        try:
+            return prefetching(kernel, line, var, index, dtype)
+        except Exception as e:
+            lacks("CppVecKernel", e, "compiled loops do not read ahead, which is slower")
+            return line
+    CppVecKernel._get_vec_load_line = load
+    try:
+        yield
+    finally:
+        CppVecKernel._get_vec_load_line = plain
 
 
-class Compiled:
-    """A module's method, for tensors, tuples of them, None and ints; one tensor or more come out.
+def prefetching(kernel, line: str, var: str, index, dtype: torch.dtype) -> str:
+    """C++ that loads a vector -> C++ that asks for what lies AHEAD of it, and loads it."""
+    from torch._inductor.codegen.cpp import V, cexpr_index
+    size = dtype.itemsize
+    known = {**kernel.args.output_buffers, **kernel.args.input_buffers}
+    name = next((name for name, v in known.items() if v == var), None)
+    if name is None or V.graph.sizevars.statically_known_lt(
+            V.graph.get_numel(name) * size, 16 * AHEAD):
+        return line
+    lines = range(AHEAD, AHEAD + kernel.tiling_factor * size, 64)          # of the cache
+    asks = (f"__builtin_prefetch({var} + {cexpr_index(index)} + {n // size})" for n in lines)
+    return f"({', '.join(asks)}, {line})"
 
-    cache: the submodule of state that others may replace; without: how the names of tensors begin
-    that play no part.
+
+# ---- Packed weights -----------------------------------------------------------------------------
+
+def has_bf16() -> bool:
+    """Does this CPU multiply bf16 matrices?"""
+    try:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except Exception as e:
+        lacks("_is_mkldnn_bf16_supported", e, "bf16 weights stay as they are")
+        return False
+
+
+def int8_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:
+    """ATen's, of a few rows in bf16; None: unpack the weights."""
+    try:
+        return torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+    except Exception as e:
+        lacks("_weight_int8pack_mm", e, "int8 weights are unpacked")
+        return None
+
+
+_onednn = WeakValueDictionary()                    # where words begin -> oneDNN's tensor
+
+
+def onednn_words(weight: Tensor) -> Tensor | None:
+    """weight [out, in] bf16, out in 64s -> fp32 words [out/64, in/2, 64] in oneDNN's order.
+
+    The words are the memory of oneDNN's own tensor, which lives as long as they do. None where it
+    is another order on this CPU.
     """
+    n_out, n_in = weight.shape
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        if torch.ops.mkldnn._nbytes(packed) != 2 * weight.numel():
+            return None
+        n_byte = 2 * weight.numel()
+        memory = (ctypes.c_char * n_byte).from_address(torch.ops.mkldnn.data_ptr(packed))
+    except Exception as e:
+        lacks("_reorder_linear_weight", e, "bf16 weights stay as they are, which is slower")
+        return None
+    memory.owner = packed                          # frombuffer() keeps `memory`, and so this
+    words = torch.frombuffer(memory, dtype=torch.float32).view(-1, n_in // 2, 64)
+    _onednn[words.data_ptr()] = packed
+    new, old = words.view(torch.int32), weight.view(torch.float32).view(torch.int32)
+    same = torch.equal(new[0].T, old[:64]) and torch.equal(new[:, -1].flatten(), old[:, -1])
+    return words if same else None
 
-    def __init__(self, method: Callable, functions: Functions, cache: str = "",
-                 without: str | tuple[str, ...] = ()):
-        self.plain, self.functions, self.without = method, functions, without
-        *path, self.name = cache.split(".")
-        self.holder = method.__self__.get_submodule(".".join(path))
-        self.cache, self.mine = self, {}
 
-    def __call__(self, *args) -> Tensor | tuple[Tensor, ...]:
-        if _eager:
-            return self.plain(*args)
-        if getattr(self.holder, self.name, None) is not self.cache:        # it has a new one
-            self._look()
-        inputs = _flat(args)
-        key = tuple([_layout(t) for t in inputs] + [a for a in args if type(a) is int])
-        if key not in self.mine:
-            folder = self.functions.folder(self.plain, self.kind, key)
-            self.mine[key] = load(folder) or save(folder, lambda: self._compile(args, inputs))
-        out = self.mine[key](*self.tensors, *inputs)
-        return out if len(out) > 1 else out[0]
+def onednn_product(x: Tensor, words: Tensor) -> Tensor | None:
+    """x [M, in] bf16 by onednn_words() -> [M, out]; None where oneDNN does not know these words.
 
-    def _look(self) -> None:
-        self.cache, module = getattr(self.holder, self.name, None), self.plain.__self__
-        named = [*module.named_parameters(), *module.named_buffers()]
-        named = [(name, t) for name, t in named if not name.startswith(self.without)]
-        self.names, self.tensors = [name for name, _ in named], [t.detach() for _, t in named]
-        kind = [(name, t.dtype, t.shape, t.stride()) for name, t in named]
-        self.kind = (self.plain.__name__, *kind)
-        self.mine = self.functions.kinds.setdefault(self.kind, {})
+    Words are known by where they are, because a compiled function is given their memory only;
+    oneDNN's tensor is that very memory, so what is written there is what is multiplied.
+    """
+    packed = _onednn.get(words.data_ptr())
+    if packed is None:
+        return None
+    try:
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, None, "none", [], "")
+    except Exception as e:
+        lacks("_linear_pointwise", e, "bf16 weights are unpacked for several rows")
+        return None
 
-    def _compile(self, args, inputs: list[Tensor]) -> Callable:
-        def run(*tensors):
-            own = {f"module.{name}": t for name, t in zip(self.names, tensors)}
-            rest = list(tensors[len(own):])
-            given = tuple(rest.pop(0) if isinstance(a, Tensor) else a if not isinstance(a, tuple)
-                          else tuple(rest.pop(0) for _ in a) for a in args)
-            out = torch.func.functional_call(_Method(self.plain), own, given)
-            return out if isinstance(out, tuple) else (out,)
 
-        example = [torch.empty_strided(*_layout(t), dtype=t.dtype) for t in inputs]
-        return _inductor(run, [*self.tensors, *example])
+def int4_packed(q: Tensor) -> Tensor | None:
+    """Codes [out, in] int32, out in 64s -> ATen's bytes [out, in/2]; None: leave them so."""
+    try:
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    except Exception as e:
+        lacks("_convert_weight_to_int4pack_for_cpu", e, "int4 weights are unpacked, slowly")
+        return None
+
+
+def int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tensor | None:
+    """By int4_packed()'s; None: unpack the weights."""
+    try:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
+    except Exception as e:
+        lacks("_weight_int4pack_mm_for_cpu", e, "int4 weights are unpacked, slowly")
+        return None

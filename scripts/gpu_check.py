@@ -28,8 +28,9 @@ from cli.session import accept_stats
 from formats.checkpoint import Checkpoint, tensor_shapes
 from formats.files import Lazy
 from generate import Batch, generate
-from kernels import products as kernels
-from model import ModelConfig, Rope, Transformer
+from kernels import plain as kernels
+from layers.rope import Rope
+from model import ModelConfig, Transformer
 from sampling import SamplingParams
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -44,7 +45,7 @@ MODELS = {
     "Gemma 2": dict(window=(16, None), post_norm=True, activation="gelu_tanh", attn_cap=50.0,
                     logit_cap=30.0, tied=True),
     "Mixtral": EXPERTS,
-    "Qwen2-MoE": EXPERTS | dict(qkv_bias=True, shared_dim=128, renormalize=False),
+    "Qwen2-MoE": EXPERTS | dict(qkv_bias=True, shared_dim=128, norm_topk_prob=False),
     "gpt-oss": EXPERTS | BIASED | dict(sinks=True, window=(16, None), router_bias=True,
                                        activation="clamped_silu"),
     "OLMo 2": dict(pre_norm=False, post_norm=True, qk_norm="wide"),

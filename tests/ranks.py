@@ -32,7 +32,7 @@ def prompts(n, batch=3, seed=1):
 def logits(model, tokens):
     model.setup_cache(0, n := tokens.shape[1])
     with torch.inference_mode():
-        return model(tokens, torch.arange(n), keep=n)
+        return model(tokens, torch.arange(n), logits_to_keep=n)
 
 
 def close(part, whole):

@@ -18,7 +18,7 @@ from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
 from formats.tokenizer import Numbers
-from kernels import inductor as compiled
+from kernels import disk
 from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
 
@@ -62,10 +62,10 @@ def test_chunks_in_rings_equal_whole(ours, name):
     model, g = ours(name), torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 160, (3, 40), generator=g)
     model.setup_cache(0, 40)
-    expected = model(tokens, torch.arange(40), keep=40)
+    expected = model(tokens, torch.arange(40), logits_to_keep=40)
     model.setup_cache(3, 40, 4)
     windows = {w for w in model.cfg.window if w}
-    assert {ring.held.shape[1] for ring in model.rings.values()} == {w + 3 for w in windows if w + 3 < 40}
+    assert {ring.slot_positions.shape[1] for ring in model.rings.values()} == {w + 3 for w in windows if w + 3 < 40}
     allocated = sum(2 * layer.attn.cache.k.numel() * 4 for layer in model.layers)
     assert allocated == cache_bytes(model.cfg, 3, 40, 4, torch.float32)
     for shared in (True, False):
@@ -151,7 +151,7 @@ def test_refilling_compiles_nothing(ours, monkeypatch):
     model.setup_cache(3, 40, 4)
     steps = engines.build_steps(model, "compile")
     engines.warm_up(make_batch(model, [GREEDY] * 3, steps=steps), [[1]] * 3, range(2, 40))
-    monkeypatch.setattr(compiled, "load", None)            # whoever needs another function fails
+    monkeypatch.setattr(disk, "load", None)            # whoever needs another function fails
     assert serve(model, work, 3, steps)[0] == expected
 
 

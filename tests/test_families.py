@@ -19,7 +19,7 @@ def our_logits(path, prompt):
     model = quantize.load(checkpoints.read(path), torch.float32, "cpu")
     n = prompt.shape[1]
     model.setup_cache(0, n)                                # RoPE for sequences of this length
-    return model(prompt, torch.arange(n), keep=n)
+    return model(prompt, torch.arange(n), logits_to_keep=n)
 
 
 def close(actual, expected):
@@ -112,7 +112,7 @@ def test_low_precision_is_near(families, name, dtype):
     expected = tiny.logits(model, tokens())
     low = checkpoints.load(checkpoints.read(directory), dtype, "cpu")
     low.setup_cache(0, 24)
-    got = low(tokens(), torch.arange(24), keep=24)
+    got = low(tokens(), torch.arange(24), logits_to_keep=24)
     assert got.dtype == torch.float32 and low.norm.weight.dtype == torch.float32
     theirs = tiny.logits(type(model).from_pretrained(directory, dtype=dtype), tokens())
     ours, theirs = (((x - expected).norm(dim=-1) / expected.norm(dim=-1)).median()     # a router may flip

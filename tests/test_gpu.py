@@ -13,7 +13,8 @@ import quantize
 import speculate
 from cli import engines, ngram
 from formats import checkpoint as checkpoints
-from kernels import products as kernels
+from kernels import cuda as kernels
+from kernels.plain import Kernel, plain
 from sampling import SamplingParams
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
@@ -105,7 +106,7 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
 
     monkeypatch.setattr(gpu_check, "engine_names", lambda device: ["kv_cache"])
     with monkeypatch.context() as m:
-        wrong = kernels.Kernel("wrong", lambda *args: kernels.plain(*args) * 1.05)
+        wrong = Kernel("wrong", lambda *args: plain(*args) * 1.05)
         m.setattr(quantize, "pick_kernel", lambda *args: wrong)
         assert "times the rounding allowed" in fails("products")
     with monkeypatch.context() as m:

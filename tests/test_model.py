@@ -5,12 +5,13 @@ import itertools
 import pytest
 import tiny
 import torch
+from helpers import GREEDY, generated, make_batch
 
-from generate import build_steps, generate, warm_up
-from model import ExpertLinear, matvec, visible
-from sampling import Sampling
+from cli.engines import build_steps, warm_up
+from kernels.linear import matvec
+from layers.moe import ExpertLinear
+from model import visible
 
-GREEDY = Sampling(temperature=0)
 LENGTH = 40
 INDUCTOR = ["mixtral", "gpt_oss", "gemma2", "gpt2", "olmo2"]
 
@@ -21,7 +22,7 @@ def tokens(n=20, batch=3):
 
 def whole(model, prompt):
     model.setup_cache(0, LENGTH)
-    return model(prompt, torch.arange(prompt.shape[1]), keep=prompt.shape[1])
+    return model(prompt, torch.arange(prompt.shape[1]), logits_to_keep=prompt.shape[1])
 
 
 def close(actual, expected):
@@ -46,12 +47,12 @@ def test_chunks_live_length_and_padding(ours, name):
     for layer in model.layers:                             # what an earlier request left behind
         layer.attn.cache.k.normal_()
         layer.attn.cache.v.normal_()
-    chunks = [model(prompt[:, a:b], torch.arange(a, b), keep=b - a, n_key=n_key)
+    chunks = [model(prompt[:, a:b], torch.arange(a, b), logits_to_keep=b - a, kv_len=n_key)
               for a, b, n_key in ((0, 7, 7), (7, 8, 16), (8, 20, None))]
     close(torch.cat(chunks, dim=1), expected)
     padded = torch.nn.functional.pad(prompt, (0, 12), value=5)
     last = torch.full((3, 1), 19)
-    close(model(padded, torch.arange(32), keep=last), expected[:, -1:])
+    close(model(padded, torch.arange(32), logits_to_keep=last), expected[:, -1:])
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -65,7 +66,7 @@ def test_batch_row_equals_alone(ours, name):
     model.setup_cache(3, LENGTH)
     pos = torch.arange(20).expand(3, -1)                   # [B, T]
     last = torch.tensor(lengths)[:, None] - 1
-    rows = [model(prompt, pos, keep=last)]
+    rows = [model(prompt, pos, logits_to_keep=last)]
     for j in range(4):
         rows.append(model(new[:, j:j + 1], torch.tensor(lengths)[:, None] + j))
     close(torch.cat(rows, dim=1), torch.stack(alone))
@@ -91,11 +92,10 @@ def test_inductor_equals_eager(ours, name):
     """The real backend: gathered experts, sinks, caps, post-norms, two kinds of layers."""
     model, prompt = ours(name), tokens(9, batch=1)
     model.setup_cache(1, LENGTH)                           # one cache for all: few shapes to compile
-    eager = [t.item() for t in generate(model, prompt, 25, GREEDY)]
+    eager = [t.item() for t in generated(model, prompt, 25, GREEDY)]
     steps = build_steps(model, "compile")
-    with torch.inference_mode():
-        warm_up(model, prompt, range(10, 34), GREEDY, steps)
-    assert [t.item() for t in generate(model, prompt, 25, GREEDY, steps=steps)] == eager
+    warm_up(make_batch(model, [GREEDY], steps=steps), prompt.tolist(), range(10, 34))
+    assert [t.item() for t in generated(model, prompt, 25, GREEDY, steps=steps)] == eager
     n = prompt.shape[1]
     with torch.inference_mode():
         expected = whole(ours(name), torch.cat((prompt, torch.tensor([eager])), dim=1))
@@ -107,11 +107,11 @@ def test_inductor_equals_eager(ours, name):
 def test_generate_with_and_without_cache(ours):
     for name in ("llama3", "gemma3_text", "phi3-longrope", "llama-dynamic", "qwen3_moe"):
         model, prompt = ours(name), tokens(5)
-        cached = [t.tolist() for t in generate(model, prompt, 25, GREEDY)]
-        recomputed = [t.tolist() for t in generate(model, prompt, 25, GREEDY, use_cache=False)]
+        cached = [t.tolist() for t in generated(model, prompt, 25, GREEDY)]
+        recomputed = [t.tolist() for t in generated(model, prompt, 25, GREEDY, use_cache=False)]
         assert len(cached) == 25 and cached == recomputed
         for i in range(3):
-            alone = [t.tolist() for t in generate(model, prompt[i:i + 1], 25, GREEDY)]
+            alone = [t.tolist() for t in generated(model, prompt[i:i + 1], 25, GREEDY)]
             assert alone == [[t[i]] for t in cached]
 
 

@@ -26,9 +26,14 @@ from formats import checkpoint as checkpoints
 from formats.files import Lazy
 from gptq import calibrate
 from gptq import solve as gptq
-from kernels import products as kernels
-from kernels.products import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU, PLAIN
-from model import ExpertLinear, Linear
+from kernels import cpu as kernels
+from kernels import inductor
+from kernels.compile import use_compiled_layouts
+from kernels.cpu import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU
+from kernels.linear import PackedEmbedding, PackedLinear
+from kernels.moe import expert_rows
+from kernels.plain import PLAIN, pack_nibbles
+from layers.moe import ExpertLinear
 from quantize import int4_grid, int4_numbers, int8_numbers, int8_scales
 from sampling import Sampling
 
@@ -129,7 +134,7 @@ def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16
         pytest.skip("this CPU has no bf16 arithmetic")
     monkeypatch.setattr(kernels, "HAS_BF16", has_bf16)
     monkeypatch.setattr(kernels, "SCRATCH", 640 * 80)
-    monkeypatch.setattr(kernels, "_scratch", {})
+    monkeypatch.setattr(kernels, "scratch", kernels.Scratch())
     for dtype in (FP32, BF16):
         check_product(INT8_CPU.product, INT8_CPU, int8_matrix(210, 640, dtype), dtype, [1, 16, 17, 96, 97])
     monkeypatch.setattr(kernels, "PIECE", 640 * 64 * torch.get_num_threads())
@@ -151,7 +156,7 @@ def test_scratch_memory_serves_inside_and_outside_of_inference_mode(monkeypatch)
                                      (INT8_CPU, int8_matrix(72, 96, BF16), BF16, 64),
                                      (INT4_CPU, int4_matrix(72, 96, 32, BF16), BF16, 128)):
         packed, x = kernel.pack(*matrix), drawn(1, m, 96).to(dtype)
-        monkeypatch.setattr(kernels, "_scratch", {})
+        monkeypatch.setattr(kernels, "scratch", kernels.Scratch())
         with torch.inference_mode():
             first = kernel.product(x, *packed)
         assert torch.equal(kernel.product(x, *packed), first)
@@ -210,7 +215,7 @@ def test_each_number_at_its_place():
             q[row, column] = 15
             scales, zeros = torch.ones(n_out, n_in // group), torch.zeros(n_out, n_in // group)
             scales[row, column // group] = 2
-            matrix = kernels.pairs(q), scales.bfloat16(), zeros.bfloat16()
+            matrix = pack_nibbles(q), scales.bfloat16(), zeros.bfloat16()
             expected = torch.zeros(n_out, n_in, dtype=torch.float64)
             expected[row, column] = 14
             assert torch.equal(meant(*matrix), expected)
@@ -248,15 +253,15 @@ def test_words_of_bf16_live_as_long_as_they_are_used():
     """oneDNN owns their memory, and is found by where it is."""
     matrix = bf16_matrix(512, 640)
     expected = BF16_WORDS.pack(*matrix)[0].clone()
-    before = len(kernels._ordered)
+    before = len(inductor._onednn)
     held = [torch.nn.Parameter(BF16_WORDS.pack(*matrix)[0], requires_grad=False) for _ in range(3)]
-    assert len(kernels._ordered) == before + 3
+    assert len(inductor._onednn) == before + 3
     view = held.pop().detach()[2:]
     held.clear()
     others = [torch.randn(512, 320) for _ in range(20)]    # would write over freed memory
-    assert torch.equal(view.view(torch.int32), expected[2:].view(torch.int32)) and len(kernels._ordered) == before + 1 and others
+    assert torch.equal(view.view(torch.int32), expected[2:].view(torch.int32)) and len(inductor._onednn) == before + 1 and others
     del view
-    assert len(kernels._ordered) == before
+    assert len(inductor._onednn) == before
 
 
 @needs_bf16
@@ -324,10 +329,10 @@ def test_rows_by_their_own_experts():
         for ids in ([0, 0, 2, 3, 3, 3], [3, 0, 3, 1], [2], [1] * 110):
             x = drawn(3, len(ids), 96).bfloat16()
             args = x, torch.tensor(ids), *packed, kernel.name, 70
-            y = kernels.expert_rows(*args)
+            y = expert_rows(*args)
             expected = torch.stack([row.double() @ meant(*matrices[e]).T for row, e in zip(x, ids)])
             assert y.shape == (len(ids), 70) and (y.double() - expected).abs().max() < 0.02 * expected.std()
-        torch.library.opcheck(kernels.expert_rows, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(expert_rows, args, test_utils=("test_schema", "test_faketensor"))
     for op, matrix, kernel in ((kernels.int8_rows_op, int8_matrix(72, 96, FP32), INT8_CPU),
                                (kernels.int4_rows_op, int4_matrix(72, 96, 32, BF16), INT4_CPU),
                                (kernels.int4_words_rows_op, int4_matrix(72, 96, 32, BF16), INT4_WORDS)):
@@ -454,7 +459,7 @@ def meant_checkpoint(source):
 
 def lengths_of(model, lengths=(1, 2, 7, 24, 64)):
     model.setup_cache(0, 64)
-    return [model(tokens(n), torch.arange(n), keep=n) for n in lengths]
+    return [model(tokens(n), torch.arange(n), logits_to_keep=n) for n in lengths]
 
 
 @pytest.mark.parametrize("name, mode, head", EVERY, ids=["-".join(case) for case in EVERY])
@@ -514,10 +519,10 @@ def test_modules_for_a_compiler_say_the_same(families, name, mode, head):
     ids, expected = torch.arange(160)[None], lengths_of(model)
     rows, before = model.embed(ids), dict(model.named_modules())
     one = model.head.weight is model.embed.weight
-    quantize.for_compiler(model)
-    kinds = {n: m.kernel.name for n, m in model.named_modules() if isinstance(m, quantize.PackedLinear)}
+    use_compiled_layouts(model)
+    kinds = {n: m.kernel.name for n, m in model.named_modules() if isinstance(m, PackedLinear)}
     for n, m in model.named_modules():
-        if type(m) is Linear:
+        if type(m) is torch.nn.Linear:
             assert m is before[n] and (not kernels.HAS_BF16 or kernels.onednn_order(m.weight) is None)
         elif isinstance(m, quantize.QuantizedLinear):
             assert m is before[n] and (m.kernel.compiled is None or len(m.shape) == 3)
@@ -539,8 +544,8 @@ def test_a_head_of_words_is_the_embedding_too(families):
     ids, x = torch.randint(0, 640, (2, 7)), drawn(2, 3, 64).bfloat16()
     rows, y, calls = model.embed(ids), model.head(x), []
     model.head.register_forward_hook(lambda *_: calls.append(1))
-    quantize.for_compiler(model)
-    assert isinstance(model.embed, quantize.PackedEmbedding) and model.embed.weight is model.head.weight
+    use_compiled_layouts(model)
+    assert isinstance(model.embed, PackedEmbedding) and model.embed.weight is model.head.weight
     assert torch.equal(model.embed(ids), rows)
     torch.testing.assert_close(model.head(x), y)
     assert calls and [n for n, _ in model.named_parameters()].count("head.weight") + [n for n, _ in model.named_parameters()].count("embed.weight") == 1
@@ -552,7 +557,7 @@ def test_int8_is_near_transformers(families, name):
     expected = tiny.logits(families(name)[1], tokens())
     model = quantize.load(quantized_source(families, name, "int8"), FP32, "cpu")
     model.setup_cache(0, 24)
-    off = (model(tokens(), torch.arange(24), keep=24) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    off = (model(tokens(), torch.arange(24), logits_to_keep=24) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 0 < off.median() < 0.05, off.median()
 
 
@@ -607,11 +612,11 @@ def test_biases_and_kept_modules(families):
     for name in ("mixtral", "qwen2_moe", "gpt_oss"):
         model = quantize.load(quantized_source(families, name, "int8"), BF16, "cpu")
         moes = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
-        assert moes and all(type(moe.router) is Linear for moe in moes)
+        assert moes and all(type(moe.router) is torch.nn.Linear for moe in moes)
         assert all(type(m) is quantize.QuantizedExperts for moe in moes for m in (moe.gate, moe.up, moe.down))
         assert not any(isinstance(m, ExpertLinear) for m in model.modules())
         if name == "qwen2_moe":
-            assert type(moes[0].shared.degree) is Linear and type(moes[0].shared.gate_up) is quantize.QuantizedLinear
+            assert type(moes[0].shared_expert_gate) is torch.nn.Linear and type(moes[0].shared.gate_up) is quantize.QuantizedLinear
 
 
 @pytest.mark.parametrize("mode, head", HEADS[:3])
@@ -647,8 +652,8 @@ def test_inputs_that_no_kernel_takes():
     new = quantize.quantized(source, "int8")
     model, plain = quantize.load(new, FP32, "cpu"), checkpoints.load(meant_checkpoint(new), FP32, "cpu")
     prompt = tokens(7) % 99
-    expected = plain(prompt, torch.arange(7), keep=7)
-    torch.testing.assert_close(model(prompt, torch.arange(7), keep=7), expected, rtol=1e-4, atol=1e-4)
+    expected = plain(prompt, torch.arange(7), logits_to_keep=7)
+    torch.testing.assert_close(model(prompt, torch.arange(7), logits_to_keep=7), expected, rtol=1e-4, atol=1e-4)
     assert {m.kernel.name for m in model.modules() if isinstance(m, quantize.QuantizedLinear)} == {"plain"}
     with pytest.raises(ValueError, match="--groupsize 32 does not divide the 36 inputs of layers.*: only int8 would do"):
         quantize.quantized(source, "int4")
@@ -659,7 +664,7 @@ def test_random_weights_quantized():
     for mode, head in HEADS[:3]:
         model = quantize.load(quantize.quantized(source, mode, 32, head), BF16, "cpu")
         model.setup_cache(0, 8)
-        logits = model(tokens(8), torch.arange(8), keep=8)
+        logits = model(tokens(8), torch.arange(8), logits_to_keep=8)
         assert logits.isfinite().all() and logits.std() > 0.01
     assert quantize.describe(quantize.quantized(source, "int8")) == "int8, head int8"
 
@@ -671,9 +676,9 @@ def test_cache_and_batches_change_nothing(families, name):
         source, prompt = quantized_source(families, name, mode), tokens(20, 3)
         model = quantize.load(source, FP32, "cpu")
         model.setup_cache(0, 40)
-        whole = model(prompt, torch.arange(20), keep=20)
+        whole = model(prompt, torch.arange(20), logits_to_keep=20)
         model.setup_cache(3, 40)
-        steps = [model(prompt[:, a:b], torch.arange(a, b), keep=b - a) for a, b in ((0, 7), (7, 8), (8, 9), (9, 20))]
+        steps = [model(prompt[:, a:b], torch.arange(a, b), logits_to_keep=b - a) for a, b in ((0, 7), (7, 8), (8, 9), (9, 20))]
         torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=2e-4)
 
 
@@ -721,7 +726,7 @@ def solved(w, hessian, groupsize, **how):
 
 
 def worth(q, scales, zeros):
-    return meant(kernels.pairs(q), scales, zeros)
+    return meant(pack_nibbles(q), scales, zeros)
 
 
 def nearest(w, groupsize):
@@ -918,11 +923,11 @@ def test_gptq_of_a_model(families, name):
         found = gptq.solve(w.float(), h, 32, int4_grid, int4_numbers)
         leaves = [torch.cat([source.tensors[p.replace("weight", leaf)].whole() for p in pieces], -2) for leaf in ("weight", "scales", "zeros")]
         leaves = [t[1] if t.dim() > 2 else t for t in leaves]
-        assert torch.equal(leaves[0], kernels.pairs(found[0])) and torch.equal(leaves[1].float(), found[1]) and torch.equal(leaves[2].float(), found[2])
+        assert torch.equal(leaves[0], pack_nibbles(found[0])) and torch.equal(leaves[1].float(), found[1]) and torch.equal(leaves[2].float(), found[2])
 
     ratios = solver.ratios
     assert len(ratios) == sum(1 for m in checkpoints.blank_model(plain.cfg, FP32).layers.modules()
-                              if isinstance(m, Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.shared_dim))
+                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.shared_dim))
     assert sum(ratios) / len(ratios) < 1 and "median ratio" in solver.summary()
 
 
@@ -936,7 +941,7 @@ def test_gptq_is_nearer_than_rounding(families, name, act_order):
     for s in (checkpoints.read(families(name)[0]), source, rounded_only):
         model = checkpoints.load(meant_checkpoint(s), FP32, "cpu")
         model.setup_cache(0, 32)
-        off.append(model(unseen, torch.arange(32), keep=32))
+        off.append(model(unseen, torch.arange(32), logits_to_keep=32))
     off = [((x - off[0]).norm(dim=-1) / off[0].norm(dim=-1)).median() for x in off[1:]]
     assert off[0] < 0.95 * off[1], off
 
@@ -1341,7 +1346,7 @@ def test_traced_whole(families, name, mode, dtype):
     torch._dynamo.reset()
     model, prompt = quantize.load(quantized_source(families, name, mode), dtype, "cpu"), tokens(9, 3)
     model.setup_cache(0, 40)
-    expected = model(prompt, torch.arange(9), keep=9)
+    expected = model(prompt, torch.arange(9), logits_to_keep=9)
     step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
     model.setup_cache(3, 40)
     got = [step(prompt[:, :8], torch.arange(8), 8), step(prompt[:, 8:], torch.tensor([8]), 1, 32)]

@@ -1,92 +1,50 @@
-"""Products with int8, int4 and packed bf16 weights: a Kernel per device, each beside a plain one.
+"""Products with int8, int4 and packed bf16 weights on a CPU: layouts in memory, kernels, operators.
 
-Owns the layouts in memory. Knows no modules, no files and not which linear gets which kernel: that
-is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
-
-    int8: weight int8 [out, in], scales [out]                    w = weight * scale
-    int4: weight uint8 [out, in/2], scales, zeros [out, in/G]    w = (q - 8) * scale + zero
+Each does what plain.py does, faster. Knows no modules, no files and not which linear gets which
+kernel: that is quantize.py's, and compile.py's for those that need a compiler.
 
     weight, scales, zeros = INT4_CPU.pack(weight, scales, zeros)
     y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
 """
 
-import ctypes
+import threading
 from collections.abc import Callable
 from functools import cache
-from itertools import groupby
-from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import inductor as compiled
+from kernels import inductor
+from kernels.functions import once
+from kernels.inductor import is_compiling
+from kernels.plain import Kernel, pack_nibbles, plain, unpack_nibbles
 
-
-class Kernel(NamedTuple):
-    """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
-
-    rows: pack's weight, ids [...] -> those rows as on disk [..., in], where a head may also be an
-    embedding. compiled: the packed three -> a Kernel that is faster under a compiler, its three.
-    """
-
-    name: str
-    product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
-    rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
-    compiled: Callable | None = None
-
-
-# ---- Plain: any device, any dtype, and the reference of the others ------------------------------
-
-def pairs(q: Tensor) -> Tensor:
-    """Numbers 0 to 15 [..., in] -> bytes [..., in/2], the first of two neighbours low."""
-    return q[..., ::2].to(torch.uint8) | q[..., 1::2].to(torch.uint8) << 4
-
-
-def unpaired(weight: Tensor) -> Tensor:
-    return torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
-
-
-def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
-    """The weights [..., out, in] that the numbers stand for, computed in fp32."""
-    if zeros is None:
-        return (weight.float() * scales[..., None].float()).to(dtype)
-    q = unpaired(weight).float().unflatten(-1, (scales.shape[-1], -1)) - 8
-    return (q * scales[..., None].float() + zeros[..., None].float()).flatten(-2).to(dtype)
-
-
-def plain(x, weight, scales, zeros):
-    """One row, compiled: a pass over the numbers, as model.Linear does. Else by way of weights."""
-    if not (torch.compiler.is_compiling() and x.shape[0] == 1):
-        return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
-    if zeros is None:
-        y = (weight.float() * x.float()).sum(-1) * scales.float()
-    else:
-        y = (dequantize(weight, scales, zeros, torch.float32) * x.float()).sum(-1)
-    return y.to(x.dtype)[None]
-
-
-PLAIN = Kernel("plain", plain)
-
-
-# ---- CPU ----------------------------------------------------------------------------------------
 # For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
 # For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-HAS_BF16 = AVX512 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_BF16 = AVX512 and inductor.has_bf16()
 SCRATCH = 1 << 24                                  # weights unpacked at a time
-_scratch = {}
 
 
-def scratch(n: int, dtype=torch.bfloat16) -> Tensor:
-    """Memory that is always the same: fresh pages cost more than what is done with them."""
-    if n > _scratch.get(dtype, torch.empty(0)).numel():
-        with torch.inference_mode(False):          # whoever calls: it serves everyone
-            _scratch[dtype] = torch.empty(n, dtype=dtype)
-    return _scratch[dtype][:n]
+class Scratch(threading.local):
+    """Memory that is always the same: fresh pages cost more than what is done with them.
+
+    Each thread has its own; a second call with the same dtype takes the first one's back.
+    """
+
+    def __init__(self):
+        self.memory = {}
+
+    def __call__(self, n: int, dtype=torch.bfloat16) -> Tensor:
+        if n > self.memory.get(dtype, torch.empty(0)).numel():
+            with torch.inference_mode(False):      # whoever calls: it serves everyone
+                self.memory[dtype] = torch.empty(n, dtype=dtype)
+        return self.memory[dtype][:n]
+
+
+scratch = Scratch()
 
 
 def pack_int8_cpu(weight, scales, zeros=None):
@@ -108,7 +66,9 @@ def int8_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     weight, n_out, n_in = weight.view(torch.int8), weight.shape[0], x.shape[1]
     x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # the columns' order
     if x.dtype == torch.bfloat16 and (x.shape[0] <= 16 or not HAS_BF16):
-        return torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+        y = inductor.int8_product(x, weight, scales)
+        if y is not None:
+            return y
     y, step = x.new_empty(x.shape[0], n_out), max(1, SCRATCH // n_in)
     for a in range(0, n_out, step):
         part, scale = weight[a:a + step], scales[a:a + step]
@@ -125,7 +85,7 @@ int8_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], wei
 
 
 def int8_cpu(x, weight, scales, zeros=None):
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return int8_rows(x, weight, scales)
     if x.shape[0] > 1:
         return int8_rows_op(x, weight, scales)
@@ -149,14 +109,20 @@ def scales_and_zeros(scales, zeros, n_in):
 
 
 def pack_int4_cpu(weight, scales, zeros):
-    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64."""
+    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64.
+
+    As they are where torch has no such layout: then zeros go on being there.
+    """
     n_out = weight.shape[0]
     padded, step = -(-n_out // 64) * 64, max(64, SCRATCH // (weight.shape[1] * 2) // 64 * 64)
     packed = weight.new_empty(padded, weight.shape[1])
     for a in range(0, padded, step):
-        q = unpaired(weight[a:a + step]).int()
+        q = unpack_nibbles(weight[a:a + step]).int()
         q = F.pad(q, (0, 0, 0, min(step, padded - a) - q.shape[0]))
-        packed[a:a + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+        part = inductor.int4_packed(q)
+        if part is None:
+            return weight, scales, zeros
+        packed[a:a + step] = part
     both = scales_and_zeros(scales, zeros, weight.shape[1] * 2)
     return packed, F.pad(both, (0, 0, 0, padded - n_out)), None
 
@@ -168,7 +134,7 @@ def int4_block() -> tuple[int, bool]:
     """
     def first_column(q):
         q = torch.stack((q, torch.zeros(64, dtype=torch.int32)), 1)
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1).flatten().tolist()
+        return inductor.int4_packed(q).flatten().tolist()
     ones = torch.ones(64, dtype=torch.int32)
     return 2 * first_column(ones).index(0), first_column(ones.cumsum(0).eq(2).int())[0] != 0
 
@@ -178,7 +144,7 @@ def unpack_int4_cpu(weight):
     rows, neighbours = int4_block()
     blocks = weight.view(-1, weight.shape[1] * 2, rows // 2)
     q = torch.stack((blocks & 15, blocks >> 4), -1 if neighbours else -2)
-    return pairs(q.flatten(-2).transpose(1, 2).flatten(0, 1))
+    return pack_nibbles(q.flatten(-2).transpose(1, 2).flatten(0, 1))
 
 
 def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -206,11 +172,17 @@ int4_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], sca
 
 
 def int4_cpu(x, weight, scales, zeros=None):
+    if zeros is not None:                          # not packed
+        return plain(x, weight, scales, zeros)
     if x.shape[0] > 96 and HAS_BF16:
-        many = int4_rows_op if torch.compiler.is_compiling() else int4_rows
+        many = int4_rows_op if is_compiling() else int4_rows
         return many(x, weight, scales)
     group = 2 * weight.shape[1] // scales.shape[0]
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
+    y = inductor.int4_product(x, weight, group, scales)
+    if y is not None:
+        return y
+    scales, zeros = scales.permute(2, 1, 0)
+    return plain(x, unpack_int4_cpu(weight), scales, zeros)
 
 
 # ---- CPU, under a compiler ----------------------------------------------------------------------
@@ -223,7 +195,6 @@ def int4_cpu(x, weight, scales, zeros=None):
 #     bf16 [out'/64, in/2, 64]                       int4 [out'/16, in/G, G/8, 16], as in ATen's
 
 PIECE = 1 << 21                                    # weights
-_ordered = WeakValueDictionary()                   # where words begin -> oneDNN's tensor
 
 
 def onednn_order(weight: Tensor) -> Tensor | None:
@@ -235,21 +206,7 @@ def onednn_order(weight: Tensor) -> Tensor | None:
         return None
     if n_out % 64:
         weight = F.pad(weight, (0, 0, 0, -n_out % 64))
-    ordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    if torch.ops.mkldnn._nbytes(ordered) != 2 * weight.numel():
-        return None
-    memory = _bytes(2 * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(ordered))
-    memory.ordered = ordered                       # lives as long as the words do
-    words = torch.frombuffer(memory, dtype=torch.float32).view(-1, n_in // 2, 64)
-    _ordered[words.data_ptr()] = ordered
-    new, old = words.view(torch.int32), weight.view(torch.float32).view(torch.int32)
-    same = torch.equal(new[0].T, old[:64]) and torch.equal(new[:, -1].flatten(), old[:, -1])
-    return words if same else None
-
-
-@cache
-def _bytes(n: int) -> type:
-    return type("Bytes", (ctypes.c_char * n,), {})
+    return inductor.onednn_words(weight)
 
 
 def words_to_bf16(words: Tensor, ids: Tensor) -> Tensor:
@@ -258,10 +215,23 @@ def words_to_bf16(words: Tensor, ids: Tensor) -> Tensor:
 
 
 def bf16_rows(x: Tensor, words: Tensor) -> Tensor:
-    w = _ordered.get(words.data_ptr())
-    if w is None:                                  # they are a copy, which oneDNN knows nothing of
-        return F.linear(x, words_to_bf16(words, torch.arange(words.shape[0] * 64)))
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
+    """Several rows. Words that were copied are copied again, a piece at a time, to where oneDNN
+    knows them.
+    """
+    y = inductor.onednn_product(x, words)
+    if y is not None:
+        return y
+    n_in = 2 * words.shape[1]
+    y, step = x.new_empty(x.shape[0], words.shape[0] * 64), max(1, PIECE // (64 * n_in))
+    for a in range(0, len(words), step):
+        part = words[a:a + step]
+        known, out = onednn_memory(64 * len(part), n_in), None
+        if known is not None:
+            out = inductor.onednn_product(x, known.copy_(part))
+        if out is None:
+            out = F.linear(x, words_to_bf16(part, torch.arange(64 * len(part))))
+        y[:, 64 * a:64 * (a + len(part))] = out
+    return y
 
 
 bf16_rows_op = torch.library.custom_op("gpt_faster::bf16_rows", bf16_rows, mutates_args=())
@@ -269,7 +239,7 @@ bf16_rows_op.register_fake(lambda x, words: x.new_empty(x.shape[0], words.shape[
 
 
 def bf16_words_cpu(x, words, scales=None, zeros=None):
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return bf16_rows(x, words)
     if x.shape[0] > 1:
         return bf16_rows_op(x, words)
@@ -281,7 +251,7 @@ def bf16_words_cpu(x, words, scales=None, zeros=None):
 
 
 @cache
-def ordered_memory(n_out: int, n_in: int) -> Tensor | None:
+def onednn_memory(n_out: int, n_in: int) -> Tensor | None:
     """Words that oneDNN takes for a bf16 weight [out, in], to be written over."""
     with torch.inference_mode(False):              # whoever calls: it serves everyone
         return onednn_order(torch.arange(n_out * n_in).remainder(251).view(n_out, -1).bfloat16())
@@ -347,18 +317,18 @@ def int4_to_fp32(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 def for_any_matrix(n_word: int, fast: bool) -> tuple[Callable, Callable]:
     """int4_sums with 2 rows a pass, and one of those above, compiled as prompts are not."""
     x, words = torch.empty(43, 2, 37, n_word, 8).bfloat16(), torch.empty(41, 37, n_word, 16)
-    sums = compiled.once(int4_sums, x, words, torch.empty(41, 37, 16), torch.empty(8))
+    sums = once(int4_sums, x, words, torch.empty(41, 37, 16), torch.empty(8))
     words, scales = torch.empty(41, 4, 37, n_word, 16), torch.empty(41, 4, 37, 16)
     if fast:
         out = torch.empty(41, 37, n_word, 4, 4, 16)
-        return sums, compiled.once(int4_to_bf16, words, scales, out)
+        return sums, once(int4_to_bf16, words, scales, out)
     out = torch.empty(37, n_word, 8, 41, 4, 16)
-    return sums, compiled.once(int4_to_fp32, words, scales, out)
+    return sums, once(int4_to_fp32, words, scales, out)
 
 
 def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
     (n_row, n_in), (_, n_group, n_word, _) = x.shape, weight.shape
-    fast = HAS_BF16 and ordered_memory(64, n_in) is not None
+    fast = HAS_BF16 and onednn_memory(64, n_in) is not None
     sums, unpack = for_any_matrix(n_word, fast)
     if n_row <= (16 if fast else 40):
         x = F.pad(x, (0, 0, 0, n_row % 2)).contiguous().view(-1, 2, n_group, n_word, 8)
@@ -370,7 +340,7 @@ def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) 
     for a in range(0, len(weight), step):
         some, out = (weight[a:a + step], scales[a:a + step]), y[:, 64 * a:64 * (a + step)]
         if fast:
-            w = ordered_memory(out.shape[1], n_in)
+            w = onednn_memory(out.shape[1], n_in)
             unpack(*some, w.view(-1, n_group, n_word, 4, 4, 16))
             out.copy_(bf16_rows(x, w))
         else:
@@ -388,7 +358,7 @@ int4_words_rows_op.register_fake(lambda x, weight, scales, lacking: x.new_empty(
 
 def int4_words_cpu(x, weight, scales, lacking):
     n_row, _ = x.shape
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return int4_words_rows(x, weight, scales, lacking)
     if n_row > 16:
         return int4_words_rows_op(x, weight, scales, lacking)
@@ -405,43 +375,3 @@ BF16_WORDS = Kernel("bf16 words cpu", bf16_words_cpu,
                     lambda weight, *_: (onednn_order(weight), None, None), words_to_bf16)
 INT4_WORDS = Kernel("int4 words cpu", int4_words_cpu,
                     lambda *leaves: int4_words(*pack_int4_cpu(*leaves))[1])
-
-
-@torch.library.custom_op("gpt_faster::expert_rows", mutates_args=())
-def expert_rows(x: Tensor, ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
-                kernel: str, n_out: int) -> Tensor:
-    """Each row of x [M, in] by its own expert's packed weights, neighbours of the same together.
-
-    An operator because its loop depends on data, which only a CPU may read at no cost.
-    """
-    y, a = x.new_empty(x.shape[0], n_out), 0
-    for e, same in groupby(ids.tolist()):
-        b, zero = a + len(list(same)), None if zeros is None else zeros[e]
-        y[a:b] = KERNELS[kernel].product(x[a:b], weight[e], scales[e], zero)[:, :n_out]
-        a = b
-    return y
-
-
-@expert_rows.register_fake
-def _(x, ids, weight, scales, zeros, kernel, n_out):
-    return x.new_empty(x.shape[0], n_out)
-
-
-# ---- CUDA, bfloat16, compute capability 8.0 and later -------------------------------------------
-
-def pack_int4_cuda(weight, scales, zeros):
-    """tinygemm's tiles [out/8, in/(16 i), 32, i/2] int32, i = 8, 4 or 2; scales as on a CPU."""
-    inner = next(i for i in (8, 4, 2) if weight.shape[1] * 2 % (16 * i) == 0)
-    step = max(8, SCRATCH // (weight.shape[1] * 2) // 8 * 8)
-    tiles = [torch.ops.aten._convert_weight_to_int4pack(rows[:, 1::2] | rows[:, ::2] << 4, inner)
-             for rows in map(unpaired, weight.split(step))]
-    return torch.cat(tiles), scales_and_zeros(scales, zeros, weight.shape[1] * 2), None
-
-
-def int4_cuda(x, weight, scales, zeros=None):
-    group = weight.shape[1] * weight.shape[3] * 32 // scales.shape[0]
-    return torch.ops.aten._weight_int4pack_mm(x.contiguous(), weight, group, scales)
-
-
-INT4_CUDA = Kernel("int4 cuda", int4_cuda, pack_int4_cuda)
-KERNELS = {k.name: k for k in (PLAIN, INT8_CPU, INT4_CPU, INT4_WORDS, INT4_CUDA)}

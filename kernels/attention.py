@@ -1,0 +1,32 @@
+"""Attention of one query in a compiled CPU step.
+
+There SDPA's fixed cost is half of a small model's token; plain sums become two loops over the keys.
+"""
+
+from torch import nn
+
+from kernels.inductor import is_compiling
+from layers.attention import ScoredAttention
+
+
+class OneQueryAttention(nn.Module):
+    """In place of model.SDPA or layers.ScoredAttention: the same, but for one compiled query."""
+
+    def __init__(self, plain: nn.Module):
+        super().__init__()
+        self.plain = plain
+        scored = isinstance(plain, ScoredAttention)
+        self.scored = plain if scored else ScoredAttention(plain.scale, n_head=0)
+
+    def forward(self, q, k, v, mask):
+        """q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H]."""
+        if not is_compiling() or q.shape[2] > 1 or q.device.type != "cpu":
+            return self.plain(q, k, v, mask)
+        q = q.unflatten(1, (k.shape[1], -1))                               # [B, K, N/K, 1, H]
+        prob = self.scored.probabilities(sums(q, k.mT), mask)              # [B, K, N/K, 1, S]
+        return sums(prob, v).to(v.dtype).flatten(1, 2)
+
+
+def sums(a, b):
+    """[B, K, N/K, 1, I] @ [B, K, I, J] -> [B, K, N/K, 1, J], fp32, written out."""
+    return (a.mT.float() * b[:, :, None].float()).sum(-2, keepdim=True)

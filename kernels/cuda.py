@@ -1,0 +1,25 @@
+"""int4 on CUDA in bfloat16, compute capability 8.0 and later: tinygemm, as in gpt-fast."""
+
+import torch
+
+from kernels.cpu import scales_and_zeros
+from kernels.plain import Kernel, unpack_nibbles
+
+STEP = 1 << 24                                     # weights unpacked at a time
+
+
+def pack_int4_cuda(weight, scales, zeros):
+    """tinygemm's tiles [out/8, in/(16 i), 32, i/2] int32, i = 8, 4 or 2; scales as on a CPU."""
+    inner = next(i for i in (8, 4, 2) if weight.shape[1] * 2 % (16 * i) == 0)
+    step = max(8, STEP // (weight.shape[1] * 2) // 8 * 8)
+    tiles = [torch.ops.aten._convert_weight_to_int4pack(rows[:, 1::2] | rows[:, ::2] << 4, inner)
+             for rows in map(unpack_nibbles, weight.split(step))]
+    return torch.cat(tiles), scales_and_zeros(scales, zeros, weight.shape[1] * 2), None
+
+
+def int4_cuda(x, weight, scales, zeros=None):
+    group = weight.shape[1] * weight.shape[3] * 32 // scales.shape[0]
+    return torch.ops.aten._weight_int4pack_mm(x.contiguous(), weight, group, scales)
+
+
+INT4_CUDA = Kernel("int4 cuda", int4_cuda, pack_int4_cuda)

@@ -1,0 +1,103 @@
+"""Mixture of experts: the router, the experts, and the expert that serves every token.
+
+A call with many tokens sorts them by expert and multiplies each expert's rows at once. Owns no way
+of its own to be quick with few tokens: kernels/moe.py exchanges the classes for that.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layers.feed_forward import GATED
+
+
+@torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows [ends[e-1], ends[e]) of x [M, in] by weight[e] [out, in] -> [M, out], on the device.
+
+    An operator of our own only because torch traces F.grouped_mm in bfloat16 and no other dtype.
+    """
+    return F.grouped_mm(x, weight.mT, offs=ends)
+
+
+@grouped_mm.register_fake
+def _(x, weight, ends):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+class ExpertLinear(nn.Module):
+    """One Linear per expert: weight [E, out, in], bias [E, out]."""
+
+    def __init__(self, n_expert: int, n_in: int, n_out: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(n_expert, n_out)) if bias else None
+
+    def forward(self, x, ids, ends):
+        """x [M, in], each row for the expert in ids [M] -> [M, out].
+
+        ends [E]: the rows are sorted by expert, those of e end there. None: they are few, and each
+        reads its own expert's weights.
+        """
+        if ends is None:
+            y = self.each_row(x, ids)
+        else:
+            y = grouped_mm(x, self.weight, ends)
+        return y if self.bias is None else y + self.bias[ids]
+
+    def each_row(self, x, ids):
+        return (self.weight[ids] @ x[..., None]).squeeze(-1)
+
+
+class MoE(nn.Module):
+    """The router picks n_active experts for each token, whose outputs are summed by probability.
+
+    Softmax over the router's top k equals softmax over all, top k, normalized: one form for both.
+    shared: a feed-forward layer that serves every token, weighted by a gate of its own.
+    """
+
+    def __init__(self, cfg, shared: nn.Module | None = None):
+        super().__init__()
+        E, D, width = cfg.n_expert, cfg.dim, cfg.expert_dim
+        self.n_expert = E
+        self.n_active = cfg.n_active
+        self.norm_topk_prob = cfg.norm_topk_prob
+        self.router = nn.Linear(D, E, bias=cfg.router_bias)
+        self.gate = ExpertLinear(E, D, width, cfg.mlp_bias)
+        self.up = ExpertLinear(E, D, width, cfg.mlp_bias)
+        self.down = ExpertLinear(E, width, D, cfg.mlp_bias)
+        self.activation = GATED[cfg.activation]
+        self.shared = shared
+        self.shared_expert_gate = nn.Linear(D, 1, bias=False) if shared else None
+
+    def takes_rows_one_by_one(self, x, n_row: int) -> bool:
+        """Whether n_row rows each read their own expert; x [B, T, D].
+
+        On a GPU a decode step does: grouped_mm may wait for it, which no CUDA graph can record.
+        """
+        return x.device.type != "cpu" and x.shape[1] == 1
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)                                             # [n, D]
+        prob, ids = self.router(flat).float().softmax(-1).topk(self.n_active)
+        if self.norm_topk_prob:
+            prob = prob / prob.sum(-1, keepdim=True)
+        prob, ids = prob.flatten(), ids.flatten()                          # [M], M = n * n_active
+        if self.takes_rows_one_by_one(x, len(ids)):
+            order = torch.arange(len(ids), device=x.device)
+            y = self.experts(flat[order // self.n_active], ids, None)
+        else:
+            ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
+            expert = torch.arange(self.n_expert, device=x.device)
+            ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
+            y = self.experts(flat[order // self.n_active], ids, ends)
+            y = torch.empty_like(y).index_copy(0, order, y)
+        y = (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
+        if self.shared is not None:
+            y = y + self.shared(flat) * torch.sigmoid(self.shared_expert_gate(flat))
+        return y.view_as(x)
+
+    def experts(self, x, ids, ends):
+        """x [M, D], a row for each pair of a token and its expert -> [M, D]; see ExpertLinear."""
+        hidden = self.activation(self.gate(x, ids, ends), self.up(x, ids, ends))
+        return self.down(hidden, ids, ends)

@@ -1,0 +1,56 @@
+"""Norms and factors that a Llama does not have: LayerNorm, a norm over all heads, caps, scales.
+
+Each is a module that model.py picks by its config; none has a choice of its own.
+"""
+
+import torch
+from torch import nn
+
+
+class WideNorm(nn.Module):
+    """RMSNorm over all heads [..., N, H] as one vector (OLMo 2), in fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+
+    def mean_square(self, h):
+        return h.square().mean(-1, keepdim=True)
+
+    def forward(self, x):
+        h = x.flatten(-2).float()
+        h = h * torch.rsqrt(self.mean_square(h) + self.eps)
+        return (h * self.weight).type_as(x).view_as(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    """With mean and bias (GPT-2), in fp32 whatever the model's dtype."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps, dtype=torch.float32)
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
+class Scale(nn.Module):
+    """What a branch adds, times a constant (Granite)."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class SoftCap(nn.Module):
+    """Scores or logits end at cap * tanh(x / cap) (Gemma 2)."""
+
+    def __init__(self, cap: float):
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x):
+        return self.cap * torch.tanh(x / self.cap)
