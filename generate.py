@@ -31,8 +31,11 @@ import quantize
 import speculate
 import tp
 from cli.flags import PREFILL_CHUNK
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import load_model as load_weights
+from formats.load import open_checkpoint
+from formats.quantized import quantized
+from formats.shapes import random_checkpoint
 from kernels import inductor as compiled
 from model import Transformer
 from sampling import Sampling, exponential, n_candidates, sample
@@ -374,26 +377,26 @@ def open_model(path: str | None = None, shape: str | None = None):
     if shape is not None and path is not None:
         raise ValueError("--random and --checkpoint_path exclude each other")
     if shape is not None:
-        return checkpoints.random_weights(shape), tokenizers.Numbers()
-    source = checkpoints.read(checkpoints.find(path))
+        return random_checkpoint(shape), tokenizers.NullTokenizer()
+    source = open_checkpoint(path)
     return source, tokenizers.load(source.tokenizer)
 
 
 def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16, **how):
     """For use from Python: as open_model, with the weights -> model, checkpoint, tokenizer.
 
-    how: mode="int8" or "int4" and quantize.quantized()'s other arguments quantize while loading.
+    how: mode="int8" or "int4" and quantized()'s other arguments quantize while loading.
     """
     source, tokenizer = open_model(path)
     source.eos_ids = source.eos_ids or tokenizer.eos_ids
     if how:
-        source = quantize.quantized(source, **how)
-    return quantize.load(source, dtype, device), source, tokenizer
+        source = quantized(source, **how)
+    return load_weights(source, dtype, device), source, tokenizer
 
 
 def load_shard(source, dtype: torch.dtype, device) -> Transformer:
     """This rank's part of a model, joined to the others'; alone, the whole."""
-    return tp.join(quantize.load(tp.shard(source), dtype, device), source.cfg.vocab_size)
+    return tp.join(load_weights(tp.shard(source), dtype, device), source.cfg.vocab_size)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The transformer: config, blocks, KV cache and the mask rule.
 
 It knows the math and nothing else: no file paths, no family names, no ranks, no quantization, no
-sampling. `checkpoint.py` reads a config and weights from outside formats; `generate.py` drives it:
+sampling. `formats/` reads a config and weights from outside formats; `generate.py` drives it:
 
     model = Transformer(cfg)                       # every family, one class
     model.setup_cache(batch_size=1, length=256)
@@ -496,7 +496,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens -> logits. Weights may be on the meta device until `checkpoint.py` assigns them."""
+    """tokens -> logits. Weights may be on the meta device until `formats/load.py` assigns them."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-from formats.files import Lazy, narrow
+from formats.lazy import LazyTensor, made_from, narrow
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
@@ -227,12 +227,12 @@ def shard(source, n: int | None = None, me: int | None = None):
     return replace(source, cfg=cfg, tensors=tensors)
 
 
-def _part(t: Lazy, leaf: str, axis: int, experts: bool, n: int, i: int) -> Lazy:
+def _part(t: LazyTensor, leaf: str, axis: int, experts: bool, n: int, i: int) -> LazyTensor:
     """The i-th of n parts of a weight, or of what belongs to it."""
     axis = experts + (axis == IN)                  # of a weight [(E,) out, in], a bias [(E,) out]
     if axis >= len(t.shape):
         if leaf == "bias" and i:                   # is added once
-            return replace(t, rows=t.rows and (lambda a, b: torch.zeros_like(t.rows(a, b))))
+            return made_from(t, lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t                                   # a scale serves its whole row
     if t.shape[axis] % n:
         raise ValueError(f"{t.name}: {n} ranks cannot share its {t.shape[axis]} groups of "

@@ -46,9 +46,13 @@ from cli.common import (
     reset_peak_memory,
 )
 from cli.flags import ENGINES, PREFILL_CHUNK
+from cli.sequence import Sequence
 from cli.session import figures, follow, weight_bytes
-from formats import checkpoint as checkpoints
-from formats.tokenizer import Numbers, Row
+from formats.checkpoint import n_bytes
+from formats.parameters import count_parameters
+from formats.quantized import quantized, schemes
+from formats.shapes import SHAPES
+from formats.tokenizer import NullTokenizer
 from generate import (
     Steps,
     bucket,
@@ -62,6 +66,7 @@ from generate import (
     warm_up,
 )
 from model import KVCache, ModelConfig, Transformer
+from quantize import SCHEMES
 from sampling import Sampling
 
 HERE = Path(__file__).resolve().parent.parent
@@ -70,9 +75,7 @@ MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
           "compile+prefill")
 GUESSING = "ngram"
-SCHEME = r"int8|int4(-g(32|64|128|256))?"
 PAUSE = 0.5                                        # seconds
-TWINS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}           # llama.cpp's formats
 
 # The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears.
 SUITES = {
@@ -209,7 +212,7 @@ def english(n: int, tokenizer, cfg) -> list[int]:
 
     Not always random: after nonsense, rounding alone can change what a model says in bf16.
     """
-    if n < cfg.context and not isinstance(tokenizer, Numbers):
+    if n < cfg.context and not isinstance(tokenizer, NullTokenizer):
         return tokenizer.encode(english_text()[:20 * n])[:n]
     return batch.encode_prompt(str(n), tokenizer, cfg, seed=0)
 
@@ -275,7 +278,7 @@ class Engine:
 
     def __call__(self, prompts: list, n_new: int) -> tuple[list[list[int]], list[float]]:
         """-> each row's new tokens, and follow()'s times."""
-        rows = [Row(self.tokenizer, []) for _ in prompts]
+        rows = [Sequence(self.tokenizer, []) for _ in prompts]
         self.seed += self.how not in (GREEDY, TYPICAL)     # another text each time
         times, interrupted = follow(self.tokens(prompts, n_new), rows, None)
         if interrupted:
@@ -284,7 +287,8 @@ class Engine:
 
     def serve(self, prompts: list, news: list[int], n_slots: int) -> tuple[list[list[int]], dict]:
         """-> each prompt's new tokens, and the seconds of the whole and of each."""
-        rows = {Row(self.tokenizer, p, max_new=n): i for i, (p, n) in enumerate(zip(prompts, news))}
+        rows = {Sequence(self.tokenizer, p, max_new=n): i
+                for i, (p, n) in enumerate(zip(prompts, news))}
         start = time.perf_counter()
         done = list(batch.serve(rows, n_slots, lambda some: read_late(self.tokens(some, None))))
         done.sort(key=lambda one: rows[one.row])
@@ -601,6 +605,17 @@ def build_parser():
     return p
 
 
+def is_scheme(name: str) -> bool:
+    return name == "int4" or name in SCHEMES
+
+
+def llama_cpp_format(scheme: str) -> str | None:
+    """llama.cpp's equivalent of what formats.quantized.schemes() gives, None if there is none."""
+    if scheme == "none":
+        return "BF16"
+    return SCHEMES[scheme].gguf if scheme in SCHEMES else None
+
+
 def read_engines(args, nano: bool) -> list[tuple[str, str]]:
     """-> (engine, scheme) in the order of the rows."""
     asked = names(args.engines if args.engines is not None
@@ -610,11 +625,11 @@ def read_engines(args, nano: bool) -> list[tuple[str, str]]:
         raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
                          "int8, int4")
     for name in asked:
-        if name not in (*LADDER, GUESSING) and not re.fullmatch(SCHEME, name):
+        if name not in (*LADDER, GUESSING) and not is_scheme(name):
             raise ValueError(f"unknown engine '{name}' (engines: {', '.join(LADDER)}, {GUESSING}, "
                              "int8, int4, int4-g64, …)")
     for scheme in schemes:
-        if not re.fullmatch(f"none|{SCHEME}", scheme):
+        if scheme != "none" and not is_scheme(scheme):
             raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
                              "of 32, 64, 128 or 256)")
     engines = [name for name in asked if name in (*LADDER, GUESSING)]
@@ -624,7 +639,7 @@ def read_engines(args, nano: bool) -> list[tuple[str, str]]:
 
 def read_models(args) -> list[tuple[str | None, str | None]]:
     """-> (path, None) or (None, shape). A shape's name serves as -m where no such file is."""
-    shapes = {shape.lower(): shape for shape in checkpoints.SHAPES}
+    shapes = {shape.lower(): shape for shape in SHAPES}
     if args.random is not None and args.checkpoint_path:
         raise ValueError("--random and --checkpoint_path exclude each other")
     if args.random is not None and not names(args.random):
@@ -646,22 +661,22 @@ def build_cases(path, shape, pairs, peer_names, args, device, length) -> tuple[l
     dtype = pick_dtype(args.dtype, device, source.cfg)
     if length > source.cfg.context:
         raise ValueError(f"{length} tokens exceed the context of {source.cfg.context}")
-    n_parameters, name = checkpoints.n_parameters(source), source.path.name
+    n_parameters, name = count_parameters(source.cfg), source.path.name
     cases, model_of = [], {}
     for scheme in dict.fromkeys(scheme for _, scheme in pairs):
         model, packed, error = None, source, None
         try:
             if scheme != "none":
                 mode, _, group = scheme.partition("-g")
-                packed = quantize.quantized(source, mode, int(group or 32), device=device)
-            needed = checkpoints.n_bytes(tp.shard(packed), dtype)
+                packed = quantized(source, mode, int(group or 32), device=device)
+            needed = n_bytes(tp.shard(packed), dtype)
             if needed > free_memory(device) / (tp.n_local() if device.type == "cpu" else 1):
                 raise torch.OutOfMemoryError(f"the weights take {needed / 1e9:.1f} GB")
             model = load_shard(packed, dtype, device)
         except torch.OutOfMemoryError as e:
             error = f"out of memory: {str(e).splitlines()[0][:160]}"
             log(f"{name} {scheme}: {error}")
-        model_of[scheme] = model, quantize.schemes(packed)[0], error
+        model_of[scheme] = model, schemes(packed)[0], error
     for engine, scheme in pairs:
         model, stated, error = model_of[scheme]
         if engine == "cuda_graph" and device.type != "cuda":
@@ -688,10 +703,10 @@ def start_peer(peer, source, shape, stated, scheme, dtype, device, length) -> Ca
             return Script([*argv, "--device", str(device), "--dtype", str(dtype)[6:]])
         path, folder = source.path, HERE / "checkpoints/twins"
         if peer == "llama.cpp":
-            if stated not in TWINS or dtype != torch.bfloat16:
+            kind = llama_cpp_format(stated)
+            if kind is None or dtype != torch.bfloat16:
                 raise ValueError(f"no twin of {stated} weights in {str(dtype)[6:]}")
-            path = peers.gguf_twin(source, folder / f"{path.stem}.{TWINS[stated]}.gguf",
-                                   TWINS[stated])
+            path = peers.gguf_twin(source, folder / f"{path.stem}.{kind}.gguf", kind)
         elif shape and peer.startswith("transformers"):
             path = peers.hf_twin(source.cfg, folder / f"{shape}.json")
         elif shape:

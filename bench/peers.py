@@ -346,7 +346,7 @@ def gguf_twin(checkpoint, path: Path, kind: str) -> Path:
         fields = [(f.name, f.contents(), f.types[0], f.types[-1]) for f in reader.fields.values()]
         if any(name == "split.count" and value > 1 for name, value, *_ in fields):
             raise ValueError(f"llama.cpp: {source.name} is split: a GGUF in one file is needed")
-    elif all(t.rows is None for t in checkpoint.tensors.values()):
+    elif all(t.read_rows is None for t in checkpoint.tensors.values()):
         arch, fields, tensors = "llama", _llama_fields(cfg, gguf), _random_llama(cfg, np)
     else:
         raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")

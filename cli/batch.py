@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from cli.common import log
-from formats.tokenizer import Row
+from cli.sequence import Sequence
 
 # ---- Requests -----------------------------------------------------------------------------------
 
@@ -171,14 +171,14 @@ def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
 class Done(NamedTuple):
     """A row that has ended, in which slot, and when it began, said its first token and ended."""
 
-    row: Row
+    row: Sequence
     slot: int
     begun_s: float
     first_s: float
     end_s: float
 
 
-def serve(rows: Iterable[Row], n_slots: int, start: Callable) -> Iterator[Done]:
+def serve(rows: Iterable[Sequence], n_slots: int, start: Callable) -> Iterator[Done]:
     """Run rows through slots, and yield each as it ends.
 
     start(prompts) -> ids for each slot, again and again, None where they mean nothing; it takes
@@ -260,7 +260,7 @@ class Results:
                 print(self.texts[i], flush=True)
 
 
-def run(jobs: dict[Row, Job], n_slots: int, start: Callable, results: Results) -> bool:
+def run(jobs: dict[Sequence, Job], n_slots: int, start: Callable, results: Results) -> bool:
     """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
     results.waiting.extend(job.request.id for job in jobs.values())
     begin, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False

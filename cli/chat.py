@@ -36,7 +36,7 @@ class Chat:
     def __init__(self, tokenizer, answer: Callable, limit: int, rewind: int,
                  note: Callable[[str], None], system: str | None = None,
                  template: dict | None = None):
-        """answer(ids, n_cached) streams an answer -> its tokenizer.Row, and a line of figures.
+        """answer(ids, n_cached) streams an answer -> its Sequence, and a line of figures.
 
         limit: the longest prompt, in tokens; rewind: so many positions the cache may go back.
         template: what --chat_template_kwargs gives it.

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-import quantize
 import tp
 from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
+from cli.sequence import Sequence
 from cli.session import pick_engine, weight_bytes
-from formats.tokenizer import Row
+from formats import quantized
 from generate import (
     bucket,
     build_steps,
@@ -209,7 +209,7 @@ class Adapter:
             if (model.max_batch_size, model.max_seq_length) != (B, length):
                 model.setup_cache(B, length, CHUNK)
             how, stops, eos_ids = self.sampling(wanted := group[0][2])
-            index = {Row(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
+            index = {Sequence(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
                      for i, ids, _ in sorted(group, key=lambda job: -len(job[1]))}
 
             def start(prompts, how=how):
@@ -321,7 +321,7 @@ def build_parser() -> Parser:
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    quantize.add_flags(add)
+    quantized.add_flags(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
     add("--max_seq_length", type=number(int, 2),
         help="positions to use; default: the model's context, for perplexity 1024 at most")
@@ -364,7 +364,7 @@ def run(argv: list[str] | None = None) -> int:
         manager = load_tasks(args)
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
-    source = quantize.as_flagged(source, args, device)
+    source = quantized.as_flagged(source, args, device)
     model = load_shard(source, dtype, device)
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
@@ -382,7 +382,7 @@ def run(argv: list[str] | None = None) -> int:
     log(f"{seconds:.1f} seconds")
     result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
                    seconds=seconds, model_bytes=weight_bytes(model)[0],
-                   quantization=quantize.schemes(source)[0])
+                   quantization=quantized.schemes(source)[0])
     print(json.dumps(result, default=str) if args.json else text, flush=True)
     return 0
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import quantize
 import tp
 from cli import batch, flags
 from cli.chat import Chat
 from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
 from cli.flags import HELLO
-from formats import checkpoint as checkpoints
+from cli.sequence import Sequence
+from formats import quantized
 from formats import tokenizer as tokenizers
-from formats.tokenizer import Row
+from formats.checkpoint import n_bytes
+from formats.parameters import count_parameters
 from generate import (
     bucket,
     build_speculator,
@@ -72,7 +73,7 @@ def open_draft(args, source, tokenizer, device):
     if args.speculate in ("int8", "int4"):
         if args.random:
             raise ValueError("--speculate int8 and int4 make a copy, and --random no two alike")
-        return quantize.quantized(source, args.speculate, device=device)
+        return quantized.quantized(source, args.speculate, device=device)
     if not args.draft_checkpoint_path:
         return None
     draft, other = open_model(args.draft_checkpoint_path)
@@ -85,7 +86,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> 
     """State what will be allocated. ValueError where it exceeds what is free."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (tp.n_local() if device.type == "cpu" else 1)
-    weights = sum(checkpoints.n_bytes(source, dtype) for source in sources)
+    weights = sum(n_bytes(source, dtype) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
                 for source in sources)
     each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
@@ -162,7 +163,7 @@ class Session:
         self.length = args.max_seq_length or bucket(min(max(ends), limit), limit, 32)
         self.n_rows = min(args.batch_size, len(work)) if flags.many(args) else args.batch_size
         draft_source = open_draft(args, source, tokenizer, device)
-        self.source = source = quantize.as_flagged(source, args, device)
+        self.source = source = quantized.as_flagged(source, args, device)
         self.guesser = args.speculate or (draft_source and draft_source.path.name)
         self.k = self.check_guesses(draft_source)
         chunk = max(args.prefill_chunk, (self.k + 1) * bool(self.guesser))
@@ -174,8 +175,8 @@ class Session:
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
         self.each = f" on each of {tp.world()} ranks" * (tp.world() > 1)
-        packed = quantize.describe(source)
-        log(f"{source.path.name}: {checkpoints.n_parameters(source) / 1e6:.0f}M parameters, "
+        packed = quantized.describe(source)
+        log(f"{source.path.name}: {count_parameters(source.cfg) / 1e6:.0f}M parameters, "
             f"{packed and packed + ', '}{str(dtype)[6:]}, {self.total_bytes / 1e6:.0f} MB on "
             f"{device}{self.each and ',' + self.each}")
         log(f"Time to load model: {self.load_s:.2f} seconds")
@@ -228,8 +229,8 @@ class Session:
         return generate(self.model, prompts, n_new, self.how, self.generator, self.steps,
                         self.use_cache, n_cached, self.speculator if guess else None)
 
-    def row(self, ids: list[int], n_new: int) -> Row:
-        return Row(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
+    def row(self, ids: list[int], n_new: int) -> Sequence:
+        return Sequence(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
 
     def figures(self, times: list[float], n_prompt: int, guess: bool = True) -> dict:
         read_bytes = 0 if guess and self.speculator else self.read_bytes
@@ -237,7 +238,7 @@ class Session:
 
     def about(self) -> dict:
         """What --json says beside the text and its figures."""
-        linears, head = quantize.schemes(self.source)
+        linears, head = quantized.schemes(self.source)
         guesses = dict(speculate=self.guesser, speculate_k=self.k) if self.guesser else {}
         return dict(
             load_s=self.load_s, compile_s=self.compile_s,
@@ -323,7 +324,7 @@ def traced(path: Path | None):
     log(f"Trace written to {path}")
 
 
-def follow(tokens: Iterator[Tensor], rows: list[Row],
+def follow(tokens: Iterator[Tensor], rows: list[Sequence],
            shown: str | None) -> tuple[list[float], bool]:
     """Run one generation to its end: rows collect, and the first one's text streams to stdout.
 

@@ -1,7 +1,7 @@
 """Products with int8, int4 and packed bf16 weights: a Kernel per device, each beside a plain one.
 
 Owns the layouts in memory. Knows no modules, no files and not which linear gets which kernel: that
-is quantize.py's. On disk (see checkpoint.py) and in, everywhere, G divides in:
+is quantize.py's. On disk (see quantize.py) and in, everywhere, G divides in:
 
     int8: weight int8 [out, in], scales [out]                    w = weight * scale
     int4: weight uint8 [out, in/2], scales, zeros [out, in/G]    w = (q - 8) * scale + zero

@@ -15,7 +15,8 @@ from test_generate import command
 import generate
 from cli import batch, session
 from cli.common import english_text
-from formats.tokenizer import Numbers, Row
+from cli.sequence import Sequence
+from formats.tokenizer import NullTokenizer
 from kernels import inductor as compiled
 from model import Ring, cache_bytes, n_slots
 from sampling import Sampling
@@ -36,7 +37,7 @@ def alone(model, ids, n_new, how=GREEDY):
 
 def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY):
     """-> the new ids of each prompt, and the slots in which they were."""
-    rows = {Row(Numbers(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
+    rows = {Sequence(NullTokenizer(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
     out = {}
 
     def start(first):
@@ -140,7 +141,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(session, "generate", far)
     assert serve(model, work, 3)[0] == expected
-    rows = [Row(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
+    rows = [Sequence(NullTokenizer(), ids, max_new=9) for ids in prompts()[:3]]
     model.setup_cache(3, 40, 4)
     session.follow(far(model, prompts()[:3], 9, GREEDY), rows, None)
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]

@@ -32,8 +32,8 @@ from tokenizers import Tokenizer as Fast
 import generate
 from cli import batch, session
 from cli.chat import HELP, Chat, n_common
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import read_checkpoint
 from sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -253,7 +253,7 @@ def written(directory, bpe, name, jinja=True):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return tokenizers.load(checkpoints.read(SMOLLM2).tokenizer)
+    return tokenizers.load(read_checkpoint(SMOLLM2).tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -693,7 +693,7 @@ def on_a_model(ours, monkeypatch, logits):
         def answer(ids, n_cached):
             all_cached.append(n_cached)
             n = min(n_new, 128 - len(ids))
-            row = session.Row(tokenizer, ids, {7}, [], n)
+            row = session.Sequence(tokenizer, ids, {7}, [], n)
             session.follow(generate.generate(kept, [ids], n, GREEDY, n_cached=n_cached), [row], None)
             drawn_from = logits[-len(row.ids):]
             expected = drawn(fresh, ids, n)

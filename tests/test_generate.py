@@ -14,8 +14,10 @@ from test_errors import run
 
 import generate
 from cli import session
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import read_checkpoint
+from formats.parameters import tensor_shapes
+from formats.shapes import SHAPES
 from sampling import Sampling
 
 PROMPTS = ["Hello, my name is", "def fibonacci(n):\n    if n <", "In 2024, 1234567 + 89 =",
@@ -49,7 +51,7 @@ def test_same_tokens_as_transformers(path, their_tokenizer):
         steps = generate.build_steps(model, engine)
         for prompt in PROMPTS:
             ids = tokenizer.encode(prompt)
-            row = session.Row(tokenizer, ids, eos, [])
+            row = session.Sequence(tokenizer, ids, eos, [])
             tokens = generate.generate(model, torch.tensor([ids]), 32, Sampling(temperature=0), steps=steps)
             session.follow(tokens, [row], None)
             assert (ids, row.ids) == expected[prompt], (engine, prompt)
@@ -135,7 +137,7 @@ class Words:
     ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["now", "here"], "ab stop ", 4),
     (["stopped"], "ab stop here now", 5), (["ab"], "", 2), (["now!"], "ab stop here now", 5)])
 def test_stop_strings(stops, shown, n_ids):
-    row = session.Row(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
+    row = session.Sequence(Words("a", "b ", "stop", " here", " now"), [], set(), stops)
     pieces = [row.push(i) for i in range(5)] + [row.finish("length")]
     assert "".join(pieces) == row.text == shown and len(row.ids) == n_ids
     assert row.finish_reason == ("stop" if n_ids < 5 else "length")
@@ -144,7 +146,7 @@ def test_stop_strings(stops, shown, n_ids):
 
 
 def test_end_of_sequence():
-    row = session.Row(Words("a", "b", "<eos>"), [], {2}, [])
+    row = session.Sequence(Words("a", "b", "<eos>"), [], {2}, [])
     assert row.push(0) == "a" and row.finish_reason is None
     row.push(2)
     assert row.finish_reason == "stop" and row.ids == [0, 2] and row.push(1) == "" and row.ids == [0, 2]
@@ -202,13 +204,13 @@ def test_the_context_ends_generation(capsys, families, tmp_path):
 
 
 def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypatch):
-    read = checkpoints.read
+    read = generate.open_checkpoint
 
     def with_defaults(path):
         source = read(path)
         source.defaults = dict(temperature=0.0, top_k=5)
         return source
-    monkeypatch.setattr(checkpoints, "read", with_defaults)
+    monkeypatch.setattr(generate, "open_checkpoint", with_defaults)
     seen = []
     original = generate.generate
     monkeypatch.setattr(session, "generate", lambda *a, **k: seen.append(a[3]) or original(*a, **k))
@@ -239,12 +241,12 @@ def test_random_shape(capsys):
     assert status == 0 and len(out.split()) == 4 and "stories15M: 15M parameters" in err
 
 
-@pytest.mark.parametrize("name", checkpoints.SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_known_shapes(name):
     sizes = {"15M": 15, "42M": 42, "110M": 110, "135M": 135, "270m": 268, "1.1B": 1100, "1B": 1236, "7B": 7000,
              "8B": 8100, "13B": 13000, "70B": 70000, "405B": 405000, "gpt2": 124.4, "8x7B": 46700, "8x160M": 1324,
              "dense": 418, "A3B": 30500, "20b": 20900, "2b": 2614, "3B": 3213, "0.6B": 596, "xl": 1558}
-    n = sum(torch.Size(s).numel() for s in checkpoints.tensor_shapes(checkpoints.SHAPES[name]()).values()) / 1e6
+    n = sum(torch.Size(s).numel() for s in tensor_shapes(SHAPES[name]()).values()) / 1e6
     assert n == pytest.approx(sizes[name.replace("stories", "-").split("-")[-1]], rel=0.1)
 
 
@@ -296,7 +298,7 @@ def test_convert_script(tmp_path):
                           capture_output=True, text=True)
     path = tmp_path / done.stdout.strip()
     assert done.returncode == 0 and path.name == "model.pth" and path.exists(), done.stderr
-    source = checkpoints.read(path)
+    source = read_checkpoint(path)
     assert tokenizers.load(source.tokenizer).encode("Hello") == [19556]
     missing = subprocess.run([sys.executable, script, "--checkpoint_dir", "/nowhere"], capture_output=True, text=True)
     assert missing.returncode == 2 and "no such file" in missing.stderr and "Traceback" not in missing.stderr

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import generate
 import quantize
-from formats import checkpoint as checkpoints
+from formats.load import load_model, read_checkpoint
 from kernels import products as kernels
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
 def test_kernels_are_those_that_the_gpu_has(gpu):
     def picked(int4=True, dtype=BF16, shape=(4096, 4096), groupsize=32):
-        return quantize.pick_kernel(int4, dtype, CUDA, shape, groupsize).name
+        return (quantize.Int4(groupsize) if int4 else quantize.Int8()).kernel(CUDA, dtype, shape).name
     for capability in ((8, 0), (8, 9), (9, 0)):
         gpu(capability)
         assert picked() == picked(groupsize=128) == "int4 cuda"
@@ -53,7 +53,7 @@ def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
 
 def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):
     """Efficient attention, a GPU's choice, returns its result with positions outside of heads."""
-    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")
     tokens, plain = torch.arange(5)[None], F.scaled_dot_product_attention
 
     def last():
@@ -70,7 +70,7 @@ def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, f
 
 def test_a_warm_steps_token_lies_as_real_ones_do(families):
     """A compiled step depends on strides: one that differed would be compiled again in the first sample."""
-    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")
     strides = set()
 
     def decode(*args):

@@ -212,13 +212,14 @@ PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n
 
 def test_smollm2(smollm2, monkeypatch):
     """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
-    from formats import checkpoint as checkpoints
+    from formats.load import load_model
+    from formats.shapes import random_checkpoint
     model, _, tokenizer = smollm2
     ids = tokenizer.encode(PROMPT)
     model.setup_cache(1, 256)
     expected = plain(model, ids, 200)
     int8 = generate.load_model(str(SMOLLM2), "cpu", torch.float32, mode="int8")[0]
-    tiny = checkpoints.load(checkpoints.random_weights("stories15M"), torch.float32, "cpu")    # 32000 tokens
+    tiny = load_model(random_checkpoint("stories15M"), torch.float32, "cpu")    # 32000 tokens
     counts = {}
     for name, draft in (("ngram", None), ("int8", int8), ("tiny", tiny)):
         speculator = Speculator(5, draft)

@@ -12,8 +12,8 @@ from conftest import GEMMA, SMOLLM2
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import read_checkpoint
 
 TEXTS = ["Hello, my name is", " leading and   inner   spaces ", "def f(x):\n    return {x: 1}\n\n\tpass",
          "In 2024, 1,234,567 + 89 = 3.14e-5", "Café déjà vu — naïve façade: ñ, ü, ß", "🙂🚀👩‍👩‍👧 e\u0301",
@@ -23,12 +23,12 @@ PROSE = list(pydoc_data.topics.topics.values())[:30]
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return tokenizers.load(checkpoints.read(SMOLLM2).tokenizer)
+    return tokenizers.load(read_checkpoint(SMOLLM2).tokenizer)
 
 
 @pytest.fixture(scope="module")
 def gemma():
-    return tokenizers.load(checkpoints.read(GEMMA).tokenizer)
+    return tokenizers.load(read_checkpoint(GEMMA).tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def bpe():
 
 
 def streamed(tokenizer, prompt, ids):
-    stream = tokenizers.Stream(tokenizer, prompt)
+    stream = tokenizers.Detokenizer(tokenizer, prompt)
     pieces = [stream.push(i) for i in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     return "".join(pieces) + stream.flush()
@@ -98,7 +98,7 @@ def test_special_tokens_in_text(smollm2, gemma):
 
 
 def test_gguf_refuses_what_it_does_not_know(smollm2):
-    meta = checkpoints.read(SMOLLM2).tokenizer
+    meta = read_checkpoint(SMOLLM2).tokenizer
     for key, value, message in (("model", "bert", "tokenizer 'bert' is not supported"),
                                 ("pre", "marsian", "pre-tokenizer 'marsian' is not supported"),
                                 ("tokens", None, "holds no tokenizer")):
@@ -108,7 +108,7 @@ def test_gguf_refuses_what_it_does_not_know(smollm2):
 
 @pytest.mark.parametrize("pre", tokenizers.GGUF_SPLITS)
 def test_every_split_round_trips(pre, smollm2):
-    meta = checkpoints.read(SMOLLM2).tokenizer
+    meta = read_checkpoint(SMOLLM2).tokenizer
     tokenizer = tokenizers.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
     for text in TEXTS:                                     # Qwen's normalizer composes e + accent
         assert tokenizer.decode(tokenizer.encode(text)) in (text, text.replace("e\u0301", "é"))
@@ -242,7 +242,7 @@ def test_stream_equals_decode(smollm2, gemma, sp_model):
 
 def test_stream_holds_half_a_character_and_flushes_it(smollm2):
     ids = smollm2.encode("x 🌱")
-    stream = tokenizers.Stream(smollm2, [])
+    stream = tokenizers.Detokenizer(smollm2, [])
     shown = "".join(stream.push(i) for i in ids[:-1])
     assert "\ufffd" not in shown and stream.flush().endswith("\ufffd") and stream.flush() == ""
 
@@ -252,7 +252,7 @@ def test_stream_of_random_ids_loses_nothing(smollm2, gemma):
         for seed in range(20):
             g = torch.Generator().manual_seed(seed)
             ids = torch.randint(0, tokenizer.n_vocab, (40,), generator=g).tolist()
-            stream = tokenizers.Stream(tokenizer, [])
+            stream = tokenizers.Detokenizer(tokenizer, [])
             assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
 
 
