@@ -123,8 +123,9 @@ class Pickler(pickle.Pickler):
     def reducer_override(self, obj):
         if not isinstance(obj, Blank):
             return NotImplemented
-        strides = [math.prod(obj.shape[i + 1:]) for i in range(len(obj.shape))]
-        arguments = Storage(obj), 0, tuple(obj.shape), tuple(strides), False
+        shape = tuple(list(obj.shape))             # its own: equal files from equal tensors
+        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+        arguments = Storage(obj), 0, shape, strides, False
         return torch._utils._rebuild_tensor_v2, (*arguments, collections.OrderedDict())
 
     def persistent_id(self, obj):

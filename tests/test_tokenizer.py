@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 from tokenizers import Tokenizer as Fast
 
 from formats import tokenizer as tokenizers
+from formats import tokenizer_files
 from formats.load import read_checkpoint
 
 TEXTS = ["Hello, my name is", " leading and   inner   spaces ", "def f(x):\n    return {x: 1}\n\n\tpass",
@@ -106,7 +107,7 @@ def test_gguf_refuses_what_it_does_not_know(smollm2):
             tokenizers.load({**meta, f"tokenizer.ggml.{key}": value})
 
 
-@pytest.mark.parametrize("pre", tokenizers.GGUF_SPLITS)
+@pytest.mark.parametrize("pre", tokenizer_files.GGUF_SPLITS)
 def test_every_split_round_trips(pre, smollm2):
     meta = read_checkpoint(SMOLLM2).tokenizer
     tokenizer = tokenizers.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
@@ -116,7 +117,7 @@ def test_every_split_round_trips(pre, smollm2):
 
 def test_splits_equal_transformers():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    for pre, splits in tokenizers.GGUF_SPLITS.items():
+    for pre, splits in tokenizer_files.GGUF_SPLITS.items():
         if pre in GGUF_PRE_TOKENIZER_SPLITS and pre != "qwen2":    # theirs allows combining marks too
             theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
             for text in TEXTS + PROSE:
@@ -143,8 +144,8 @@ def test_sentencepiece_through_gguf_metadata(sp_model):
     """The model file that we write from a GGUF's lists encodes as the original."""
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
     n = sp.get_piece_size()
-    kinds = [tokenizers.UNKNOWN if sp.is_unknown(i) else tokenizers.CONTROL if sp.is_control(i)
-             else tokenizers.BYTE if sp.is_byte(i) else tokenizers.NORMAL for i in range(n)]
+    kinds = [tokenizer_files.UNKNOWN if sp.is_unknown(i) else tokenizer_files.CONTROL if sp.is_control(i)
+             else tokenizer_files.BYTE if sp.is_byte(i) else tokenizer_files.NORMAL for i in range(n)]
     meta = {"model": "llama", "tokens": [sp.id_to_piece(i) for i in range(n)], "token_type": kinds,
             "scores": [sp.get_score(i) for i in range(n)], "bos_token_id": 1, "add_space_prefix": True}
     tokenizer = tokenizers.load({f"tokenizer.ggml.{k}": v for k, v in meta.items()})
@@ -182,7 +183,7 @@ def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
 def test_llama3_tiktoken_file(bpe, tmp_path):
     """Ranks alone give the merges back: as many tokens as the BPE that they came from."""
     vocab = sorted(((i, t) for t, i in bpe.get_vocab().items() if i > 1))
-    letters = {c: b for b, c in tokenizers.byte_letters().items()}
+    letters = {c: b for b, c in tokenizer_files.byte_letters().items()}
     data = b"".join(base64.b64encode(bytes(letters[c] for c in t)) + f" {rank}\n".encode()
                     for rank, (_, t) in enumerate(vocab))
     (tmp_path / "tokenizer.model").write_bytes(data)
@@ -190,7 +191,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
     assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
-    plain = tokenizers.byte_letters()
+    plain = tokenizer_files.byte_letters()
     for word in "the statement of a class definition called return".split():
         pieces, word = [plain[b] for b in word.encode()], word
         while len(pieces) > 1:                             # tiktoken's rule: the lowest rank first
