@@ -20,8 +20,8 @@ COMMANDS = ("benchmark", "eval")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
     "kernels": set(), "layers": set(), "sampling": set(), "model": {"layers"},
-    "formats": {"model"}, "gptq": {"formats", "model", "cli"}, "tp": {"formats"},
-    "quantize": {"kernels", "formats", "model", "gptq", "cli"},
+    "formats": {"model", "quantize"}, "gptq": {"formats", "model", "quantize", "cli"}, "tp": {"formats"},
+    "quantize": {"kernels", "model", "cli"},
     "speculate": {"sampling"},
     "generate": {"model", "sampling", "speculate", "quantize", "formats", "kernels", "tp", "cli"},
     "cli": {*CORE, "formats", "gptq", "kernels"}, "bench": {*CORE, "cli", "formats"},
