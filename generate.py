@@ -24,10 +24,11 @@ except ModuleNotFoundError:                                # not the Python that
 import torch.nn.functional as F
 from torch import Tensor
 
-import quantize
 import tp
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import load_model as load_weights
+from formats.load import open_checkpoint
+from formats.quantized import quantized
 from kernels.compile import compile_model, prepare_for_cuda
 from kernels.inductor import eager
 from model import Transformer
@@ -243,23 +244,24 @@ def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, whole: int
 # ---- Loading ------------------------------------------------------------------------------------
 
 def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16,
-               scheme: str | None = None) -> tuple:
+               scheme: str | None = None, head: str = "int8") -> tuple:
     """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
 
-    scheme: int8, int4-g32, …: round the weights while loading. FileNotFoundError, ValueError or
-    OSError say in one line what was found and what to do.
+    scheme: int8, int4-g32, …: round the weights while loading, and the head as int8, int4 or none.
+    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
-    source = checkpoints.read(checkpoints.find(path))
-    source.eos_ids = source.eos_ids or tokenizers.load(source.tokenizer).eos_ids
+    source = open_checkpoint(path)
+    tokenizer = tokenizers.load(source.tokenizer)
+    source.eos_ids = source.eos_ids or tokenizer.eos_ids
     if scheme:
         mode, _, group = scheme.partition("-g")
-        source = quantize.quantized(source, mode, int(group or 32), device=device)
-    return load_shard(source, dtype, device), source, tokenizers.load(source.tokenizer)
+        source = quantized(source, mode, int(group or 32), head, device)
+    return load_shard(source, dtype, device), source, tokenizer
 
 
 def load_shard(source, dtype: torch.dtype, device) -> Transformer:
     """This rank's part of a model, joined to the others'; alone, the whole."""
-    model = quantize.load(tp.shard(source), dtype, device)
+    model = load_weights(tp.shard(source), dtype, device)
     return tp.parallelize(model, source.cfg.vocab_size)
 
 

@@ -1,9 +1,12 @@
-"""int8 and int4 weights: round to nearest or GPTQ, the linears that use them, and the command.
+"""Quantized weights: what a scheme is, rounding to nearest, and the linears that use it.
 
-A quantized Checkpoint is a Checkpoint whose tensors come out as numbers and scales (checkpoint.py
-has the layout), whether they are read from a file or made while loading; so one way of loading and
-one way of writing serve all. Owns which tensors are quantized, the modules, and which kernel serves
-where (py has those). Knows no model families and no packed layouts.
+A scheme is one object: the tensors it stores, how weights become these and back, and the kernel for
+a device. Whatever treats schemes differently asks it. Knows no files and no families; kernels/ has
+the products and the layouts in memory. On disk, G being the group size:
+
+    int8     weight int8  [out, in]     scales [out]                 w = code * scale
+    int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
+             a byte holds two neighbouring codes, the first one in its low half
 
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
@@ -11,239 +14,217 @@ where (py has those). Knows no model families and no packed layouts.
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from formats import checkpoint as checkpoints
-from formats.checkpoint import Checkpoint, parts
-from formats.files import Lazy
 from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.cuda import INT4_CUDA
 from kernels.linear import PackedEmbedding, PackedLinear
 from kernels.moe import expert_rows
 from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
 from layers.moe import ExpertLinear, grouped_mm
-from model import Transformer
 
+LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
+MODES = ("int8", "int4")                           # schemes without their group size
 GROUPSIZES = (32, 64, 128, 256)
 LINEARS = re.compile(r"\.(wq|wk|wv|wo|gate|up|down)\.weight$")     # not routers: small and touchy
 
 
-# ---- Round to nearest ---------------------------------------------------------------------------
+# ---- Schemes ------------------------------------------------------------------------------------
 
-def int8_scales(w: Tensor) -> Tensor:
-    """w [n, in] -> [n], bfloat16, so that every dtype a model runs in has the same numbers."""
-    return (w.abs().amax(-1) / 127).clamp(min=1e-20).bfloat16()
+class Scheme:
+    """How the weights [..., out, in] of a linear are stored, made and multiplied by.
 
-
-def int8_numbers(w: Tensor, scales: Tensor) -> Tensor:
-    return (w / scales[:, None].float()).round().clamp(-127, 127).to(torch.int8)
-
-
-def int4_grid(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups w [..., G] -> scale and zero [...]: number q stands for (q - 8) * scale + zero.
-
-    From the smallest to the largest weight, in bfloat16 for the same reason.
+    A leaf has the axes of the weights, or all but the last: then it serves a whole row. A weight's
+    share of a leaf is the same share of its inputs, so that whoever splits one splits the other.
     """
-    low, high = w.aminmax(dim=-1)
-    scale = ((high - low) / 15).clamp(min=1e-20).bfloat16().float()
-    return scale, (low + 8 * scale).bfloat16().float()
+
+    name: str                                      # "int8", "int4-g32"
+    groupsize: int | None = None                   # weights of a row that share a scale; None: all
+    gguf: str | None = None                        # llama.cpp's nearest format
+    suffix = ""                                    # of a file's name, after the mode
+    serves_embedding = False                       # can rows be looked up?
+
+    def leaves(self, shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Weights of this shape -> shape and dtype of each leaf."""
+
+    def fits(self, n_in: int) -> bool:
+        """Can rows of so many weights be stored?"""
+
+    def quantize(self, w: Tensor) -> dict[str, Tensor]:
+        """Rows [n, in] -> their leaves, rounded to nearest."""
+
+    def dequantize(self, weight, scales, zeros, dtype) -> Tensor:
+        return dequantize(weight, scales, zeros, dtype)
+
+    def kernel(self, device, dtype: torch.dtype, shape) -> Kernel:
+        """The fastest that this device has for this dtype and shape [..., out, in]."""
+
+    def fill(self, leaf: str, t: Tensor) -> None:
+        """Random numbers as large as those of trained weights."""
 
 
-def int4_numbers(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """w [..., G], scale and zero [...] -> 0 to 15 [..., G], as floating-point numbers."""
-    return ((w - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
+@dataclass(frozen=True)
+class Int8(Scheme):
+    """One scale per row."""
+
+    name = "int8"
+    gguf = "Q8_0"
+    serves_embedding = True
+
+    def leaves(self, shape):
+        return {"weight": (tuple(shape), torch.int8),
+                "scales": (tuple(shape[:-1]), torch.bfloat16)}
+
+    def fits(self, n_in):
+        return True
+
+    def quantize(self, w):
+        w = w.float()
+        scales = self.scales(w)
+        return {"weight": self.codes(w, scales), "scales": scales}
+
+    def scales(self, w: Tensor) -> Tensor:
+        """In bfloat16, so that every dtype a model runs in has the same numbers."""
+        return (w.abs().amax(-1) / 127).clamp(min=1e-20).bfloat16()
+
+    def codes(self, w: Tensor, scales: Tensor) -> Tensor:
+        codes = (w / scales[:, None].float()).round()
+        return codes.clamp(-127, 127).to(torch.int8)
+
+    def kernel(self, device, dtype, shape):
+        on_cpu = torch.device(device).type == "cpu"
+        return INT8_CPU if on_cpu and shape[-1] % 32 == 0 else PLAIN
+
+    def fill(self, leaf, t):
+        if leaf == "weight":
+            t.random_(-127, 128)
+        else:
+            t.fill_(0.02 / 73)                     # codes' deviation is 73
 
 
-def rounded(w: Tensor, groupsize: int | None) -> dict[str, Tensor]:
-    """Rows w [n, in] -> their numbers and scales as on disk; int8 if groupsize is None."""
-    w = w.float()
-    if groupsize is None:
-        scales = int8_scales(w)
-        return dict(weight=int8_numbers(w, scales), scales=scales)
-    groups = w.unflatten(-1, (-1, groupsize))
-    scale, zero = int4_grid(groups)
-    weight = pack_nibbles(int4_numbers(groups, scale, zero).flatten(-2))
-    return dict(weight=weight, scales=scale.bfloat16(), zeros=zero.bfloat16())
+@dataclass(frozen=True)
+class Int4(Scheme):
+    """A scale and a zero for each `groupsize` neighbouring weights of a row."""
+
+    groupsize: int = 32
+
+    @property
+    def name(self):
+        return f"int4-g{self.groupsize}"
+
+    @property
+    def suffix(self):
+        return f".g{self.groupsize}"
+
+    @property
+    def gguf(self):
+        return "Q4_0" if self.groupsize == 32 else None
+
+    def leaves(self, shape):
+        *lead, n_in = shape
+        groups = (*lead, n_in // self.groupsize)
+        return {"weight": ((*lead, n_in // 2), torch.uint8),
+                "scales": (groups, torch.bfloat16), "zeros": (groups, torch.bfloat16)}
+
+    def fits(self, n_in):
+        return n_in % self.groupsize == 0
+
+    def quantize(self, w):
+        groups = w.float().unflatten(-1, (-1, self.groupsize))
+        scale, zero = self.grid(groups)
+        return self.pack(self.codes(groups, scale, zero).flatten(-2), scale, zero)
+
+    def grid(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Groups [..., G] -> scale and zero [...], from the smallest to the largest weight."""
+        low, high = groups.aminmax(dim=-1)
+        scale = ((high - low) / 15).clamp(min=1e-20).bfloat16().float()
+        return scale, (low + 8 * scale).bfloat16().float()
+
+    def codes(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """w [..., n], scale and zero [...] -> 0 to 15 [..., n], as floating-point numbers."""
+        return ((w - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
+
+    def values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """What codes [..., n] stand for."""
+        return (codes - 8) * scale[..., None] + zero[..., None]
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
+        """codes [..., in], scale and zero [..., in/G] -> the leaves."""
+        return {"weight": pack_nibbles(codes), "scales": scale.bfloat16(),
+                "zeros": zero.bfloat16()}
+
+    def kernel(self, device, dtype, shape):
+        device = torch.device(device)
+        if dtype != torch.bfloat16 or self.groupsize % 32:
+            return PLAIN
+        if device.type == "cpu":
+            return INT4_CPU
+        tiles = len(shape) == 2 and shape[-2] % 8 == 0
+        if device.type == "cuda" and torch.version.hip is None and tiles and (
+                torch.cuda.get_device_capability(device) >= (8, 0)):
+            return INT4_CUDA
+        return PLAIN
+
+    def fill(self, leaf, t):
+        if leaf == "weight":
+            t.random_(0, 256)
+        else:
+            t.fill_({"scales": 0.02 / 4.6, "zeros": 0.0}[leaf])        # codes' deviation is 4.6
 
 
-def pieces(t: Lazy, groupsize: int | None, make: Callable[[int, int], dict]) -> list[Lazy]:
-    """weight, scales and, in int4, zeros of a tensor in place of it; int8 if groupsize is None.
-
-    make(a, b): those of its rows. Whoever reads the weight reads the others next: they are kept
-    until then.
-    """
-    lead, n_in, x = t.shape[:-1], t.shape[-1], t.name.removesuffix(".weight")
-    if groupsize is None:
-        layout = dict(weight=((*lead, n_in), torch.int8), scales=(lead, torch.bfloat16))
-    else:
-        groups = (*lead, n_in // groupsize), torch.bfloat16
-        layout = dict(weight=((*lead, n_in // 2), torch.uint8), scales=groups, zeros=groups)
-    if t.rows is None:                             # random weights: so are these
-        return [Lazy(f"{x}.{leaf}", *kind, None) for leaf, kind in layout.items()]
-    kept = {}                                      # nan where a row is not, or not any more
-
-    def rows(leaf, a, b):
-        if leaf in kept and not (part := kept[leaf][a:b].clone()).isnan().any():
-            kept[leaf][a:b] = torch.nan
-            if kept[leaf].isnan().all():
-                del kept[leaf]
-            return part
-        made = {k: v.cpu() for k, v in make(a, b).items()}
-        for other in made.keys() - {"weight"}:
-            if not made[other].isfinite().all():
-                raise ValueError(f"{t.name} has weights that are infinite or no numbers")
-            if leaf == "weight":
-                blank = made[other].new_full((t.n_row, *made[other].shape[1:]), torch.nan)
-                kept.setdefault(other, blank)[a:b] = made[other]
-        return made[leaf]
-
-    def piece(leaf, shape, dtype):
-        new = Lazy(f"{x}.{leaf}", shape, dtype, None)
-        n = t.n_row // new.n_row                   # of the weight's rows in one; experts' scales
-        row = shape[2:] if len(shape) > 2 else shape[1:]
-        return replace(new, rows=lambda a, b: rows(leaf, n * a, n * b).view(b - a, *row))
-    return [piece(leaf, *kind) for leaf, kind in layout.items()]
+SCHEMES = {s.name: s for s in (Int8(), *(Int4(size) for size in GROUPSIZES))}
 
 
-def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
-              device="cpu", solver: Callable | None = None) -> Checkpoint:
-    """The checkpoint with numbers and scales for weights, made as they are read.
-
-    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row. head:
-    none, int8 or int4, of the output; where it is the embedding too, int8 serves both and int4 is
-    a copy for the output. solver(name) -> q, scales and zeros, in place of rounding (GPTQ).
-    ValueError where the source is quantized already or the group size does not divide.
-    """
-    if stated := describe(source):
-        raise ValueError(f"{source.path} is quantized already ({stated}): start from the original")
-    everything, tied = dict(source.tensors), source.cfg.tied
-    todo = {name: mode for name in everything if LINEARS.search(name)}
-    if tied and head == "int4":
-        everything["head.weight"] = replace(everything["embed.weight"], name="head.weight")
-    if head != "none":
-        todo["embed.weight" if tied and head == "int8" else "head.weight"] = head
-    widths = {everything[n].shape[-1]: n for n, kind in todo.items() if kind == "int4"}
-    bad = [width for width in widths if width % groupsize]
-    if bad:
-        fit = [str(g) for g in GROUPSIZES if not any(width % g for width in widths)]
-        raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
-                         f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
-
-    solved = {}                                    # the last one
-
-    def make(t, size, a, b):
-        if not (solver and LINEARS.search(t.name)):
-            return rounded(t.rows(a, b).to(device), size)
-        if t.name not in solved:
-            solved.clear()
-            solved[t.name] = [part.flatten(0, -2) for part in solver(t.name)]
-        q, scales, zeros = (part[a:b] for part in solved[t.name])
-        return dict(weight=pack_nibbles(q), scales=scales.bfloat16(), zeros=zeros.bfloat16())
-
-    tensors = {}
-    for name in sorted(everything, key=_layer):    # GPTQ goes from the first layer to the last
-        t = replace(everything[name], name=name)
-        new = [t]
-        if name in todo:
-            size = groupsize if todo[name] == "int4" else None
-            new = pieces(t, size, partial(make, t, size))
-        tensors.update((piece.name, piece) for piece in new)
-    stated = dict(mode=mode, head=head, gptq=solver is not None)
-    return replace(source, tensors=tensors, quantization=stated)
+def scheme_named(text: str, groupsize: int = 32) -> Scheme:
+    """ "int8", "int4-g64", or "int4" with this group size. ValueError lists the names."""
+    if text == "int4":
+        return Int4(groupsize)
+    if text not in SCHEMES:
+        raise ValueError(f"no scheme {text}: expected int4, {', '.join(SCHEMES)}")
+    return SCHEMES[text]
 
 
-def _layer(name: str) -> int:
-    return int(name.split(".")[1]) if name.startswith("layers.") else -1
-
-
-def schemes(source: Checkpoint) -> tuple[str, str]:
-    """Of the linears and of the head, as the tensors say: "none", "int8", "int4-g32", …"""
-    found = {}, {}
-    for name in source.tensors:
-        x, _, leaf = name.rpartition(".")
-        if leaf == "scales":
-            kind = "int8"
-            if f"{x}.zeros" in source.tensors:
-                scales, weight = (source.tensors[f"{x}.{leaf}"] for leaf in ("scales", "weight"))
-                kind = f"int4-g{weight.shape[-1] * 2 // scales.shape[-1]}"
-            found[x in ("embed", "head")][kind] = True
-    return tuple("/".join(kinds) or "none" for kinds in found)
-
-
-def describe(source: Checkpoint) -> str:
-    """schemes() in words, and how they were found; "" if nothing is quantized."""
-    linears, head = schemes(source)
-    how = " by GPTQ" if (source.quantization or {}).get("gptq") else ""
-    return "" if (linears, head) == ("none", "none") else f"{linears}{how}, head {head}"
-
-
-def add_flags(add: Callable) -> None:
-    """For every command that loads a model."""
-    add("--quantize", choices=["int8", "int4"],
-        help="round the weights while loading, without a file; GPTQ is quantize.py's")
-    _add_choices(add)
-
-
-def _add_choices(add: Callable) -> None:
-    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
-        help="int4: weights of a row that share a scale")
-    add("--quantize_head", choices=["none", "int8", "int4"], default="int8",
-        help="the output layer; int8 also serves the embedding where both are one matrix")
-
-
-def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
-    if args.quantize is None:
-        return source
-    return quantized(source, args.quantize, args.groupsize, args.quantize_head, device)
+def scheme_of(shapes: dict[str, tuple[int, ...]], n_in: int | None = None) -> Scheme | None:
+    """The scheme whose leaves have these shapes, None of plain weights; n_in: their inputs."""
+    if "scales" not in shapes:
+        return None
+    if "zeros" not in shapes:
+        return Int8()
+    n_in = n_in or 2 * shapes["weight"][-1]
+    n_group = shapes["scales"][-1] if shapes["scales"] else 0
+    if n_group < 1 or n_in % n_group or n_in % 2:
+        raise ValueError(f"scales has {n_group} groups, which do not divide the {n_in} inputs")
+    return Int4(n_in // n_group)
 
 
 # ---- The modules --------------------------------------------------------------------------------
 
-def pick_kernel(int4: bool, dtype: torch.dtype, device, shape, groupsize: int) -> Kernel:
-    """The fastest that this device has for this dtype and shape [..., out, in], else the plain."""
-    device = torch.device(device)
-    if device.type == "cpu" and not int4 and shape[-1] % 32 == 0:
-        return INT8_CPU
-    fits = dtype == torch.bfloat16 and int4 and groupsize % 32 == 0
-    if fits and device.type == "cpu":
-        return INT4_CPU
-    if fits and device.type == "cuda" and len(shape) == 2 and shape[-2] % 8 == 0 and (
-            torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)):
-        return INT4_CUDA
-    return PLAIN
-
-
 class QuantizedLinear(PackedLinear):
-    """A Linear [out, in] or an ExpertLinear [E, out, in] of numbers and scales.
+    """A Linear [out, in] or an ExpertLinear [E, out, in] whose tensors are a scheme's leaves.
 
-    Its tensors are loaded as they lie on disk; pack() then gives them the kernel's layout.
+    They are loaded as they lie on disk; pack() then gives them the kernel's layout.
     """
 
-    def __init__(self, like: nn.Linear | ExpertLinear, groupsize: int | None, dtype, device):
-        *lead, n_in = shape = like.weight.shape
-        int4 = groupsize is not None
-        super().__init__(shape, like.bias, pick_kernel(int4, dtype, device, shape, groupsize))
-        precise = torch.float32 if dtype == torch.float16 else dtype       # tiny scales underflow
-        n_group, n_byte = (n_in // groupsize, n_in // 2) if int4 else (0, n_in)
-
-        def blank(*shape, dtype=precise):
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-
-        self.weight = blank(*lead, n_byte, dtype=torch.uint8 if int4 else torch.int8)
-        self.scales = blank(*lead, n_group) if int4 else blank(*lead)
-        self.zeros = blank(*lead, n_group) if int4 else None
+    def __init__(self, like: nn.Linear | ExpertLinear, scheme: Scheme, dtype, device):
+        shape = like.weight.shape
+        super().__init__(shape, like.bias, scheme.kernel(device, dtype, shape))
+        self.scheme = scheme
+        precise = torch.float32 if dtype == torch.float16 else dtype   # tiny scales underflow
+        for leaf, (leaf_shape, kind) in scheme.leaves(shape).items():
+            kind = precise if kind.is_floating_point else kind
+            blank = torch.empty(leaf_shape, dtype=kind, device="meta")
+            setattr(self, leaf, nn.Parameter(blank, requires_grad=False))
 
     def pack(self) -> None:
         leaves = self.leaves()
         if len(self.shape) == 2:
             leaves = self.kernel.pack(*leaves)
         elif self.kernel.name != "plain":
-            each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves))
-                    for e in range(self.shape[0])]
+            experts = range(self.shape[0])
+            each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves)) for e in experts]
             leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
         self.set_leaves(leaves)
 
@@ -251,44 +232,37 @@ class QuantizedLinear(PackedLinear):
 class QuantizedExperts(QuantizedLinear):
     def forward(self, x, ids, ends):               # as ExpertLinear
         if x.device.type == "cpu":
-            y = expert_rows(x, ids, self.weight, self.scales, self.zeros, self.kernel.name,
-                                    self.shape[1])
+            y = expert_rows(x, ids, *self.leaves(), self.kernel.name, self.shape[1])
         elif ends is not None:
-            w = dequantize(self.weight, self.scales, self.zeros, x.dtype)
-            y = grouped_mm(x, w, ends)
+            y = grouped_mm(x, self.scheme.dequantize(*self.leaves(), x.dtype), ends)
         else:
-            own = (t if t is None else t[ids] for t in (self.weight, self.scales, self.zeros))
-            w = dequantize(*own, torch.float32)
+            own = (t if t is None else t[ids] for t in self.leaves())
+            w = self.scheme.dequantize(*own, torch.float32)
             y = (w * x[:, None].float()).sum(-1).to(x.dtype)
         return y if self.bias is None else y + self.bias[ids]
 
 
-def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
-    """checkpoint.load(), with the modules that the source's tensors ask for."""
-    def rewrite(model):
-        for name, module in list(model.named_modules()):
-            shared = name == "head" and "embed.scales" in source.tensors
-            x = "embed" if shared else parts(f"{name}.weight")[0].removesuffix(".weight")
-            linear = isinstance(module, nn.Linear | ExpertLinear)
-            if not linear or f"{x}.scales" not in source.tensors:
-                continue
-            groupsize = None
-            if f"{x}.zeros" in source.tensors:
-                groupsize = module.weight.shape[-1] // source.tensors[f"{x}.zeros"].shape[-1]
-            new = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedExperts
-            new = new(module, groupsize, dtype, device)
-            model.set_submodule(name, new)
-            if shared:
-                model.embed = PackedEmbedding(new, new.scales, dtype)
+def put_quantized_linears(model: nn.Module, scheme_at: Callable[[str], Scheme | None], dtype,
+                          device) -> None:
+    """Exchange the linears of a blank model for which scheme_at(their name) gives a scheme.
 
-    def ready(module):
-        if isinstance(module, QuantizedLinear):
-            module.pack()
+    A scheme at "embed" is that of a matrix that is embedding and head in one.
+    """
+    shared = scheme_at("embed")
+    for name, module in list(model.named_modules()):
+        scheme = shared if name == "head" and shared else scheme_at(name)
+        if scheme and isinstance(module, nn.Linear | ExpertLinear):
+            kind = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedExperts
+            model.set_submodule(name, kind(module, scheme, dtype, device))
+    if shared:
+        model.embed = PackedEmbedding(model.head, model.head.scales, dtype)
 
-    model = checkpoints.load(source, dtype, device, rewrite, ready)
-    if "embed.scales" in source.tensors:           # what pack() made is one again
-        model.embed.weight, model.embed.scales = model.head.weight, model.head.scales
-    return model
+
+def share_embedding(model: nn.Module) -> None:
+    """After pack(), which gave the head new tensors: one matrix again."""
+    if isinstance(model.embed, PackedEmbedding):
+        model.embed.weight = model.head.weight
+        model.embed.scales = model.head.scales
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from formats.files import Lazy, narrow
+from formats.lazy import LazyTensor, made_from, narrow
 from kernels.collectives import all_gather, all_reduce
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
@@ -108,11 +108,11 @@ def shard(source, n: int | None = None, me: int | None = None):
     return replace(source, cfg=cfg, tensors=tensors)
 
 
-def shard_tensor(t: Lazy, leaf: str, axis: int, n: int, i: int) -> Lazy:
+def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTensor:
     """The i-th of n parts along an axis of a weight, or of what belongs to it."""
     if axis >= len(t.shape):                       # one for all inputs
-        if leaf == "bias" and i > 0 and t.rows:    # which is added once
-            return replace(t, rows=lambda a, b: torch.zeros_like(t.rows(a, b)))
+        if leaf == "bias" and i > 0:               # which is added once
+            return made_from(t, lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t
     if t.shape[axis] % n:
         raise ValueError(f"{t.name}: {n} ranks cannot share its {t.shape[axis]} groups of "

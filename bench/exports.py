@@ -99,7 +99,7 @@ def open_gguf_model(checkpoint) -> GGUFModel:
     import gguf
     path = Path(checkpoint.path)
     if path.suffix != ".gguf":
-        if any(tensor.rows is not None for tensor in checkpoint.tensors.values()):
+        if any(tensor.read_rows is not None for tensor in checkpoint.tensors.values()):
             raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")
         check_plain_llama(checkpoint.cfg, "llama.cpp")
         return GGUFModel("llama", _llama_fields(checkpoint.cfg), _random_llama(checkpoint.cfg))

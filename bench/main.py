@@ -27,12 +27,12 @@ from bench.profiling import run_profiles
 from bench.ranks import run_ranks
 from bench.suites import SUITES, run_suite
 from bench.tables import OUTPUTS, PEERS
-from bench.weights import SCHEME
+from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
 from cli.ranks import as_rank, local_device
 from cli.session import open_model
-from formats import checkpoint as checkpoints
+from formats.shapes import SHAPES
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]
 EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of a row: not a failed command
@@ -129,11 +129,11 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
                          "int8, int4")
     known = (*LADDER, NGRAM)
     for name in requested:
-        if name not in known and not re.fullmatch(SCHEME, name):
+        if name not in known and not is_scheme(name):
             raise ValueError(f"unknown engine '{name}' (engines: {', '.join(known)}, int8, int4, "
                              "int4-g64, …)")
     for scheme in schemes:
-        if not re.fullmatch(f"none|{SCHEME}", scheme):
+        if scheme != "none" and not is_scheme(scheme):
             raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
                              "of 32, 64, 128 or 256)")
     engines = [name for name in requested if name in known]
@@ -143,7 +143,7 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
 
 def read_models(args) -> list[tuple[str | None, str | None]]:
     """-> (path, None) or (None, shape). A shape's name serves as -m where no such file is."""
-    shapes = {shape.lower(): shape for shape in checkpoints.SHAPES}
+    shapes = {shape.lower(): shape for shape in SHAPES}
     if args.random is not None and args.checkpoint_path:
         raise ValueError("--random and --checkpoint_path exclude each other")
     if args.random is not None and not names(args.random):

@@ -21,10 +21,11 @@ import torch
 from bench import exports
 from bench.machine import ROOT
 from bench.weights import Weights, parse_scheme
+from quantize import SCHEMES
 
 WORKER = Path(__file__).with_name("worker.py")
 EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
-GGUF_FORMATS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}    # as large as ours
+GGUF_FORMATS = {"none": "BF16"} | {name: scheme.gguf for name, scheme in SCHEMES.items()}
 
 
 class Peer:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-import quantize
 import tp
 from cli.common import free_memory, log
 from cli.ranks import n_local
-from formats import checkpoint as checkpoints
+from formats import quantized
+from formats.checkpoint import n_bytes
+from formats.parameters import count_parameters
 from generate import load_shard
 from model import ModelConfig, Transformer
-
-SCHEME = r"int8|int4(-g(32|64|128|256))?"
+from quantize import SCHEMES
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,10 @@ class Weights:
     error: str | None = None
 
 
+def is_scheme(name: str) -> bool:
+    return name == "int4" or name in SCHEMES
+
+
 def parse_scheme(scheme: str) -> tuple[str, int]:
     """int4-g64 -> ("int4", 64); groups are of 32 where the name has no size."""
     mode, _, group = scheme.partition("-g")
@@ -45,20 +49,20 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device) 
     name = source.path.name
     model = None
     error = None
-    quantized = source
+    stored = source
     try:
         if scheme != "none":
             mode, group = parse_scheme(scheme)
-            quantized = quantize.quantized(source, mode, group, device=device)
-        n_bytes = checkpoints.n_bytes(tp.shard(quantized), dtype)
+            stored = quantized.quantized(source, mode, group, device=device)
+        size = n_bytes(tp.shard(stored), dtype)
         # The ranks of one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1
-        if n_bytes > free_memory(device) / n_sharing:
-            raise torch.OutOfMemoryError(f"the weights take {n_bytes / 1e9:.1f} GB")
-        model = load_shard(quantized, dtype, device)
+        if size > free_memory(device) / n_sharing:
+            raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
+        model = load_shard(stored, dtype, device)
     except torch.OutOfMemoryError as e:
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
-    return Weights(name=name, cfg=source.cfg, n_parameters=checkpoints.n_parameters(source),
-                   scheme=scheme, quantization=quantize.schemes(quantized)[0], dtype=dtype,
+    return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
+                   scheme=scheme, quantization=quantized.schemes(stored)[0], dtype=dtype,
                    model=model, error=error)

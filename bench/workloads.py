@@ -13,7 +13,7 @@ import torch
 
 from cli import batch
 from cli.common import english_text
-from formats.tokenizer import Numbers
+from formats.tokenizer import NullTokenizer
 
 
 class Workload(NamedTuple):
@@ -80,7 +80,7 @@ def encode_english(n: int, tokenizer, cfg) -> list[int]:
 
     Not always random: after nonsense, rounding alone can change what a model generates in bf16.
     """
-    if n < cfg.context and not isinstance(tokenizer, Numbers):
+    if n < cfg.context and not isinstance(tokenizer, NullTokenizer):
         return tokenizer.encode(english_text()[:20 * n])[:n]
     return batch.encode_prompt(str(n), tokenizer, cfg, seed=0)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-import quantize
 from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
@@ -26,6 +25,7 @@ from cli.ranks import as_rank, local_device
 from cli.report import weight_bytes
 from cli.sequence import Sequence
 from cli.session import open_model, pick_engine
+from formats import quantized
 from generate import Batch, bucket, load_shard
 from model import Transformer
 from sampling import SamplingParams
@@ -316,7 +316,7 @@ def build_parser() -> Parser:
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    quantize.add_flags(add)
+    quantized.add_flags(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
     add("--max_seq_length", type=number(int, 2),
         help="positions to use; default: the model's context, for perplexity 1024 at most")
@@ -359,7 +359,7 @@ def run(argv: list[str] | None = None) -> int:
         manager = load_tasks(args)
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
-    source = quantize.as_flagged(source, args, device)
+    source = quantized.as_flagged(source, args, device)
     model = load_shard(source, dtype, device)
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
@@ -377,7 +377,7 @@ def run(argv: list[str] | None = None) -> int:
     log(f"{seconds:.1f} seconds")
     result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
                    seconds=seconds, model_bytes=weight_bytes(model)[0],
-                   quantization=quantize.schemes(source)[0])
+                   quantization=quantized.schemes(source)[0])
     print(json.dumps(result, default=str) if args.json else text, flush=True)
     return 0
 

@@ -11,9 +11,9 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-import quantize
 from cli.common import Help, Parser, number
-from formats import checkpoint as checkpoints
+from formats import quantized
+from formats.shapes import SHAPES
 from sampling import SamplingParams
 
 SAMPLING = dict(                                   # of the flags, and of a request's own values
@@ -33,11 +33,11 @@ def build_parser() -> Parser:
              "default: the model that scripts/quickstart.sh fetched")
     add("--random", metavar="NAME",
         help="a known shape with random weights and no files, for speed trials with an integer "
-             "--prompt: " + ", ".join(checkpoints.SHAPES))
+             "--prompt: " + ", ".join(SHAPES))
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
-    quantize.add_flags(add)
+    quantized.add_flags(add)
     add("--max_seq_length", type=number(int, 2),
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
              "the kinds dynamic and longrope takes its factors for this length")

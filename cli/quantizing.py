@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
+from formats.hub import output_path, resolve
+from formats.load import read_checkpoint
+from formats.pth import save_checkpoint
+from formats.quantized import add_choices, quantized
 from gptq import calibrate
-from quantize import _add_choices, int4_grid, int4_numbers, quantized
+from quantize import scheme_named
 
 
 def main() -> int:
@@ -28,7 +31,7 @@ def build_parser() -> Parser:
         help="anything that generate.py reads; default: the model that quickstart.sh fetched")
     add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
-    _add_choices(add)
+    add_choices(add)
     add("--output", type=Path, metavar="FILE",
         help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
              "source, or in checkpoints/NAME for a GGUF or hub model")
@@ -58,39 +61,45 @@ def build_parser() -> Parser:
 def run(argv=None) -> int:
     args = build_parser().parse_args(argv)
     device = pick_device(args.device)
-    path = checkpoints.find(args.checkpoint_path)
-    source = checkpoints.read(path)
+    path = resolve(args.checkpoint_path)
+    source = read_checkpoint(path)
     mode, _, gptq = args.mode.partition("-")
-    suffix = "" if mode == "int8" else f".g{args.groupsize}"
-    output = args.output or checkpoints.beside(path, f"model_{args.label}{args.mode}{suffix}.pth")
+    scheme = scheme_named(mode, args.groupsize)
+    name = f"model_{args.label}{args.mode}{scheme.suffix}.pth"
+    output = args.output or output_path(path, name)
     if output.is_dir() or output.suffix not in (".pth", ".pt"):
         raise ValueError(f"--output {output}: expected a file that ends in .pth")
     if args.calibration_file and args.calibration_tasks:
         raise ValueError("--calibration_file and --calibration_tasks exclude each other")
     new = quantized(source, mode, args.groupsize, args.quantize_head, device)
     if gptq:
-        text = calibrate.calibration_text(args.calibration_file, args.calibration_tasks,
-                                          args.include_path)
-        length = args.calibration_seq_length
-        if length > source.cfg.context:
-            raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
-                             f"{source.cfg.context}")
-        ids = tokenizers.load(source.tokenizer).encode(text)
-        if max(ids, default=0) >= source.cfg.vocab_size:
-            raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
-                             f"{source.cfg.vocab_size} tokens: they do not belong together")
-        tokens = calibrate.windows(ids, length, args.calibration_limit,
-                                   args.pad_calibration_inputs)
-        log(f"calibrating on {len(tokens)} windows of {length} tokens")
-        solver = calibrate.Solver(
-            source, tokens, device, pick_dtype(args.dtype, device, source.cfg), args.groupsize,
-            int4_grid, int4_numbers, args.percdamp, args.blocksize, args.act_order)
+        solver = build_solver(args, source, device)
         new = quantized(source, mode, args.groupsize, args.quantize_head, device, solver)
     write(new, output, quiet=bool(gptq))
     if gptq:
         log(solver.summary())
     print(output)
     return 0
+
+
+def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
+    """Ready to solve the first layer. ValueError where text, tokenizer and model do not fit."""
+    text = calibrate.calibration_text(args.calibration_file, args.calibration_tasks,
+                                      args.include_path)
+    length = args.calibration_seq_length
+    if length > source.cfg.context:
+        raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
+                         f"{source.cfg.context}")
+    ids = tokenizers.load(source.tokenizer).encode(text)
+    if max(ids, default=0) >= source.cfg.vocab_size:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
+                         f"{source.cfg.vocab_size} tokens: they do not belong together")
+    tokens = calibrate.split_windows(ids, length, args.calibration_limit,
+                                     args.pad_calibration_inputs)
+    log(f"calibrating on {len(tokens)} windows of {length} tokens")
+    return calibrate.Solver(
+        source, tokens, device, pick_dtype(args.dtype, device, source.cfg),
+        scheme_named("int4", args.groupsize), args.percdamp, args.blocksize, args.act_order)
 
 
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
@@ -107,5 +116,5 @@ def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
             print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,
                   flush=True)
 
-    checkpoints.save(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
-                     progress)
+    save_checkpoint(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
+                    progress)

@@ -1,1 +1,50 @@
-from formats.tokenizer import Row as Sequence  # noqa: F401
+"""Sequence: what one prompt has got so far, its ids and text, and when it stops.
+
+    sequence = Sequence(tokenizer, prompt_ids, eos_ids={2}, stops=["\\n\\n"], max_new=100)
+    while not sequence.finish_reason: print(sequence.push(next_id), end="")
+"""
+
+from formats.tokenizer import Detokenizer
+
+
+class Sequence:
+    """One sequence of a batch: collects its new ids and text, knows when to stop.
+
+    finish_reason: "stop", an end-of-sequence token or a stop string, "length", after max_new ids,
+    or what finish() was told; None: not yet.
+    """
+
+    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
+                 stops: list[str] = (), max_new: int | None = None):
+        self.detokenizer, self.prompt_ids = Detokenizer(tokenizer, prompt_ids), prompt_ids
+        self.eos_ids, self.stops, self.max_new = eos_ids, stops, max_new
+        self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
+
+    def push(self, token_id: int) -> str:
+        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
+        if self.finish_reason:
+            return ""
+        self.ids.append(token_id)
+        if token_id in self.eos_ids:
+            return self.finish("stop")
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += self.detokenizer.push(token_id)
+        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[:min(found)], "stop"
+            return self._show(len(self.text))
+        if len(self.ids) == self.max_new:
+            return self.finish("length")
+        begun = [n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])]
+        return self._show(len(self.text) - max(begun, default=0))
+
+    def finish(self, reason: str) -> str:
+        """-> what was still held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.text += self.detokenizer.flush()
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece, self.shown = self.text[self.shown:end], max(self.shown, end)
+        return piece

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import quantize
 import tp
 from cli import batch, flags
 from cli.chat import Chat
@@ -29,8 +28,12 @@ from cli.flags import HELLO
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
-from formats import checkpoint as checkpoints
+from formats import quantized
 from formats import tokenizer as tokenizers
+from formats.checkpoint import n_bytes
+from formats.load import open_checkpoint
+from formats.parameters import count_parameters
+from formats.shapes import random_checkpoint
 from generate import Batch, bucket, generate, load_shard
 from model import cache_bytes
 from sampling import SamplingParams
@@ -103,8 +106,8 @@ def open_model(path: str | None = None, shape: str | None = None):
     if shape is not None and path is not None:
         raise ValueError("--random and --checkpoint_path exclude each other")
     if shape is not None:
-        return checkpoints.random_weights(shape), tokenizers.Numbers()
-    source = checkpoints.read(checkpoints.find(path))
+        return random_checkpoint(shape), tokenizers.NullTokenizer()
+    source = open_checkpoint(path)
     return source, tokenizers.load(source.tokenizer)
 
 
@@ -130,7 +133,7 @@ def open_draft(args, source, tokenizer, device):
         if args.random:
             raise ValueError(f"--speculate {args.speculate} drafts with a copy of the model, and "
                              "--random makes no two alike")
-        return quantize.quantized(source, args.speculate, device=device)
+        return quantized.quantized(source, args.speculate, device=device)
     if not args.draft_checkpoint_path:
         return None
     draft, other = open_model(args.draft_checkpoint_path)
@@ -143,7 +146,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> 
     """State what will be allocated. ValueError where it exceeds what is free."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
-    weights = sum(checkpoints.n_bytes(source, dtype) for source in sources)
+    weights = sum(n_bytes(source, dtype) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
                 for source in sources)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
@@ -174,7 +177,7 @@ class Session:
         self.n_rows = min(args.batch_size, len(work)) if flags.many(args) else args.batch_size
         n_cache_rows = 0 if engine == "recompute" else self.n_rows
         draft_source = open_draft(args, source, tokenizer, device)
-        self.source = source = quantize.as_flagged(source, args, device)
+        self.source = source = quantized.as_flagged(source, args, device)
         self.drafter = args.speculate or (draft_source and draft_source.path.name)
         self.k = self.max_draft(draft_source)
         chunk = max(args.prefill_chunk, self.k + 1 if self.drafter else 0)
@@ -198,8 +201,8 @@ class Session:
 
     def describe_model(self) -> None:
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
-        scheme = quantize.describe(self.source)
-        log(f"{self.source.path.name}: {checkpoints.n_parameters(self.source) / 1e6:.0f}M "
+        scheme = quantized.describe(self.source)
+        log(f"{self.source.path.name}: {count_parameters(self.source.cfg) / 1e6:.0f}M "
             f"parameters, {scheme + ', ' if scheme else ''}{str(self.dtype)[6:]}, "
             f"{self.total_bytes / 1e6:.0f} MB on {self.device}"
             f"{',' + on_each_rank() if tp.world() > 1 else ''}")
@@ -256,7 +259,7 @@ class Session:
 
     def about(self) -> dict:
         """What --json says beside the text and its figures."""
-        linears, head = quantize.schemes(self.source)
+        linears, head = quantized.schemes(self.source)
         drafts = {}
         if self.drafter:
             drafts = dict(speculate=self.drafter, speculate_k=self.k, **accept_stats(self.batch))

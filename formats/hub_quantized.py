@@ -2,7 +2,7 @@
 
 Owns the layouts: which tensors on disk make one linear, how integers are packed, which scale each
 number has. Knows nothing of files, models or config.json beyond its `quantization_config`. Every
-layout ends in the same sum, weight = (number - zero point) * scale. Four bits with a scale for each
+layout ends in the same sum, weight = (code - zero point) * scale. Four bits with a scale for each
 so many neighbours of a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
 
     tensors = dequantized(tensors, config["quantization_config"])
@@ -10,12 +10,11 @@ so many neighbours of a row stay four bits (`_int4`); for all else `_scaled` doe
 
 import math
 import re
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from formats.files import Lazy, made_once
+from formats.lazy import LazyTensor, cached, made_from, offset
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
@@ -31,10 +30,10 @@ PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|b
                      r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
 
 
-def dequantized(lazies: list[Lazy], quantization: dict) -> list[Lazy]:
+def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
     """All tensors of a checkpoint, a quantized linear's as one X.weight [out, in] or [E, out, in].
 
-    Or as X.weight, X.scales and X.zeros of checkpoint.py's int4. quantization: config.json's
+    Or as X.weight, X.scales and X.zeros of quantize.py's int4. quantization: config.json's
     quantization_config (or compression_config). Other tensors pass unchanged; scales of activations
     and of the kv cache are dropped. Plain rows come in fp32, and `dtype` says what they were:
     the scales' 16-bit type, or bfloat16. Reads nothing large.
@@ -44,7 +43,7 @@ def dequantized(lazies: list[Lazy], quantization: dict) -> list[Lazy]:
     method = quantization.get("quant_method")
     if method not in READERS:
         _refuse(f"quant_method {method!r}", READERS)
-    tensors = {t.name: t for t in lazies if not UNUSED.search(t.name)}
+    tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
     done = list(READERS[method](tensors, quantization))      # takes what it reads out of `tensors`
     alone = next((name for name in tensors if PARTNER.search(name)), None)
     if alone:
@@ -68,7 +67,7 @@ def _fp8(tensors, quantization, dtypes="fp8", sizes=None):
         if scale is None:
             raise ValueError(f"{name}: {name}_scale_inv or {name}_scale is missing")
         zero, group = (tensors.pop(name + s, None) for s in ("_zero_point", "_g_idx"))
-        yield _scaled(name, weight.shape, weight.rows, scale, zero, sizes, group)
+        yield _scaled(name, weight.shape, weight.read_rows, scale, zero, sizes, group, weight)
 
 
 def _modelopt(tensors, quantization):
@@ -158,16 +157,17 @@ def _compressed_tensors(tensors, quantization):
         if zero and zero.dtype == torch.int32:
             _check(x, [packed, scale, zero],
                    zero.shape == (_ceil(n_out * bits, 32), *scale.shape[1:]))
-            zero = made_once(x, scale.shape, torch.float32,
-                             lambda zero=zero, bits=bits, n=n_out:
-                                 _signed(zero.whole().T, bits, n).T)
-        values = lambda a, b, packed=packed, bits=bits, n=n_in: _signed(packed.rows(a, b), bits, n)
+            zero = cached(x, scale.shape, torch.float32,
+                          lambda zero=zero, bits=bits, n=n_out:
+                              _signed(zero.whole().T, bits, n).T)
+        values = lambda a, b, packed=packed, bits=bits, n=n_in: _signed(
+            packed.read_rows(a, b), bits, n)
         if bits == 4 and _plain_groups(shape, scale, zero, sizes, group):
-            numbers = lambda a, b, values=values: (values(a, b) + 8).to(torch.uint8)
-            point = zero and replace(zero, rows=lambda a, b, zero=zero: zero.rows(a, b).float() + 8)
-            yield from _int4(x, shape, numbers, scale, point)
+            codes = lambda a, b, values=values: (values(a, b) + 8).to(torch.uint8)
+            point = zero and offset(zero, 8)
+            yield from _int4(x, shape, codes, scale, point, packed)
         else:
-            yield _scaled(x + ".weight", shape, values, scale, zero, sizes, group)
+            yield _scaled(x + ".weight", shape, values, scale, zero, sizes, group, packed)
     yield from _fp8(tensors, quantization, "fp8 or int8", sizes)
 
 
@@ -178,8 +178,9 @@ def _mxfp4(tensors, quantization):
         E, n_out, n_block = scales.shape
 
         def values(a, b, blocks=blocks):                                # [b - a, in/32, 16]
-            return F.embedding(blocks.rows(a, b).int(), FP4_PAIRS).flatten(1)
-        yield _scaled(x + ".weight", (E, n_out, n_block * 32), values, scales, None, [(1, 32)])
+            return F.embedding(blocks.read_rows(a, b).int(), FP4_PAIRS).flatten(1)
+        yield _scaled(x + ".weight", (E, n_out, n_block * 32), values, scales, None, [(1, 32)],
+                      None, blocks)
 
 
 READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
@@ -188,11 +189,12 @@ READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "awq": _awq, 
 
 # ---- What the layouts share ---------------------------------------------------------------------
 
-def _scaled(name, shape, values, scale, zero, sizes, group=None):
-    """A Lazy of (values(a, b) - zero) * scale.
+def _scaled(name, shape, values, scale, zero, sizes, group, packed):
+    """A LazyTensor of (values(a, b) - zero) * scale.
 
     scale, zero: one number, [out], or [(E,) out/bo, in/bi] where the last block may be partial;
     bo, bi: 1, the whole axis, or from one of `sizes`. group [in]: columns' groups in place of bi.
+    packed: the tensor that values() reads.
     """
     n_out, n_in = shape[-2:] if len(shape) > 1 else (0, 0)
     single = math.prod(scale.shape) == 1
@@ -210,7 +212,7 @@ def _scaled(name, shape, values, scale, zero, sizes, group=None):
             return _number(t.whole()).reshape(1, 1)
         row = torch.arange(a, b)
         row = row // n_out * grid[-2] + row % n_out // bo
-        few = _number(t.rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
+        few = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
         few = few[row - row[0]] if bo > 1 else few
         if grid[-1] == 1:
             return few
@@ -226,7 +228,8 @@ def _scaled(name, shape, values, scale, zero, sizes, group=None):
         return w * spread(scale, a, b, column)
 
     half = scale.dtype in (torch.float16, torch.bfloat16)
-    return Lazy(name, tuple(shape), scale.dtype if half else torch.bfloat16, rows)
+    made_of = tuple(t for t in (packed, scale, zero, group) if t)
+    return LazyTensor(name, tuple(shape), scale.dtype if half else torch.bfloat16, rows, made_of)
 
 
 def _plain_groups(shape, scale, zero, sizes, group) -> bool:
@@ -244,49 +247,50 @@ def _plain_groups(shape, scale, zero, sizes, group) -> bool:
         bool((order <= 0).all()) or torch.equal(order, torch.arange(n_in) // (n_in // n_group)))
 
 
-def _int4(x, shape, numbers, scale, zero, scale_again=None):
-    """checkpoint.py's int4, from numbers(a, b) of 0 to 15 and their zero points (None: 8)."""
-    (n_out, n_in), grid, again = shape, scale.shape, scale_again or scale
+def _int4(x, shape, codes, scale, zero, packed):
+    """quantize.py's int4, from codes(a, b) of 0 to 15 and their zero points (None: 8)."""
+    (n_out, n_in), grid = shape, scale.shape
 
     def rows(a, b):
-        q = numbers(a, b)
+        q = codes(a, b)
         return q[:, ::2] | q[:, 1::2] << 4
 
     def zeros(a, b):
-        point = zero.rows(a, b).float() if zero else torch.full((b - a, grid[1]), 8.0)
-        return (8 - point) * again.rows(a, b).float()
+        point = zero.read_rows(a, b).float() if zero else torch.full((b - a, grid[1]), 8.0)
+        return (8 - point) * scale.read_rows(a, b).float()
 
-    yield Lazy(x + ".weight", (n_out, n_in // 2), torch.uint8, rows)
-    yield replace(scale, name=x + ".scales")
-    yield Lazy(x + ".zeros", grid, torch.float32, zeros)
+    yield LazyTensor(x + ".weight", (n_out, n_in // 2), torch.uint8, rows, (packed,))
+    yield made_from(scale, scale.read_rows, name=x + ".scales")
+    made_of = (scale, zero) if zero else (scale,)
+    yield LazyTensor(x + ".zeros", grid, torch.float32, zeros, made_of)
 
 
-def unpacked_int4(weight: Lazy, scales: Lazy, zeros: Lazy) -> Lazy:
-    """checkpoint.py's int4 as plain weights."""
+def unpacked_int4(weight: LazyTensor, scales: LazyTensor, zeros: LazyTensor) -> LazyTensor:
+    """quantize.py's int4 as plain weights."""
     n_group = scales.shape[-1]
 
     def rows(a, b):
-        q = torch.stack((weight.rows(a, b) & 15, weight.rows(a, b) >> 4), -1).flatten(-2)
+        q = torch.stack((weight.read_rows(a, b) & 15, weight.read_rows(a, b) >> 4), -1).flatten(-2)
         q = q.float().unflatten(-1, (n_group, -1)) - 8
-        scale, zero = (t.rows(a, b).float()[..., None] for t in (scales, zeros))
+        scale, zero = (t.read_rows(a, b).float()[..., None] for t in (scales, zeros))
         return (q * scale + zero).flatten(-2)
-    return Lazy(weight.name, (*weight.shape[:-1], weight.shape[-1] * 2), torch.bfloat16, rows)
+    shape = (*weight.shape[:-1], weight.shape[-1] * 2)
+    return LazyTensor(weight.name, shape, torch.bfloat16, rows, (weight, scales, zeros))
 
 
-def _grouped(x, bits, n_in, weight, zeros, scales, numbers, points, sizes, group=None):
-    """AWQ's and GPTQ's linear: numbers() unpacks weight to [out, in], points() zeros as stored.
+def _grouped(x, bits, n_in, weight, zeros, scales, codes, points, sizes, group=None):
+    """AWQ's and GPTQ's linear: codes() unpacks weight to [out, in], points() zeros as stored.
 
     Stored with out last, so nothing can be read by rows: one byte a number is held meanwhile.
     """
     n_group, n_out = scales.shape
-    q = made_once(x, (n_out, n_in), torch.uint8, lambda: numbers(weight.whole()))
-    z = made_once(x, (n_out, n_group), torch.int16,
-                  lambda: points(zeros.whole())[:, :n_out].short().T)
-    s = made_once(x, (n_out, n_group), scales.dtype, lambda: scales.whole().T)
+    q = cached(x, (n_out, n_in), torch.uint8, lambda: codes(weight.whole()))
+    z = cached(x, (n_out, n_group), torch.int16,
+               lambda: points(zeros.whole())[:, :n_out].short().T)
+    s = cached(x, (n_out, n_group), scales.dtype, lambda: scales.whole().T)
     if bits == 4 and _plain_groups(q.shape, s, z, sizes, group):
-        s2 = made_once(x, s.shape, s.dtype, lambda: scales.whole().T)      # for the zeros
-        return _int4(x, q.shape, q.rows, s, z, s2)
-    return [_scaled(x + ".weight", q.shape, q.rows, s, z, sizes, group)]
+        return _int4(x, q.shape, q.read_rows, s, z, q)
+    return [_scaled(x + ".weight", q.shape, q.read_rows, s, z, sizes, group, q)]
 
 
 def _unpacked(words, bits, order=range(32)):

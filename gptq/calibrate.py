@@ -2,24 +2,25 @@
 
 Owns the calibration text and which linears are solved together. One layer's weights and all hidden
 states are in memory at a time; a layer sees what the quantized layers before it give (the embedding
-is as it was). Knows no number format: `grid` and `numbers` come from quantize.py, the mathematics
-from gptq.py.
+is as it was). The codes are a quantize.Scheme's, the mathematics solve.py's.
 
-    solver = Solver(source, windows, device, dtype, 32, int4_grid, int4_numbers)
-    solver("layers.0.attn.wq.weight", tensor)      # -> q [out, in], scales and zeros [out, in/G]
+    solver = Solver(source, tokens, device, dtype, scheme_named("int4-g32"))
+    solver("layers.0.attn.wq.weight")              # -> the scheme's leaves: weight, scales, zeros
 """
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cli.common import english_text, log
-from formats.checkpoint import Checkpoint, blank_model, load_part, parts
+from formats.checkpoint import Checkpoint
+from formats.load import load_part
+from formats.parameters import blank_model, disk_names
 from gptq.solve import output_error, solve
 from layers.moe import ExpertLinear
+from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
 STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
@@ -64,7 +65,7 @@ def task_texts(names: list[str], include_path: str | None):
             yield f"{question}{task.config.target_delimiter if question else ''}{target}"
 
 
-def windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
+def split_windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
     """ids -> [n, length], n at most limit; pad: the last, shorter one too, with zeros."""
     if pad and len(ids) % length:
         ids = ids + [0] * (-len(ids) % length)
@@ -75,21 +76,26 @@ def windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
     return torch.tensor(ids[:n * length]).view(n, length)
 
 
-class _Seen(Exception):
-    """Ends a layer's forward pass: the inputs in question have been seen."""
+class InputsRecorded(Exception):
+    """Ends a layer's forward pass: the inputs in question are known."""
 
 
 class Solver:
-    """Solves the linears of a checkpoint, layer by layer, as they are asked for in this order."""
+    """Solves the linears of a checkpoint, one layer after another.
+
+    Called with the names of a layer's linears in any order, all of a layer before any of the next:
+    a layer's inputs are what the quantized layers before it give, and nothing is kept of those.
+    """
 
     @torch.inference_mode()
     def __init__(self, source: Checkpoint, tokens: Tensor, device, dtype: torch.dtype,
-                 groupsize: int, grid: Callable, numbers: Callable, percdamp: float = 0.01,
-                 blocksize: int = 128, act_order: bool = False):
+                 scheme: Scheme, percdamp: float = 0.01, blocksize: int = 128,
+                 act_order: bool = False):
         """tokens [n, T]; every ninth window, or the last one, is held out to judge by."""
-        self.source, self.device, self.groupsize = source, device, groupsize
-        self.grid, self.numbers = grid, numbers
-        self.how = percdamp, blocksize, act_order
+        self.source = source
+        self.device = device
+        self.scheme = scheme
+        self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
         for part in ("embed", "pos_embed"):
             load_part(self.model, part, source, device)
@@ -99,9 +105,9 @@ class Solver:
             setattr(self.model, name, getattr(self.model, name).to(device))
         self.x = []                                # hidden states [1, T, D] of each window
         for row in tokens:
-            x, *shared = self.model.embed_inputs(row[None], self.pos, len(row))
+            x, *around = self.model.enter(row[None], self.pos, len(row))
             self.x.append(x)
-        self.layer_inputs = self.model.layer_inputs(shared)
+        self.beside = self.model.beside(around)
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
@@ -112,7 +118,8 @@ class Solver:
                 f"text than rounding gives; median ratio {statistics.median(self.ratios):.2f}, "
                 f"worst {max(self.ratios):.2f}")
 
-    def __call__(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, name: str) -> dict[str, Tensor]:
+        """-> the leaves that stand for this weight, [..., out, in] and [..., out, in/G]."""
         while name not in self.solved:
             assert not self.solved, f"{name} was asked for before {next(iter(self.solved))}"
             self._next_layer()
@@ -129,7 +136,7 @@ class Solver:
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i, x in enumerate(self.x):
-            self.x[i] = layer(x, *self.layer_inputs[self.layer])
+            self.x[i] = layer(x, *self.beside[self.layer])
         layer.to("meta")
         self.ratios += ratios
         log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
@@ -152,15 +159,15 @@ class Solver:
                 for e in inputs[1].unique().tolist():
                     rows = x[inputs[1] == e]
                     both[held, e].addmm_(rows.T, rows)
-            raise _Seen
+            raise InputsRecorded
 
         hook = module.register_forward_pre_hook(see)
         try:
             for i, x in enumerate(self.x):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, *self.layer_inputs[self.layer])
-                except _Seen:
+                    layer(x, *self.beside[self.layer])
+                except InputsRecorded:
                     pass
         finally:
             hook.remove()
@@ -168,29 +175,32 @@ class Solver:
 
     def _solve(self, name, module, hessian, held_out) -> float:
         """-> how the output error on held-out text compares with rounding's."""
-        tensors = [self.source.tensors[p] for p in parts(f"{name}.weight")]
+        tensors = [self.source.tensors[p] for p in disk_names(f"{name}.weight")]
         weight = torch.cat([t.whole().to(self.device).float() for t in tensors], dim=-2)
         if not weight.isfinite().all():
             raise ValueError(f"{name}.weight has weights that are infinite or no numbers")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
-        solved, error, rounded = [], 0.0, 0.0
+        solved, error, rounding_error = [], 0.0, 0.0
         for w, target, h, held in zip(weight.view(shape), module.weight.view(shape),
                                       hessian.view(square), held_out.view(square)):
-            solved.append(solve(w, h, self.groupsize, self.grid, self.numbers, *self.how))
-            groups = w.unflatten(-1, (-1, self.groupsize))
-            grid = self.grid(groups)
-            nearest = _plain(self.numbers(groups, *grid).flatten(-2), *grid)
-            rounded += output_error(nearest - w, held)
-            new = _plain(*solved[-1])
-            error += output_error(new - w, held)
-            target.copy_(new)
-        rows = [t.shape[-2] for t in tensors]
+            found = solve(w, h, self.scheme, *self.solve_options)
+            error += output_error(self._values(*found) - w, held)
+            rounding_error += output_error(self._rounded(w) - w, held)
+            target.copy_(self._values(*found))
+            solved.append(found)
         whole = (torch.stack(t).view(*weight.shape[:-1], -1).cpu() for t in zip(*solved))
+        rows = [t.shape[-2] for t in tensors]
         pieces = zip(*(t.split(rows, dim=-2) for t in whole))
-        self.solved.update(zip(parts(f"{name}.weight"), pieces))
-        return error / rounded if rounded else 1.0
+        for part, piece in zip(disk_names(f"{name}.weight"), pieces):
+            self.solved[part] = self.scheme.pack(*piece)
+        return error / rounding_error if rounding_error else 1.0
 
+    def _rounded(self, w: Tensor) -> Tensor:
+        """What the nearest codes stand for."""
+        groups = w.unflatten(-1, (-1, self.scheme.groupsize))
+        grid = self.scheme.grid(groups)
+        return self._values(self.scheme.codes(groups, *grid).flatten(-2), *grid)
 
-def _plain(q: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups = q.unflatten(-1, (scales.shape[-1], -1)) - 8
-    return (groups * scales[..., None] + zeros[..., None]).flatten(-2)
+    def _values(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        groups = codes.unflatten(-1, (scales.shape[-1], -1))
+        return self.scheme.values(groups, scales, zeros).flatten(-2)

@@ -11,7 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cli.common import Parser, guarded  # noqa: E402
 from cli.quantizing import write  # noqa: E402
-from formats import checkpoint as checkpoints  # noqa: E402
+from formats.hub import output_path, resolve  # noqa: E402
+from formats.load import read_checkpoint  # noqa: E402
 
 
 def run(argv=None) -> int:
@@ -22,9 +23,9 @@ def run(argv=None) -> int:
     p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
                    help="default: what the source has (a GGUF's packed weights become bfloat16)")
     args = p.parse_args(argv)
-    path = checkpoints.find(args.checkpoint_dir)
-    source = checkpoints.read(path)
-    output = args.output or checkpoints.beside(path, "model.pth")
+    path = resolve(args.checkpoint_dir)
+    source = read_checkpoint(path)
+    output = args.output or output_path(path, "model.pth")
     write(source, output, args.dtype and getattr(torch, args.dtype))
     print(output)
     return 0

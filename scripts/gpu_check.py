@@ -25,8 +25,11 @@ from cli.engines import (
     warm_up,
 )
 from cli.session import accept_stats
-from formats.checkpoint import Checkpoint, tensor_shapes
-from formats.files import Lazy
+from formats.checkpoint import Checkpoint
+from formats.lazy import LazyTensor
+from formats.load import load_model
+from formats.parameters import tensor_shapes
+from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
 from kernels import plain as kernels
 from layers.rope import Rope
@@ -59,7 +62,7 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(
 
 
 def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
-    """Weights so large that every layer matters. how: of quantize.quantized()."""
+    """Weights so large that every layer matters. how: of formats.quantized.quantized()."""
     cfg, draw = ModelConfig(**SMALL | MODELS[name]), torch.Generator().manual_seed(0)
 
     def lazy(name, shape):
@@ -67,11 +70,11 @@ def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
         t = t * 1.5 * shape[-1] ** -0.5 if name.endswith("weight") and len(shape) > 1 else t * 0.3
         t = 1 + t if "norm" in name and name.endswith("weight") else t
         rows = t.flatten(0, 1) if len(shape) > 2 else t
-        return Lazy(name, shape, FP32, lambda a, b: rows[a:b])
+        return LazyTensor(name, shape, FP32, lambda a, b: rows[a:b])
     tensors = {name: lazy(name, shape) for name, shape in tensor_shapes(cfg).items()}
     source = Checkpoint(Path(name), cfg, tensors)
-    source = quantize.quantized(source, **how) if how else source
-    return quantize.load(source, dtype, device)
+    source = quantized_source(source, **how) if how else source
+    return load_model(source, dtype, device)
 
 
 # ---- The checks: each -> what it saw, or AssertionError -----------------------------------------
@@ -82,10 +85,11 @@ def products(device) -> str:
     for n_out, n_in in MATRICES[device.type]:
         dense = torch.randn(n_out, n_in, device=device)
         for size in (None, 32, 128 if n_in % 128 == 0 else 64):
-            parts = quantize.rounded(dense, size)
+            scheme = quantize.Int8() if size is None else quantize.Int4(size)
+            parts = scheme.quantize(dense)
             weight, scales, zeros = (parts.get(leaf) for leaf in ("weight", "scales", "zeros"))
             for dtype in (BF16, torch.float16, FP32):
-                kernel = quantize.pick_kernel(size is not None, dtype, device, dense.shape, size)
+                kernel = scheme.kernel(device, dtype, dense.shape)
                 precise = FP32 if dtype == torch.float16 else dtype
                 own = weight, *(t if t is None else t.to(precise) for t in (scales, zeros))
                 meant, packed = kernels.dequantize(*own, torch.float64), kernel.pack(*own)

@@ -18,7 +18,7 @@ atexit.register(shutil.rmtree, os.environ["GPT_FASTER_CACHE"], ignore_errors=Tru
 
 import tiny  # noqa: E402
 
-from formats import checkpoint as checkpoints  # noqa: E402
+from formats.load import load_model, read_checkpoint  # noqa: E402
 
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
@@ -50,6 +50,6 @@ def their_tokenizer():
 def ours(families):
     """name -> our model of the same weights in fp32; cache not set up."""
     def get(name):
-        model = checkpoints.load(checkpoints.read(families(name)[0]), torch.float32, "cpu")
+        model = load_model(read_checkpoint(families(name)[0]), torch.float32, "cpu")
         return model
     return get

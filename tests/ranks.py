@@ -13,13 +13,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import generate  # noqa: E402
-import quantize  # noqa: E402
 import tp  # noqa: E402
 from cli import engines  # noqa: E402
 from cli.common import guarded  # noqa: E402
 from cli.draft_length import DraftLengthController  # noqa: E402
 from cli.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
-from formats import checkpoint as checkpoints  # noqa: E402
+from formats.load import load_model, read_checkpoint  # noqa: E402
+from formats.quantized import quantized  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 
 FP32 = torch.float32
@@ -43,7 +43,7 @@ def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine
     """generate() gives the same with this rank's part of the model as with the whole, although each
     rank's random numbers are its own: what rank 0 draws holds."""
     said = []
-    for model in (quantize.load(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")):
+    for model in (load_model(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")):
         steps = engines.build_steps(model, engine) if said else generate.Steps()
         draw = torch.Generator().manual_seed(1 + (tp.rank() if said else 0))
         model.setup_cache(len(rows), max(map(len, rows)) + n_new)
@@ -56,8 +56,8 @@ def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine
 
 
 def check_family(path, n):
-    source = checkpoints.read(path)
-    whole, part = quantize.load(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")
+    source = read_checkpoint(path)
+    whole, part = load_model(source, FP32, "cpu"), generate.load_shard(source, FP32, "cpu")
     assert part.cfg.n_head == source.cfg.n_head // n and part.cfg.vocab_size == source.cfg.vocab_size
     close(logits(part, prompts(24)), logits(whole, prompts(24)))
     same_tokens(source, [row[:k].tolist() for row, k in zip(prompts(12), (5, 12, 1))])
@@ -65,26 +65,26 @@ def check_family(path, n):
 
 def check_quantized(path, n):
     """The numbers are those of the whole model: rows' scales were found before the rows were cut."""
-    source = checkpoints.read(path)
+    source = read_checkpoint(path)
     for mode, head in (("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int8", "none")):
-        packed = quantize.quantized(source, mode, 32, head)
-        whole, part = quantize.load(packed, FP32, "cpu"), generate.load_shard(packed, FP32, "cpu")
+        packed = quantized(source, mode, 32, head)
+        whole, part = load_model(packed, FP32, "cpu"), generate.load_shard(packed, FP32, "cpu")
         close(logits(part, prompts(9)), logits(whole, prompts(9)))
 
 
 def check_sampling(path, n):
     how = SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.2)
-    same_tokens(checkpoints.read(path), prompts(8).tolist(), 20, how)
+    same_tokens(read_checkpoint(path), prompts(8).tolist(), 20, how)
 
 
 def check_compiled(path, n):
-    same_tokens(checkpoints.read(path), prompts(8, 1).tolist(), 8, engine="compile")
+    same_tokens(read_checkpoint(path), prompts(8, 1).tolist(), 8, engine="compile")
 
 
 def check_guessing(path, n):
     """Greedily, and drawing with different dice."""
-    source = checkpoints.read(path)
-    draft = generate.load_shard(quantize.quantized(source, "int8"), FP32, "cpu")
+    source = read_checkpoint(path)
+    draft = generate.load_shard(quantized(source, "int8"), FP32, "cpu")
     row = prompts(6, 1).repeat(1, 3).tolist()
     for other in (None, draft):
         def drafts(model, sampler, other=other):

@@ -17,7 +17,7 @@ from cli import batch, engines, readback, report
 from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
-from formats.tokenizer import Numbers
+from formats.tokenizer import NullTokenizer
 from kernels import disk
 from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
@@ -37,7 +37,7 @@ def alone(model, ids, n_new, how=GREEDY):
 
 def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY):
     """-> the new ids of each prompt, and the slots in which they were."""
-    rows = {Sequence(Numbers(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
+    rows = {Sequence(NullTokenizer(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
     out = {}
     slots = make_batch(model, [how] * n_slots, steps=steps)
     for row, slot, begun, first, end in batch.serve(slots, rows):
@@ -139,7 +139,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     monkeypatch.setattr(batch, "read_late", far)
     monkeypatch.setattr(report, "read_late", far)
     assert serve(model, work, 3)[0] == expected and sum(n_late) > 4
-    rows = [Sequence(Numbers(), ids, max_new=9) for ids in prompts()[:3]]
+    rows = [Sequence(NullTokenizer(), ids, max_new=9) for ids in prompts()[:3]]
     model.setup_cache(3, 40, 4)
     follow(generated(model, prompts()[:3], 9, GREEDY), rows, None)
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]

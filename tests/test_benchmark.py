@@ -119,12 +119,12 @@ def test_guessing_ahead(capsys):
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
-    original = engines.read_late
+    original = engines.batch.read_late
 
     def late(tokens):
-        for ids in original(tokens):
-            yield [(i + 1) % 32000 for i in ids]
-    monkeypatch.setattr(engines, "read_late", late)
+        for ids, owners in original(tokens):
+            yield [(i + 1) % 32000 for i in ids], owners
+    monkeypatch.setattr(engines.batch, "read_late", late)
     argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-n", 9, "-d", 12, "--requests", 2, "--engines", "kv_cache"]
     status, out, err = run(capsys, *argv)
     assert status == 1 and "| NO |" in out

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
-from formats import checkpoint as checkpoints
-from formats.files import Lazy
 from formats.hub_quantized import INSTEAD, dequantized, unpacked_int4
-from quantize import schemes
+from formats.lazy import LazyTensor
+from formats.load import read_checkpoint
+from formats.quantized import schemes
 
 N_OUT, N_IN, G = 64, 96, 32
 READS = []                                         # names of tensors that were read
@@ -29,7 +29,7 @@ def lazy(name, t):
         flat = t.flatten(0, 1) if t.dim() >= 3 else t.reshape(1) if t.dim() == 0 else t
         assert 0 <= a < b <= flat.shape[0]
         return flat[a:b]
-    return Lazy(name, tuple(t.shape), t.dtype, rows)
+    return LazyTensor(name, tuple(t.shape), t.dtype, rows)
 
 
 def run(tensors, quantization):
@@ -51,7 +51,7 @@ def same(got, want, dtype=torch.bfloat16):
     torch.testing.assert_close(got.whole(), want, rtol=0, atol=0, equal_nan=True)
     flat, n = want.flatten(0, -2), got.n_row
     for a, b in [(n // 3, n // 2 + 1), (n - 1, n), *((i, min(i + 7, n)) for i in range(0, n, 7))]:
-        part = got.rows(a, b)
+        part = got.read_rows(a, b)
         assert part.dtype == torch.float32
         torch.testing.assert_close(part, flat[a:b], rtol=0, atol=0, equal_nan=True)
 
@@ -369,7 +369,7 @@ def whole_model(families, family, method, tmp_path, which=r"(proj|w[123])\.weigh
     reference = type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32)
     prompt = torch.randint(0, 160, (2, 24))
     close(our_logits(tmp_path, prompt), tiny.logits(reference, prompt))
-    return checkpoints.read(tmp_path)
+    return read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("method", WHOLE)

@@ -12,8 +12,11 @@ import torch
 from conftest import SMOLLM2
 
 from cli import session
-from formats import checkpoint as checkpoints
-from formats import files
+from formats import hub, pth
+from formats.gguf_file import read_gguf_header
+from formats.load import load_model, read_checkpoint
+from formats.pth import save_checkpoint
+from formats.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,7 +59,7 @@ def edit(path, **changes):
 def split_gguf(whole, directory):
     """Cut a GGUF in two, as llama.cpp's gguf-split does."""
     data = whole.read_bytes()
-    metadata, infos, start = files.read_gguf_header(memoryview(data))
+    metadata, infos, start = read_gguf_header(memoryview(data))
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", data, 4)
     first_info = data.index(struct.pack("<Q", len(infos[0][0])) + infos[0][0].encode())
     keys = data[24:first_info]
@@ -83,7 +86,7 @@ def test_missing_path_names_both_readings(capsys):
 
 
 def test_no_default_model_says_what_to_run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoints, "DEFAULT_MODEL", tmp_path / "none.gguf")
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", tmp_path / "none.gguf")
     assert "bash scripts/quickstart.sh" in refused(capsys, "--prompt", "Hi")
 
 
@@ -125,7 +128,7 @@ def test_gguf_damaged_header(capsys, tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 100, -500])
 def test_truncated_pth(capsys, llama, keep):
-    checkpoints.save(checkpoints.read(llama), llama / "model.pth", None)
+    save_checkpoint(read_checkpoint(llama), llama / "model.pth", None)
     path = llama / "model.pth"
     path.write_bytes(path.read_bytes()[:keep])
     assert "model.pth: not a readable PyTorch file" in refused(capsys, "-m", path)
@@ -178,10 +181,10 @@ def test_nonsense_in_config_json(families, name, tmp_path):
             target[where[-1]] = value
             config.write_text(json.dumps(wrong))
             try:
-                source = checkpoints.read(config.parent)
+                source = read_checkpoint(config.parent)
             except ValueError:
                 continue
-            model = checkpoints.load(source, torch.float32, "cpu")
+            model = load_model(source, torch.float32, "cpu")
             model.setup_cache(1, 8)
             model(torch.tensor([[1, 2, 3]]), torch.arange(3))
 
@@ -313,7 +316,7 @@ def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
     assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
-    plain, gemma = (checkpoints.SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
+    plain, gemma = (SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
     assert session.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
     assert session.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
 
@@ -335,7 +338,7 @@ def test_values_of_generation_config_that_make_no_sense(capsys, llama):
     status, out, err = run(capsys, "-m", llama, "--prompt", "4", "--max_new_tokens", "2")
     assert status == 0 and "generation_config.json: min_p, repetition_penalty, temperature, top_k" in err
     (llama / "generation_config.json").write_text(json.dumps(dict(do_sample=True, top_k=50.0, top_p=None)))
-    assert checkpoints.read(llama).defaults == dict(top_k=50)
+    assert read_checkpoint(llama).defaults == dict(top_k=50)
 
 
 def test_prompt_that_is_not_utf8(capsys, llama):
@@ -346,9 +349,9 @@ def test_prompt_that_is_not_utf8(capsys, llama):
 def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoints.os, "posix_fallocate", full)
+    monkeypatch.setattr(pth.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.save(checkpoints.read(llama), tmp_path / "model.pth", None)
+        save_checkpoint(read_checkpoint(llama), tmp_path / "model.pth", None)
     assert not list(tmp_path.glob("model.pth*"))
 
 

@@ -7,8 +7,10 @@ import pytest
 import tiny
 import torch
 
-import quantize
-from formats import checkpoint as checkpoints
+from formats.config import config_from_hf
+from formats.families import FAMILIES
+from formats.load import load_model, read_checkpoint
+from formats.pth import save_checkpoint
 
 
 def tokens(n=24, batch=2, vocab=160):
@@ -16,7 +18,7 @@ def tokens(n=24, batch=2, vocab=160):
 
 
 def our_logits(path, prompt):
-    model = quantize.load(checkpoints.read(path), torch.float32, "cpu")
+    model = load_model(read_checkpoint(path), torch.float32, "cpu")
     n = prompt.shape[1]
     model.setup_cache(0, n)                                # RoPE for sequences of this length
     return model(prompt, torch.arange(n), logits_to_keep=n)
@@ -40,7 +42,7 @@ def test_old_config_spelling(families, name, tmp_path):
     directory, model = families(name)
     shutil.copytree(directory, tmp_path / name)
     tiny.old_spelling(tmp_path / name)
-    assert checkpoints.read(tmp_path / name).cfg == checkpoints.read(directory).cfg
+    assert read_checkpoint(tmp_path / name).cfg == read_checkpoint(directory).cfg
     close(our_logits(tmp_path / name, tokens()), tiny.logits(model, tokens()))
 
 
@@ -62,10 +64,10 @@ def test_sharded_and_bin(families, name, tmp_path):
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_pth_round_trip(families, name, tmp_path):
     directory, model = families(name)
-    source = checkpoints.read(directory)
-    checkpoints.save(source, tmp_path / "model.pth", None)
+    source = read_checkpoint(directory)
+    save_checkpoint(source, tmp_path / "model.pth", None)
     assert [p.name for p in tmp_path.iterdir()] == ["model.pth"]
-    again = checkpoints.read(tmp_path / "model.pth")
+    again = read_checkpoint(tmp_path / "model.pth")
     assert again.cfg == source.cfg and again.eos_ids == source.eos_ids
     a, b = our_logits(directory, tokens()), our_logits(tmp_path, tokens())
     assert torch.equal(a, b)
@@ -82,8 +84,8 @@ def test_index_left_over_from_shards(families, tmp_path):
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_pth_of_the_first_release(families, name, tmp_path):
     """Its config had fewer fields, and qk_norm was a bool."""
-    source = checkpoints.read(families(name)[0])
-    checkpoints.save(source, tmp_path / "model.pth", None)
+    source = read_checkpoint(families(name)[0])
+    save_checkpoint(source, tmp_path / "model.pth", None)
     content = torch.load(tmp_path / "model.pth")
     old = ("dim n_layer n_head n_kv_head head_dim ffn_dim vocab_size context norm_eps activation tied qkv_bias o_bias "
            "mlp_bias qk_norm post_norm embed_scale attn_scale rope window").split()
@@ -92,14 +94,14 @@ def test_pth_of_the_first_release(families, name, tmp_path):
     keys = "theta kind factor low_freq_factor high_freq_factor original_context divisors".split()
     config["rope"] = tuple({key: rope[key] for key in keys} for rope in config["rope"])
     torch.save({**content, "config": config}, tmp_path / "model.pth")
-    assert checkpoints.read(tmp_path / "model.pth").cfg == source.cfg
+    assert read_checkpoint(tmp_path / "model.pth").cfg == source.cfg
 
 
 def test_bare_pth_with_config_beside(families, tmp_path):
     directory, model = families("llama3")
     shutil.copy(directory / "config.json", tmp_path)
-    source = checkpoints.read(directory)
-    bare = {name: t.rows(0, t.shape[0]) for name, t in source.tensors.items()}
+    source = read_checkpoint(directory)
+    bare = {name: t.read_rows(0, t.shape[0]) for name, t in source.tensors.items()}
     torch.save(bare, tmp_path / "model.pth")
     assert torch.equal(our_logits(directory, tokens()), our_logits(tmp_path / "model.pth", tokens()))
 
@@ -110,7 +112,7 @@ def test_low_precision_is_near(families, name, dtype):
     """As near to fp32 as transformers' own model is in that dtype, give or take a half."""
     directory, model = families(name)
     expected = tiny.logits(model, tokens())
-    low = checkpoints.load(checkpoints.read(directory), dtype, "cpu")
+    low = load_model(read_checkpoint(directory), dtype, "cpu")
     low.setup_cache(0, 24)
     got = low(tokens(), torch.arange(24), logits_to_keep=24)
     assert got.dtype == torch.float32 and low.norm.weight.dtype == torch.float32
@@ -128,7 +130,7 @@ def test_context():
                              (dict(type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
                              (dict(type="yarn", factor=4.0, original_max_position_embeddings=8192), 32768),
                              (dict(type="dynamic", factor=2.0), 65536)):
-        assert checkpoints.config_from_hf({**base, "rope_scaling": scaling})[0].context == context
+        assert config_from_hf({**base, "rope_scaling": scaling})[0].context == context
 
 
 def test_gpt2_as_openai_stored_it(families, tmp_path):
@@ -160,7 +162,7 @@ def test_spellings_of_the_hub(families, name, changes, tmp_path):
     close(our_logits(tmp_path / name, tokens()), tiny.logits(model, tokens()))
 
 
-@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_keys_that_config_json_leaves_out(kind):
     """Gemma 3 4B's names seven keys. The others mean what transformers' class says."""
     from transformers import CONFIG_MAPPING
@@ -173,5 +175,5 @@ def test_keys_that_config_json_leaves_out(kind):
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
     if kind != "gpt2":
         few["max_position_embeddings"] = full["max_position_embeddings"]
-    ours, theirs = checkpoints.config_from_hf(few)[0], checkpoints.config_from_hf(full)[0]
+    ours, theirs = config_from_hf(few)[0], config_from_hf(full)[0]
     assert ours == theirs

@@ -9,7 +9,8 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
-from formats import checkpoint as checkpoints
+from formats.load import load_model, read_checkpoint
+from formats.pth import save_checkpoint
 
 
 def interleave(w, head_dim):
@@ -55,7 +56,7 @@ def test_meta(families, name, shards, tmp_path):
         torch.save({k: w if w.dim() == 1 else w.chunk(shards, dim=1 if k.endswith(columns) else 0)[i].clone()
                     for k, w in state.items()}, tmp_path / f"consolidated.{i:02d}.pth")
     (tmp_path / "params.json").write_text(json.dumps(params))
-    source = checkpoints.read(tmp_path)
+    source = read_checkpoint(tmp_path)
     if name == "llama3":
         assert source.cfg.rope[0].original_context == 8192 and source.cfg.context == 131072
         assert source.cfg.rope[0].factor == 8
@@ -75,7 +76,7 @@ def test_llama2c(families, tmp_path):
     args = dict(dim=64, n_layers=4, n_heads=4, n_kv_heads=4, vocab_size=160, multiple_of=32,
                 norm_eps=1e-5, max_seq_len=128, dropout=0.0)
     torch.save(dict(model=state, model_args=args, iter_num=7, best_val_loss=1.5), tmp_path / "stories.pt")
-    source = checkpoints.read(tmp_path / "stories.pt")
+    source = read_checkpoint(tmp_path / "stories.pt")
     assert source.cfg.tied and source.cfg.context == 128 and source.eos_ids == [1, 2]
     model = tiny.make("llama2")
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -88,7 +89,7 @@ def test_a_pth_that_would_run_code_is_refused(tmp_path):
             return print, ("executed",)
     torch.save(dict(model=Evil()), tmp_path / "model.pth")
     with pytest.raises(ValueError, match="refused, it holds more than weights"):
-        checkpoints.read(tmp_path / "model.pth")
+        read_checkpoint(tmp_path / "model.pth")
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def test_gguf(families, name, tmp_path):
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
-    source = checkpoints.read(tmp_path)                    # the directory's only GGUF
+    source = read_checkpoint(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path
     assert source.cfg.tied == model.config.tie_word_embeddings
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
@@ -238,14 +239,14 @@ def test_gguf(families, name, tmp_path):
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_gguf_quantization_types(families, kind, tmp_path):
     _, model = families("llama2")
-    source = checkpoints.read(write_gguf(model, "llama", tmp_path / "model.gguf", kind))
+    source = read_checkpoint(write_gguf(model, "llama", tmp_path / "model.gguf", kind))
     kind = gguf.GGMLQuantizationType[kind]
     w = model.state_dict()["model.layers.1.mlp.down_proj.weight"].numpy()
     expected = gguf.dequantize(gguf.quantize(w, kind), kind)
     lazy = source.tensors["layers.1.ffn.down.weight"]
-    assert np.array_equal(lazy.rows(0, 64).float().numpy(), expected)
-    assert np.array_equal(lazy.rows(7, 9).float().numpy(), expected[7:9])
-    loaded = checkpoints.load(source, torch.bfloat16, "cpu")
+    assert np.array_equal(lazy.read_rows(0, 64).float().numpy(), expected)
+    assert np.array_equal(lazy.read_rows(7, 9).float().numpy(), expected[7:9])
+    loaded = load_model(source, torch.bfloat16, "cpu")
     assert torch.equal(loaded.layers[1].ffn.down.weight, torch.from_numpy(expected).bfloat16())
 
 
@@ -257,22 +258,22 @@ def test_split_gguf(families, tmp_path):
     assert torch.equal(our_logits(first, tokens()), our_logits(whole, tokens()))
     second.unlink()
     with pytest.raises(FileNotFoundError, match="part 2 of 2 is missing"):
-        checkpoints.read(first)
+        read_checkpoint(first)
 
 
 def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     from conftest import SMOLLM2
 
     from formats import tokenizer as tokenizers
-    source = checkpoints.read(SMOLLM2)
+    source = read_checkpoint(SMOLLM2)
     tokenizer = tokenizers.load(source.tokenizer)
-    checkpoints.save(source, tmp_path / "model.pth", tokenizer.state())
-    again = checkpoints.read(tmp_path / "model.pth")
+    save_checkpoint(source, tmp_path / "model.pth", tokenizer.state())
+    again = read_checkpoint(tmp_path / "model.pth")
     other = tokenizers.load(again.tokenizer)
     assert other.encode("Hello 123") == tokenizer.encode("Hello 123")
     assert other.chat_template == tokenizer.chat_template and "im_start" in other.chat_template
     assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2]
-    a, b = (checkpoints.load(s, torch.bfloat16, "cpu") for s in (source, again))
+    a, b = (load_model(s, torch.bfloat16, "cpu") for s in (source, again))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
 
 
@@ -287,7 +288,7 @@ def test_gguf_with_vision_tensors(families, tmp_path):
 def test_gguf_end_of_turn(families, tmp_path):
     _, model = families("qwen2")
     path = write_gguf(model, "qwen2", tmp_path / "model.gguf", vocabulary=["a", "<|im_end|>", "b"])
-    assert checkpoints.read(path).eos_ids == [3, 5, 1]
+    assert read_checkpoint(path).eos_ids == [3, 5, 1]
 
 
 def test_generation_config(families, tmp_path):
@@ -297,9 +298,9 @@ def test_generation_config(families, tmp_path):
     model.save_pretrained(tmp_path)
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(dict(eos_token_id=[7, 9], do_sample=True, temperature=0.6, top_p=0.9)))
-    source = checkpoints.read(tmp_path)
+    source = read_checkpoint(tmp_path)
     assert source.eos_ids == [7, 9] and source.defaults == dict(temperature=0.6, top_p=0.9)
     path.write_text(json.dumps(dict(temperature=0.6)))
-    assert checkpoints.read(tmp_path).defaults == {}
+    assert read_checkpoint(tmp_path).defaults == {}
     path.write_text('{"eos_token_id": [7, 9],, }')         # as some on the Hub
-    assert checkpoints.read(tmp_path).eos_ids == [7]
+    assert read_checkpoint(tmp_path).eos_ids == [7]

@@ -17,8 +17,10 @@ import generate
 from cli import engines, session
 from cli.report import follow
 from cli.sequence import Sequence
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats.load import read_checkpoint
+from formats.parameters import tensor_shapes
+from formats.shapes import SHAPES
 from sampling import SamplingParams
 
 PROMPTS = ["Hello, my name is", "def fibonacci(n):\n    if n <", "In 2024, 1234567 + 89 =",
@@ -207,13 +209,13 @@ def test_the_context_ends_generation(capsys, families, tmp_path):
 
 
 def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypatch):
-    read = checkpoints.read
+    read = session.open_checkpoint
 
     def with_defaults(path):
         source = read(path)
         source.defaults = dict(temperature=0.0, top_k=5)
         return source
-    monkeypatch.setattr(checkpoints, "read", with_defaults)
+    monkeypatch.setattr(session, "open_checkpoint", with_defaults)
     seen = []
     original = generate.generate
     monkeypatch.setattr(session, "generate", lambda batch, *a: seen.append(batch.sampler.params[0]) or original(batch, *a))
@@ -244,12 +246,12 @@ def test_random_shape(capsys):
     assert status == 0 and len(out.split()) == 4 and "stories15M: 15M parameters" in err
 
 
-@pytest.mark.parametrize("name", checkpoints.SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_known_shapes(name):
     sizes = {"15M": 15, "42M": 42, "110M": 110, "135M": 135, "270m": 268, "1.1B": 1100, "1B": 1236, "7B": 7000,
              "8B": 8100, "13B": 13000, "70B": 70000, "405B": 405000, "gpt2": 124.4, "8x7B": 46700, "8x160M": 1324,
              "dense": 418, "A3B": 30500, "20b": 20900, "2b": 2614, "3B": 3213, "0.6B": 596, "xl": 1558}
-    n = sum(torch.Size(s).numel() for s in checkpoints.tensor_shapes(checkpoints.SHAPES[name]()).values()) / 1e6
+    n = sum(torch.Size(s).numel() for s in tensor_shapes(SHAPES[name]()).values()) / 1e6
     assert n == pytest.approx(sizes[name.replace("stories", "-").split("-")[-1]], rel=0.1)
 
 
@@ -301,7 +303,7 @@ def test_convert_script(tmp_path):
                           capture_output=True, text=True)
     path = tmp_path / done.stdout.strip()
     assert done.returncode == 0 and path.name == "model.pth" and path.exists(), done.stderr
-    source = checkpoints.read(path)
+    source = read_checkpoint(path)
     assert tokenizers.load(source.tokenizer).encode("Hello") == [19556]
     missing = subprocess.run([sys.executable, script, "--checkpoint_dir", "/nowhere"], capture_output=True, text=True)
     assert missing.returncode == 2 and "no such file" in missing.stderr and "Traceback" not in missing.stderr

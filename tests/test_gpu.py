@@ -12,7 +12,7 @@ import generate
 import quantize
 import speculate
 from cli import engines, ngram
-from formats import checkpoint as checkpoints
+from formats.load import load_model, read_checkpoint
 from kernels import cuda as kernels
 from kernels.plain import Kernel, plain
 from sampling import SamplingParams
@@ -34,7 +34,7 @@ def gpu(monkeypatch):
 
 def test_kernels_are_those_that_the_gpu_has(gpu):
     def picked(int4=True, dtype=BF16, shape=(4096, 4096), groupsize=32):
-        return quantize.pick_kernel(int4, dtype, CUDA, shape, groupsize).name
+        return (quantize.Int4(groupsize) if int4 else quantize.Int8()).kernel(CUDA, dtype, shape).name
     for capability in ((8, 0), (8, 9), (9, 0)):
         gpu(capability)
         assert picked() == picked(groupsize=128) == "int4 cuda"
@@ -58,7 +58,7 @@ def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
 
 def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):
     """Efficient attention, a GPU's choice, returns its result with positions outside of heads."""
-    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")
     tokens, plain = torch.arange(5)[None], F.scaled_dot_product_attention
 
     def last():
@@ -75,7 +75,7 @@ def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, f
 
 def test_a_warm_steps_token_lies_as_real_ones_do(families):
     """A compiled step depends on strides: one that differed would be compiled again in the first sample."""
-    model = checkpoints.load(checkpoints.read(families("llama3")[0]), torch.float32, "cpu")
+    model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")
     strides = set()
 
     def decode(*args):
@@ -107,7 +107,8 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "engine_names", lambda device: ["kv_cache"])
     with monkeypatch.context() as m:
         wrong = Kernel("wrong", lambda *args: plain(*args) * 1.05)
-        m.setattr(quantize, "pick_kernel", lambda *args: wrong)
+        m.setattr(quantize.Int8, "kernel", lambda *args: wrong)
+        m.setattr(quantize.Int4, "kernel", lambda *args: wrong)
         assert "times the rounding allowed" in fails("products")
     with monkeypatch.context() as m:
         steps = generate.Steps(decode=lambda *args: generate.decode_one_token(*args) ^ 1)

@@ -112,13 +112,13 @@ def test_failures_say_the_remedy(hub, tmp_path, script, argument):
 def test_full_disk(monkeypatch):
     import huggingface_hub
 
-    from formats import checkpoint as checkpoints
+    from formats.hub import download
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(OSError, match="the disk is full while downloading org/model: free some space"):
-        checkpoints.download("org/model")
+        download("org/model")
 
 
 def test_bad_names(tmp_path):

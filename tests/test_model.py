@@ -8,6 +8,7 @@ import torch
 from helpers import GREEDY, generated, make_batch
 
 from cli.engines import build_steps, warm_up
+from generate import generate
 from kernels.linear import matvec
 from layers.moe import ExpertLinear
 from model import visible
@@ -139,8 +140,10 @@ def test_visible():
 
 
 def test_too_long_is_refused_with_both_numbers(ours):
-    with pytest.raises(AssertionError, match="100 .* 60 .* 128"):
-        next(generate(ours("llama2"), tokens(100), 60, GREEDY))
+    model = ours("llama2")
+    model.setup_cache(3, 128)
+    with pytest.raises(ValueError, match="100 .* 60 .* 128"):
+        next(generate(make_batch(model, [GREEDY] * 3), tokens(100).tolist(), 60))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,8 +12,10 @@ from conftest import ROOT
 from test_formats import write_gguf
 
 from bench import exports, peers
-from formats import checkpoint as checkpoints
-from formats.files import gguf_tensors
+from formats.gguf_file import read_gguf_tensors
+from formats.load import read_checkpoint
+from formats.parameters import count_parameters
+from formats.shapes import random_checkpoint
 
 HAS_LLAMA_CPP = any(ROOT.glob(".venv-peers/lib/python*/site-packages/xllamacpp"))
 HOW = dict(threads=1, device="cpu", dtype="float32", length=256)
@@ -118,7 +120,7 @@ def test_transformers(fake, families):
 
 def source_of(families, name, tmp_path):
     path = write_gguf(families(name)[1], "llama", tmp_path / "source.gguf", vocabulary=["a", "b", "c"])
-    return checkpoints.read(path)
+    return read_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
@@ -126,7 +128,7 @@ def source_of(families, name, tmp_path):
 def test_twin_of_a_gguf(families, name, kind, tmp_path):
     source = source_of(families, name, tmp_path)
     path = exports.export_gguf(source, tmp_path / "made" / "twin.gguf", kind)
-    (theirs, old), (mine, new) = gguf_tensors(source.path), gguf_tensors(path)
+    (theirs, old), (mine, new) = read_gguf_tensors(source.path), read_gguf_tensors(path)
     assert mine.pop("general.file_type") and mine == theirs and not list(tmp_path.glob("made/*.partial"))
     for a, b in zip(old, new):
         a, b, plain = a.whole().float(), b.whole().float(), a.name
@@ -138,16 +140,16 @@ def test_twin_of_a_gguf(families, name, kind, tmp_path):
         most = (blocks.abs() * 2**-8 if kind == "BF16" else
                 blocks.abs().amax(1, keepdim=True) * (0.57 / 127 if eight else 1.01 / 8))   # the scale is float16
         assert (error <= most).all() and error.any(), plain
-    assert source.cfg == checkpoints.read(path).cfg
+    assert source.cfg == read_checkpoint(path).cfg
     before = path.stat().st_mtime_ns
     assert exports.export_gguf(source, path, kind).stat().st_mtime_ns == before
 
 
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
 def test_llama_cpp_runs_a_random_twin(tmp_path):
-    source = checkpoints.random_weights("stories15M")
+    source = random_checkpoint("stories15M")
     path = exports.export_gguf(source, tmp_path / "twin.gguf", "Q8_0")
-    back = checkpoints.read(path)
+    back = read_checkpoint(path)
     assert replace(back.cfg, norm_eps=1e-5, rope=source.cfg.rope) == source.cfg
     assert {n: t.shape for n, t in back.tensors.items()} == {n: t.shape for n, t in source.tensors.items()}
     peer = peers.Peer("llama.cpp", path, **HOW)
@@ -170,7 +172,7 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
     ("stories15M", "Q5_K", "no kind Q5_K of GGUF"),
 ])
 def test_no_twin(families, source, kind, message, tmp_path):
-    source = checkpoints.read(families("llama2")[0]) if source == "hf" else checkpoints.random_weights(source)
+    source = read_checkpoint(families("llama2")[0]) if source == "hf" else random_checkpoint(source)
     with pytest.raises(ValueError, match=f"^llama.cpp: .*{message}"):
         exports.export_gguf(source, tmp_path / "twin.gguf", kind)
     assert not list(tmp_path.iterdir())
@@ -179,10 +181,10 @@ def test_no_twin(families, source, kind, message, tmp_path):
 def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
     """As many weights as ours, in its layers, and it answers."""
     import transformers as hf
-    source = checkpoints.random_weights("stories15M")
+    source = random_checkpoint("stories15M")
     path = exports.export_hf_config(source.cfg, tmp_path / "stories15M.json")
     model = hf.LlamaForCausalLM(hf.LlamaConfig.from_json_file(path))
-    assert sum(p.numel() for p in model.parameters()) == checkpoints.n_parameters(source)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(source.cfg)
     assert model.config.head_dim == source.cfg.head_dim and model.config.rms_norm_eps == source.cfg.norm_eps
     (tmp_path / "worker.py").write_text(peers.WORKER.read_text())
     monkeypatch.setattr(peers, "WORKER", tmp_path / "worker.py")               # by our own Python
@@ -190,7 +192,7 @@ def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
     assert len(peer([1, 2, 3], 5)["ids"]) == 5
     peer.close()
     with pytest.raises(ValueError, match="^transformers: --random of a plain Llama only"):
-        exports.export_hf_config(checkpoints.random_weights("Qwen3-8B").cfg, tmp_path / "qwen.json")
+        exports.export_hf_config(random_checkpoint("Qwen3-8B").cfg, tmp_path / "qwen.json")
 
 
 def test_workers_need_no_package_of_ours():

@@ -1,7 +1,7 @@
 """int8, int4 and GPTQ: the kernels, rounding, the solver, files, the command line, and bad input.
 
 The numbers of a quantized tensor are worked out here a second time, from the layout that
-checkpoint.py states, in float64: `meant`. Nothing of kernels.py or quantize.py goes into it.
+quantize.py states, in float64: `meant`. None of its code, nor of kernels/, goes into it.
 """
 
 import json
@@ -17,13 +17,21 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from helpers import GREEDY, generated
 
 import generate
 import quantize
 from cli import common as cli
-from cli import quantizing, session
-from formats import checkpoint as checkpoints
-from formats.files import Lazy
+from cli import engines, quantizing, session
+from cli.report import weight_bytes
+from formats import pth
+from formats.checkpoint import Checkpoint
+from formats.lazy import LazyTensor
+from formats.load import load_model, read_checkpoint
+from formats.parameters import blank_model, disk_names, tensor_shapes
+from formats.pth import save_checkpoint
+from formats.quantized import describe, leaves_of, quantized, schemes
+from formats.shapes import random_checkpoint
 from gptq import calibrate
 from gptq import solve as gptq
 from kernels import cpu as kernels
@@ -34,17 +42,15 @@ from kernels.linear import PackedEmbedding, PackedLinear
 from kernels.moe import expert_rows
 from kernels.plain import PLAIN, pack_nibbles
 from layers.moe import ExpertLinear
-from quantize import int4_grid, int4_numbers, int8_numbers, int8_scales
-from sampling import Sampling
+from quantize import Int4, Int8
 
 BF16, FP32 = torch.bfloat16, torch.float32
-GREEDY = Sampling(temperature=0)
 CPU_INT4 = [INT4_CPU, INT4_WORDS]                          # the last is for linears under a compiler
 needs_bf16 = pytest.mark.skipif(not kernels.HAS_BF16, reason="this CPU has no bf16 arithmetic")
 
 
 def meant(weight, scales, zeros=None):
-    """What quantized tensors on disk stand for, in float64, by checkpoint.py's words."""
+    """What quantized tensors on disk stand for, in float64, by quantize.py's words."""
     scales = scales.double()
     if zeros is None:
         return weight.double() * scales[..., None]
@@ -343,15 +349,15 @@ def test_rows_by_their_own_experts():
 # ---- Rounding -----------------------------------------------------------------------------------
 
 def lazy(name, w):
-    return Lazy(name, tuple(w.shape), w.dtype, lambda a, b: (w.flatten(0, 1) if w.dim() > 2 else w)[a:b])
+    return LazyTensor(name, tuple(w.shape), w.dtype, lambda a, b: (w.flatten(0, 1) if w.dim() > 2 else w)[a:b])
 
 
 def rounded(w, groupsize=None):
     """A weight [out, in] or [E, out, in] -> the tensors on disk, each read a few rows at a time."""
     t = lazy("x.weight", w)
-    made = quantize.pieces(t, groupsize, lambda a, b: quantize.rounded(t.rows(a, b), groupsize))
+    made = leaves_of(t, Int4(groupsize) if groupsize else Int8())
     for piece in made:
-        assert piece.rows is not None and piece.name.startswith("x.")
+        assert piece.read_rows is not None and piece.name.startswith("x.")
     return {piece.name[2:]: torch.cat([rows for _, _, rows in piece.chunks()]).view(piece.shape) for piece in made}
 
 
@@ -409,27 +415,27 @@ def test_int4_uses_all_sixteen_numbers_and_prefers_none():
     counts = torch.cat((found["weight"] % 16, found["weight"] // 16)).flatten().bincount(minlength=16)
     assert len(counts) == 16 and (counts > 0).all()
     groups = drawn(1, 64, 256).unflatten(-1, (8, 32))      # the ends of a group are the grid's ends
-    q = int4_numbers(groups, *int4_grid(groups))
+    q = Int4(32).codes(groups, *Int4(32).grid(groups))
     assert (q.amin(-1) == 0).all() and (q.amax(-1) == 15).all()
     assert meant(**found).mean() == pytest.approx(drawn(1, 64, 256).mean().item(), abs=0.005)
 
 
 def test_a_tensor_in_many_pieces_is_the_same(monkeypatch):
     """Read, rounded and written a few rows at a time, experts' borders inside."""
-    from formats import files
+    from formats import lazy as lazy_tensors
     for w in (drawn(1, 130, 96), drawn(2, 5, 26, 96)):
         whole = rounded(w), rounded(w, 32)
         with monkeypatch.context() as m:
-            m.setattr(files, "CHUNK", 96 * 7)
+            m.setattr(lazy_tensors, "CHUNK", 96 * 7)
             for a, b in zip(whole, (rounded(w), rounded(w, 32))):
                 assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_int8_functions_alone():
     w = torch.tensor([[127.0, -127.0, 63.6, -0.4], [0, 0, 0, 0]])
-    scales = int8_scales(w)
+    scales = Int8().scales(w)
     assert scales.dtype == BF16 and scales[0] == 1
-    assert int8_numbers(w, scales).tolist() == [[127, -127, 64, 0], [0, 0, 0, 0]]
+    assert Int8().codes(w, scales).tolist() == [[127, -127, 64, 0], [0, 0, 0, 0]]
 
 
 # ---- Whole models -------------------------------------------------------------------------------
@@ -441,7 +447,7 @@ QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo)|ffn\.(shared\.)?(gate
 
 
 def quantized_source(families, name, mode, head="int8", groupsize=32, **more):
-    return quantize.quantized(checkpoints.read(families(name)[0]), mode, groupsize, head, **more)
+    return quantized(read_checkpoint(families(name)[0]), mode, groupsize, head, **more)
 
 
 def meant_checkpoint(source):
@@ -465,7 +471,7 @@ def lengths_of(model, lengths=(1, 2, 7, 24, 64)):
 @pytest.mark.parametrize("name, mode, head", EVERY, ids=["-".join(case) for case in EVERY])
 def test_what_is_quantized(families, name, mode, head):
     """All linears but the routers, the head, and nothing else; every other tensor is the source's own."""
-    plain, source = checkpoints.read(families(name)[0]), quantized_source(families, name, mode, head)
+    plain, source = read_checkpoint(families(name)[0]), quantized_source(families, name, mode, head)
     tied = plain.cfg.tied
     heads = {"none": set(), "int4": {"head"}, "int8": {"embed" if tied else "head"}}[head]
     expected = {n.removesuffix(".weight") for n in plain.tensors if QUANTIZED.match(n.removesuffix(".weight"))}
@@ -486,8 +492,8 @@ def test_what_is_quantized(families, name, mode, head):
                 assert torch.equal(source.tensors[f"{x}.{leaf}"].whole(), value)
     assert source.quantization == dict(mode=mode, head=head, gptq=False)
     linears = {"int8": "int8", "int4": "int4-g32"}
-    assert quantize.schemes(source) == (linears[mode], linears.get(head, "none"))
-    assert quantize.describe(source) == f"{linears[mode]}, head {linears.get(head, 'none')}" and quantize.describe(plain) == ""
+    assert schemes(source) == (linears[mode], linears.get(head, "none"))
+    assert describe(source) == f"{linears[mode]}, head {linears.get(head, 'none')}" and describe(plain) == ""
 
 
 @pytest.mark.parametrize("name, mode, head", EVERY, ids=["-".join(case) for case in EVERY])
@@ -495,15 +501,15 @@ def test_logits_are_those_of_the_numbers(families, name, mode, head):
     """In fp32 the same as a plain model of these weights; in bf16 as near to that as a plain model in bf16."""
     source = quantized_source(families, name, mode, head)
     plain = meant_checkpoint(source)
-    expected = lengths_of(checkpoints.load(plain, FP32, "cpu"))
-    for actual, wanted in zip(lengths_of(quantize.load(source, FP32, "cpu")), expected):
+    expected = lengths_of(load_model(plain, FP32, "cpu"))
+    for actual, wanted in zip(lengths_of(load_model(source, FP32, "cpu")), expected):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4 * wanted.std().item())
-    low = quantize.load(source, BF16, "cpu")
+    low = load_model(source, BF16, "cpu")
     used = {m.kernel.name for m in low.modules() if isinstance(m, quantize.QuantizedLinear)}
     cpu = {"int8": {INT8_CPU.name}, "int4": {INT4_CPU.name}}
     assert all(used & cpu[kind] for kind in {mode, head} - {"none"}) and used <= cpu["int8"] | cpu["int4"]
     off = [torch.cat([((a - b).norm(dim=-1) / b.norm(dim=-1)).flatten() for a, b in zip(logits, expected)]).median()
-           for logits in (lengths_of(low), lengths_of(checkpoints.load(plain, BF16, "cpu")))]    # a router may flip
+           for logits in (lengths_of(low), lengths_of(load_model(plain, BF16, "cpu")))]    # a router may flip
     assert off[0] < 1.5 * off[1] < 0.3, off
 
 
@@ -514,8 +520,8 @@ FOR_COMPILER = [("none", "none"), ("int8", "none"), ("int8", "int8"), ("int4", "
 @pytest.mark.parametrize("mode, head", FOR_COMPILER, ids=["-".join(case) for case in FOR_COMPILER])
 def test_modules_for_a_compiler_say_the_same(families, name, mode, head):
     """Other kernels for linears and the head, which an embedding goes on sharing; routers and experts stay."""
-    source = checkpoints.read(families(name)[0]) if mode == "none" else quantized_source(families, name, mode, head)
-    model = quantize.load(source, BF16, "cpu")
+    source = read_checkpoint(families(name)[0]) if mode == "none" else quantized_source(families, name, mode, head)
+    model = load_model(source, BF16, "cpu")
     ids, expected = torch.arange(160)[None], lengths_of(model)
     rows, before = model.embed(ids), dict(model.named_modules())
     one = model.head.weight is model.embed.weight
@@ -537,9 +543,9 @@ def test_modules_for_a_compiler_say_the_same(families, name, mode, head):
 @needs_bf16
 def test_a_head_of_words_is_the_embedding_too(families):
     """As in test_modules_for_a_compiler_say_the_same, with as many tokens as make whole blocks."""
-    source = checkpoints.read(families("gemma3_text")[0])
+    source = read_checkpoint(families("gemma3_text")[0])
     assert source.cfg.tied
-    model = quantize.load(source, BF16, "cpu")
+    model = load_model(source, BF16, "cpu")
     model.embed.weight = model.head.weight = torch.nn.Parameter(drawn(1, 640, 64).bfloat16(), requires_grad=False)
     ids, x = torch.randint(0, 640, (2, 7)), drawn(2, 3, 64).bfloat16()
     rows, y, calls = model.embed(ids), model.head(x), []
@@ -555,7 +561,7 @@ def test_a_head_of_words_is_the_embedding_too(families):
 def test_int8_is_near_transformers(families, name):
     """Against the original, which shares no code with ours: nothing is at another's place."""
     expected = tiny.logits(families(name)[1], tokens())
-    model = quantize.load(quantized_source(families, name, "int8"), FP32, "cpu")
+    model = load_model(quantized_source(families, name, "int8"), FP32, "cpu")
     model.setup_cache(0, 24)
     off = (model(tokens(), torch.arange(24), logits_to_keep=24) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 0 < off.median() < 0.05, off.median()
@@ -569,14 +575,14 @@ def test_file_round_trip(families, name, mode, head, tmp_path):
     for directory in (tmp_path / "a", tmp_path / "b"):
         quantizing.write(replace(read[-1], tokenizer=directory), directory / "model.pth", quiet=True)
         assert [p.name for p in directory.iterdir()] == ["model.pth"]
-        read.append(checkpoints.read(directory))
+        read.append(read_checkpoint(directory))
         assert read[-1].cfg == source.cfg and read[-1].quantization == source.quantization
-        assert quantize.schemes(read[-1]) == quantize.schemes(source)
+        assert schemes(read[-1]) == schemes(source)
         for n, t in source.tensors.items():
             assert torch.equal(read[-1].tensors[n].whole().view(torch.uint8), t.whole().to(read[-1].tensors[n].dtype).view(torch.uint8))
     assert (tmp_path / "a/model.pth").read_bytes() == (tmp_path / "b/model.pth").read_bytes()
     for dtype in (FP32, BF16):
-        first, *others = (dict(quantize.load(s, dtype, "cpu").named_parameters()) for s in read)
+        first, *others = (dict(load_model(s, dtype, "cpu").named_parameters()) for s in read)
         for other in others:
             assert first.keys() == other.keys()
             for n, p in first.items():
@@ -587,7 +593,7 @@ def test_tied_matrices_are_one(families):
     for name in ("llama3", "qwen2", "granite", "gpt2", "gemma3_text"):
         for mode, head in HEADS:
             for dtype in (FP32, BF16):
-                model = quantize.load(quantized_source(families, name, mode, head), dtype, "cpu")
+                model = load_model(quantized_source(families, name, mode, head), dtype, "cpu")
                 embed, output = model.embed, model.head
                 if head == "int4":                         # a copy for the output, the embedding as it was
                     assert type(embed) is torch.nn.Embedding and embed.weight.dtype == dtype and output.zeros is not None or \
@@ -596,21 +602,21 @@ def test_tied_matrices_are_one(families):
                 assert embed.weight is output.weight and embed.weight.data_ptr() == output.weight.data_ptr()
                 if head == "int8":
                     assert embed.scales is output.scales and output.weight.numel() * output.weight.element_size() == 160 * 64
-                    total, read = session.weight_bytes(model)
+                    total, read = weight_bytes(model)
                     assert total == read == sum(p.numel() * p.element_size() for p in set(model.parameters()))
 
 
 def test_biases_and_kept_modules(families):
     for name in ("llama-biased", "gpt_oss", "qwen2", "gpt2"):
-        source = checkpoints.read(families(name)[0])
-        plain, model = (load(s, BF16, "cpu") for load, s in ((checkpoints.load, source), (quantize.load, quantized_source(families, name, "int4"))))
+        source = read_checkpoint(families(name)[0])
+        plain, model = (load(s, BF16, "cpu") for load, s in ((load_model, source), (load_model, quantized_source(families, name, "int4"))))
         biases = {n: p for n, p in plain.named_parameters() if n.endswith("bias") or "norm" in n or "sinks" in n or "router" in n}
         found = dict(model.named_parameters())
         assert any(n.endswith("bias") for n in biases)
         for n, p in biases.items():
             assert found[n].dtype == p.dtype and torch.equal(found[n], p), n
     for name in ("mixtral", "qwen2_moe", "gpt_oss"):
-        model = quantize.load(quantized_source(families, name, "int8"), BF16, "cpu")
+        model = load_model(quantized_source(families, name, "int8"), BF16, "cpu")
         moes = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
         assert moes and all(type(moe.router) is torch.nn.Linear for moe in moes)
         assert all(type(m) is quantize.QuantizedExperts for moe in moes for m in (moe.gate, moe.up, moe.down))
@@ -623,8 +629,8 @@ def test_biases_and_kept_modules(families):
 def test_float16(families, mode, head):
     """Scales stay in fp32, where float16 would lose the small ones."""
     source = quantized_source(families, "llama3", mode, head)
-    expected = lengths_of(checkpoints.load(meant_checkpoint(source), FP32, "cpu"))
-    model = quantize.load(source, torch.float16, "cpu")
+    expected = lengths_of(load_model(meant_checkpoint(source), FP32, "cpu"))
+    model = load_model(source, torch.float16, "cpu")
     assert all(p.dtype == FP32 for n, p in model.named_parameters() if n.endswith(("scales", "zeros")))
     for actual, wanted in zip(lengths_of(model), expected):
         torch.testing.assert_close(actual, wanted, rtol=0.02, atol=0.02 * wanted.std().item())
@@ -632,13 +638,13 @@ def test_float16(families, mode, head):
 
 def test_group_sizes(families):
     """Each size that divides, and of a file also those that no kernel has."""
-    source = checkpoints.read(families("gpt2")[0])         # 64 and 256 inputs
+    source = read_checkpoint(families("gpt2")[0])         # 64 and 256 inputs
     for groupsize in (16, 32, 64):
-        new = quantize.quantized(source, "int4", groupsize)
-        assert quantize.schemes(new)[0] == f"int4-g{groupsize}"
-        expected = lengths_of(checkpoints.load(meant_checkpoint(new), FP32, "cpu"), (7,))[0]
+        new = quantized(source, "int4", groupsize)
+        assert schemes(new)[0] == f"int4-g{groupsize}"
+        expected = lengths_of(load_model(meant_checkpoint(new), FP32, "cpu"), (7,))[0]
         for dtype, near in ((FP32, 1e-4), (BF16, 0.1)):
-            model = quantize.load(new, dtype, "cpu")
+            model = load_model(new, dtype, "cpu")
             torch.testing.assert_close(lengths_of(model, (7,))[0], expected, rtol=near, atol=near * expected.std().item())
         assert (model.layers[0].attn.wo.kernel is INT4_CPU) == (groupsize >= 32)
 
@@ -647,26 +653,26 @@ def test_inputs_that_no_kernel_takes():
     """Widths that 32 does not divide: int8 goes the plain way, int4 is refused."""
     from model import ModelConfig
     cfg = ModelConfig(36, 2, 3, 3, 12, 52, 99, 128)
-    weights = {n: lazy(n, drawn(len(n), *shape) / 6) for n, shape in checkpoints.tensor_shapes(cfg).items()}
-    source = checkpoints.Checkpoint(Path("odd"), cfg, weights)
-    new = quantize.quantized(source, "int8")
-    model, plain = quantize.load(new, FP32, "cpu"), checkpoints.load(meant_checkpoint(new), FP32, "cpu")
+    weights = {n: lazy(n, drawn(len(n), *shape) / 6) for n, shape in tensor_shapes(cfg).items()}
+    source = Checkpoint(Path("odd"), cfg, weights)
+    new = quantized(source, "int8")
+    model, plain = load_model(new, FP32, "cpu"), load_model(meant_checkpoint(new), FP32, "cpu")
     prompt = tokens(7) % 99
     expected = plain(prompt, torch.arange(7), logits_to_keep=7)
     torch.testing.assert_close(model(prompt, torch.arange(7), logits_to_keep=7), expected, rtol=1e-4, atol=1e-4)
     assert {m.kernel.name for m in model.modules() if isinstance(m, quantize.QuantizedLinear)} == {"plain"}
     with pytest.raises(ValueError, match="--groupsize 32 does not divide the 36 inputs of layers.*: only int8 would do"):
-        quantize.quantized(source, "int4")
+        quantized(source, "int4")
 
 
 def test_random_weights_quantized():
-    source = checkpoints.random_weights("stories15M")
+    source = random_checkpoint("stories15M")
     for mode, head in HEADS[:3]:
-        model = quantize.load(quantize.quantized(source, mode, 32, head), BF16, "cpu")
+        model = load_model(quantized(source, mode, 32, head), BF16, "cpu")
         model.setup_cache(0, 8)
         logits = model(tokens(8), torch.arange(8), logits_to_keep=8)
         assert logits.isfinite().all() and logits.std() > 0.01
-    assert quantize.describe(quantize.quantized(source, "int8")) == "int8, head int8"
+    assert describe(quantized(source, "int8")) == "int8, head int8"
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3_text", "mixtral", "gpt_oss"])
@@ -674,7 +680,7 @@ def test_cache_and_batches_change_nothing(families, name):
     """The kernels differ by the number of rows: steps, chunks and rows side by side are the same model."""
     for mode in ("int8", "int4"):
         source, prompt = quantized_source(families, name, mode), tokens(20, 3)
-        model = quantize.load(source, FP32, "cpu")
+        model = load_model(source, FP32, "cpu")
         model.setup_cache(0, 40)
         whole = model(prompt, torch.arange(20), logits_to_keep=20)
         model.setup_cache(3, 40)
@@ -694,14 +700,14 @@ def textbook(w, hessian, groupsize, percdamp=0.01, act_order=False):
             h[i, i] = 1
     order = h.diagonal().argsort(descending=True).tolist() if act_order else list(range(n_in))
     h += percdamp * h.diagonal().mean() * torch.eye(n_in)
-    grids = [int4_grid(w[:, a:a + groupsize].float()) for a in range(0, n_in, groupsize)]
+    grids = [Int4(groupsize).grid(w[:, a:a + groupsize].float()) for a in range(0, n_in, groupsize)]
     q, left = torch.empty_like(w), torch.linalg.inv(h)
     for i in order:
         g = i // groupsize
         if not act_order and i % groupsize == 0:
-            grids[g] = int4_grid(w[:, i:i + groupsize].float())
+            grids[g] = Int4(groupsize).grid(w[:, i:i + groupsize].float())
         scale, zero = (t.double() for t in grids[g])
-        q[:, i] = int4_numbers(w[:, i:i + 1], scale, zero)[:, 0]
+        q[:, i] = Int4(groupsize).codes(w[:, i:i + 1], scale, zero)[:, 0]
         change = ((q[:, i] - 8) * scale + zero - w[:, i]) / left[i, i]
         later = order[order.index(i) + 1:]
         w[:, later] += change[:, None] * left[i, later]
@@ -717,7 +723,7 @@ def problem(seed, n_out, n_in, n=None):
 
 
 def solved(w, hessian, groupsize, **how):
-    q, scales, zeros = gptq.solve(w, hessian, groupsize, int4_grid, int4_numbers, **how)
+    q, scales, zeros = gptq.solve(w, hessian, Int4(groupsize), **how)
     n_group = w.shape[1] // groupsize
     assert q.shape == w.shape and scales.shape == zeros.shape == (w.shape[0], n_group)
     assert torch.equal(q, q.round().clamp(0, 15)) and scales.isfinite().all() and (scales > 0).all() and zeros.isfinite().all()
@@ -731,8 +737,8 @@ def worth(q, scales, zeros):
 
 def nearest(w, groupsize):
     groups = w.unflatten(-1, (-1, groupsize))
-    grid = int4_grid(groups)
-    return int4_numbers(groups, *grid).flatten(-2), *grid
+    grid = Int4(groupsize).grid(groups)
+    return Int4(groupsize).codes(groups, *grid).flatten(-2), *grid
 
 
 def error(w, found, hessian):
@@ -867,9 +873,9 @@ class Watched(calibrate.Solver):
 
 
 def gptq_source(families, name, act_order=False, dtype=FP32, **more):
-    source = checkpoints.read(families(name)[0])
-    solver = Watched(source, windows_of(), "cpu", dtype, 32, int4_grid, int4_numbers, 0.01, 128, act_order)
-    new = quantize.quantized(source, "int4", 32, **more, solver=solver)
+    source = read_checkpoint(families(name)[0])
+    solver = Watched(source, windows_of(), "cpu", dtype, Int4(32), 0.01, 128, act_order)
+    new = quantized(source, "int4", 32, **more, solver=solver)
     held = {n: t.whole() for n, t in new.tensors.items()}  # in the order of the file
     return replace(new, tensors={n: lazy(n, t) for n, t in held.items()}), solver
 
@@ -878,13 +884,13 @@ def gptq_source(families, name, act_order=False, dtype=FP32, **more):
 def test_gptq_of_a_model(families, name):
     """Every linear solved for the inputs that the quantized model gives it, an expert for its own."""
     source, solver = gptq_source(families, name, head="none")              # int8 would round the embedding too
-    plain = checkpoints.read(families(name)[0])
-    assert source.quantization["gptq"] and "by GPTQ" in quantize.describe(source)
+    plain = read_checkpoint(families(name)[0])
+    assert source.quantization["gptq"] and "by GPTQ" in describe(source)
     assert solver.held_out == {8, 17} and not solver.solved and all(p.is_meta for block in solver.model.layers for p in block.parameters())
     linears = {n for n in source.tensors if n.endswith(".zeros")}
     assert {n.replace(".zeros", ".weight") for n in linears} == {n for n in plain.tensors if QUANTIZED.match(n.removesuffix(".weight"))}
 
-    model = checkpoints.load(meant_checkpoint(source), FP32, "cpu")
+    model = load_model(meant_checkpoint(source), FP32, "cpu")
     inputs, n_expert = {}, plain.cfg.n_expert
     for (i, module) in solver.seen:
         def see(_, args, key=(i, module)):
@@ -916,17 +922,17 @@ def test_gptq_of_a_model(families, name):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
     for (i, module), (hessian, _) in solver.seen.items():  # and solved for just these
-        pieces = [f"layers.{i}.{p}" for p in checkpoints.parts(f"{module}.weight")]
+        pieces = [f"layers.{i}.{p}" for p in disk_names(f"{module}.weight")]
         w, h = torch.cat([plain.tensors[p].whole() for p in pieces], -2), hessian
         if h.dim() > 2:
             w, h = w[1], h[1]
-        found = gptq.solve(w.float(), h, 32, int4_grid, int4_numbers)
+        found = gptq.solve(w.float(), h, Int4(32))
         leaves = [torch.cat([source.tensors[p.replace("weight", leaf)].whole() for p in pieces], -2) for leaf in ("weight", "scales", "zeros")]
         leaves = [t[1] if t.dim() > 2 else t for t in leaves]
         assert torch.equal(leaves[0], pack_nibbles(found[0])) and torch.equal(leaves[1].float(), found[1]) and torch.equal(leaves[2].float(), found[2])
 
     ratios = solver.ratios
-    assert len(ratios) == sum(1 for m in checkpoints.blank_model(plain.cfg, FP32).layers.modules()
+    assert len(ratios) == sum(1 for m in blank_model(plain.cfg, FP32).layers.modules()
                               if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.shared_dim))
     assert sum(ratios) / len(ratios) < 1 and "median ratio" in solver.summary()
 
@@ -938,8 +944,8 @@ def test_gptq_is_nearer_than_rounding(families, name, act_order):
     source, _ = gptq_source(families, name, act_order, head="none")
     rounded_only = quantized_source(families, name, "int4", "none")
     unseen, off = windows_of(60)[30:], []
-    for s in (checkpoints.read(families(name)[0]), source, rounded_only):
-        model = checkpoints.load(meant_checkpoint(s), FP32, "cpu")
+    for s in (read_checkpoint(families(name)[0]), source, rounded_only):
+        model = load_model(meant_checkpoint(s), FP32, "cpu")
         model.setup_cache(0, 32)
         off.append(model(unseen, torch.arange(32), logits_to_keep=32))
     off = [((x - off[0]).norm(dim=-1) / off[0].norm(dim=-1)).median() for x in off[1:]]
@@ -954,30 +960,30 @@ def test_solver_in_low_precision(families):
 
 
 def test_solver_wants_its_order(families):
-    source = checkpoints.read(families("llama3")[0])
-    solver = calibrate.Solver(source, windows_of(), "cpu", FP32, 32, int4_grid, int4_numbers)
+    source = read_checkpoint(families("llama3")[0])
+    solver = calibrate.Solver(source, windows_of(), "cpu", FP32, Int4(32))
     name = "layers.1.attn.wq.weight"
     with pytest.raises(AssertionError, match=f"{name} was asked for before layers.0"):
         solver(name)
 
 
 def test_solver_refuses_infinite_activations(families, tmp_path):
-    source = checkpoints.read(families("llama3")[0])
+    source = read_checkpoint(families("llama3")[0])
     huge = {**source.tensors, "embed.weight": lazy("embed.weight", source.tensors["embed.weight"].whole() / 0)}
-    solver = calibrate.Solver(replace(source, tensors=huge), windows_of(), "cpu", FP32, 32, int4_grid, int4_numbers)
+    solver = calibrate.Solver(replace(source, tensors=huge), windows_of(), "cpu", FP32, Int4(32))
     with pytest.raises(ValueError, match="infinite activations in this dtype"):
         solver("layers.0.attn.wq.weight")
 
 
 def test_calibration_windows():
     ids = list(range(1, 11))
-    assert calibrate.windows(ids, 4, 9, False).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert calibrate.windows(ids, 4, 9, True).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]
-    assert calibrate.windows(ids, 4, 2, True).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert calibrate.windows(ids, 5, 9, True).tolist() == [ids[:5], ids[5:]]
+    assert calibrate.split_windows(ids, 4, 9, False).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert calibrate.split_windows(ids, 4, 9, True).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]
+    assert calibrate.split_windows(ids, 4, 2, True).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert calibrate.split_windows(ids, 5, 9, True).tolist() == [ids[:5], ids[5:]]
     for n, pad in ((7, False), (4, True), (0, True)):
         with pytest.raises(ValueError, match=f"has {n} tokens, less than two windows of 4"):
-            calibrate.windows(ids[:n], 4, 9, pad)
+            calibrate.split_windows(ids[:n], 4, 9, pad)
     assert cli.english_text()[-1000:] not in cli.english_text(held_out=True) and len(cli.english_text()) > 3e5
 
 
@@ -1047,8 +1053,8 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
     status, out, err = run(capsys, "-m", model, *argv, *(n_key if "int4-gptq" in argv else []))
     assert status == 0 and out == f"{model / name}\n", err
     assert left(model.parent) == before | {f"tiny/{name}"}
-    source = checkpoints.read(model / name)
-    assert quantize.describe(source) == describes and source.tokenizer == model
+    source = read_checkpoint(model / name)
+    assert describe(source) == describes and source.tokenizer == model
     if "gptq" in name:
         assert "calibrating on 12 windows of 32 tokens" in err and "layer 4 of 4: output error" in err
         assert re.search(r"of 16 linears have a smaller output error on held-out text than rounding gives", err)
@@ -1069,7 +1075,7 @@ def test_file_works_alone(capsys, model, tmp_path):
     assert status == 0 and out == f"{elsewhere}\n"
     (tmp_path / "alone").mkdir()
     shutil.move(elsewhere, tmp_path / "alone/x.pth")
-    source = checkpoints.read(tmp_path / "alone/x.pth")
+    source = read_checkpoint(tmp_path / "alone/x.pth")
     tokenizer = tokenizers.load(source.tokenizer)
     assert tokenizer.encode("w7 w159") == [7, 159] and tokenizer.chat_template == "{{ messages[0].content }}"
     run(capsys, "-m", model)
@@ -1089,24 +1095,24 @@ def test_default_output_of_gguf_and_hub(capsys, model, families, tmp_path, monke
         status, out, _ = run(capsys, "-m", source)
         assert status == 0 and out == f"{name}\n" and (tmp_path / name).exists()
         assert greedy(capsys, "-m", name)["new_ids"] == greedy(capsys, "-m", source, "--quantize", "int8")["new_ids"]
-        assert isinstance(checkpoints.read(Path(name)).tokenizer, dict)
+        assert isinstance(read_checkpoint(Path(name)).tokenizer, dict)
 
 
 def test_quantizing_over_its_own_source(capsys, model):
     """--output may name the very file that is read."""
-    checkpoints.save(checkpoints.read(model), model / "model.pth", None)
+    save_checkpoint(read_checkpoint(model), model / "model.pth", None)
     run(capsys, "-m", model / "model.pth")
-    expected = checkpoints.read(model / "model_int8.pth")
+    expected = read_checkpoint(model / "model_int8.pth")
     status, _, err = run(capsys, "-m", model / "model.pth", "--output", model / "model.pth")
     assert status == 0, err
-    found = checkpoints.read(model / "model.pth")
+    found = read_checkpoint(model / "model.pth")
     assert found.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(found.tensors[n].whole(), t.whole()) for n, t in expected.tensors.items())
 
 
 def test_load_model_from_python(model):
-    quantized, source, _ = generate.load_model(str(model), mode="int4", head="none")
-    assert quantize.schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
+    quantized, source, _ = generate.load_model(str(model), scheme="int4-g32", head="none")
+    assert schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
 
 
 def test_quantized_prefill_and_padding_compiled_away(capsys, model):
@@ -1208,16 +1214,16 @@ def test_trouble_leaves_nothing(capsys, model, text, monkeypatch, mode, trouble)
     if trouble == "full":
         def full(*_):
             raise OSError(28, "No space left on device")
-        monkeypatch.setattr(checkpoints.os, "posix_fallocate", full)
+        monkeypatch.setattr(pth.os, "posix_fallocate", full)
     elif trouble == "interrupted":
-        original = checkpoints.as_rows
-        monkeypatch.setattr(checkpoints, "as_rows", later(9, KeyboardInterrupt()))
+        original = pth.raw_bytes
+        monkeypatch.setattr(pth, "raw_bytes", later(9, KeyboardInterrupt()))
     elif trouble == "interrupted while solving":
-        original = calibrate.solve if "gptq" in mode else quantize.int8_numbers
-        monkeypatch.setattr(*((calibrate, "solve") if "gptq" in mode else (quantize, "int8_numbers")), later(9, KeyboardInterrupt()))
+        original = calibrate.solve if "gptq" in mode else Int8.codes
+        monkeypatch.setattr(*((calibrate, "solve") if "gptq" in mode else (Int8, "codes")), later(9, KeyboardInterrupt()))
     else:
-        original = quantize.int8_scales
-        monkeypatch.setattr(quantize, "int8_scales", later(0, OSError(5, "Input/output error")))
+        original = Int8.scales
+        monkeypatch.setattr(Int8, "scales", later(0, OSError(5, "Input/output error")))
     status, out, err = run(capsys, "-m", model, "--mode", mode, "--calibration_file", text, "--calibration_seq_length", 32)
     assert out == "" and "Traceback" not in err and left(model) == before
     assert status == (130 if "interrupted" in trouble else 2)
@@ -1304,7 +1310,7 @@ def test_weights_that_are_not_numbers(capsys, model, text, bad):
         status, out, err = run(capsys, "-m", model, "--mode", mode)
         assert status in (0, 2) and "Traceback" not in err
         if status == 0:
-            tensors = checkpoints.read(Path(out.strip())).tensors
+            tensors = read_checkpoint(Path(out.strip())).tensors
             w = meant(*(tensors[f"layers.2.ffn.up.{leaf}"].whole() for leaf in ("weight", "scales", "zeros")
                         if f"layers.2.ffn.up.{leaf}" in tensors))
             assert not w[3, 5].isfinite() and w[:3].isfinite().all() and w[4:].isfinite().all()
@@ -1325,14 +1331,14 @@ def teacher_forced(model, prompt, ids):
 def test_inductor(families, name, mode, head):
     """The real backend with the packed kernels: the same tokens, or nearly the same logits along them."""
     torch._dynamo.reset()
-    model, prompt = quantize.load(quantized_source(families, name, mode, head), BF16, "cpu"), tokens(9, batch=1)
-    eager = [t.item() for t in generate.generate(model, prompt, 20, GREEDY)]
+    model, prompt = load_model(quantized_source(families, name, mode, head), BF16, "cpu"), tokens(9, batch=1)
+    eager = [t.item() for t in generated(model, prompt, 20, GREEDY)]
     expected = teacher_forced(model, prompt, eager)
-    steps = generate.build_steps(model, "compile")
+    steps = engines.build_steps(model, "compile")
     actual = teacher_forced(model, prompt, eager)
     off = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1))
     assert 0 < off.max() and off.median() < 0.03 and not torch.equal(actual, expected), off
-    compiled = [t.item() for t in generate.generate(model, prompt, 20, GREEDY, steps=steps)]
+    compiled = [t.item() for t in generated(model, prompt, 20, GREEDY, steps=steps)]
     first = next((i for i in range(20) if compiled[i] != eager[i]), None)
     if first:
         logits = expected[0, first - 1]
@@ -1344,7 +1350,7 @@ def test_inductor(families, name, mode, head):
 def test_traced_whole(families, name, mode, dtype):
     """Without a graph break: prefill, steps of several rows, and of one."""
     torch._dynamo.reset()
-    model, prompt = quantize.load(quantized_source(families, name, mode), dtype, "cpu"), tokens(9, 3)
+    model, prompt = load_model(quantized_source(families, name, mode), dtype, "cpu"), tokens(9, 3)
     model.setup_cache(0, 40)
     expected = model(prompt, torch.arange(9), logits_to_keep=9)
     step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)

@@ -15,7 +15,7 @@ import speculate
 from cli import engines, session
 from cli.draft_length import DraftLengthController, FixedLength
 from cli.ngram import NgramDrafter
-from kernels import inductor as compiled
+from kernels import disk
 from sampling import Sampler, SamplingParams
 from speculate import ModelDrafter
 
@@ -206,13 +206,14 @@ PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n
 
 def test_smollm2(smollm2, monkeypatch):
     """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
-    from formats import checkpoint as checkpoints
+    from formats.load import load_model
+    from formats.shapes import random_checkpoint
     model, _, tokenizer = smollm2
     ids = tokenizer.encode(PROMPT)
     model.setup_cache(1, 256)
     expected = plain(model, ids, 200)
     int8 = generate.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
-    tiny = checkpoints.load(checkpoints.random_weights("stories15M"), torch.float32, "cpu")    # 32000 tokens
+    tiny = load_model(random_checkpoint("stories15M"), torch.float32, "cpu")    # 32000 tokens
     counts = {}
     for name, draft in (("ngram", None), ("int8", int8), ("tiny", tiny)):
         batch = speculative(model, 5, draft)
@@ -229,7 +230,7 @@ def test_smollm2(smollm2, monkeypatch):
         batch = engines.build_speculative(model, sampler, steps, "compile", 5, False, draft)
         engines.warm_up(batch, [ids], range(len(ids) + 1, 256))
         with monkeypatch.context() as m:
-            m.setattr(compiled, "load", None)              # whoever needs another function fails
+            m.setattr(disk, "load", None)              # whoever needs another function fails
             assert ids_of(batch, ids, 200) == expected
 
 

@@ -12,8 +12,9 @@ from conftest import GEMMA, SMOLLM2
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 
-from formats import checkpoint as checkpoints
 from formats import tokenizer as tokenizers
+from formats import tokenizer_files
+from formats.load import read_checkpoint
 
 TEXTS = ["Hello, my name is", " leading and   inner   spaces ", "def f(x):\n    return {x: 1}\n\n\tpass",
          "In 2024, 1,234,567 + 89 = 3.14e-5", "Café déjà vu — naïve façade: ñ, ü, ß", "🙂🚀👩‍👩‍👧 e\u0301",
@@ -23,12 +24,12 @@ PROSE = list(pydoc_data.topics.topics.values())[:30]
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return tokenizers.load(checkpoints.read(SMOLLM2).tokenizer)
+    return tokenizers.load(read_checkpoint(SMOLLM2).tokenizer)
 
 
 @pytest.fixture(scope="module")
 def gemma():
-    return tokenizers.load(checkpoints.read(GEMMA).tokenizer)
+    return tokenizers.load(read_checkpoint(GEMMA).tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def bpe():
 
 
 def streamed(tokenizer, prompt, ids):
-    stream = tokenizers.Stream(tokenizer, prompt)
+    stream = tokenizers.Detokenizer(tokenizer, prompt)
     pieces = [stream.push(i) for i in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     return "".join(pieces) + stream.flush()
@@ -98,7 +99,7 @@ def test_special_tokens_in_text(smollm2, gemma):
 
 
 def test_gguf_refuses_what_it_does_not_know(smollm2):
-    meta = checkpoints.read(SMOLLM2).tokenizer
+    meta = read_checkpoint(SMOLLM2).tokenizer
     for key, value, message in (("model", "bert", "tokenizer 'bert' is not supported"),
                                 ("pre", "marsian", "pre-tokenizer 'marsian' is not supported"),
                                 ("tokens", None, "holds no tokenizer")):
@@ -106,9 +107,9 @@ def test_gguf_refuses_what_it_does_not_know(smollm2):
             tokenizers.load({**meta, f"tokenizer.ggml.{key}": value})
 
 
-@pytest.mark.parametrize("pre", tokenizers.GGUF_SPLITS)
+@pytest.mark.parametrize("pre", tokenizer_files.GGUF_SPLITS)
 def test_every_split_round_trips(pre, smollm2):
-    meta = checkpoints.read(SMOLLM2).tokenizer
+    meta = read_checkpoint(SMOLLM2).tokenizer
     tokenizer = tokenizers.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
     for text in TEXTS:                                     # Qwen's normalizer composes e + accent
         assert tokenizer.decode(tokenizer.encode(text)) in (text, text.replace("e\u0301", "é"))
@@ -116,7 +117,7 @@ def test_every_split_round_trips(pre, smollm2):
 
 def test_splits_equal_transformers():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    for pre, splits in tokenizers.GGUF_SPLITS.items():
+    for pre, splits in tokenizer_files.GGUF_SPLITS.items():
         if pre in GGUF_PRE_TOKENIZER_SPLITS and pre != "qwen2":    # theirs allows combining marks too
             theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
             for text in TEXTS + PROSE:
@@ -143,8 +144,8 @@ def test_sentencepiece_through_gguf_metadata(sp_model):
     """The model file that we write from a GGUF's lists encodes as the original."""
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
     n = sp.get_piece_size()
-    kinds = [tokenizers.UNKNOWN if sp.is_unknown(i) else tokenizers.CONTROL if sp.is_control(i)
-             else tokenizers.BYTE if sp.is_byte(i) else tokenizers.NORMAL for i in range(n)]
+    kinds = [tokenizer_files.UNKNOWN if sp.is_unknown(i) else tokenizer_files.CONTROL if sp.is_control(i)
+             else tokenizer_files.BYTE if sp.is_byte(i) else tokenizer_files.NORMAL for i in range(n)]
     meta = {"model": "llama", "tokens": [sp.id_to_piece(i) for i in range(n)], "token_type": kinds,
             "scores": [sp.get_score(i) for i in range(n)], "bos_token_id": 1, "add_space_prefix": True}
     tokenizer = tokenizers.load({f"tokenizer.ggml.{k}": v for k, v in meta.items()})
@@ -182,7 +183,7 @@ def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
 def test_llama3_tiktoken_file(bpe, tmp_path):
     """Ranks alone give the merges back: as many tokens as the BPE that they came from."""
     vocab = sorted(((i, t) for t, i in bpe.get_vocab().items() if i > 1))
-    letters = {c: b for b, c in tokenizers.byte_letters().items()}
+    letters = {c: b for b, c in tokenizer_files.byte_letters().items()}
     data = b"".join(base64.b64encode(bytes(letters[c] for c in t)) + f" {rank}\n".encode()
                     for rank, (_, t) in enumerate(vocab))
     (tmp_path / "tokenizer.model").write_bytes(data)
@@ -190,7 +191,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
     assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
-    plain = tokenizers.byte_letters()
+    plain = tokenizer_files.byte_letters()
     for word in "the statement of a class definition called return".split():
         pieces, word = [plain[b] for b in word.encode()], word
         while len(pieces) > 1:                             # tiktoken's rule: the lowest rank first
@@ -242,7 +243,7 @@ def test_stream_equals_decode(smollm2, gemma, sp_model):
 
 def test_stream_holds_half_a_character_and_flushes_it(smollm2):
     ids = smollm2.encode("x 🌱")
-    stream = tokenizers.Stream(smollm2, [])
+    stream = tokenizers.Detokenizer(smollm2, [])
     shown = "".join(stream.push(i) for i in ids[:-1])
     assert "\ufffd" not in shown and stream.flush().endswith("\ufffd") and stream.flush() == ""
 
@@ -252,7 +253,7 @@ def test_stream_of_random_ids_loses_nothing(smollm2, gemma):
         for seed in range(20):
             g = torch.Generator().manual_seed(seed)
             ids = torch.randint(0, tokenizer.n_vocab, (40,), generator=g).tolist()
-            stream = tokenizers.Stream(tokenizer, [])
+            stream = tokenizers.Detokenizer(tokenizer, [])
             assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
 
 

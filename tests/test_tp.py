@@ -17,11 +17,15 @@ import torch
 import transformers as hf
 from conftest import GEMMA, SMOLLM2
 
-import quantize
 import tp
 from cli import session
-from formats import checkpoint as checkpoints
-from formats.files import Lazy, narrow, safetensors
+from formats.lazy import LazyTensor, narrow
+from formats.load import load_model, read_checkpoint
+from formats.parameters import blank_model
+from formats.pth import save_checkpoint
+from formats.quantized import quantized
+from formats.safetensors_file import read_safetensors
+from formats.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -70,10 +74,10 @@ def put_together(t, parts):
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, "for-int4-llama", "for-int4-mixtral"])
 def test_parts_make_up_the_whole(directory, name):
     """As they are, in int8 and int4: a rank's numbers and scales are those that the whole model has."""
-    original = checkpoints.read(directory / name)
-    sources = [original, quantize.quantized(original, "int8")]
+    original = read_checkpoint(directory / name)
+    sources = [original, quantized(original, "int8")]
     if "int4" in name:
-        sources += [quantize.quantized(original, "int4", 32, head) for head in ("int8", "int4")]
+        sources += [quantized(original, "int4", 32, head) for head in ("int8", "int4")]
     for source, n in itertools.product(sources, (2, 4)):
         parts = parts_of(source, n)
         for key, t in source.tensors.items():
@@ -82,17 +86,17 @@ def test_parts_make_up_the_whole(directory, name):
             assert torch.equal(put_together(t, mine), t.whole()), (key, n)
         total = sum(math.prod(part[k].shape) for part in parts for k in part)
         assert total < n * sum(math.prod(t.shape) for t in source.tensors.values())
-        model = checkpoints.blank_model(tp.shard_config(source.cfg, n), torch.float32)
+        model = blank_model(tp.shard_config(source.cfg, n), torch.float32)
         assert source is not original or {k: p.shape for k, p in model.named_parameters()} == {
-            k: p.shape for k, p in checkpoints.load(tp.shard(source, n, 1), torch.float32, "cpu").named_parameters()}
+            k: p.shape for k, p in load_model(tp.shard(source, n, 1), torch.float32, "cpu").named_parameters()}
 
 
 def test_the_same_numbers_from_a_file(directory, tmp_path):
     """Quantized while loading, or before, into a file: a rank reads the same bits."""
     for name, mode in itertools.product(("for-int4-llama", "for-int4-mixtral"), ("int8", "int4")):
-        source = quantize.quantized(checkpoints.read(directory / name), mode)
-        checkpoints.save(source, tmp_path / "model.pth", None)
-        saved = checkpoints.read(tmp_path / "model.pth")
+        source = quantized(read_checkpoint(directory / name), mode)
+        save_checkpoint(source, tmp_path / "model.pth", None)
+        saved = read_checkpoint(tmp_path / "model.pth")
         for n, me in ((2, 1), (4, 2)):
             loaded, read = tp.shard(source, n, me).tensors, tp.shard(saved, n, me).tensors
             assert loaded.keys() == read.keys()
@@ -108,7 +112,7 @@ def test_narrow(shape, axis):
     def read(a, b):
         asked.append((a, b))
         return rows[a:b]
-    part = narrow(Lazy("x", shape, torch.float32, read), axis, 3, 7)
+    part = narrow(LazyTensor("x", shape, torch.float32, read), axis, 3, 7)
     wanted = whole.narrow(axis, 3, 4)
     assert part.shape == wanted.shape and torch.equal(part.whole(), wanted)
     assert torch.equal(torch.cat([r for *_, r in part.chunks()]).view(wanted.shape), wanted)
@@ -120,30 +124,30 @@ def test_narrow(shape, axis):
 def test_a_part_is_a_view_of_the_file(directory):
     """What a rank does not hold it does not read from safetensors: nothing is copied before the part is."""
     path = next((directory / "llama2").glob("*.safetensors"))
-    for t in safetensors(path):
+    for t in read_safetensors(path):
         if len(t.shape) == 2:
             for axis in (0, 1):
-                rows = narrow(t, axis, 0, 8).rows(0, 4)
+                rows = narrow(t, axis, 0, 8).read_rows(0, 4)
                 assert rows.untyped_storage().nbytes() >= math.prod(t.shape) * 4, t.name
 
 
 def test_what_cannot_be_shared():
-    cfg = checkpoints.SHAPES["SmolLM2-135M"]()
+    cfg = SHAPES["SmolLM2-135M"]()
     with pytest.raises(ValueError, match="^2 ranks cannot share 9 query heads, 3 key/value heads and a feed-forward "
                                          "width of 1536: possible are 3$"):
         tp.shard_config(cfg, 2)
     cut = tp.shard_config(cfg, 3)
     assert (cut.n_head, cut.n_kv_head, cut.ffn_dim, cut.vocab_size) == (3, 1, 512, 49152 // 3)
     with pytest.raises(ValueError, match="possible are 2, 4, 8, 16, 32, 64"):
-        tp.shard_config(checkpoints.SHAPES["Llama-2-70B"](), 3)
-    assert tp.shard_config(checkpoints.SHAPES["Llama-2-70B"](), 16).n_kv_head == 1     # two ranks hold each
-    assert tp.shard_config(checkpoints.SHAPES["gpt2"](), 2).vocab_size == 50257        # odd: every rank has all
+        tp.shard_config(SHAPES["Llama-2-70B"](), 3)
+    assert tp.shard_config(SHAPES["Llama-2-70B"](), 16).n_kv_head == 1     # two ranks hold each
+    assert tp.shard_config(SHAPES["gpt2"](), 2).vocab_size == 50257        # odd: every rank has all
     with pytest.raises(ValueError, match="possible are no number above 1"):
-        tp.shard_config(checkpoints.SHAPES["gpt2-xl"]().__class__(64, 1, 7, 7, 8, 33, 32, 32), 2)
+        tp.shard_config(SHAPES["gpt2-xl"]().__class__(64, 1, 7, 7, 8, 33, 32, 32), 2)
 
 
 def test_groups_that_would_be_cut(directory):
-    source = quantize.quantized(checkpoints.read(directory / "llama2"), "int4", 32)      # 96 wide: three groups
+    source = quantized(read_checkpoint(directory / "llama2"), "int4", 32)      # 96 wide: three groups
     with pytest.raises(ValueError, match="ffn.down.*2 ranks cannot share its 3 groups.*smaller --groupsize"):
         tp.shard(source, 2, 0)
 

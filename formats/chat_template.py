@@ -1,0 +1,77 @@
+"""Chat templates: rendered in a sandbox, and encoded so that no message forges a special token.
+
+Knows no tokenizer library: `tokenizer` is a tokenizer.Tokenizer.
+"""
+
+import datetime
+import json
+import re
+
+SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
+FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
+
+
+def render(template: str, messages: list[dict], /, **more) -> str:
+    """The template's text for messages [{role, content}], ready for the next answer.
+
+    In jinja2's sandbox, with what transformers gives a template. ValueError where it refuses.
+    """
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message):
+        raise ValueError(f"the chat template refuses: {message}")
+
+    class Generation(jinja2.ext.Extension):    # marks answers for training: only its inside
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                          extensions=["jinja2.ext.loopcontrols", Generation])
+    environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+    environment.globals.update(raise_exception=raise_exception,
+                         strftime_now=lambda f: datetime.datetime.now().strftime(f))
+    try:
+        return environment.from_string(template).render(
+            messages=messages, add_generation_prompt=True, tools=None, documents=None,
+            **more)
+    except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"the chat template does not render: {e}") from None
+
+
+class Shield:
+    """Replaces special tokens in a message by signs that no text has, and brings them back."""
+
+    def __init__(self, names: list[str]):
+        self.names = names
+        self.signs = {name: SHIELD + chr(FIRST_SIGN + i) for i, name in enumerate(names)}
+        self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def hide(self, text):
+        if not isinstance(text, str):
+            return text
+        return self.pattern.sub(lambda match: self.signs[match[0]], text.replace(SHIELD, ""))
+
+    def bring_back(self, text: str) -> str:
+        return re.sub(SHIELD + "(.)", lambda match: self.names[ord(match[1]) - FIRST_SIGN], text)
+
+
+def encode_chat(tokenizer, messages: list[dict], /, **more) -> list[int]:
+    """The ids of tokenizer.render(), in which special tokens are the template's: a message's are
+    text.
+    """
+    names, special = tokenizer.backend.special_tokens()
+    shield = Shield(names)
+    messages = [{key: shield.hide(value) for key, value in m.items()} for m in messages]
+    text = tokenizer.render(messages, **more).encode("utf-8", "replace").decode()
+    if SHIELD not in text:
+        return tokenizer.encode(text, bos=False)
+    first, *pieces = special.split(text)           # text, special, text, …
+    ids = tokenizer.backend.encode(shield.bring_back(first), special=False)
+    later = tokenizer.backend.continued()
+    for i, piece in enumerate(pieces):
+        ids += later.encode(shield.bring_back(piece), special=i % 2 == 0)
+    return ids

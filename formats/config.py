@@ -1,0 +1,237 @@
+"""config.json -> ModelConfig: the math that a Hugging Face config states, its gaps filled.
+
+Reads the spelling of transformers 4 and 5. What a family leaves unsaid stands in families.py; GGUF
+and Meta's files are put into config.json's words first. Reads no file and no weight:
+
+    cfg, c = config_from_hf(json.loads(text))      # c: config.json with its gaps filled
+"""
+
+import math
+
+from formats.families import FAMILIES, OTHER_KINDS, Family
+from layers.feed_forward import GATED, UNGATED
+from layers.rope import Rope
+from model import ModelConfig
+
+BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
+              RuntimeError)                        # what nonsense in a config may run into
+NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+           "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
+           "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
+           "shared_expert_intermediate_size", "rms_norm_eps")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+               "gelu": "gelu"}
+
+
+def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
+    """config.json as math. ValueError names a problem.
+
+    -> the config, and config.json with what it leaves out filled in, for the folds.
+    """
+    family, c = _complete(c)
+    _check(c)
+    n_layer = _count(c, "num_hidden_layers")
+    if n_layer > 1000:                             # the model is built before it is compared
+        raise ValueError(f"'num_hidden_layers' is {n_layer}, expected at most 1000")
+    facts = {"n_layer": n_layer, **_widths(c), **_biases(c), **_scales(c, family),
+             "activation": _activation(c, family), "norm_eps": float(c["rms_norm_eps"]),
+             "vocab_size": _count(c, "vocab_size"),
+             "tied": bool(c.get("tie_word_embeddings", False))}
+    facts.update(_layers(c, family, n_layer))
+    if any(facts["sparse"]):
+        facts.update(_experts(c))
+    return ModelConfig(**{**facts, **family.overrides}), c
+
+
+def _complete(c: dict) -> tuple[Family, dict]:
+    """The family, and config.json in one spelling with the family's defaults filled in."""
+    if "text_config" in c:                         # multimodal wrappers: the text part
+        c = {"model_type": c.get("model_type", "").split("_")[0] + "_text", **c["text_config"]}
+    kind = c.get("model_type")
+    for what, kinds in OTHER_KINDS.items():
+        if kind in kinds.split():
+            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
+                             "another kind of model")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
+    family = FAMILIES[kind]
+    aliases = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
+               **family.key_aliases}
+    c = {aliases.get(key, key): value for key, value in c.items()}
+    c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
+    if kind == "gpt2" and c.get("intermediate_size") is None:
+        c["intermediate_size"] = 4 * _count(c, "hidden_size")
+    return family, c
+
+
+def _check(c: dict) -> None:
+    """ValueError names what is no number, or asks for what the model does not have."""
+    for key in NUMBERS:
+        value = c.get(key) or 0
+        if type(value) not in (int, float) or value < 0:
+            raise ValueError(f"'{key}' is {value!r}, expected a positive number")
+    for key in ("use_bidirectional_attention", "clip_qkv", "scale_attn_by_inverse_layer_idx"):
+        if c.get(key):
+            raise ValueError(f"'{key}' is not supported")
+    if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
+        raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")
+
+
+def _count(c: dict, key: str, default: int | None = None) -> int:
+    value = default if c.get(key) is None else c[key]
+    if value is None:
+        raise ValueError(f"config.json has no '{key}'")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"'{key}' is {value!r}, expected a positive integer")
+    return value
+
+
+def _activation(c: dict, family: Family) -> str | None:
+    name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+    possible = GATED if family.overrides.get("gated", True) else UNGATED
+    known = {theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in possible}
+    if name not in known and "activation" not in family.overrides:
+        raise ValueError(f"activation '{name}' is not supported (supported: {', '.join(known)})")
+    return known.get(name)
+
+
+def _widths(c: dict) -> dict:
+    dim, n_head = _count(c, "hidden_size"), _count(c, "num_attention_heads")
+    n_kv_head = _count(c, "num_key_value_heads", n_head)
+    if n_head % n_kv_head:
+        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
+                         "evenly")
+    return dict(dim=dim, n_head=n_head, n_kv_head=n_kv_head,
+                head_dim=_count(c, "head_dim", dim // n_head),
+                ffn_dim=_count(c, "intermediate_size"))
+
+
+def _biases(c: dict) -> dict:
+    bias = bool(c.get("attention_bias", False))
+    return dict(qkv_bias=bool(c.get("qkv_bias", bias)), o_bias=bias,
+                mlp_bias=bool(c.get("mlp_bias", False)))
+
+
+def _scales(c: dict, family: Family) -> dict:
+    """What embeddings, branches, scores and logits are multiplied or capped by."""
+    attn_scale = c.get("attention_multiplier") or None
+    if scalar := c.get("query_pre_attn_scalar"):
+        attn_scale = scalar**-0.5
+    if c.get("scale_attn_weights") is False:
+        attn_scale = 1.0
+    embed_scale = float(c.get("embedding_multiplier") or 1)
+    if family.scaled_embed:
+        embed_scale = c["hidden_size"]**0.5
+    return dict(attn_scale=attn_scale, embed_scale=embed_scale,
+                residual_scale=float(c.get("residual_multiplier") or 1),
+                attn_cap=c.get("attn_logit_softcapping"),
+                logit_cap=c.get("final_logit_softcapping"))
+
+
+def _layers(c: dict, family: Family, n_layer: int) -> dict:
+    """What may differ by layer: window, RoPE, experts; and the context that RoPE reaches."""
+    kinds = c.get("layer_types") or [
+        "sliding_attention" if family.is_sliding(c, i) else "full_attention"
+        for i in range(n_layer)]
+    ropes = _ropes(c, family)
+    if not isinstance(kinds, list) or set(kinds) - set(ropes) or len(kinds) != n_layer:
+        raise ValueError(f"'layer_types' is not {n_layer} times one of {', '.join(ropes)}")
+    sliding_window = c.get("sliding_window") or None
+    window = [sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    rope = [ropes[kind] if family.has_rope(c, i) else Rope(kind="none")
+            for i, kind in enumerate(kinds)]
+    stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
+    sparse = [family.is_sparse(c, i) for i in range(n_layer)]
+    return dict(context=max([_count(c, "max_position_embeddings"), *stretched]), rope=_tile(rope),
+                window=_tile(window), sparse=_tile(sparse))
+
+
+def _tile(values: list) -> tuple:
+    """The shortest tuple that, repeated, gives these: one where all layers are alike."""
+    return tuple(values[:1] if len(set(values)) == 1 else values)
+
+
+def _experts(c: dict) -> dict:
+    n_expert, n_active = _count(c, "num_experts"), _count(c, "num_experts_per_tok")
+    if n_active > n_expert:
+        raise ValueError(f"{n_active} active of {n_expert} experts")
+    return dict(n_expert=n_expert, n_active=n_active,
+                expert_dim=_count(c, "moe_intermediate_size", _count(c, "intermediate_size")),
+                norm_topk_prob=bool(c.get("norm_topk_prob", True)),
+                shared_dim=int(c.get("shared_expert_intermediate_size") or 0))
+
+
+# ---- RoPE ---------------------------------------------------------------------------------------
+
+def _ropes(c: dict, family: Family) -> dict[str, Rope]:
+    """RoPE by layer type: one for all, or one each for full and sliding attention."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    theta, kinds = c.get("rope_theta", 10000.0), ("full_attention", "sliding_attention")
+    if any(kind in rope for kind in kinds):
+        return {kind: _rope(c, rope.get(kind) or {}, theta) for kind in kinds}
+    ropes = dict.fromkeys(kinds, _rope(c, rope, theta))
+    if family.plain_local_rope or "rope_local_base_freq" in c:         # before transformers 5
+        local = c.get("rope_local_base_freq") or rope.get("rope_theta") or theta
+        ropes["sliding_attention"] = _rope(c, {}, local)
+    return ropes
+
+
+def _rope(c: dict, rope: dict, theta) -> Rope:
+    """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta") or theta)
+    if not theta > 1:
+        raise ValueError(f"'rope_theta' is {theta}, expected a number above 1")
+    partial = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    longest = c["max_position_embeddings"]
+    original = (c.get("original_max_position_embeddings")
+                or rope.get("original_max_position_embeddings") or longest)
+    original = longest if kind == "dynamic" else original
+    factor = float(rope.get("factor") or longest / original)
+    facts = dict(theta=theta, partial=float(partial), original_context=int(original))
+    divisors = rope.get("divisors")                # only from a GGUF
+    if divisors:
+        facts["divisors"] = tuple(divisors)
+    if kind == "default":
+        return Rope(**facts)
+    if kind in ("longrope", "su") or "long_factor" in rope:            # Phi-3 wrote su, and yarn
+        return Rope(**facts | _longrope(rope, factor, original, int(head_dim(c) * partial) // 2))
+    facts.update(kind=kind, factor=factor)
+    if kind in ("linear", "dynamic"):
+        return Rope(**facts)
+    if kind == "llama3":
+        return Rope(**facts, low_freq_factor=float(rope.get("low_freq_factor", 1)),
+                    high_freq_factor=float(rope.get("high_freq_factor", 4)))
+    if kind == "yarn":
+        return Rope(**facts, amplitude=_yarn_amplitude(rope, factor),
+                    low_freq_factor=float(rope.get("beta_slow") or 1),
+                    high_freq_factor=float(rope.get("beta_fast") or 32),
+                    truncate=bool(rope.get("truncate", True)))
+    raise ValueError(f"RoPE scaling '{kind}' is not supported (supported: default, linear, "
+                     "dynamic, llama3, yarn, longrope)")
+
+
+def _longrope(rope: dict, factor: float, original: int, n_freq: int) -> dict:
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1
+    short, long = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
+    if {len(short), len(long)} != {n_freq}:
+        raise ValueError(f"{len(short)} short and {len(long)} long RoPE factors for "
+                         f"{n_freq} frequencies")
+    return dict(divisors=short, long_divisors=long, amplitude=float(amplitude))
+
+
+def _yarn_amplitude(rope: dict, factor: float) -> float:
+    def mscale(weight):
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    amplitude, one, all_dim = (
+        rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if amplitude is None:
+        amplitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1)
+    return float(amplitude)
+
+
+def head_dim(c: dict) -> int:
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]

@@ -1,0 +1,143 @@
+"""GGUF models: llama.cpp's metadata and names -> a RawCheckpoint, in config.json's words.
+
+gguf_file.py reads the file. Config, tensors and tokenizer are all inside.
+"""
+
+import re
+from pathlib import Path
+
+from formats.checkpoint import RawCheckpoint
+from formats.config import BAD_CONFIG, config_from_hf, head_dim
+from formats.fold import Folds
+from formats.gguf_file import read_gguf_tensors
+from formats.lazy import LazyTensor
+from formats.names import Fused
+
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
+GGUF_NAMES = {
+    "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",
+    "attn_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "post_attention_norm": "post_attn_norm", "post_ffw_norm": "post_ffn_norm",
+    "attn_q": "attn.wq", "attn_k": "attn.wk", "attn_v": "attn.wv", "attn_output": "attn.wo",
+    "attn_qkv": Fused(("attn.wq", "attn.wk", "attn.wv")),
+    "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
+    "attn_sinks.weight": "attn.attend.sinks",
+    "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
+    "ffn_gate_inp": "ffn.router", "ffn_gate_exps": "ffn.gate", "ffn_up_exps": "ffn.up",
+    "ffn_down_exps": "ffn.down", "ffn_gate_up_exps": Fused(("ffn.gate", "ffn.up")),
+    "ffn_gate.*": "ffn.gate", "ffn_up.*": "ffn.up",
+    "ffn_down.*": "ffn.down", "ffn_gate_shexp": "ffn.shared.gate", "ffn_up_shexp": "ffn.shared.up",
+    "ffn_down_shexp": "ffn.shared.down", "ffn_gate_inp_shexp": "ffn.shared_expert_gate",
+}
+GGUF_KEYS = {                                      # config.json: the metadata key after "llama."
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base", "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
+    "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+}
+GGUF_FAMILIES = {                                  # architecture: model_type
+    "llama": "llama", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
+    "phi3": "phi3", "smollm3": "smollm3", "olmo2": "olmo2", "olmoe": "olmoe", "granite": "granite",
+    "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "gpt2": "gpt2",
+}
+GGUF_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")          # q and k: RoPE interleaved
+GGUF_DIFFERENT = {                                 # names that mean something else there
+    "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
+    "gpt-oss": {"post_attention_norm": "ffn_norm"},
+}
+
+
+def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
+    """What a GGUF says of its model, in config.json's words. ValueError names a problem."""
+    arch = metadata.get("general.architecture")
+    if arch not in GGUF_FAMILIES:
+        raise ValueError(f"architecture '{arch}' is not supported "
+                         f"(supported: {', '.join(GGUF_FAMILIES)})")
+    if "token_embd.weight" not in tensors:
+        raise ValueError("no token_embd.weight")
+    c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
+         if f"{arch}.{key}" in metadata}
+    c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
+    c["model_type"] = GGUF_FAMILIES[arch]
+    c["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    c["tie_word_embeddings"] = "output.weight" not in tensors
+    c["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    c["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if arch == "llama" and c.get("num_experts"):
+        c["model_type"] = "mixtral"
+    elif arch == "llama" and c.get("sliding_window"):
+        c["model_type"] = "mistral"
+    if arch == "olmo2" and c.get("sliding_window"):
+        raise ValueError("an Olmo 3 GGUF is not supported: use the original model")
+    c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
+                                       arch not in ("qwen2moe", "olmoe"))
+    if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B scales otherwise
+        large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
+        c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
+                                      else c.get("head_dim", 256))
+        c["sliding_window_pattern"] = metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
+
+    scaling = {hf: metadata[f"{arch}.rope.scaling.{key}"] for hf, key in GGUF_ROPE_KEYS.items()
+               if f"{arch}.rope.scaling.{key}" in metadata}
+    if scaling.get("rope_type", "none") == "none":
+        scaling["rope_type"] = "default"
+    factors = {name: tensors[f"rope_{name}.weight"].whole().tolist()
+               for name in ("freqs", "factors_short", "factors_long")
+               if f"rope_{name}.weight" in tensors}
+    if "freqs" in factors:                         # Llama 3.1's scaling, worked out per frequency
+        scaling["divisors"] = factors["freqs"]
+    if "factors_long" in factors:
+        scaling.update(rope_type="longrope", short_factor=factors["factors_short"],
+                       long_factor=factors["factors_long"])
+    if arch == "gpt-oss":                          # the ramp is not rounded, and no key says so
+        scaling["truncate"] = False
+    c["rope_scaling"] = scaling
+    if turning := metadata.get(f"{arch}.rope.dimension_count"):
+        c["partial_rotary_factor"] = turning / head_dim(c)
+    return c
+
+
+def read_gguf(path: Path) -> RawCheckpoint:
+    """A GGUF file, or the first of a split one."""
+    metadata, tensors = read_gguf_tensors(path)
+    n_part = metadata.get("split.count", 1)
+    for i in range(1, n_part):
+        part = Path(re.sub(r"-00001-of-", f"-{i + 1:05d}-of-", str(path)))
+        if part == path or not part.exists():
+            raise FileNotFoundError(f"{part}: part {i + 1} of {n_part} is missing")
+        tensors += read_gguf_tensors(part)[1]
+    arch = metadata.get("general.architecture")
+    try:
+        cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
+    except BAD_CONFIG as e:
+        raise ValueError(f"{path}: {e}") from None
+    folds = Folds(logits_divisor=c.get("logits_scaling") or 1,         # its converter has added
+                  interleaved_rope=arch in GGUF_PERMUTED)              # the norms' offset
+    tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    return RawCheckpoint(path, cfg, tensors, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, folds,
+                         eos_ids=_eos_ids(metadata), tokenizer=tokenizer)
+
+
+def _eos_ids(metadata: dict) -> list[int]:
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    ids = [metadata[key] for key in keys if metadata.get(key) is not None]
+    tokens = metadata.get("tokenizer.ggml.tokens") or []   # many name one id only
+    ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]
+    if "<|end|>" in tokens and "<|return|>" not in tokens: # Phi-3 ends there, gpt-oss goes on
+        ids.append(tokens.index("<|end|>"))
+    return list(dict.fromkeys(ids))

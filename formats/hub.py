@@ -1,0 +1,94 @@
+"""A path or a hub name -> where the checkpoint lies; downloads; where to write what is made of it.
+
+    path = resolve("org/name or path")
+"""
+
+import errno
+import re
+from pathlib import Path
+
+from formats.messages import first_line
+
+DEFAULT_MODEL = Path(__file__).parent.parent / (
+    "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+SIDECARS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
+
+
+def download(repo_id: str, local_dir: Path | None = None, token: str | None = None) -> Path:
+    """Fetch what we read of a hub repository (huggingface_hub shows its progress) -> its directory.
+
+    ValueError or OSError say in one line what went wrong and what to do.
+    """
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    def weights():
+        try:
+            names = [file.rfilename for file in HfApi().model_info(repo_id, token=token).siblings]
+        except errors.HfHubHTTPError:
+            raise
+        except Exception:                                  # no network: the cache may have it all
+            names = ["model.safetensors"]
+        old = not any(name.endswith(".safetensors") for name in names)
+        return "pytorch_model*.bin" if old else "*.safetensors"
+
+    try:
+        return Path(snapshot_download(
+            repo_id, local_dir=local_dir, token=token, allow_patterns=[weights(), *SIDECARS],
+            ignore_patterns=["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]))
+    except errors.GatedRepoError:                          # before RepositoryNotFound, its parent
+        problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
+                   "`hf auth login` or set HF_TOKEN")
+    except errors.RepositoryNotFoundError:
+        problem = (f"the hub has no {repo_id}, or it is private: check the name, or run "
+                   "`hf auth login` or set HF_TOKEN")
+    except errors.HFValidationError:
+        problem = f"'{repo_id}' is not a hub name: expected org/name"
+    except errors.HfHubHTTPError as e:
+        refused = e.response is not None and e.response.status_code in (401, 403)
+        problem = f"the hub failed on {repo_id}, try again later: {first_line(e)}"
+        if refused:
+            problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
+                       "or unset HF_TOKEN")
+    except Exception as e:                                 # its HTTP library has kinds of its own
+        if getattr(e, "errno", None) == errno.ENOSPC:
+            raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
+                          "HF_HOME to another disk; running it again resumes") from None
+        problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
+                   "network and HF_HUB_OFFLINE, or give a path "
+                   f"({type(e).__name__}: {first_line(e)})")
+    raise ValueError(problem)
+
+
+def resolve(name: str | None) -> Path:
+    """A path, which wins, or a hub name, downloaded; None: the model that quickstart fetched.
+
+    FileNotFoundError names both readings.
+    """
+    if name is None and not DEFAULT_MODEL.exists():
+        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
+                                "default one, or give --checkpoint_path")
+    name = str(DEFAULT_MODEL if name is None else name)
+    if not name.strip():
+        raise ValueError("--checkpoint_path is empty: an unset variable?")
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise FileNotFoundError(f"{name}: no such file or directory "
+                                "(nor is it a hub name, org/name)")
+    try:
+        return download(name)
+    except (ValueError, OSError) as e:
+        raise FileNotFoundError(f"{name}: no such file or directory; "
+                                f"read as a hub name: {e}") from None
+
+
+def output_path(path: Path, name: str) -> Path:
+    """Where to write what is made of `path`: in its directory, or in checkpoints/NAME for a GGUF
+    elsewhere, or what the hub's cache holds (…/models--org--name/snapshots/revision)."""
+    directory = path if path.is_dir() else path.parent
+    if path.suffix == ".gguf" and "checkpoints" not in path.absolute().parts:
+        directory = Path("checkpoints", path.stem)
+    elif directory.parent.name == "snapshots":
+        directory = Path("checkpoints", *directory.parent.parent.name.split("--")[1:])
+    return directory / name

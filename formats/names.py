@@ -1,0 +1,147 @@
+"""Parameter names: theirs -> ours, with fused tensors apart and experts together.
+
+A table has their name: ours. A parameter is layers.{i}.{name}.weight or, outside the layers,
+{name}.weight; a name that ends in neither weight nor bias stands whole. Experts' numbers are
+written as *. Knows no config.json; families, GGUF and Meta's files bring more tables:
+
+    tensors = rename(lazy_tensors, {**HF_NAMES, **family.names}, cfg)
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from formats.lazy import LazyTensor, index_select, stack, transpose
+from formats.messages import some
+from model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One tensor on disk that holds several parameters, or holds one transposed."""
+
+    into: tuple[str, ...]                          # query, key and value, or equal shares
+    transposed: bool = False                       # [in, out] (of each expert)
+    interleaved: bool = False                      # shares take turns row by row
+
+
+HF_NAMES = {
+    "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk", "self_attn.v_proj": "attn.wv",
+    "self_attn.o_proj": "attn.wo",
+    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
+    "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
+}
+MOE_NAMES = {
+    "mlp.gate": "ffn.router", "mlp.experts.*.gate_proj": "ffn.gate",
+    "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "mlp.experts.down_proj": "ffn.down.weight",
+    "mlp.shared_expert.gate_proj": "ffn.shared.gate", "mlp.shared_expert.up_proj": "ffn.shared.up",
+    "mlp.shared_expert.down_proj": "ffn.shared.down",
+    "mlp.shared_expert_gate": "ffn.shared_expert_gate",
+}
+SANDWICH_NAMES = {
+    "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm",
+}
+GPT2_NAMES = {
+    "wte": "embed", "wpe": "pos_embed", "ln_f": "norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
+    "attn.c_attn": Fused(("attn.wq", "attn.wk", "attn.wv"), transposed=True),
+    "attn.c_proj": Fused(("attn.wo",), transposed=True),
+    "mlp.c_fc": Fused(("ffn.up",), transposed=True),
+    "mlp.c_proj": Fused(("ffn.down",), transposed=True),
+}
+GPT_OSS_NAMES = {
+    "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
+    "mlp.experts.gate_up_proj.weight": Fused(("ffn.gate.weight", "ffn.up.weight"),
+                                             interleaved=True),        # from MXFP4
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), True, True),
+    "mlp.experts.gate_up_proj_bias": Fused(("ffn.gate.bias", "ffn.up.bias"), interleaved=True),
+    "mlp.experts.down_proj.weight": "ffn.down.weight",
+    "mlp.experts.down_proj": Fused(("ffn.down.weight",), transposed=True),
+    "mlp.experts.down_proj_bias": "ffn.down.bias",
+}
+OLD_NAMES = {                                      # as files of the first releases have them
+    "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
+OUR_NAMES = OLD_NAMES | {name: name for name in (
+    *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
+    "ffn.router", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
+NOT_WEIGHTS = re.compile(
+    r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
+    r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.|^(v|mm)\.|\.attn\.(masked_)?bias$")
+
+
+def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
+    """Their parameter name -> the layer's prefix, the expert's number, and what it holds.
+
+    None where the table has no such parameter. layers.3.mlp.experts.7.up_proj.weight ->
+    "layers.3.", 7, Fused(("ffn.up.weight",)).
+    """
+    name = re.sub(r"^((model|language_model|transformer|_orig_mod)\.)+", "", name)
+    match = re.fullmatch(r"(?:layers|blk|h)\.(\d+)\.(.+)", name)
+    prefix, inner = (f"layers.{match[1]}.", match[2]) if match else ("", name)
+    expert = re.search(r"(?<=\.)(\d+)(?=\.)", inner)
+    if expert:
+        inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
+    stem, _, kind = inner.rpartition(".")          # kind: weight | bias
+    entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
+    if entry is None:
+        return None
+    entry = entry if isinstance(entry, Fused) else Fused((entry,))
+    entry = replace(entry, into=tuple(n + end for n in entry.into))
+    return prefix, int(expert[1]) if expert else -1, entry
+
+
+def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
+    """By our names, fused ones apart, experts together. ValueError names what we do not know."""
+    found, unknown, twice = {}, [], []
+    for t in tensors:
+        if NOT_WEIGHTS.search(t.name):
+            continue
+        entry = look_up(t.name, table)
+        if entry is None:
+            unknown.append(t.name)
+            continue
+        prefix, expert, fused = entry
+        for name, piece in zip(fused.into, _pieces(t, fused, cfg)):
+            experts = found.setdefault(prefix + name, {})
+            twice += [t.name] if expert in experts else []
+            experts[expert] = piece
+    if unknown:
+        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
+                         f"{some(unknown)}")
+    if twice:
+        raise ValueError(f"{len(twice)} tensors are there twice: {some(twice)}")
+    return {name: _together(name, experts) for name, experts in found.items()}
+
+
+def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
+    """The tensor itself, under -1, or one of all experts' tensors."""
+    if -1 in experts:
+        return experts[-1]
+    if set(experts) != set(range(max(experts) + 1)):
+        raise ValueError(f"{name}: experts {', '.join(map(str, sorted(experts)))}, "
+                         f"expected 0 to {max(experts)}")
+    pieces = [experts[i] for i in sorted(experts)]
+    for piece in pieces:
+        if piece.shape != pieces[0].shape:
+            raise ValueError(f"{piece.name} is {list(piece.shape)}, unlike the others' "
+                             f"{list(pieces[0].shape)}")
+    return stack(pieces)
+
+
+def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
+    t, n = transpose(t) if fused.transposed else t, len(fused.into)
+    if n == 1:
+        return [t]
+    size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
+    if fused.interleaved:
+        return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
+    q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+    sizes = (q, kv, kv) if n == 3 else [size // n] * n
+    if sum(sizes) != size:
+        raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} rows")
+    return [index_select(t, index) for index in torch.arange(size).split(list(sizes))]

@@ -1,0 +1,169 @@
+"""Our own .pth: a PyTorch file that holds config, weights and tokenizer; read, and written.
+
+A zip archive as torch.save writes it: data.pkl, which names the tensors, and a stored entry for the
+bytes of each. torch.load reads it, memory-mapped too, and every zip program finds it whole.
+"""
+
+import collections
+import dataclasses
+import io
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint import Checkpoint, RawCheckpoint
+from formats.lazy import LazyTensor
+from formats.names import OUR_NAMES
+from formats.parameters import blank_model
+from formats.torch_file import lazy_tensors
+from layers.rope import Rope
+from model import ModelConfig
+from quantize import LEAVES
+
+VERSION = 1                                        # a newer one is refused
+ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
+STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
+            torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
+            torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
+
+
+# ---- Reading ------------------------------------------------------------------------------------
+
+def read_ours(path: Path, content: dict) -> RawCheckpoint:
+    """content: what torch_file.read_torch() gives."""
+    if content.get("version", 1) > VERSION:
+        raise ValueError(f"{path}: its format is version {content['version']}, this program "
+                         f"reads up to {VERSION}: update it, or convert the original again")
+    return RawCheckpoint(path, config_from_dict(content["config"]), lazy_tensors(content["model"]),
+                         OUR_NAMES, None, content["eos_ids"], content["defaults"],
+                         content["tokenizer"] or path.parent, content.get("quantization"))
+
+
+def config_from_dict(d: dict) -> ModelConfig:
+    """The config as a .pth stores it."""
+    if "renormalize" in d:                         # its name in the first releases
+        d = {**d, "norm_topk_prob": d["renormalize"]}
+        del d["renormalize"]
+    unknown = set(d) - {f.name for f in dataclasses.fields(ModelConfig)}
+    if unknown:
+        raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
+    if isinstance(d["qk_norm"], bool):             # before there were two ways to do it
+        d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
+    as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
+    return ModelConfig(**{**as_tuples(d), "rope": tuple(Rope(**as_tuples(r)) for r in d["rope"])})
+
+
+# ---- Writing ------------------------------------------------------------------------------------
+
+def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
+                    dtype: torch.dtype | None = None,
+                    progress: Callable[[int], None] = lambda i: None) -> None:
+    """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
+
+    dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
+    """
+    dtypes = _dtypes(source, dtype)
+    blanks = {name: Blank(str(i), t.shape, dtypes[name])
+              for i, (name, t) in enumerate(source.tensors.items())}
+    content = dict(format="gpt-faster", version=VERSION, config=dataclasses.asdict(source.cfg),
+                   quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
+                   defaults=source.defaults, tokenizer=tokenizer)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            if hasattr(os, "posix_fallocate"):     # a full disk says so now
+                os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
+            with zipfile.ZipFile(file, "w") as archive:
+                _write(archive, path.stem, content, source.tensors, progress)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Of each tensor in the file: norms fp32, quantized weights as they are."""
+    precise = {n for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
+               if p.dtype == torch.float32}
+    dtypes = {}
+    for name, t in source.tensors.items():
+        leaf = name.rpartition(".")[2]
+        quantized = not t.dtype.is_floating_point or leaf in LEAVES[1:]
+        dtypes[name] = t.dtype if quantized else dtype or t.dtype
+        if name in precise:
+            dtypes[name] = torch.float32
+    return dtypes
+
+
+@dataclasses.dataclass(frozen=True)
+class Blank:
+    """Stands for a tensor while the pickle is written: which entry has its bytes."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Storage:
+    """The bytes of a Blank."""
+
+    def __init__(self, blank: Blank):
+        self.blank = blank
+
+
+class Pickler(pickle.Pickler):
+    """Writes a Blank as torch.save writes a contiguous tensor."""
+
+    def reducer_override(self, obj):
+        if not isinstance(obj, Blank):
+            return NotImplemented
+        shape = tuple(list(obj.shape))             # its own: equal files from equal tensors
+        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+        arguments = Storage(obj), 0, shape, strides, False
+        return torch._utils._rebuild_tensor_v2, (*arguments, collections.OrderedDict())
+
+    def persistent_id(self, obj):
+        if not isinstance(obj, Storage):
+            return None
+        blank = obj.blank
+        return "storage", STORAGES[blank.dtype], blank.key, "cpu", math.prod(blank.shape)
+
+
+def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[str, LazyTensor],
+           progress: Callable[[int], None]) -> None:
+    pickled = io.BytesIO()
+    Pickler(pickled, protocol=2).dump(content)
+    for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"),
+                       ("version", b"3\n")):
+        archive.writestr(zipfile.ZipInfo(f"{folder}/{name}"), data)
+    for i, (name, t) in enumerate(tensors.items(), 1):
+        progress(i)
+        blank = content["model"][name]
+        entry = zipfile.ZipInfo(f"{folder}/data/{blank.key}")
+        entry.file_size = blank.n_bytes
+        large = blank.n_bytes >= zipfile.ZIP64_LIMIT
+        _align(entry, archive.fp.tell(), large)
+        with archive.open(entry, "w", force_zip64=large) as f:
+            for _, _, rows in t.chunks():
+                f.write(raw_bytes(rows.to(blank.dtype)))
+
+
+def _align(entry: zipfile.ZipInfo, header_at: int, large: bool) -> None:
+    """Fill the entry's header up, so that its bytes begin at a multiple of ALIGNMENT."""
+    begin = header_at + 30 + len(entry.filename.encode()) + 20 * large + 4
+    padding = -begin % ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+
+
+def raw_bytes(t: Tensor) -> memoryview:
+    return memoryview(t.contiguous().view(-1).view(torch.uint8).numpy())

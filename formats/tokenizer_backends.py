@@ -1,0 +1,116 @@
+"""The two libraries that tokenize, in one shape: tokenizers and sentencepiece.
+
+A backend encodes plain text with or without special tokens, decodes, and says what its data say of
+the beginning and the end of a sequence. It decides nothing: tokenizer.py does.
+"""
+
+import base64
+import re
+
+
+class TokenizersBackend:
+    """Hugging Face's tokenizers; data: the text of a tokenizer.json."""
+
+    kind = "json"
+
+    def __init__(self, data: str):
+        from tokenizers import Tokenizer
+        try:
+            self.fast = Tokenizer.from_str(data)
+        except Exception as e:                     # the library raises the bare class
+            raise ValueError(f"not a readable tokenizer.json: {e}") from None
+        self.data = data
+        self.control = {}                          # it finds them by itself
+        self.eos_ids = []
+        self.n_vocab = self.fast.get_vocab_size()
+        self.fast.no_truncation()                  # fine-tuning scripts leave these behind
+        self.fast.no_padding()
+        prefix = self._prefix()
+        self.bos_id = prefix[0] if prefix else None
+        self.adds_bos = bool(prefix)
+
+    def _prefix(self) -> list[int]:
+        """What its post-processor puts first."""
+        plain, whole = (self.fast.encode("a", add_special_tokens=s).ids for s in (False, True))
+        starts = [i for i in range(len(whole)) if whole[i:i + len(plain)] == plain]
+        return whole[:starts[0]] if starts else []
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """special: whether "<s>" and the like are tokens, not text."""
+        self.fast.encode_special_tokens = not special
+        return self.fast.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.fast.decode(ids, skip_special_tokens=True)
+
+    def piece(self, i: int) -> str | None:
+        return self.fast.id_to_token(i)
+
+    def special_tokens(self) -> tuple[list[str], re.Pattern]:
+        """The longest first; and what matches any, with spaces that it swallows."""
+        tokens = [t for t in self.fast.get_added_tokens_decoder().values() if t.special]
+        tokens.sort(key=lambda t: -len(t.content))
+        names = []
+        for t in tokens:
+            before = r"\s*" if t.lstrip else ""
+            after = r"\s*" if t.rstrip else ""
+            names.append(before + re.escape(t.content) + after)
+        return [t.content for t in tokens], re.compile("(" + "|".join(names) + ")")
+
+    def continued(self) -> "TokenizersBackend":
+        """For text that goes on: some put a space in front of the first piece only."""
+        return TokenizersBackend(re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.data))
+
+    def state(self) -> str:
+        return self.data
+
+
+class SentencePieceBackend:
+    """data: a model's bytes; control: id -> text of the tokens that are no text, if known."""
+
+    kind = "sentencepiece"
+    adds_bos = True
+
+    def __init__(self, data: bytes, control: dict[int, str] | None = None):
+        from sentencepiece import SentencePieceProcessor
+        try:
+            self.processor = SentencePieceProcessor(model_proto=data)
+        except RuntimeError as e:
+            raise ValueError(f"not a readable SentencePiece model: {str(e).strip()}") from None
+        processor = self.processor
+        self.data = data
+        self.n_vocab = processor.get_piece_size()
+        self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
+        self.eos_ids = [i for i in [processor.eos_id()] if i >= 0]
+        self.control = control or {i: processor.id_to_piece(i) for i in range(self.n_vocab)
+                                   if processor.is_control(i)}
+        self.ids = {text: i for i, text in self.control.items()}
+        names = sorted(self.ids, key=len, reverse=True)
+        self.names = names
+        self.pattern = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """special: whether "<s>" and the like are tokens, not text."""
+        if not special or not self.names:
+            return self.processor.encode(text)
+        ids = []
+        for piece in self.pattern.split(text):
+            ids += [self.ids[piece]] if piece in self.ids else self.processor.encode(piece)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.processor.decode([i for i in ids
+                                      if i < self.n_vocab and i not in self.control])
+
+    def piece(self, i: int) -> str | None:
+        return self.processor.id_to_piece(i)
+
+    def special_tokens(self) -> tuple[list[str], re.Pattern]:
+        """The longest first; and what matches any."""
+        return self.names, self.pattern
+
+    def continued(self) -> "SentencePieceBackend":
+        return self
+
+    def state(self) -> str:
+        return base64.b64encode(self.data).decode()

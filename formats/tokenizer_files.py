@@ -1,0 +1,211 @@
+"""Tokenizer formats -> a backend: tokenizer.json, SentencePiece, Llama 3's tiktoken file, GGUF.
+
+Each reader gives the arguments of a tokenizer.Tokenizer.
+"""
+
+import base64
+import re
+import struct
+import sys
+from pathlib import Path
+
+from formats.json_file import read_json
+from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3, QWEN2 = _WORDS + r"\p{N}{1,3}" + _REST, _WORDS + r"\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN, GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{tail}"
+    rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for tail, number in (("", r"\p{N}"), (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")))
+# tokenizer.ggml.pre: how text is cut before merging, each pattern applied to the last one's pieces
+GGUF_SPLITS = {
+    "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (r"\p{N}", GPT2),
+    "starcoder": (r"\p{N}", GPT2), "refact": (r"\p{N}", GPT2), "dbrx": (LLAMA3,),
+    "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
+    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
+    "llama4": (GPT4O,),
+}
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
+
+
+def from_directory(directory: Path) -> dict:
+    """tokenizer.json, else tokenizer.model: SentencePiece, or Llama 3's list of base64 tokens."""
+    config = {}
+    if (directory / "tokenizer_config.json").exists():
+        config = read_json(directory / "tokenizer_config.json")
+    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()
+             if k.endswith("_token") and isinstance(v, (str, dict))}       # or an AddedToken
+    more = dict(names=names, chat_template=_chat_template(directory, config))
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        path = directory / "tokenizer.model"
+    if not path.exists():
+        raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or "
+                                "tokenizer.model")
+    try:
+        if path.suffix == ".json":
+            return dict(more, **_from_json(path, names, config.get("add_bos_token")))
+        return dict(more, **_from_model(path.read_bytes(), config.get("add_bos_token")))
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def _from_json(path: Path, names: dict, add_bos: bool | None) -> dict:
+    backend = TokenizersBackend(path.read_text(encoding="utf-8"))
+    bos_id = backend.bos_id
+    if "bos_token" in names:
+        bos_id = backend.fast.token_to_id(names["bos_token"])
+    return dict(backend=backend, bos_id=bos_id,
+                add_bos=backend.adds_bos if add_bos is None else add_bos)
+
+
+def _from_model(data: bytes, add_bos: bool | None) -> dict:
+    if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data):
+        text, eos_ids = tiktoken_to_json(data)
+        backend = TokenizersBackend(text)
+        return dict(backend=backend, bos_id=backend.bos_id, add_bos=True, eos_ids=eos_ids)
+    backend = SentencePieceBackend(data)
+    return dict(backend=backend, bos_id=backend.bos_id,
+                add_bos=True if add_bos is None else add_bos)
+
+
+def _chat_template(directory: Path, config: dict) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json (a string, or a list of named ones)."""
+    if (directory / "chat_template.jinja").exists():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+# ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------
+
+def byte_letters() -> dict[int, str]:
+    """Byte -> the printable character that stands for it in byte-level vocabularies (GPT-2's)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tuple[str, ...],
+               special: list[str], added: list[str] = (), whole_words: bool = False,
+               nfc: bool = False):
+    """A tokenizers.Tokenizer. whole_words: a piece that is a token needs no merges (Llama 3)."""
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+    fast = Fast(models.BPE(vocab, merges, ignore_merges=whole_words))
+    fast.normalizer = normalizers.NFC() if nfc else None
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    fast.add_tokens([AddedToken(t, normalized=False) for t in added])
+    return fast
+
+
+def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
+    """Llama 3's tokenizer.model, lines of "base64 rank": merges follow from the ranks.
+
+    -> the text of a tokenizer.json, and the ids that end a text, a message or a turn.
+    """
+    letters = byte_letters()
+    lines = map(bytes.split, data.splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    vocab = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
+    merges = []
+    for token, rank in vocab.items():
+        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+        merges += [(rank, vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
+    merges = [(a, b) for *_, a, b in sorted(merges)]
+    n = len(vocab)
+    reserved = "<|reserved_special_token_{}|>".format
+    names = ["<|begin_of_text|>", "<|end_of_text|>", reserved(0), reserved(1),
+             "<|finetune_right_pad_id|>", reserved(2), "<|start_header_id|>", "<|end_header_id|>",
+             "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
+    names += [reserved(i) for i in range(3, 256 - len(names) + 3)]
+    fast = byte_level(vocab, merges, (LLAMA3,), names, whole_words=True)
+    from tokenizers.processors import TemplateProcessing
+    fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
+                                             special_tokens=[(names[0], n)])
+    ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    return fast.to_str(), [n + names.index(end) for end in ends]
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------
+
+def from_gguf(metadata: dict) -> dict:
+    """The tokenizer inside a GGUF: "gpt2" is byte-level BPE, "llama" is SentencePiece."""
+    get = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}.get
+    kind, tokens = get("model"), get("tokens")
+    if not tokens:
+        raise ValueError("this GGUF holds no tokenizer (tokenizer.ggml.tokens)")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama)")
+    types = get("token_type") or [NORMAL] * len(tokens)
+    control = {i: t for i, t in enumerate(tokens) if types[i] == CONTROL}
+    bos_id, ids = get("bos_token_id"), {k: get(k + "_token_id") for k in ("bos", "eos", "padding")}
+    more = dict(chat_template=metadata.get("tokenizer.chat_template"),
+                names={f"{k.replace('padding', 'pad')}_token": tokens[i] for k, i in ids.items()
+                       if i is not None and i < len(tokens)})
+    if kind == "llama":
+        data = sentencepiece_model(tokens, get("scores") or [0.0] * len(tokens), types,
+                                   bool(get("add_space_prefix", True)), get("unknown_token_id", 0))
+        backend = SentencePieceBackend(data, control)
+        return dict(more, backend=backend, add_bos=get("add_bos_token", True),
+                    bos_id=backend.bos_id if bos_id is None else bos_id)
+    pre = get("pre", "default")
+    if pre == "default":
+        print("note: this GGUF does not say how to split text into words: as GPT-2 does",
+              file=sys.stderr)
+    if pre not in GGUF_SPLITS:
+        raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
+                         f"(supported: {', '.join(GGUF_SPLITS)})")
+    merges = [tuple(m.split(" ")) for m in get("merges", [])]
+    added = [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED]
+    whole = pre in WHOLE_WORDS
+    fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
+                      list(control.values()), added, whole_words=whole,
+                      nfc=GGUF_SPLITS[pre] == (QWEN2,))
+    backend = TokenizersBackend(fast.to_str())
+    return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
+                bos_id=backend.bos_id if bos_id is None else bos_id)
+
+
+def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) -> bytes:
+    """A SentencePiece model file (sentencepiece_model.proto), written by hand: it is short.
+
+    message Model  { repeated Piece pieces = 1; Trainer trainer = 2; Normalizer normalizer = 3; }
+    message Piece  { string piece = 1; float score = 2; Type type = 3; }
+    """
+    def varint(n):
+        out = bytearray()
+        while n > 127:
+            out.append(n & 127 | 128)
+            n >>= 7
+        return bytes((*out, n))
+
+    def number(tag, n):
+        return varint(tag << 3) + varint(n)
+
+    def bytes_(tag, data):
+        return varint(tag << 3 | 2) + varint(len(data)) + data
+
+    out = []
+    for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
+        if kind == USER_DEFINED:                   # llama.cpp stores these with real spaces
+            token = token.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
+        kind = UNKNOWN if i == unk_id else NORMAL if kind == UNKNOWN else kind
+        piece = bytes_(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)
+        out.append(bytes_(1, piece))
+    bpe, byte_fallback = 2, any(kind == BYTE for kind in types)
+    out.append(bytes_(2, number(3, bpe) + number(35, byte_fallback) + number(40, unk_id)))
+    out.append(bytes_(3, bytes_(1, b"identity")            # no normalization; spaces are kept
+                      + number(3, space_prefix) + number(4, 0) + number(5, 1)))
+    return b"".join(out)
