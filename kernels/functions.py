@@ -223,11 +223,11 @@ def find(program: str | None, trace: Callable, compile_graph: Callable) -> Calla
     key = disk.look_up(program) if program else None
     function = disk.load(key) if key else None
     if function is None:
-        graph = trace()
-        if graph is None:
+        traced = trace()
+        if traced is None:
             return None
-        key = graph_key(graph)
-        function = disk.load(key) or disk.save(key, lambda: compile_graph(graph))
+        key = graph_key(traced.graph)
+        function = disk.load(key) or disk.save(key, lambda: compile_graph(traced))
         if program and function:
             disk.note_down(program, key)
     return function
@@ -267,14 +267,14 @@ def once(function: Callable, *example: Tensor) -> Callable:
         shapes = [(t.shape, t.dtype) for t in example]
         program = disk.digest(repr(("once", Description(function).text, shapes, maker())))
         return find(program, lambda: inductor.trace(run, example, any_size=True),
-                    lambda graph: compile_graph(graph, any_size=True)
+                    lambda traced: compile_graph(traced, any_size=True)
                     ) or inductor.compile_publicly(run, any_size=True)
     return lambda *inputs: compiled()(*inputs)[0]
 
 
-def compile_graph(graph, any_size: bool = False) -> Callable | None:
+def compile_graph(traced, any_size: bool = False) -> Callable | None:
     """By Inductor. The only place that compiles anew: whoever comes here waits for seconds."""
-    return inductor.compile_graph(graph, any_size)
+    return inductor.compile_graph(traced, any_size)
 
 
 class _Method(nn.Module):
@@ -362,8 +362,8 @@ class Compiled:
         return find(program, lambda: inductor.trace(run, example),
                     self._compile)
 
-    def _compile(self, graph) -> Callable | None:
-        return compile_graph(graph)
+    def _compile(self, traced) -> Callable | None:
+        return compile_graph(traced)
 
     def _publicly(self, *args):
         if self.public is None:
