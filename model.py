@@ -133,8 +133,7 @@ class Ring(nn.Module):
 
     def __init__(self, batch_size: int, n_slot: int, device):
         super().__init__()
-        never = torch.iinfo(torch.int64).max
-        positions = torch.full((batch_size, n_slot), never, device=device)
+        positions = torch.full((batch_size, n_slot), torch.iinfo(torch.int64).max, device=device)
         self.register_buffer("slot_positions", positions, persistent=False)
 
     def forward(self, pos, kv_len, batch_idx):
@@ -144,9 +143,7 @@ class Ring(nn.Module):
             self.slot_positions[:, slot] = pos
         else:
             self.slot_positions[row_index(slot, batch_idx), slot] = pos
-        positions = self.slot_positions
-        if batch_idx is not None:
-            positions = positions[batch_idx]
+        positions = self.slot_positions if batch_idx is None else self.slot_positions[batch_idx]
         return slot, positions[:, :kv_len]
 
 
@@ -194,8 +191,8 @@ class SDPA(nn.Module):
         shape = q.shape
         if shape[2] == 1:                          # heads that share keys are queries side by side:
             q = q.view(shape[0], k.shape[1], -1, shape[3])     # three times faster on a CPU
-        gqa = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale,
+                                           enable_gqa=q.shape[1] != k.shape[1])
         return y.reshape(shape)                    # efficient attention's strides are not a view's
 
 
@@ -253,9 +250,8 @@ class FeedForward(nn.Module):
 def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
     if at(layer, cfg.sparse):
         return MoE(cfg, FeedForward(cfg, cfg.shared_dim) if cfg.shared_dim else None)
-    if cfg.gated:
-        return FeedForward(cfg, cfg.ffn_dim)
-    return UngatedFeedForward(cfg, cfg.ffn_dim)
+    dense = FeedForward if cfg.gated else UngatedFeedForward
+    return dense(cfg, cfg.ffn_dim)
 
 
 def full_norm(cfg: ModelConfig) -> nn.Module:
@@ -314,8 +310,7 @@ class Transformer(nn.Module):
         self.rings = nn.ModuleDict()                           # window -> Ring
 
     def _frequencies(self, length: int) -> Tensor:
-        head_dim = self.cfg.head_dim
-        return torch.stack([rope_frequencies(rope, head_dim, length) for rope in self.ropes])
+        return torch.stack([rope_frequencies(r, self.cfg.head_dim, length) for r in self.ropes])
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None) -> None:
@@ -347,8 +342,7 @@ class Transformer(nn.Module):
         places); kv_len: attend to the first kv_len positions only, which must be all so far;
         batch_idx [B]: which rows of the cache these are, if not all, with pos [B, T]. -> [B, n, V]
         """
-        if kv_len is None:
-            kv_len = self.max_seq_length if self.max_batch_size else tokens.shape[1]
+        kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs, batch_idx)

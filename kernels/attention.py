@@ -15,15 +15,17 @@ class OneQueryAttention(nn.Module):
     def __init__(self, plain: nn.Module):
         super().__init__()
         self.plain = plain
-        scored = isinstance(plain, ScoredAttention)
-        self.scored = plain if scored else ScoredAttention(plain.scale, n_head=0)
+        self.written_out = None                    # not `plain` again: its sinks have one name
+        if not isinstance(plain, ScoredAttention):
+            self.written_out = ScoredAttention(plain.scale, n_head=0)
 
     def forward(self, q, k, v, mask):
         """q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H]."""
         if not is_compiling() or q.shape[2] > 1 or q.device.type != "cpu":
             return self.plain(q, k, v, mask)
         q = q.unflatten(1, (k.shape[1], -1))                               # [B, K, N/K, 1, H]
-        prob = self.scored.probabilities(sums(q, k.mT), mask)              # [B, K, N/K, 1, S]
+        scored = self.written_out or self.plain
+        prob = scored.probabilities(sums(q, k.mT), mask)              # [B, K, N/K, 1, S]
         return sums(prob, v).to(v.dtype).flatten(1, 2)
 
 

@@ -54,10 +54,13 @@ class Description:
     """Everything that a method's graph may depend on, but for its tensors' values, as text.
 
     Its modules' classes and attributes, and the functions that these reach in our own code, by
-    their bytecode. Modules alike have equal texts. Raises Unknown. without: as Compiled has it.
+    their bytecode. Modules alike have equal texts. Raises Unknown. without: as Compiled has it;
+    memo: id -> a class or function, and its digest, because 30 layers have the same ones.
     """
 
-    def __init__(self, function: Callable, without: tuple[str, ...] = ()):
+    def __init__(self, function: Callable, without: tuple[str, ...] = (),
+                 memo: dict | None = None):
+        self.memo = memo
         self.seen = {}                             # id -> a number, and the object to keep it alive
         self.without = [id(module) for name, module in
                         getattr(function, "__self__", nn.Module()).named_children()
@@ -72,6 +75,10 @@ class Description:
         if id(value) in self.seen:
             return self.seen[id(value)][0]
         self.seen[id(value)] = len(self.seen), value
+        if self.memo is not None and isinstance(value, (type, types.FunctionType)):
+            if id(value) not in self.memo:
+                self.memo[id(value)] = value, disk.digest(Description(value).text)
+            return self.memo[id(value)][1]
         for kind, describe in KINDS.items():
             if isinstance(value, kind):
                 return describe(self, value)
@@ -216,11 +223,11 @@ def find(program: str | None, trace: Callable, compile_graph: Callable) -> Calla
     key = disk.look_up(program) if program else None
     function = disk.load(key) if key else None
     if function is None:
-        graph = trace()
-        if graph is None:
+        traced = trace()
+        if traced is None:
             return None
-        key = graph_key(graph)
-        function = disk.load(key) or disk.save(key, lambda: compile_graph(graph))
+        key = graph_key(traced.graph)
+        function = disk.load(key) or disk.save(key, lambda: compile_graph(traced))
         if program and function:
             disk.note_down(program, key)
     return function
@@ -260,14 +267,14 @@ def once(function: Callable, *example: Tensor) -> Callable:
         shapes = [(t.shape, t.dtype) for t in example]
         program = disk.digest(repr(("once", Description(function).text, shapes, maker())))
         return find(program, lambda: inductor.trace(run, example, any_size=True),
-                    lambda graph: compile_graph(graph, any_size=True)
+                    lambda traced: compile_graph(traced, any_size=True)
                     ) or inductor.compile_publicly(run, any_size=True)
     return lambda *inputs: compiled()(*inputs)[0]
 
 
-def compile_graph(graph, any_size: bool = False) -> Callable | None:
+def compile_graph(traced, any_size: bool = False) -> Callable | None:
     """By Inductor. The only place that compiles anew: whoever comes here waits for seconds."""
-    return inductor.compile_graph(graph, any_size)
+    return inductor.compile_graph(traced, any_size)
 
 
 class _Method(nn.Module):
@@ -282,6 +289,7 @@ class Functions:
 
     def __init__(self):
         self.kinds = {}                            # of modules -> of inputs -> function
+        self.memo = {}                             # of descriptions
 
 
 class Compiled:
@@ -330,7 +338,7 @@ class Compiled:
 
     def _describe(self):
         try:
-            return disk.digest(Description(self.plain, self.without).text)
+            return disk.digest(Description(self.plain, self.without, self.functions.memo).text)
         except Unknown as e:
             inductor.note(f"an attribute is of {e}: modules with it are traced at each start")
             return id(self)
@@ -354,8 +362,8 @@ class Compiled:
         return find(program, lambda: inductor.trace(run, example),
                     self._compile)
 
-    def _compile(self, graph) -> Callable | None:
-        return compile_graph(graph)
+    def _compile(self, traced) -> Callable | None:
+        return compile_graph(traced)
 
     def _publicly(self, *args):
         if self.public is None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -78,7 +79,12 @@ def lacks(part: str, error: Exception, instead: str) -> None:
 
 # ---- Tracing and compiling ----------------------------------------------------------------------
 
-def trace(run: Callable, example: list[Tensor], any_size: bool = False):
+class Traced(NamedTuple):
+    graph: torch.fx.GraphModule
+    example: list[Tensor]                          # what it was traced with: fake for any size
+
+
+def trace(run: Callable, example: list[Tensor], any_size: bool = False) -> Traced | None:
     """The fx graph of run(*example), all its constants in its code; None: compile_publicly().
 
     any_size: sizes above 16 in the example stand for any.
@@ -89,8 +95,7 @@ def trace(run: Callable, example: list[Tensor], any_size: bool = False):
             example = _of_any_size(example)
         with _recording():
             graph = make_fx(run, tracing_mode="symbolic" if any_size else "fake")(*example)
-        graph.meta["example"] = example
-        return graph
+        return Traced(graph, example)
     except Exception as e:
         lacks("make_fx", e, "torch.compile is used, which checks guards in every call")
         return None
@@ -110,12 +115,12 @@ def _of_any_size(example: list[Tensor]) -> list[Tensor]:
             for i, t in enumerate(example)]
 
 
-def compile_graph(graph, any_size: bool = False):
-    """A graph of trace()'s -> a function that save_function() can write; None: the public way."""
+def compile_graph(traced: Traced, any_size: bool = False):
+    """What trace() gave -> a function that save_function() can write; None: the public way."""
     try:
         shapes = "from_graph" if any_size else "from_example_inputs"
         with _recording(), reading_ahead():
-            return torch._inductor.standalone_compile(graph, graph.meta["example"],
+            return torch._inductor.standalone_compile(traced.graph, traced.example,
                                                       dynamic_shapes=shapes, aot=True)
     except Exception as e:
         lacks("standalone_compile", e, "torch.compile is used, which checks guards in every call")

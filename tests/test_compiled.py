@@ -330,6 +330,7 @@ def remove(monkeypatch, name):
     import torch._inductor.cpu_vec_isa
     import torch.fx.experimental.proxy_tensor
     import torch.fx.experimental.symbolic_shapes
+    import torch.utils._config_module
     owner, leaf = name.rsplit(".", 1)
     target = torch
     for part in owner.split(".")[1:]:
@@ -342,7 +343,7 @@ def remove(monkeypatch, name):
 @pytest.mark.parametrize("name", [
     "torch.fx.experimental.proxy_tensor.make_fx", "torch._inductor.standalone_compile",
     "torch._inductor.CompiledArtifact.load", "torch._inductor.CompiledArtifact.save",
-    "torch._inductor.config.patch", "torch._inductor.config.get_hash", "torch._inductor.cpu_vec_isa.pick_vec_isa",
+    "torch.utils._config_module.ConfigModule.patch", "torch.utils._config_module.ConfigModule.get_hash", "torch._inductor.cpu_vec_isa.pick_vec_isa",
     "torch._inductor.codecache.CppPythonBindingsCodeCache.cache_clear",
     "torch._inductor.codegen.cpp.CppVecKernel._get_vec_load_line", "torch._inductor.codegen.cpp.cexpr_index"])
 def test_without_a_private_part_the_numbers_stay(home, monkeypatch, capsys, name):

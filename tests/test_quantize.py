@@ -1364,3 +1364,24 @@ def test_traced_whole(families, name, mode, dtype):
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-4)
         else:
             assert ((actual - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
+
+
+PRIVATE = ["aten._weight_int8pack_mm", "aten._convert_weight_to_int4pack_for_cpu", "aten._weight_int4pack_mm_for_cpu",
+           "mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise", "mkldnn.data_ptr"]
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_without_a_private_operator_the_products_stay(monkeypatch, name):
+    """Another layout or a slower way, and one line on stderr."""
+    def absent(*_):
+        raise AttributeError("not in this torch")
+    space, leaf = name.split(".")
+    kernels.int4_block()                                   # asked of the packing once
+    with monkeypatch.context() as m:
+        m.setattr(getattr(torch.ops, space), leaf, absent)
+        check_product(INT8_CPU.product, INT8_CPU, int8_matrix(72, 96, BF16), BF16, [1, 7, 64])
+        check_product(INT4_CPU.product, INT4_CPU, int4_matrix(72, 96, 32, BF16), BF16, [1, 7])
+        if kernels.HAS_BF16:
+            matrix = bf16_matrix(470, 640)
+            if BF16_WORDS.pack(*matrix)[0] is not None:
+                check_product(BF16_WORDS.product, BF16_WORDS, matrix, BF16, [1, 7])
