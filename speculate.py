@@ -59,15 +59,15 @@ def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
     return torch.where(place == n, own, F.pad(draft_tokens, (0, 1))), n
 
 
-def verify(model, token, draft_tokens, probs, ids, pos, kv_len, chance, sampler) -> tuple:
-    """token [1, 1] at pos [1] and k draft tokens after it -> accept()'s."""
-    k = draft_tokens.shape[1]
-    tokens = torch.cat((token, draft_tokens), dim=1)
-    places = pos + torch.arange(k + 1, device=pos.device)
-    logits = model(tokens, places, k + 1, kv_len)[0]                       # [k + 1, V]
-    target = sampler.distribution(logits, draft_tokens=draft_tokens)
-    n_vocab = logits.shape[1]
-    return accept(target, (probs, ids), draft_tokens, chance, sampler.noise, n_vocab)
+def verify(model, token, drafts, probs, ids, pos, kv_len, chance, sampler) -> tuple:
+    """token [1, 1] at pos [1] and drafts [1, k] after it -> accept()'s."""
+    n = drafts.shape[1] + 1
+    tokens = torch.cat((token, drafts), dim=1)
+    places = pos + torch.arange(n, device=pos.device)
+    logits = model(tokens, places, n, kv_len)[0]                           # [k + 1, V]
+    target = sampler.distribution(logits, draft_tokens=drafts)
+    noise, n_vocab = sampler.noise, sampler.n_vocab
+    return accept(target, (probs, ids), drafts, chance, noise, n_vocab)
 
 
 # ---- Drafts -------------------------------------------------------------------------------------
@@ -112,7 +112,9 @@ class ModelDrafter:
         drafts = history[:, n - 1:n].repeat(1, k)  # filled from the left
         dists = []
         for at in range(self.n_cached, n + k - 1):
-            token = known[:, at:at + 1] if at < n else drafts[:, at - n:at - n + 1]
+            token = known[:, at:at + 1]
+            if at >= n:
+                token = drafts[:, at - n:at - n + 1]
             kv_len = bucket(at + 1, model.max_seq_length)
             sampler.draw_noise()
             args = token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab

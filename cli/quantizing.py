@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cli.calibration_text import calibration_text
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
@@ -84,7 +85,7 @@ def run(argv=None) -> int:
 
 def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
     """Ready to solve the first layer. ValueError where text, tokenizer and model do not fit."""
-    text = calibrate.calibration_text(args.calibration_file, args.calibration_tasks,
+    text = calibration_text(args.calibration_file, args.calibration_tasks,
                                       args.include_path)
     length = args.calibration_seq_length
     if length > source.cfg.context:

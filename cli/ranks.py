@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from kernels.inductor import use_symmetric_memory
 from tp import rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
@@ -63,10 +64,7 @@ def as_rank(run: Callable) -> Callable:
         patient = datetime.timedelta(days=365)     # a person may think before typing
         _control.append(dist.new_group(backend="gloo", timeout=patient))
         if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
-            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-            # Inductor's choice for short sums then: one kernel that reads the other GPUs' memory
-            torch._inductor.config._collective.auto_select = True
-            enable_symm_mem_for_group(dist.group.WORLD.group_name)
+            use_symmetric_memory()
         if me:
             sys.stdout = sys.stderr = _nowhere()
         if os.environ.get("OMP_NUM_THREADS") == "1":           # torchrun's default

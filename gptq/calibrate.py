@@ -1,20 +1,19 @@
 """GPTQ's Hessians: run calibration text through a model layer by layer, and solve each linear.
 
-Owns the calibration text and which linears are solved together. One layer's weights and all hidden
-states are in memory at a time; a layer sees what the quantized layers before it give (the embedding
-is as it was). The codes are a quantize.Scheme's, the mathematics solve.py's.
+Owns which linears are solved together. One layer's weights and all hidden states are in memory at a
+time; a layer sees what the quantized layers before it give (the embedding is as it was). The codes
+are a quantize.Scheme's, the mathematics solve.py's.
 
     solver = Solver(source, tokens, device, dtype, scheme_named("int4-g32"))
     solver("layers.0.attn.wq.weight")              # -> the scheme's leaves: weight, scales, zeros
 """
 
 import statistics
-from pathlib import Path
+import sys
 
 import torch
 from torch import Tensor
 
-from cli.common import english_text, log
 from formats.checkpoint import Checkpoint
 from formats.load import load_part
 from formats.parameters import blank_model, disk_names
@@ -25,44 +24,6 @@ from quantize import Scheme
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
 STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
           ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
-
-
-def calibration_text(file: str | None, tasks: list[str], include_path: str | None = None) -> str:
-    """A file's text, that of lm-eval tasks, or Python's own documentation."""
-    if file:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{file}: not UTF-8 text") from None
-        if not text.strip():
-            raise ValueError(f"{file}: no text to calibrate on")
-        return text
-    return "\n\n".join(task_texts(tasks, include_path)) if tasks else english_text()
-
-
-def task_texts(names: list[str], include_path: str | None):
-    """Questions with their right answers, from the training split where there is one."""
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise ImportError("--calibration_tasks needs: pip install lm-eval") from None
-    manager = TaskManager(include_path=include_path)
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise ValueError(f"lm-eval has no task {', '.join(unknown)}")
-    try:
-        tasks = manager.load(names)["tasks"].values()
-    except Exception as e:                         # its datasets library has kinds of its own
-        raise OSError(f"the data of {', '.join(names)} cannot be had: "
-                      f"{(str(e).splitlines() or [type(e).__name__])[0][:160]}") from None
-    for task in tasks:
-        for doc in task.training_docs() if task.has_training_docs() else task.eval_docs:
-            target = task.doc_to_target(doc)
-            if isinstance(target, int):
-                target = task.doc_to_choice(doc)[target]
-            target = target[0] if isinstance(target, list) else target
-            question = task.doc_to_text(doc)
-            yield f"{question}{task.config.target_delimiter if question else ''}{target}"
 
 
 def split_windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
@@ -105,9 +66,9 @@ class Solver:
             setattr(self.model, name, getattr(self.model, name).to(device))
         self.x = []                                # hidden states [1, T, D] of each window
         for row in tokens:
-            x, *around = self.model.enter(row[None], self.pos, len(row))
+            x, *shared = self.model.embed_inputs(row[None], self.pos, len(row))
             self.x.append(x)
-        self.beside = self.model.beside(around)
+        self.layer_inputs = self.model.layer_inputs(shared)
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
@@ -136,11 +97,11 @@ class Solver:
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i, x in enumerate(self.x):
-            self.x[i] = layer(x, *self.beside[self.layer])
+            self.x[i] = layer(x, *self.layer_inputs[self.layer])
         layer.to("meta")
         self.ratios += ratios
-        log(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
-            f"{statistics.median(ratios):.2f} of rounding's")
+        print(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
+              f"{statistics.median(ratios):.2f} of rounding's", file=sys.stderr, flush=True)
 
     def _hessians(self, layer, module) -> tuple[Tensor, Tensor]:
         """Of the module's inputs, from the text to calibrate on and the text held out.
@@ -166,7 +127,7 @@ class Solver:
             for i, x in enumerate(self.x):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, *self.beside[self.layer])
+                    layer(x, *self.layer_inputs[self.layer])
                 except InputsRecorded:
                     pass
         finally:

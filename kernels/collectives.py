@@ -1,7 +1,7 @@
 """What ranks add up and gather: collectives that a compiler can trace.
 
-torch has them under private names only. Where these are gone, the public ones do the same, and a
-compiled function is split around them.
+torch has them under private names only (inductor.py). Where these are gone, the public ones do the
+same for what runs uncompiled.
 
     y = all_reduce(x)
 """
@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.inductor import functional_collective
+
 SHORT = 1 << 14                                    # numbers
 
 
 def all_gather(x: Tensor) -> Tensor:
     """Every rank's x, in the order of the ranks -> [n, *x.shape]"""
     x, n = x.contiguous(), dist.get_world_size()
-    try:
-        ops = torch.ops._c10d_functional
-        out = ops.wait_tensor(ops.all_gather_into_tensor(x, n, dist.group.WORLD.group_name))
-    except AttributeError:
-        out = x.new_empty(n * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x)
+    out = functional_collective("all_gather_into_tensor", x, n)
+    if out is None:
+        out = [torch.empty_like(x) for _ in range(n)]
+        dist.all_gather(out, x)
+        return torch.stack(out)
     return out.view(n, *x.shape)
 
 
@@ -29,10 +30,8 @@ def all_reduce(x: Tensor) -> Tensor:
     """The sum of every rank's x. A short one on a CPU is gathered: gloo takes half as long."""
     if x.device.type == "cpu" and x.numel() <= SHORT:
         return all_gather(x).float().sum(0).to(x.dtype)
-    try:
-        ops = torch.ops._c10d_functional
-        return ops.wait_tensor(ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
-    except AttributeError:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
+    out = functional_collective("all_reduce", x, "sum")
+    if out is None:
+        out = x.clone()
+        dist.all_reduce(out)
+    return out

@@ -353,3 +353,26 @@ def int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tenso
     except Exception as e:
         lacks("_weight_int4pack_mm_for_cpu", e, "int4 weights are unpacked, slowly")
         return None
+
+
+# ---- Ranks --------------------------------------------------------------------------------------
+
+def functional_collective(name: str, *args):
+    """What a collective of all ranks gives, in a form that can be traced; None: torch lacks it."""
+    ops = torch.ops._c10d_functional
+    try:
+        collective = getattr(ops, name)
+    except AttributeError as e:
+        lacks("traced collectives", e, "ranks cannot run compiled")
+        return None
+    return ops.wait_tensor(collective(*args, torch.distributed.group.WORLD.group_name))
+
+
+def use_symmetric_memory() -> None:
+    """Inductor's choice for short sums then: one kernel that reads the other GPUs' memory."""
+    try:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+        torch._inductor.config._collective.auto_select = True
+        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+    except (ImportError, AttributeError) as e:
+        lacks("symmetric memory", e, "sums between GPUs go through NCCL")

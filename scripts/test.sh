@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them. Arguments go to pytest:
-#   bash scripts/test.sh -k sampling
+# Installs what the tests need into .venv and runs the quick tier, or with --all everything. Other
+# arguments go to pytest:
+#   bash scripts/test.sh
+#   bash scripts/test.sh --all -k sampling
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh requirements-dev.txt gemma

@@ -1,9 +1,6 @@
-import atexit
 import functools
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,27 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["HF_HUB_OFFLINE"] = "1"                         # the tests that mean the hub say so
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-os.environ["GPT_FASTER_CACHE"] = tempfile.mkdtemp()        # what other runs left is not trusted
-atexit.register(shutil.rmtree, os.environ["GPT_FASTER_CACHE"], ignore_errors=True)
+os.environ["GPT_FASTER_CACHE"] = str(ROOT / ".cache/tests")           # its keys say what a function depends on
 
 import tiny  # noqa: E402
 
 from formats.load import load_model, read_checkpoint  # noqa: E402
 
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+SLOW = set()
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every test; without it those marked slow are left out")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow") or item.nodeid in SLOW]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import generate
 from bench.engines import share_weights
 from cli import engines, session
 from cli import evaluate as evaluation
-from gptq import calibrate
+from cli.calibration_text import calibration_text
 
 TEXT = ("The harbour was quiet before dawn. A single boat, painted blue and white, turned slowly on its rope while "
         "the gulls argued over the roofs. Maria counted the crates again, wrote the number down, and wondered why "
@@ -327,11 +327,11 @@ def test_bad_input(capsys, argv, message, tasks, local_only, tmp_path):
 
 def test_tasks_as_calibration_text(tasks, local_only):
     """quantize.py --calibration_tasks: questions with their right answers; whole texts."""
-    text = calibrate.calibration_text(None, ["local_choice", "local_rolling"], str(tasks))
+    text = calibration_text(None, ["local_choice", "local_rolling"], str(tasks))
     assert text.startswith("The capital of France is Paris\n\nWater freezes when it gets cold\n\n")
     assert text.endswith("Is ice hot? Answer: no\n\n" + "\n\n".join(TEXT[:n] for n in (40, 200, 330)))
     with pytest.raises(ValueError, match="no task nope"):
-        calibrate.calibration_text(None, ["nope", "local_text"], str(tasks))
+        calibration_text(None, ["nope", "local_text"], str(tasks))
 
 
 def test_no_lm_eval(capsys, monkeypatch):

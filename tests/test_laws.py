@@ -22,11 +22,9 @@ CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
 COMMANDS = ("benchmark", "eval")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "kernels": {"layers"}, "layers": set(), "sampling": set(), "model": {"layers"},
-    "formats": {"model", "layers"}, "gptq": {"formats", "model", "layers", "cli"}, "tp": {"formats"},
-    "quantize": {"kernels", "layers", "formats", "model", "gptq", "cli"},
-    "speculate": {"sampling"},
-    "generate": {"model", "sampling", "speculate", "quantize", "formats", "kernels", "tp", "cli"},
+    "layers": set(), "sampling": set(), "kernels": {"layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
+    "formats": {"model", "layers", "quantize"}, "tp": {"formats", "kernels"}, "gptq": {"formats", "model", "layers", "quantize"},
+    "generate": {"model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels"},
     "eval": {"cli"}, "benchmark": {"bench"},
 }
@@ -89,7 +87,7 @@ def test_one_place_for_defaults():
 
 
 # Flags that documents name and that are not ours.
-FOREIGN_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
+FOREIGN_FLAGS = {"--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
                  "--rdzv_endpoint"}
 
 
