@@ -127,7 +127,7 @@ class Sampler(nn.Module):
         self.own_generators = {}                   # of those with a seed
         top_ks = {p.top_k or n_vocab for p in known if p.temperature > 0}
         self.n_candidates = min(n_vocab, max(top_ks, default=1))
-        self.mixed = top_ks and any(p.temperature == 0 for p in known)
+        self.mixed = len(top_ks) > 0 and any(p.temperature == 0 for p in known)
         self.filters = {}
         for name, keep in FILTERS.items():
             values = {getattr(p, name) for p in known}

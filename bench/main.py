@@ -1,7 +1,7 @@
 """benchmark.py's command line: its flags, what they ask for, and the result.
 
 It times the engines side by side, compares their tokens, and sets them beside machine and peers;
-the other files of this room do that. One command gives a table of the README again, with the memory
+the other files of this room do that. One command gives a table of the docs again, with the memory
 bandwidth measured in the same run:
 
     python benchmark.py -m org/name -p 512 -n 200 --engines kv_cache,compile,int8 --peers llama.cpp

@@ -1,7 +1,7 @@
 """What benchmark.py measured, as text: Markdown, CSV, JSON.
 
 It reads the result object, knows no engine and needs no torch, so that scripts/map.py can make the
-README's tables again from benchmarks/*.json:
+docs' tables again from benchmarks/*.json:
 
     print(OUTPUTS["md"](result))
 """

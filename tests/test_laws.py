@@ -186,6 +186,20 @@ def links(page):
     return {(page.parent / target).resolve() for target in targets}
 
 
+def test_the_quick_tier_covers_every_field(families):
+    """Whatever a config can say, some variant of the quick tier says it."""
+    import dataclasses
+
+    import tiny
+
+    from formats.load import read_checkpoint
+    from model import ModelConfig
+    configs = [read_checkpoint(families(name)[0]).cfg for name in tiny.COVER]
+    optional = [f for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING]
+    for field in optional:
+        assert any(getattr(cfg, field.name) != field.default for cfg in configs), field.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_readme_paths_exist(page):
     """Links, scripts, commands and files that a page names. The log may name what is gone."""

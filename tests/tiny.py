@@ -78,7 +78,11 @@ FAMILIES = {
 }
 
 
-MODELS = {                                                 # for the README: who is of this model_type
+# Between them, these have every field of ModelConfig at a value that is not its default.
+COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
+         "smollm3")
+
+MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
     "mistral": "Mistral 7B (v0.1 with its window, v0.2, v0.3), Nemo, Small",
     "mixtral": "Mixtral 8x7B, 8x22B",
