@@ -1,7 +1,7 @@
-"""Generate text: prefill the prompts, then decode a token at a time. The command too.
+"""Generate text: prefill the prompts, then decode a token at a time. Also the command.
 
-It composes the other files and holds the only generation loop. No file formats, no math of its own,
-no flags: `cli/` has those.
+It composes the other files. No file formats, no math of its own, no flags. cli/batch.py drives the
+same Batch where many prompts take turns.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
@@ -47,7 +47,10 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
 
 
 def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
-    """token [B, 1] at pos [1] or [B, 1] -> the next token [B, 1]."""
+    """token [B, 1] at pos [1] or [B, 1] -> the next token [B, 1].
+
+    kv_len: positions to attend to. Traced whole on a GPU: no Python state and no prints in here.
+    """
     logits = model(token, pos, 1, kv_len)
     return sampler(logits[:, -1])
 
@@ -64,7 +67,7 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     """On a GPU the whole step becomes one CUDA graph.
 
     On a CPU, where unrolling 30 layers costs minutes, each kind of layer is compiled once, inside
-    the model (kernels/compile.py); prompts run the model as it is.
+    the model (kernels/compile.py); prompts run uncompiled.
     """
     first, decode = prefill, decode_one_token
     if model.freq.device.type == "cpu":
@@ -116,8 +119,8 @@ class Batch:
         self.device = sampler.noise.device
         self.n_row = len(sampler.noise)
         self.max_length = model.max_seq_length
-        self.chunk = model.longest_call            # prompts run so many tokens at a time
-        self.length = [0] * self.n_row             # of each row so far; 0: it is not in use
+        self.chunk = model.longest_call            # prompt tokens per call of the model
+        self.length = [0] * self.n_row             # tokens in each row's cache; 0: not in use
         self.token = torch.tensor([[0]] * self.n_row, device=self.device)
         self._set_pos()
 
@@ -126,7 +129,7 @@ class Batch:
                 params: list[SamplingParams] | None = None) -> Tensor:
         """Begin a new sequence in each of `rows` -> their first tokens, in those rows of [B, 1].
 
-        n_cached: the cache has so many tokens of the prompt; params: None: what the rows had.
+        n_cached: prompt tokens that are in the cache already; params: None keeps the rows' own.
         """
         prompt_of = dict(zip(rows, prompts))
         for i, (row, prompt) in enumerate(prompt_of.items()):
@@ -186,7 +189,7 @@ class Batch:
         return bucket(min(n, self.max_length), self.max_length)
 
     def advance(self, n: int) -> None:
-        """Every row in use has n tokens more."""
+        """Every row in use has n more tokens in the cache."""
         self.length = [length + n if length else 0 for length in self.length]
         pos = torch.where(self.pos > 0, self.pos + n, 0)
         self.pos = pos.clamp(max=self.max_length - 1)
@@ -206,8 +209,8 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
              n_cached: int = 0) -> Iterator[Tensor]:
     """Yield max_new_tokens times the next token of each row, [B, 1]. Stop by leaving the loop.
 
-    prompts: ids, one prompt for each row of the batch, of any lengths; n_cached: so many of their
-    tokens are in the cache. ValueError where prompt and new tokens exceed the cache.
+    prompts: ids, one prompt for each row of the batch, of any lengths; n_cached: prompt tokens that
+    are in the cache already. ValueError where prompt and new tokens exceed the cache.
     """
     n, limit = max(map(len, prompts)), batch.max_length
     if n + max_new_tokens > limit:
@@ -223,14 +226,14 @@ def pad_batch(prompts: list[list[int]], device) -> Tensor:
     return torch.tensor([ids + [0] * (W - len(ids)) for ids in prompts], device=device)
 
 
-def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, whole: int) -> list:
+def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, n_row: int) -> list:
     """Group rows of similar length so that rows x padded length <= max_tokens.
 
-    Prompts of one length, in all rows of the `whole` batch, are one group whatever they take.
+    Prompts of one length, in all n_row rows of the batch, are one group whatever max_tokens is.
     """
     rows = sorted(prompt_of, key=lambda row: len(prompt_of[row]))
     lengths = {len(prompt) for prompt in prompt_of.values()}
-    if len(rows) == whole and len(lengths) == 1:
+    if len(rows) == n_row and len(lengths) == 1:
         return [rows]
     groups = [[]]
     for row in rows:                               # the shortest first
@@ -254,8 +257,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     tokenizer = tokenizers.load(source.tokenizer)
     source.eos_ids = source.eos_ids or tokenizer.eos_ids
     if scheme:
-        mode, _, group = scheme.partition("-g")
-        source = quantized(source, mode, int(group or 32), head, device)
+        source = quantized(source, scheme, head=head, device=device)
     return load_shard(source, dtype, device), source, tokenizer
 
 

@@ -2,7 +2,8 @@
 
 It knows neither the model nor the tokenizer. Rows of one batch may differ in every parameter:
 these are tensors, so that a compiled step serves any of them. To add a filter, give SamplingParams
-a field whose default changes nothing, and FILTERS the function that says which tokens stay.
+a field whose default changes nothing, and FILTERS the function that says which tokens stay. A
+filter that keeps state is a logits processor (layers/logits_processors.py).
 
     sampler = Sampler([SamplingParams(temperature=0.8)] * B, n_vocab)
     sampler.draw_noise()
@@ -12,8 +13,9 @@ a field whose default changes nothing, and FILTERS the function that says which 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from layers.logits_processors import RepetitionPenalty
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ NEUTRAL = SamplingParams()
 
 
 # ---- Filters: probs [B, C] and each row's parameter [B, 1] -> True where a token stays ----------
+# At least one must stay in every row. probs sum to 1 over what the filters before have kept.
 
 def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
     ordered = probs.sort(-1, descending=True).values
@@ -40,7 +43,10 @@ def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest tokens until they have top_p together, and all that tie with the last."""
+    """The fewest likeliest tokens that have top_p together, and all that tie with the last.
+
+    On a GPU kernels/sort_free.py stands in for it (cli/engines.py).
+    """
     ordered = probs.sort(-1, descending=True).values
     mass_above = ordered.cumsum(-1) - ordered
     n_kept = (mass_above < top_p).sum(-1, keepdim=True)
@@ -52,41 +58,6 @@ def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}  # in this order
-
-
-# ---- Filters that remember: what a row's tokens so far do to its logits -------------------------
-
-class RepetitionPenalty(nn.Module):
-    """Makes the tokens of prompt and answer less likely."""
-
-    def __init__(self, n_row: int, n_vocab: int, device):
-        super().__init__()
-        penalty = torch.ones(n_row, 1, device=device)
-        seen = torch.zeros(n_row, n_vocab, dtype=torch.bool, device=device)
-        self.register_buffer("penalty", penalty)
-        self.register_buffer("seen", seen)
-
-    def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
-        """A new sequence in this row."""
-        self.penalty[row] = params.repetition_penalty
-        self.seen[row] = False
-        self.seen[row, prompt] = True
-
-    def observe(self, token: Tensor) -> None:
-        """token [B, 1] has been generated."""
-        self.seen.scatter_(1, token, True)
-
-    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None) -> Tensor:
-        """logits [b, V] of these rows. Or, of one row, [T, V] of places that have seen some of
-        draft_tokens [1, k] too: the last place all of them, each place before it one less."""
-        seen = self.seen[rows]
-        if draft_tokens is not None:
-            one_hot = F.one_hot(draft_tokens[0], logits.shape[1])
-            so_far = F.pad(one_hot.cumsum(0), (0, 0, 1, 0))    # [k + 1, V]
-            seen = seen | (so_far[-len(logits):] > 0)
-        penalty = self.penalty[rows]
-        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return torch.where(seen, penalized, logits)
 
 
 # ---- The draw -----------------------------------------------------------------------------------
@@ -109,13 +80,13 @@ def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
 
 
 class Sampler(nn.Module):
-    """The sampling of a batch: a row's parameters, its noise, and what its filters remember.
+    """The sampling of a batch: each row's parameters, its noise, and its logits processors.
 
-    What is computed at all is settled here, for `rows` and whatever may come `later`: the filters
-    that some row uses, and how many of the likeliest tokens can be drawn (1: all are greedy).
+    What a step computes is fixed here, by `rows` and whatever may come `later`: the filters that
+    some row uses, and how many of the likeliest tokens can be drawn (1: all rows are greedy).
     """
 
-    @torch.inference_mode(False)                   # whoever calls: buffers serve everyone
+    @torch.inference_mode(False)                   # ordinary tensors even if the caller is in it
     def __init__(self, rows: list[SamplingParams], n_vocab: int, device="cpu",
                  generator: torch.Generator | None = None, later: list[SamplingParams] = ()):
         super().__init__()
@@ -138,7 +109,7 @@ class Sampler(nn.Module):
         for name in ("temperature", *FILTERS):
             column = [[float(getattr(p, name))] for p in rows]
             self.register_buffer(name, torch.tensor(column, device=device))
-        seeded = any(p.seed is not None for p in known)
+        seeded = any(p.seed is not None for p in known)        # noise by token: see draw()
         n_noise = n_vocab if seeded else self.n_candidates
         noise = torch.ones(n_row, n_noise, device=device)
         self.register_buffer("noise", noise)
@@ -148,8 +119,12 @@ class Sampler(nn.Module):
             self.processors.append(penalty)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams | None = None) -> None:
-        """A new sequence in this row. params: None: those of the last one."""
+        """A new sequence in this row. params: None keeps those of the last one.
+
+        ValueError where they need what `rows` and `later` did not announce.
+        """
         if params is not None:
+            self._check(params)
             self.params[row] = params
             for name in ("temperature", *FILTERS):
                 getattr(self, name)[row] = getattr(params, name)
@@ -160,6 +135,18 @@ class Sampler(nn.Module):
             self.own_generators[row] = generator.manual_seed(params.seed)
         for processor in self.processors:
             processor.begin(row, prompt, params)
+
+    def _check(self, params: SamplingParams) -> None:
+        k = min(params.top_k or self.n_vocab, self.n_vocab)
+        announced = {**self.filters, "top_k": None}
+        if params.repetition_penalty != 1 and not self.processors:
+            raise ValueError(f"no row was to have a repetition penalty: {params}")
+        if params.temperature > 0 and (k > self.n_candidates or (
+                k < self.n_candidates and "top_k" not in self.filters)):
+            raise ValueError(f"{self.n_candidates} candidates were announced: {params}")
+        for name in FILTERS:
+            if name not in announced and getattr(params, name) != getattr(NEUTRAL, name):
+                raise ValueError(f"no row was to have {name}: {params}")
 
     def observe(self, token: Tensor) -> None:
         """token [B, 1] has been generated."""
@@ -178,7 +165,7 @@ class Sampler(nn.Module):
         device = self.noise.device
         noise = exponential((len(rows), n_noise), device, self.generator)
         for i, row in enumerate(rows):
-            if own := self.own_generators.get(row):            # the same draws in any company
+            if own := self.own_generators.get(row):            # whatever the other rows are
                 noise[i] = exponential((n_noise,), device, own)
         if len(rows) == n_row:
             self.noise.copy_(noise)                # rows are in order
@@ -189,7 +176,7 @@ class Sampler(nn.Module):
                      draft_tokens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """logits [b, V] -> probs [b, C] of the candidates, and their token ids; None: all tokens.
 
-        rows [b]: whose logits these are; draft_tokens: see RepetitionPenalty.forward. Greedy is
+        rows [b]: whose logits these are; draft_tokens: see layers/logits_processors.py. Greedy is
         one token of probability 1. The order is transformers': temperature, top-k, top-p, min-p.
         """
         for processor in self.processors:

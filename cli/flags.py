@@ -47,8 +47,7 @@ def build_parser() -> Parser:
              f"default: {HELLO}")
     add("--prompts_file", type=Path, metavar="FILE",
         help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
-             "perhaps id, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, "
-             "seed")
+             "perhaps id, max_new_tokens, " + ", ".join(SAMPLING))
     add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
     add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
     add("--batch_size", type=number(int, 1), default=1,
@@ -111,8 +110,8 @@ def json_object(text: str) -> dict:
 
 def sampling_params(args, **overrides) -> SamplingParams:
     """What the flags say, but where a request says something else."""
-    stated = {field.name: getattr(args, field.name) for field in fields(SamplingParams)
-              if field.name != "seed"}             # --seed is of all rows together
+    names = SAMPLING.keys() & {field.name for field in fields(SamplingParams)} - {"seed"}
+    stated = {name: getattr(args, name) for name in names}     # --seed is of all rows together
     return SamplingParams(**{**stated, **overrides})
 
 

@@ -64,7 +64,8 @@ def run(argv=None) -> int:
     device = pick_device(args.device)
     path = resolve(args.checkpoint_path)
     source = read_checkpoint(path)
-    mode, _, gptq = args.mode.partition("-")
+    mode = args.mode.removesuffix("-gptq")
+    gptq = mode != args.mode
     scheme = scheme_named(mode, args.groupsize)
     name = f"model_{args.label}{args.mode}{scheme.suffix}.pth"
     output = args.output or output_path(path, name)

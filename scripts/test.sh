@@ -7,4 +7,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh requirements-dev.txt gemma
 .venv/bin/ruff check .
-.venv/bin/python -m pytest "$@"
+export OMP_NUM_THREADS=1                         # two processes of one thread each: tiny models want no more
+.venv/bin/python -m pytest -n 2 --dist worksteal "$@"

@@ -17,6 +17,7 @@ import tiny  # noqa: E402
 from formats.load import load_model, read_checkpoint  # noqa: E402
 
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+SLOW = set((ROOT / "tests/slow.txt").read_text().splitlines())
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 
 
@@ -25,11 +26,13 @@ def pytest_addoption(parser):
 
 
 def is_slow(item) -> bool:
-    """Marked so, or about a variant whose every config field another one of tiny.COVER has too.
+    """Marked so, in slow.txt, or about a variant whose every config field another one of tiny.COVER has too.
 
     Logits are compared with transformers for every variant in both tiers.
     """
     if item.get_closest_marker("slow"):
+        return True
+    if item.nodeid.removeprefix("tests/") in SLOW:
         return True
     name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
     return name in tiny.FAMILIES and name not in tiny.COVER and item.originalname != "test_logits_equal_transformers"
@@ -40,6 +43,15 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if is_slow(item)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture
+def two_threads():
+    """What is compiled or computed differently for several threads; test.sh's processes have one."""
+    n = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(n)
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     assert [row.ids for row in rows] == [alone(model, ids, 9) for ids in prompts()[:3]]
 
 
-def test_refilling_compiles_nothing(ours, monkeypatch):
+def test_refilling_compiles_nothing(ours, monkeypatch, two_threads):
     model, work = ours("gemma2"), list(zip(prompts(), NEW))
     expected = [alone(model, ids, n) for ids, n in work]
     model.setup_cache(3, 40, 4)
@@ -160,7 +160,7 @@ def smollm2():
     return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
 
 
-def test_smollm2_prompts_of_1_to_200_tokens_with_different_ends(smollm2):
+def test_smollm2_prompts_of_1_to_200_tokens_with_different_ends(smollm2, two_threads):
     model, _, tokenizer = smollm2
     ids = tokenizer.encode(english_text()[:8000])
     sizes = [1, 200, 7, 64, 133, 2, 31, 90, 15, 178]

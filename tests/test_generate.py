@@ -34,7 +34,7 @@ def command(*argv, **more):
 # ---- The same tokens as transformers, on the real files, fp32 greedy -----------------------------
 
 @pytest.mark.parametrize("path", [SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
-def test_same_tokens_as_transformers(path, their_tokenizer):
+def test_same_tokens_as_transformers(path, their_tokenizer, two_threads):
     from transformers import AutoModelForCausalLM
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     expected = {}
@@ -232,7 +232,7 @@ def test_profile_and_synthetic_prompt(capsys, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_compiled_command_line(capsys):
+def test_compiled_command_line(capsys, two_threads):
     """Inductor for real, with a compiled prefill: the same text."""
     torch._dynamo.reset()
     argv = ["-m", SMOLLM2, "--device", "cpu", "--max_new_tokens", 9, "--temperature", 0, "--dtype", "float32"]

@@ -89,7 +89,7 @@ def test_compiled_equals_eager(ours, name):
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_equals_eager(ours, name):
+def test_inductor_equals_eager(ours, name, two_threads):
     """The real backend: gathered experts, sinks, caps, post-norms, two kinds of layers."""
     model, prompt = ours(name), tokens(9, batch=1)
     model.setup_cache(1, LENGTH)                           # one cache for all: few shapes to compile

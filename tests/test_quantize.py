@@ -109,7 +109,7 @@ def check_product(product, kernel, matrix, dtype, rows=ROWS):
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", [PLAIN, INT8_CPU], ids=lambda k: k.name)
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
-def test_int8_product(shape, kernel, dtype):
+def test_int8_product(shape, kernel, dtype, two_threads):
     scales = FP32 if dtype == torch.float16 else dtype                     # as QuantizedLinear has them
     check_product(kernel.product, kernel, int8_matrix(*shape, scales), dtype)
 
@@ -134,7 +134,7 @@ def test_int4_sums_for_each_number_of_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16):
+def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16, two_threads):
     """A CPU without bf16 arithmetic takes the other way; a large matrix is taken in pieces."""
     if has_bf16 and not kernels.HAS_BF16:
         pytest.skip("this CPU has no bf16 arithmetic")
@@ -1328,7 +1328,7 @@ def teacher_forced(model, prompt, ids):
 
 
 @pytest.mark.parametrize("name, mode, head", [("llama-biased", "int8", "int8"), ("gemma3_text", "int4", "int4"), ("mixtral", "int4", "int8")])
-def test_inductor(families, name, mode, head):
+def test_inductor(families, name, mode, head, two_threads):
     """The real backend with the packed kernels: the same tokens, or nearly the same logits along them."""
     torch._dynamo.reset()
     model, prompt = load_model(quantized_source(families, name, mode, head), BF16, "cpu"), tokens(9, batch=1)

@@ -11,7 +11,8 @@ from transformers import (
 )
 
 from kernels import sort_free
-from sampling import RepetitionPenalty, Sampler, SamplingParams, draw, exponential, keep_top_p
+from layers.logits_processors import RepetitionPenalty
+from sampling import FILTERS, Sampler, SamplingParams, draw, exponential, keep_top_p
 
 SETTINGS = [SamplingParams(t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 40, 500)
             for p in (1.0, 0.95, 0.5, 0.05) for m in (0.0, 0.1)]
@@ -226,3 +227,21 @@ def test_a_step_compiled_once_serves_every_row():
         logits = torch.randn(3, 300)
         assert torch.equal(step(batch, logits), batch(logits))
     assert len(n_graphs) == 1
+
+
+@pytest.mark.parametrize("params, message", [
+    (SamplingParams(1.0, 5, 0.9), "no row was to have top_p"), (SamplingParams(1.0, 7), "5 candidates were announced"),
+    (SamplingParams(1.0, 3), "5 candidates were announced"), (SamplingParams(), "5 candidates were announced"),
+    (SamplingParams(1.0, 5, repetition_penalty=1.2), "repetition penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p")])
+def test_what_was_not_announced_is_refused(params, message):
+    batch = Sampler([SamplingParams(1.0, 5), SamplingParams(0)], 300)
+    batch.begin(0, [1], SamplingParams(0.3, 5, seed=None))
+    with pytest.raises(ValueError, match=message):
+        batch.begin(0, [1], params)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_never_drops_every_token(name):
+    probs = torch.softmax(torch.randn(7, 50) * 9, -1)
+    for value in (1e-6, 0.5, 1.0, 3.0) if name == "top_k" else (1e-6, 0.5, 1.0):
+        assert FILTERS[name](probs, torch.full((7, 1), value)).any(-1).all()

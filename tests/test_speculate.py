@@ -204,7 +204,7 @@ def smollm2():
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
 
 
-def test_smollm2(smollm2, monkeypatch):
+def test_smollm2(smollm2, monkeypatch, two_threads):
     """200 tokens by an int8 copy, a random tiny draft, the model itself and look-up; compiled too."""
     from formats.load import load_model
     from formats.shapes import random_checkpoint
