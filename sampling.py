@@ -38,7 +38,8 @@ NEUTRAL = SamplingParams()
 
 def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
     ordered = probs.sort(-1, descending=True).values
-    last = (top_k.long() - 1) % probs.shape[-1]    # 0, off: the very last
+    n = probs.shape[-1]
+    last = (top_k.long().clamp(max=n) - 1) % n     # 0, off: the very last
     return probs >= ordered.gather(-1, last)
 
 
@@ -137,15 +138,17 @@ class Sampler(nn.Module):
             processor.begin(row, prompt, params)
 
     def _check(self, params: SamplingParams) -> None:
+        n = self.n_candidates
         k = min(params.top_k or self.n_vocab, self.n_vocab)
-        announced = {**self.filters, "top_k": None}
+        fits = k == n or (k < n and "top_k" in self.filters)
+        if params.temperature > 0 and not fits:
+            raise ValueError(f"{n} candidates were announced: {params}")
         if params.repetition_penalty != 1 and not self.processors:
-            raise ValueError(f"no row was to have a repetition penalty: {params}")
-        if params.temperature > 0 and (k > self.n_candidates or (
-                k < self.n_candidates and "top_k" not in self.filters)):
-            raise ValueError(f"{self.n_candidates} candidates were announced: {params}")
+            raise ValueError(f"no row was to have a penalty: {params}")
         for name in FILTERS:
-            if name not in announced and getattr(params, name) != getattr(NEUTRAL, name):
+            if name in self.filters or name == "top_k":
+                continue
+            if getattr(params, name) != getattr(NEUTRAL, name):
                 raise ValueError(f"no row was to have {name}: {params}")
 
     def observe(self, token: Tensor) -> None:

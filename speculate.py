@@ -26,8 +26,10 @@ def token_probs(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
     ids None: the candidates are the vocabulary. tokens None: all of the vocabulary is asked for.
     """
     probs, ids = dist
+    if ids is None and tokens is None:
+        return probs
     if ids is None:
-        return probs if tokens is None else probs.gather(1, tokens)
+        return probs.gather(1, tokens)
     if tokens is not None and ids.shape[1] * tokens.shape[1] <= n_vocab:
         same = ids[:, None] == tokens[..., None]                           # [T, m, C]
         return (probs[:, None] * same).sum(-1)

@@ -153,7 +153,8 @@ def test_seed_repeats():
 
 
 ROWS = [SamplingParams(0), SamplingParams(0.8, 20, seed=1), SamplingParams(1.3, 0, 0.9, seed=2),
-        SamplingParams(0.7, 5, 0.8, 0.1, 1.3, seed=3), SamplingParams(1.0, 0, 1.0, 0.2, seed=4), SamplingParams(seed=5)]
+        SamplingParams(0.7, 5, 0.8, 0.1, 1.3, seed=3), SamplingParams(1.0, 0, 1.0, 0.2, seed=4), SamplingParams(seed=5),
+        SamplingParams(0.9, 1000, seed=6)]
 
 
 def alone(params, logits, prompt, n):
@@ -172,7 +173,7 @@ def test_rows_of_one_batch_differ_in_everything():
     torch.manual_seed(3)
     n, logits, prompts = 12, torch.randn(12, len(ROWS), 300) * 3, [[i, i + 1] for i in range(len(ROWS))]
     expected = [alone(p, logits[:, i], prompts[i], n) for i, p in enumerate(ROWS)]
-    for order in (list(range(len(ROWS))), [3, 0, 5, 1, 4, 2]):
+    for order in (list(range(len(ROWS))), [3, 0, 5, 1, 6, 4, 2]):
         batch = Sampler([ROWS[i] for i in order], 300)
         for row, i in enumerate(order):
             batch.begin(row, prompts[i], ROWS[i])
@@ -232,7 +233,7 @@ def test_a_step_compiled_once_serves_every_row():
 @pytest.mark.parametrize("params, message", [
     (SamplingParams(1.0, 5, 0.9), "no row was to have top_p"), (SamplingParams(1.0, 7), "5 candidates were announced"),
     (SamplingParams(1.0, 3), "5 candidates were announced"), (SamplingParams(), "5 candidates were announced"),
-    (SamplingParams(1.0, 5, repetition_penalty=1.2), "repetition penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p")])
+    (SamplingParams(1.0, 5, repetition_penalty=1.2), "no row was to have a penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p")])
 def test_what_was_not_announced_is_refused(params, message):
     batch = Sampler([SamplingParams(1.0, 5), SamplingParams(0)], 300)
     batch.begin(0, [1], SamplingParams(0.3, 5, seed=None))
