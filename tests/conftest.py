@@ -26,7 +26,7 @@ def pytest_addoption(parser):
 
 
 def is_slow(item) -> bool:
-    """Marked so, in slow.txt, or about a variant whose every config field another one of tiny.COVER has too.
+    """Marked so, in slow.txt (they take longest), or about a variant whose every config field another one of tiny.COVER has too.
 
     Logits are compared with transformers for every variant in both tiers.
     """

@@ -799,7 +799,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    terminal = Terminal([*ARGV, "--max_new_tokens", "400"])
+    terminal = Terminal([*ARGV, "--max_new_tokens", "4000"])
     yield terminal
     terminal.close()
 
