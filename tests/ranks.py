@@ -1,6 +1,6 @@
 """Run by torchrun in test_tp.py: in one launch, every check that needs several ranks.
 
-    torchrun --standalone --nproc_per_node=2 tests/ranks.py DIRECTORY   # of tiny families
+    torchrun --standalone --nproc_per_node=2 tests/ranks.py DIRECTORY [FAMILY …]     # of tiny families
 """
 
 import sys
@@ -122,13 +122,14 @@ def check_agreement(path, n):
 
 def run(argv):
     directory, failed = Path(argv[0]), []
-    families = sorted(p for p in directory.iterdir() if not p.name.startswith("for-"))
+    names = argv[1:]
+    families = sorted(p for p in directory.iterdir() if p.name in names or not (names or p.name.startswith("for-")))
     checks = [(check_family, path) for path in families]
     for name in ("llama", "mixtral"):
         checks += [(check_quantized, directory / f"for-int4-{name}")]
     checks += [(check, directory / "for-int4-llama") for check in (
         check_sampling, check_agreement, check_guessing)]
-    if tp.world() == 2:
+    if tp.world() == 2 and not names:
         checks += [(check_compiled, directory / name) for name in ("olmo2", "for-int4-mixtral")]
     for check, path in checks:
         try:

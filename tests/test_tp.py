@@ -52,6 +52,12 @@ def directory(families, tmp_path_factory):
     return path
 
 
+def test_some_families_and_all_else_on_two_ranks(directory):
+    """The quick tier's: sampling, drafting and agreement too."""
+    done = torchrun("tests/ranks.py", directory, "llama3", "gemma3_text", "gpt_oss", "olmo2", ranks=2)
+    assert done.returncode == 0 and "9 checks on 2 ranks, 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_family(directory, ranks):
     done = torchrun("tests/ranks.py", directory, ranks=ranks)
