@@ -105,9 +105,9 @@ def uncompiled(step: Callable) -> Callable:
 
 # ---- The loop -----------------------------------------------------------------------------------
 
-def bucket(n: int, limit: int, least: int = 256) -> int:
+def bucket(n: int, limit: int, minimum: int = 256) -> int:
     """n rounded up to a power of two: attention reads the live cache only, in few shapes."""
-    return min(limit, max(least, 1 << (n - 1).bit_length()))
+    return min(limit, max(minimum, 1 << (n - 1).bit_length()))
 
 
 class Batch:

@@ -51,7 +51,7 @@ class Scheme:
         """Weights of this shape -> shape and dtype of each leaf."""
 
     def fits(self, n_in: int) -> bool:
-        """Can rows of so many weights be stored?"""
+        """Can rows of n_in weights be stored?"""
 
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
         """Rows [n, in] -> their leaves, rounded to nearest."""

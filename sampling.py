@@ -99,7 +99,7 @@ class Sampler(nn.Module):
         self.own_generators = {}                   # of those with a seed
         top_ks = {p.top_k or n_vocab for p in known if p.temperature > 0}
         self.n_candidates = min(n_vocab, max(top_ks, default=1))
-        self.mixed = len(top_ks) > 0 and any(p.temperature == 0 for p in known)
+        self.some_greedy = len(top_ks) > 0 and any(p.temperature == 0 for p in known)
         self.filters = {}
         for name, keep in FILTERS.items():
             values = {getattr(p, name) for p in known}
@@ -188,7 +188,7 @@ class Sampler(nn.Module):
             ids = logits.argmax(-1, keepdim=True)
             return torch.ones_like(ids, dtype=torch.float32), ids
         temperature, ids = self.temperature[rows], None
-        if self.mixed:
+        if self.some_greedy:
             best = logits.argmax(-1, keepdim=True)
             one_hot = torch.full_like(logits, -torch.inf)
             one_hot = one_hot.scatter(1, best, 0.0)

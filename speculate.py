@@ -151,7 +151,7 @@ class SpeculativeBatch(Batch):
         self.drafter, self.draft_length = drafter, draft_length
         self.verify = verify
         self.history = self.token.new_zeros(1, self.max_length + max_draft + 1)
-        self.accept_counts = [0] * (max_draft + 1)             # rounds that kept so many drafts
+        self.accept_counts = [0] * (max_draft + 1)             # [n]: rounds that kept n drafts
         self.ready = deque()                       # tokens that step() has not given yet
 
     def prefill(self, rows, prompts, n_cached=0, params=None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank runs the same program on a narrower model, with two sums a layer.
+"""Tensor parallelism: each rank runs a narrower model, with two all-reduces per layer.
 
 Owns which part of each tensor a rank holds, and where the ranks' results are summed or joined. It
 knows no packed layout and no model class; model.py knows nothing of ranks. The processes themselves
@@ -47,7 +47,7 @@ def broadcast(t: Tensor) -> Tensor:
 # ---- What a rank holds --------------------------------------------------------------------------
 
 def shard_config(cfg, n: int):
-    """The config of one of n ranks. ValueError where heads or widths cannot be shared by so many.
+    """The config of one of n ranks. ValueError where heads or widths cannot be shared by n.
 
     Key/value heads fewer than ranks are held by several; a vocabulary that cannot be shared, by
     all.
@@ -142,7 +142,7 @@ class SplitEmbedding(nn.Module):
 
 
 def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
-    """Make a model of shard()'s weights one of several, which together have so many tokens."""
+    """Make a model of shard()'s weights one of several, which together have vocab_size tokens."""
     if world() == 1:
         return model
 

@@ -45,9 +45,9 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def counts(least: int) -> Callable:
+def counts(minimum: int) -> Callable:
     """An argparse type: integers with commas."""
-    return lambda text: [number(int, least)(n) for n in names(text)]
+    return lambda text: [number(int, minimum)(n) for n in names(text)]
 
 
 def build_parser() -> Parser:
@@ -72,9 +72,9 @@ def add_model_flags(add: Callable) -> None:
 
 def add_workload_flags(add: Callable) -> None:
     add("-p", "--n_prompt", type=counts(1), default=[], metavar="LIST",
-        help="time prompts of so many tokens: ppN")
+        help="time prompts of N tokens: ppN")
     add("-n", "--max_new_tokens", type=counts(0), default=[200], metavar="LIST",
-        help="time decoding so many tokens: tgN; 0: do not")
+        help="time decoding N tokens: tgN; 0: do not")
     add("-d", "--depth", type=counts(1), default=[5], metavar="LIST",
         help="tokens before the new ones: tgN @ dN")
     add("-b", "--batch_size", type=counts(1), metavar="LIST",
@@ -100,7 +100,7 @@ def add_run_flags(add: Callable) -> None:
         help=f"in the same run, of {', '.join(PEERS)}: see scripts/install_peers.sh; generate.py "
              "is ours, as a check")
     add("--ranks", type=counts(1), default=[], metavar="LIST",
-        help="the same on so many processes of this machine, which share the model")
+        help="the same on this many processes of this machine, which share the model")
     add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
     add("--suite", choices=SUITES,
         help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "

@@ -20,8 +20,8 @@ import torch
 
 from bench import exports
 from bench.machine import ROOT
-from bench.weights import Weights, parse_scheme
-from quantize import SCHEMES
+from bench.weights import Weights
+from quantize import SCHEMES, scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")
 EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
@@ -125,8 +125,10 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
         if name == "generate.py":
             argv = ["--random", shape] if shape else ["-m", str(source.path)]
             if weights.scheme != "none":
-                mode, group = parse_scheme(weights.scheme)
-                argv += ["--quantize", mode, "--groupsize", str(group)]
+                scheme = scheme_named(weights.scheme)
+                argv += ["--quantize", scheme.name.partition("-")[0]]
+                if scheme.groupsize:
+                    argv += ["--groupsize", str(scheme.groupsize)]
             return GenerateCommand([*argv, "--device", str(device), "--dtype", dtype])
         path = peer_path(name, source, shape, weights)
         return Peer(name, path, threads=torch.get_num_threads(), device=device.type, dtype=dtype,

@@ -38,12 +38,6 @@ def is_scheme(name: str) -> bool:
     return name == "int4" or name in SCHEMES
 
 
-def parse_scheme(scheme: str) -> tuple[str, int]:
-    """int4-g64 -> ("int4", 64); groups are of 32 where the name has no size."""
-    mode, _, group = scheme.partition("-g")
-    return mode, int(group or 32)
-
-
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device) -> Weights:
     """A checkpoint's weights on the device, quantized unless the scheme is none."""
     name = source.path.name
@@ -52,8 +46,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device) 
     stored = source
     try:
         if scheme != "none":
-            mode, group = parse_scheme(scheme)
-            stored = quantized.quantized(source, mode, group, device=device)
+            stored = quantized.quantized(source, scheme, device=device)
         size = n_bytes(tp.shard(stored), dtype)
         # The ranks of one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1

@@ -38,7 +38,7 @@ class Chat:
                  template: dict | None = None):
         """answer(ids, n_cached) streams an answer -> its Sequence, and a line of figures.
 
-        limit: the longest prompt, in tokens; rewind: so many positions the cache may go back.
+        limit: the longest prompt, in tokens; rewind: how many positions the cache may go back.
         template: what --chat_template_kwargs gives it.
         """
         self.tokenizer, self.answer, self.limit, self.rewind = tokenizer, answer, limit, rewind

@@ -55,7 +55,7 @@ class DraftLengthController:
         return 0 if self.wait or not self.lengths else self.lengths[self.level]
 
     def learn(self, n_accepted: int) -> None:
-        """So many of the last drafts were right."""
+        """n_accepted of the last drafts were right."""
         if n_accepted + 1 >= self.costs[self.lengths[self.level]]:
             self.level = max(0, self.level - 1)
             self.pause = 1

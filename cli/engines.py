@@ -141,7 +141,7 @@ def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
 
 @torch.inference_mode()
 def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
-    """Compile the prefill of prompts like these, and decoding with so many positions in use."""
+    """Compile the prefill of prompts like these, and decoding at these cache lengths."""
     model, sampler, limit = batch.model, batch.sampler, batch.max_length
     if batch.steps.pad:                                    # the prefill is compiled too
         next(generate(batch, prompts, 1))

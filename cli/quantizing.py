@@ -18,7 +18,7 @@ from formats.load import read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import add_choices, quantized
 from gptq import calibrate
-from quantize import scheme_named
+from quantize import MODES, scheme_named
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def build_parser() -> Parser:
     add = p.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
         help="anything that generate.py reads; default: the model that quickstart.sh fetched")
-    add("--mode", choices=["int8", "int4", "int4-gptq"], default="int8",
+    add("--mode", choices=[*MODES, "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
     add_choices(add)
     add("--output", type=Path, metavar="FILE",

@@ -234,7 +234,7 @@ class Session:
                                            bool(args.speculate_k), draft)
 
     def compile(self, prompts: list[list[int]], longest: int) -> None:
-        """Warm up for prompts like these, and for at most so many positions."""
+        """Warm up for prompts like these, and for at most `longest` positions."""
         shortest = min(map(len, prompts))
         prompts = (prompts * self.n_rows)[:self.n_rows]
         longest = min(longest + (self.k if self.drafter else 0), self.length)

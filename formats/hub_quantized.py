@@ -3,7 +3,7 @@
 Owns the layouts: which tensors on disk make one linear, how integers are packed, which scale each
 number has. Knows nothing of files, models or config.json beyond its `quantization_config`. Every
 layout ends in the same sum, weight = (code - zero point) * scale. Four bits with a scale for each
-so many neighbours of a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
+group of neighbours in a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
 
     tensors = dequantized(tensors, config["quantization_config"])
 """
@@ -233,7 +233,7 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
 
 
 def _plain_groups(shape, scale, zero, sizes, group) -> bool:
-    """Does each run of so many neighbours of a row share a scale, in the order they are in?
+    """Do the neighbours in a row share a scale, n_in / n_group at a time, in the order they are in?
 
     As _scaled would find, which has the answer where it is no, or where nothing fits.
     """

@@ -24,9 +24,10 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
               device="cpu", solver: Callable | None = None) -> Checkpoint:
     """The checkpoint with codes and scales for weights, made as they are read.
 
-    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row. head:
-    none, int8 or int4, of the output; where it is the embedding too, int8 serves both and int4 is
-    a copy for the output. solver(name) -> leaves, in place of rounding the linears (GPTQ).
+    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
+    int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
+    int8 serves both and int4 is a copy for the output. solver(name) -> leaves, in place of rounding
+    the linears (GPTQ).
     ValueError where the source is quantized already or the group size does not divide.
     """
     if stated := describe(source):
@@ -130,6 +131,7 @@ class _RoundedRows:
         buffer[a:b] = rows
         there[a:b] = True
 
+
 class _SolvedRows:
     """The leaves that a solver gives for a tensor, kept until each was read to its end."""
 
@@ -146,6 +148,7 @@ class _SolvedRows:
         if b == self.tensor.n_row:
             del self.leaves[leaf]
         return rows
+
 
 # ---- What a checkpoint is -----------------------------------------------------------------------
 

@@ -56,6 +56,15 @@ def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
     assert weight.shape == tiles and both.shape == (n_in // 32, n_out, 2)
 
 
+def test_without_its_product_the_cuda_kernel_stays_right(capsys):
+    """A CPU has no tinygemm, as another torch might not."""
+    scheme, x = quantize.Int4(32), torch.randn(5, 96).bfloat16()
+    leaves = scheme.quantize(torch.randn(64, 96)).values()
+    kernel = kernels.INT4_CUDA
+    assert torch.equal(kernel.product(x, *kernel.pack(*leaves)), plain(x, *leaves))
+    assert "_convert_weight_to_int4pack" in capsys.readouterr().err
+
+
 def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):
     """Efficient attention, a GPU's choice, returns its result with positions outside of heads."""
     model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")

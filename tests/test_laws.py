@@ -70,6 +70,19 @@ def test_the_model_knows_only_the_math():
     assert {m for m, _ in imports(ROOT / "model.py")} == {"dataclasses", "layers", "torch"}
 
 
+PRIVATE = re.compile(r"\b(?:torch|ops)(?:\.\w+)*\._(?!_)\w[\w.]*")            # torch._inductor.cache, torch.ops.aten._mm
+# Settings that torch documents, and the name that PyTorch's files give to "here is a tensor".
+PUBLIC = ("torch._dynamo.config", "torch._dynamo.reset", "torch._inductor.config", "torch._utils._rebuild_tensor_v2")
+
+
+def test_private_parts_of_torch_are_in_one_file():
+    """Law 11; what becomes of the tokens without each is in test_compiled.py, test_gpu.py and test_quantize.py."""
+    found = {p.name: set(PRIVATE.findall(p.read_text())) for p in MODULES}
+    assert len(found.pop("inductor.py")) > 10
+    for name, parts in found.items():
+        assert not {part for part in parts if not part.startswith(PUBLIC)}, name
+
+
 def test_nothing_from_a_checkpoint_is_executed():
     for path in MODULES:
         source = path.read_text()

@@ -187,7 +187,7 @@ def test_rows_of_one_batch_differ_in_everything():
 def test_a_row_that_is_exchanged_for_one_that_was_announced():
     """`later` names what may come: nothing that a compiled step depends on changes then."""
     batch = Sampler([ROWS[0]] * 2, 300, later=ROWS)
-    facts = batch.n_candidates, batch.mixed, list(batch.filters), [b.data_ptr() for b in batch.buffers()]
+    facts = batch.n_candidates, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()]
     logits = torch.randn(12, 300) * 3
     for i, params in enumerate(ROWS):
         batch.begin(1, [7], params)
@@ -196,7 +196,7 @@ def test_a_row_that_is_exchanged_for_one_that_was_announced():
             token = batch(logits[step:step + 1], torch.tensor([1]))
             batch.observe(token.expand(2, 1))
             assert token.item() == alone(params, logits, [7], step + 1)[-1], (i, step)
-        assert facts == (batch.n_candidates, batch.mixed, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
+        assert facts == (batch.n_candidates, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
 
 
 @pytest.mark.parametrize("how", [p for p in SETTINGS if p.top_p < 1][::3], ids=str)
