@@ -1,5 +1,6 @@
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+signal.signal(signal.SIGINT, signal.default_int_handler)               # a shell's background jobs, and theirs, ignore Ctrl-C
 os.environ["HF_HUB_OFFLINE"] = "1"                         # the tests that mean the hub say so
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["GPT_FASTER_CACHE"] = str(ROOT / ".cache/tests")           # its keys say what a function depends on
