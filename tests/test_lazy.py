@@ -36,6 +36,15 @@ MADE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_objects():
+    """What the other tests have imported and made is not walked through again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def kept():
     """Of all tensors that are alive: those that still have something in memory."""
     gc.collect()
