@@ -17,6 +17,7 @@ class FixedLength:
 
     def __init__(self, k: int):
         self.k = k
+        self.lengths = [k]                         # that may come
 
     def begin(self) -> None:
         pass
