@@ -43,7 +43,8 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     """
     logits = model(tokens, pos, last, kv_len, batch_idx)
     rows = slice(None) if batch_idx is None else batch_idx
-    return sampler(logits[:, -1], rows)
+    at = pos.expand(len(last), -1).gather(1, last)
+    return sampler(logits[:, -1], rows, at)
 
 
 def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
@@ -52,7 +53,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     kv_len: positions to attend to. Traced whole on a GPU: no Python state and no prints in here.
     """
     logits = model(token, pos, 1, kv_len)
-    return sampler(logits[:, -1])
+    return sampler(logits[:, -1], pos=pos)
 
 
 class Steps(NamedTuple):
@@ -61,6 +62,7 @@ class Steps(NamedTuple):
     prefill: Callable = prefill
     decode: Callable = decode_one_token
     pad: bool = False
+    min_kv_len: int = 256                          # a step attends to
 
 
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
@@ -75,10 +77,10 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
         if not compile_prefill:
             first = uncompiled(prefill)
         return Steps(first, decode, compile_prefill)
-    prepare_for_cuda(model)
+    min_kv_len = prepare_for_cuda(model)
     if compile_prefill:
         first = torch.compile(prefill, fullgraph=True, dynamic=False)
-    return Steps(first, as_one_graph(decode), compile_prefill)
+    return Steps(first, as_one_graph(decode), compile_prefill, min_kv_len)
 
 
 def as_one_graph(step: Callable) -> Callable:
@@ -88,11 +90,18 @@ def as_one_graph(step: Callable) -> Callable:
 
     def run(*args):
         torch.compiler.cudagraph_mark_step_begin()
-        out = step(*args)
+        out = step(*map(dense, args))
         if isinstance(out, Tensor):
             return out.clone()                     # the next replay overwrites it
         return tuple(t if t is None else t.clone() for t in out)
     return run
+
+
+def dense(x):
+    """A graph is of its inputs' strides, even along axes of one element."""
+    if isinstance(x, Tensor):
+        x = x.reshape(-1).view(x.shape)
+    return x
 
 
 def uncompiled(step: Callable) -> Callable:
@@ -164,7 +173,7 @@ class Batch:
             width, kv_len = T, at + T
             if self.steps.pad:
                 width = bucket(T, self.chunk, 32)
-                kv_len = self.kv_len(at + width)
+                kv_len = bucket(at + width, self.max_length)
             piece = F.pad(tokens[:, at:at + T], (0, width - T))
             pos = torch.arange(at, at + width, device=self.device)
             last = (end - 1 - at).clamp(0, T - 1)
@@ -186,13 +195,12 @@ class Batch:
 
     def kv_len(self, n: int) -> int:
         """Positions to attend to where n are in use: few different numbers."""
-        return bucket(min(n, self.max_length), self.max_length)
+        return bucket(min(n, self.max_length), self.max_length, self.steps.min_kv_len)
 
     def advance(self, n: int) -> None:
         """Every row in use has n more tokens in the cache."""
         self.length = [length + n if length else 0 for length in self.length]
-        pos = torch.where(self.pos > 0, self.pos + n, 0)
-        self.pos = pos.clamp(max=self.max_length - 1)
+        self.pos = self.pos.add(self.in_use, alpha=n)
 
     def end(self, row: int) -> None:
         """The row's sequence is over: its tokens mean nothing until the next one begins."""
@@ -203,6 +211,7 @@ class Batch:
         pos = torch.tensor(self.length, device=self.device)
         pos = pos.clamp(max=self.max_length - 1)
         self.pos = pos if self.n_row == 1 else pos[:, None]    # [1] or [B, 1]
+        self.in_use = (self.pos > 0).long()
 
 
 def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,

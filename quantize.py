@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.cpu import INT4_CPU, INT8_CPU
-from kernels.cuda import INT4_CUDA
+from kernels.cuda import INT4_CUDA, INT8_CUDA, has_kernels
 from kernels.linear import PackedEmbedding, PackedLinear
-from kernels.moe import expert_rows
+from kernels.moe import packed_rows
 from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
 from layers.moe import ExpertLinear, grouped_mm
 
@@ -95,8 +95,9 @@ class Int8(Scheme):
         return codes.clamp(-127, 127).to(torch.int8)
 
     def kernel(self, device, dtype, shape):
-        on_cpu = torch.device(device).type == "cpu"
-        return INT8_CPU if on_cpu and shape[-1] % 32 == 0 else PLAIN
+        if torch.device(device).type == "cpu" and shape[-1] % 32 == 0:
+            return INT8_CPU
+        return INT8_CUDA if has_kernels(device) and shape[-1] % 16 == 0 else PLAIN
 
     def fill(self, leaf, t):
         if leaf == "weight":
@@ -157,16 +158,11 @@ class Int4(Scheme):
                 "zeros": zero.bfloat16()}
 
     def kernel(self, device, dtype, shape):
-        device = torch.device(device)
-        if dtype != torch.bfloat16 or self.groupsize % 32:
+        if self.groupsize % 32:
             return PLAIN
-        if device.type == "cpu":
-            return INT4_CPU
-        tiles = len(shape) == 2 and shape[-2] % 8 == 0
-        if device.type == "cuda" and torch.version.hip is None and tiles and (
-                torch.cuda.get_device_capability(device) >= (8, 0)):
-            return INT4_CUDA
-        return PLAIN
+        if torch.device(device).type == "cpu":
+            return INT4_CPU if dtype == torch.bfloat16 else PLAIN
+        return INT4_CUDA if has_kernels(device) else PLAIN
 
     def fill(self, leaf, t):
         if leaf == "weight":
@@ -231,14 +227,12 @@ class QuantizedLinear(PackedLinear):
 
 class QuantizedExperts(QuantizedLinear):
     def forward(self, x, ids, ends):               # as ExpertLinear
-        if x.device.type == "cpu":
-            y = expert_rows(x, ids, *self.leaves(), self.kernel.name, self.shape[1])
-        elif ends is not None:
-            y = grouped_mm(x, self.scheme.dequantize(*self.leaves(), x.dtype), ends)
+        if x.device.type == "cpu" or ends is None:
+            y = packed_rows(x, ids, self.leaves(), self.kernel, self.shape[1])
         else:
-            own = (t if t is None else t[ids] for t in self.leaves())
-            w = self.scheme.dequantize(*own, torch.float32)
-            y = (w * x[:, None].float()).sum(-1).to(x.dtype)
+            weight = self.kernel.unpack(self.weight)
+            weight = self.scheme.dequantize(weight, self.scales, self.zeros, x.dtype)
+            y = grouped_mm(x, weight, ends)
         return y if self.bias is None else y + self.bias[ids]
 
 

@@ -175,6 +175,10 @@ class Sampler(nn.Module):
         else:
             self.noise[rows] = noise
 
+    def noise_at(self, rows, pos=None, draft=False) -> Tensor:
+        """For the tokens after pos [1] or [b, 1]: what draw_noise() drew, wherever they are."""
+        return self.noise[rows]
+
     def distribution(self, logits: Tensor, rows=slice(None),
                      draft_tokens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """logits [b, V] -> probs [b, C] of the candidates, and their token ids; None: all tokens.
@@ -203,7 +207,7 @@ class Sampler(nn.Module):
             probs = probs / probs.sum(-1, keepdim=True)
         return probs, ids
 
-    def forward(self, logits: Tensor, rows=slice(None)) -> Tensor:
-        """logits [b, V] of these rows -> token [b, 1]."""
+    def forward(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
+        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1]."""
         probs, ids = self.distribution(logits, rows)
-        return draw(probs, ids, self.noise[rows])
+        return draw(probs, ids, self.noise_at(rows, pos))

@@ -68,7 +68,7 @@ def verify(model, token, drafts, probs, ids, pos, kv_len, chance, sampler) -> tu
     places = pos + torch.arange(n, device=pos.device)
     logits = model(tokens, places, n, kv_len)[0]                           # [k + 1, V]
     target = sampler.distribution(logits, draft_tokens=drafts)
-    noise, n_vocab = sampler.noise, sampler.n_vocab
+    noise, n_vocab = sampler.noise_at(slice(None), pos), sampler.n_vocab
     return accept(target, (probs, ids), drafts, chance, noise, n_vocab)
 
 
@@ -79,11 +79,13 @@ def draft_one_token(model, token, pos, kv_len, drafts, sampler, n_vocab) -> tupl
     logits = model(token, pos, 1, kv_len)[:, -1, :n_vocab]
     logits = F.pad(logits, (0, n_vocab - logits.shape[-1]), value=-torch.inf)
     dist = sampler.distribution(logits, draft_tokens=drafts)
-    return draw(*dist, sampler.noise), *dist
+    return draw(*dist, sampler.noise_at(slice(None), pos, draft=True)), *dist
 
 
 class ModelDrafter:
     """A smaller model drafts. It has a KV cache of its own, and catches up with what it lacks."""
+
+    min_kv_len = 256
 
     def __init__(self, model, step: Callable = draft_one_token, run: Callable | None = None):
         """step: draft_one_token, compiled or not; run: the model, better not compiled."""
@@ -117,7 +119,7 @@ class ModelDrafter:
             token = known[:, at:at + 1]
             if at >= n:
                 token = drafts[:, at - n:at - n + 1]
-            kv_len = bucket(at + 1, model.max_seq_length)
+            kv_len = bucket(at + 1, model.max_seq_length, self.min_kv_len)
             sampler.draw_noise()
             args = token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab
             token, *dist = self.step(model, *args)

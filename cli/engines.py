@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import speculate
+from cli.device_sampler import DeviceSampler
 from cli.draft_length import DraftLengthController, FixedLength, draft_costs
 from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
@@ -19,7 +20,6 @@ from generate import (
     Batch,
     Steps,
     as_one_graph,
-    bucket,
     compile_steps,
     decode_one_token,
     generate,
@@ -43,7 +43,8 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
                   later: list[SamplingParams] = ()) -> Sampler:
     """For these rows of this model, and for what may come later."""
     device = model.freq.device
-    sampler = Sampler(rows, model.cfg.vocab_size, device, generator, later)
+    kind = Sampler if device.type == "cpu" else DeviceSampler
+    sampler = kind(rows, model.cfg.vocab_size, device, generator, later)
     if device.type != "cpu" and "top_p" in sampler.filters:
         sampler.filters["top_p"] = sort_free.keep_top_p
     return sampler
@@ -115,11 +116,13 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
     """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most."""
     draft_step, verify = speculate.draft_one_token, speculate.verify
-    if draft:
-        build_steps(draft, engine)
+    min_kv_len = build_steps(draft, engine).min_kv_len if draft else 0
     if engine == "compile" and model.freq.device.type != "cpu":
         draft_step, verify = as_one_graph(draft_step), as_one_graph(verify)
-    drafter = ModelDrafter(draft, draft_step, uncompiled(draft)) if draft else NgramDrafter()
+    drafter = NgramDrafter()
+    if draft:
+        drafter = ModelDrafter(draft, draft_step, uncompiled(draft))
+        drafter.min_kv_len = min_kv_len
     lengths = [k] if fixed or k < 3 or draft is None else [k, k // 3]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
     return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
@@ -131,7 +134,7 @@ def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
     n: tokens so far. Overwrites the beginning of the caches. By rank 0's clock.
     """
     batch.drafter.begin(0, batch.max_length, batch.chunk)
-    costs = draft_costs(batch, bucket(n, batch.max_length), batch.draft_length.lengths)
+    costs = draft_costs(batch, batch.kv_len(n), batch.draft_length.lengths)
     costs = from_rank_0(lambda: costs)
     batch.draft_length = DraftLengthController(list(costs), costs)
     return costs
@@ -145,7 +148,7 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
     model, sampler, limit = batch.model, batch.sampler, batch.max_length
     if batch.steps.pad:                                    # the prefill is compiled too
         next(generate(batch, prompts, 1))
-    kv_lens = sorted({bucket(length, limit) for length in lengths})
+    kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
         batch.drafter.begin(0, limit, batch.chunk)
         for kv_len in kv_lens * 3:

@@ -31,7 +31,7 @@ class NgramDrafter:
     def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple | None:
         if not self.at:
             return None
-        drafts = history[:, self.at:self.at + k]
+        drafts = history[:, self.at:self.at + k].clone()       # made as a model's: one graph
         return drafts, torch.ones(k, 1, device=drafts.device), drafts.T
 
     def accepted(self, n: int, at: int | None) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 
 from kernels.attention import OneQueryAttention
 from kernels.cpu import BF16_WORDS, HAS_BF16
+from kernels.cuda import has_kernels
+from kernels.few_rows import fuse_layers
 from kernels.functions import Compiled, Functions
 from kernels.linear import MatvecLinear, PackedEmbedding, PackedLinear
 from kernels.moe import FewRowsMoE, FusedExpertLinear
@@ -39,9 +41,17 @@ def compile_model(model: nn.Module) -> None:
     model.unembed = OnePosition(model.unembed, functions, "", ("layers.", "rings."))
 
 
-def prepare_for_cuda(model: nn.Module) -> None:
-    """Exchange what torch.compile would not fuse for one row. In place; eager calls stay alike."""
+def prepare_for_cuda(model: nn.Module) -> int:
+    """Exchange what torch.compile would not fuse for few rows. In place; eager calls stay alike.
+
+    -> how many positions a step should attend to at least. Our attention stops by itself at the
+    last key in use, so that one graph serves every length; without it, few and short lengths do.
+    """
     exchange_modules(model)
+    if has_kernels(model.freq.device):
+        fuse_layers(model)
+        return model.cfg.context
+    return 256
 
 
 def exchange_modules(model: nn.Module) -> None:

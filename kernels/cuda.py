@@ -1,33 +1,81 @@
-"""int4 on CUDA in bfloat16, compute capability 8.0 and later: tinygemm, as in gpt-fast."""
+"""Quantized weights on a GPU: words that a thread can load four of at once, for triton_matvec.py.
+
+A block of four 32-bit words has neighbouring columns in this order, so that a thread's four words
+want four neighbours of x at a time:
+
+    int8, a word's byte i:      4 i + word                of 16 columns
+    int4, a word's nibble i:    4 i + word                of 32 columns
+
+    weight, scales, zeros = INT8_CUDA.pack(weight, scales, zeros)          # int32 [out, in/4]
+"""
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from kernels import inductor
-from kernels.cpu import scales_and_zeros
-from kernels.plain import Kernel, plain, unpack_nibbles
+from kernels.inductor import is_compiling
+from kernels.matvec import MOST_ROWS, matvec
+from kernels.plain import Kernel, dequantize, pack_nibbles, unpack_nibbles
 
-STEP = 1 << 24                                     # weights unpacked at a time
+STEP = 1 << 24                                     # weights packed at a time
+TWICE = 4                                          # up to 4 passes of MOST_ROWS beat unpacking
+
+
+def has_kernels(device) -> bool:
+    """Is this a GPU that our Triton kernels are for?"""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def to_words(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes [..., in] -> int32 [..., in * bits / 32]."""
+    per = 32 // bits
+    blocks = codes.unflatten(-1, (-1, per, 4)).to(torch.int64)     # [..., in/4/per, i, word]
+    shift = torch.arange(0, 32, bits, device=codes.device)[:, None]
+    words = (blocks << shift).sum(-2)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32).flatten(-2)
+
+
+def from_words(words: Tensor, bits: int) -> Tensor:
+    """What to_words() was given, int32."""
+    shift = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)[:, None]
+    blocks = words.unflatten(-1, (-1, 1, 4)) >> shift & ((1 << bits) - 1)
+    return blocks.flatten(-3)
+
+
+def by_rows(function, weight: Tensor) -> Tensor:
+    step = max(1, STEP // weight.shape[-1])
+    return torch.cat([function(rows) for rows in weight.split(step)])
+
+
+def pack_int8_cuda(weight, scales, zeros=None):
+    return by_rows(lambda w: to_words(w.to(torch.int32) + 128, 8), weight), scales, None
+
+
+def unpack_int8_cuda(words):
+    return (from_words(words, 8) - 128).to(torch.int8)
 
 
 def pack_int4_cuda(weight, scales, zeros):
-    """tinygemm's tiles [out/8, in/(16 i), 32, i/2] int32, i = 8, 4 or 2; scales as on a CPU.
-
-    As they are where torch has no such kernel: then zeros go on being there.
-    """
-    inner = next(i for i in (8, 4, 2) if weight.shape[1] * 2 % (16 * i) == 0)
-    step = max(8, STEP // (weight.shape[1] * 2) // 8 * 8)
-    tiles = [inductor.int4_tiles(rows[:, 1::2] | rows[:, ::2] << 4, inner)
-             for rows in map(unpack_nibbles, weight.split(step))]
-    if tiles[0] is None:
-        return weight, scales, zeros
-    return torch.cat(tiles), scales_and_zeros(scales, zeros, weight.shape[1] * 2), None
+    return by_rows(lambda w: to_words(unpack_nibbles(w), 4), weight), scales, zeros
 
 
-def int4_cuda(x, weight, scales, zeros=None):
-    if zeros is not None:                          # not packed
-        return plain(x, weight, scales, zeros)
-    group = weight.shape[1] * weight.shape[3] * 32 // scales.shape[0]
-    return inductor.int4_tiles_product(x, weight, group, scales)
+def unpack_int4_cuda(words):
+    return pack_nibbles(from_words(words, 4))
 
 
-INT4_CUDA = Kernel("int4 cuda", int4_cuda, pack_int4_cuda)
+def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Few rows, compiled: a pass over the codes for each MOST_ROWS. Else by way of the weights."""
+    if is_compiling() and x.shape[0] <= TWICE * MOST_ROWS:
+        parts = [matvec(part, weight, scales, zeros) for part in x.split(MOST_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    unpack = unpack_int8_cuda if zeros is None else unpack_int4_cuda
+    return F.linear(x, dequantize(unpack(weight), scales, zeros, x.dtype))
+
+
+INT8_CUDA = Kernel("int8 cuda", product, pack_int8_cuda,
+                   rows=lambda weight, ids: unpack_int8_cuda(weight[ids]),
+                   unpack=unpack_int8_cuda)
+INT4_CUDA = Kernel("int4 cuda", product, pack_int4_cuda, unpack=unpack_int4_cuda)

@@ -355,20 +355,6 @@ def int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tenso
         return None
 
 
-def int4_tiles(weight: Tensor, inner: int) -> Tensor | None:
-    """Two codes a byte [out, in/2], the first one high -> tinygemm's tiles; None: leave them so."""
-    try:
-        return torch.ops.aten._convert_weight_to_int4pack(weight, inner)
-    except Exception as e:
-        lacks("_convert_weight_to_int4pack", e, "int4 weights are unpacked, slowly")
-        return None
-
-
-def int4_tiles_product(x: Tensor, tiles: Tensor, group: int, scales: Tensor) -> Tensor:
-    """Traced in a compiled step, which has no second way: a torch that makes tiles has it."""
-    return torch.ops.aten._weight_int4pack_mm(x.contiguous(), tiles, group, scales)
-
-
 # ---- Ranks --------------------------------------------------------------------------------------
 
 def functional_collective(name: str, *args):

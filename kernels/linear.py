@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cuda import has_kernels
 from kernels.inductor import is_compiling
+from kernels.matvec import MOST_ROWS
+from kernels.matvec import matvec as few_rows
 from kernels.plain import Kernel, dequantize
 
 LARGE = 1 << 22                                    # weights
@@ -18,7 +21,7 @@ def matvec(weight, x):
     a mask make floats. as_strided has Inductor write x out, not make it again for each row.
     """
     n, x = len(x), x.float()
-    if x.device.type != "cpu":
+    if x.device.type != "cpu":                     # one that has no kernels of ours
         return (weight.float() * x).sum(-1)
     if weight.dtype == torch.bfloat16 and weight.numel() >= LARGE and n % 2 == 0:
         even, odd = x.view(-1, 2).T.contiguous().as_strided((2, n // 2), (n // 2, 1))
@@ -35,7 +38,13 @@ class MatvecLinear(nn.Linear):
     """A single row compiles to a fused matvec; everything else is F.linear."""
 
     def forward(self, x):
-        if is_compiling() and x.shape[:-1].numel() == 1:
+        if not is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        n_row = x.shape[:-1].numel()
+        if n_row <= MOST_ROWS and has_kernels(x.device):
+            y = few_rows(x.reshape(n_row, -1), self.weight, bias=self.bias)
+            return y.view(*x.shape[:-1], -1)
+        if n_row == 1:
             y = matvec(self.weight, x.view(-1))
             y = y if self.bias is None else y + self.bias.float()
             return y.to(x.dtype).view(*x.shape[:-1], -1)

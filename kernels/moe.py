@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import INT4_CPU, INT4_WORDS, INT8_CPU
-from kernels.cuda import INT4_CUDA
+from kernels.cuda import has_kernels
 from kernels.inductor import is_compiling
-from kernels.plain import PLAIN
+from kernels.matvec import matvec
+from kernels.plain import PLAIN, Kernel, dequantize
 from layers.moe import ExpertLinear, MoE
 
-KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU, INT4_WORDS, INT4_CUDA)}
+KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU, INT4_WORDS)}
 
 
 class FewRowsMoE(MoE):
@@ -32,7 +33,20 @@ class FusedExpertLinear(ExpertLinear):
     def each_row(self, x, ids):
         if not is_compiling():
             return super().each_row(x, ids)
+        if has_kernels(x.device):
+            return matvec(x, self.weight, ids=ids)
         return (self.weight[ids].float() * x[:, None].float()).sum(-1).to(x.dtype)
+
+
+def packed_rows(x: Tensor, ids: Tensor, leaves: tuple, kernel: Kernel, n_out: int) -> Tensor:
+    """Each row of x [M, in] by its own expert's packed weights -> [M, out]."""
+    if x.device.type == "cpu" and kernel.name in KERNELS:
+        return expert_rows(x, ids, *leaves, kernel.name, n_out)
+    if is_compiling() and kernel is not PLAIN:
+        return matvec(x, *leaves, ids=ids)
+    weight, scales, zeros = (t if t is None else t[ids] for t in leaves)
+    w = dequantize(kernel.unpack(weight), scales, zeros, torch.float32)
+    return (w * x[:, None].float()).sum(-1).to(x.dtype)
 
 
 @torch.library.custom_op("gpt_faster::expert_rows", mutates_args=())

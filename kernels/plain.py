@@ -24,6 +24,7 @@ class Kernel(NamedTuple):
 
     rows: pack's weight, ids [...] -> those rows as on disk [..., in], where a head may also be an
     embedding. compiled: the packed three -> a Kernel that is faster under a compiler, its three.
+    unpack: pack's weight -> as on disk, where experts' weights are multiplied whole.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
     compiled: Callable | None = None
+    unpack: Callable[[Tensor], Tensor] = lambda weight: weight
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

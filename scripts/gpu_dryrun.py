@@ -1,10 +1,9 @@
 """Is the CUDA path right, and what would it cost? Asked of a GPU that is not there.
 
-    bash scripts/gpu_dryrun.sh                     # makes its environment, checks all, prints a table
+    bash scripts/gpu_dryrun.sh                     # makes its environment, checks, prints a table
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-PARTS = ("loops",)
+PARTS = ("loops", "steps")
 
 
 def part(name: str, sm: int, match: str) -> None:
@@ -20,6 +19,9 @@ def part(name: str, sm: int, match: str) -> None:
     if name == "loops":
         from hollow import loops
         loops.main(sm, match)
+    if name == "steps":
+        from hollow import steps
+        steps.main(sm, match)
 
 
 def main() -> int:

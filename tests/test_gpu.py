@@ -14,11 +14,13 @@ import speculate
 from cli import engines, ngram
 from formats.load import load_model, read_checkpoint
 from kernels import cuda as kernels
+from kernels import matvec
 from kernels.plain import Kernel, plain
 from sampling import SamplingParams
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
 import gpu_check  # noqa: E402
+from hollow import numbers  # noqa: E402
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
@@ -35,34 +37,50 @@ def gpu(monkeypatch):
 def test_kernels_are_those_that_the_gpu_has(gpu):
     def picked(int4=True, dtype=BF16, shape=(4096, 4096), groupsize=32):
         return (quantize.Int4(groupsize) if int4 else quantize.Int8()).kernel(CUDA, dtype, shape).name
-    for capability in ((8, 0), (8, 9), (9, 0)):
-        gpu(capability)
-        assert picked() == picked(groupsize=128) == "int4 cuda"
-        assert picked(int4=False) == "plain"                           # Inductor fuses int8
-        assert picked(dtype=torch.float16) == picked(dtype=torch.float32) == "plain"
-        assert picked(shape=(8, 4096, 4096)) == "plain"                # experts
-        assert picked(shape=(4100, 4096)) == picked(groupsize=16) == "plain"
+    for capability, hip in (((8, 0), None), ((8, 9), None), ((9, 0), None), ((9, 4), "6.4")):
+        gpu(capability, hip)                                           # the last is an AMD GPU
+        for dtype in (BF16, torch.float16, torch.float32):
+            assert picked(dtype=dtype) == picked(dtype=dtype, groupsize=128) == "int4 cuda"
+            assert picked(dtype=dtype, int4=False) == "int8 cuda"
+        assert picked(shape=(8, 4096, 4096)) == "int4 cuda"            # experts
+        assert picked(groupsize=16) == picked(int4=False, shape=(64, 72)) == "plain"
     gpu((7, 5))
-    assert picked() == "plain"
-    gpu((9, 4), hip="6.4")                                             # an AMD GPU
-    assert picked() == "plain"
+    assert picked() == picked(int4=False) == "plain"
 
 
-@pytest.mark.parametrize("n_out, n_in, tiles", [(64, 1024, (8, 8, 32, 4)), (72, 576, (9, 9, 32, 2)), (8, 96, (1, 3, 32, 1))])
-def test_layout_of_the_cuda_kernel(n_out, n_in, tiles):
-    """The shapes that torch states, for widths that divide by 128, 64 and 32."""
-    q, scales = torch.empty(n_out, n_in // 2, dtype=torch.uint8, device="meta"), torch.empty(n_out, n_in // 32, device="meta")
-    weight, both, _ = kernels.INT4_CUDA.pack(q, scales.to(BF16), scales.to(BF16))
-    assert weight.shape == tiles and both.shape == (n_in // 32, n_out, 2)
+@pytest.mark.parametrize("scheme", [quantize.Int8(), quantize.Int4(32)])
+def test_words_are_what_was_packed(scheme):
+    parts = scheme.quantize(torch.randn(24, 96))
+    leaves = [parts.get(leaf) for leaf in quantize.LEAVES]
+    kernel = kernels.INT8_CUDA if leaves[2] is None else kernels.INT4_CUDA
+    weight, *rest = kernel.pack(*leaves)
+    assert weight.dtype == torch.int32 and weight.numel() * 4 == leaves[0].numel()
+    assert torch.equal(kernel.unpack(weight), leaves[0])
+    x = torch.randn(5, 96)
+    assert torch.equal(kernel.product(x, weight, *rest), plain(x, *leaves))
+    assert torch.equal(matvec.matvec(x, weight, *rest), plain(x, *leaves))
+    if leaves[2] is None:
+        ids = torch.tensor([[3, 0], [23, 3]])
+        assert torch.equal(kernel.rows(weight, ids), leaves[0][ids])
 
 
-def test_without_its_product_the_cuda_kernel_stays_right(capsys):
-    """A CPU has no tinygemm, as another torch might not."""
-    scheme, x = quantize.Int4(32), torch.randn(5, 96).bfloat16()
-    leaves = scheme.quantize(torch.randn(64, 96)).values()
-    kernel = kernels.INT4_CUDA
-    assert torch.equal(kernel.product(x, *kernel.pack(*leaves)), plain(x, *leaves))
-    assert "_convert_weight_to_int4pack" in capsys.readouterr().err
+def test_words_have_neighbours_four_apart():
+    """As triton_matvec.py reads them: a word's byte i is column 4 i + word of 16."""
+    codes = torch.arange(32)[None]
+    words = kernels.to_words(codes, 8)[0]
+    for word in range(8):
+        for i in range(4):
+            column = word // 4 * 16 + 4 * i + word % 4
+            assert words[word] >> 8 * i & 255 == column
+
+
+def test_few_rows_are_computed_as_the_plain_layers_do():
+    """Decoding, verifying and batches of every kind of model; the operators' references run here,
+    the kernels themselves in scripts/gpu_dryrun.py."""
+    with numbers.on_a_gpu():
+        results = {name: numbers.judge(most, **arguments) for name, arguments, most in numbers.cases()}
+    assert len(results) > 30
+    assert not {name: text for name, (ok, text) in results.items() if not ok}
 
 
 def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):

@@ -3,24 +3,37 @@
 Memory is the host's and kernels do nothing, so every number is garbage but for what fills, copies
 and the host itself write. Import it before anything is compiled, in an environment of build.py's.
 
-    device.install(); before = device.counts(); ...; device.counts()["launches"] - before["launches"]
+    device.install(); before = device.counts(); …; device.counts()["launches"] - before["launches"]
 """
 
 import ctypes
 import types
 import warnings
+from dataclasses import dataclass, field
 
 import torch
 
 COUNTED = ("launches", "graph_launches", "captures", "waits", "reads")
-_triton_launches = []
+_graphs = []                                       # kept: the numbers go with the last graph
+LAUNCHES = []                                      # of Triton's kernels, in order
+
+
+@dataclass(frozen=True)
+class Launch:
+    """kernel: a triton.JITFunction of ours with its arguments, or the name of one of Inductor's."""
+
+    name: str
+    kernel: object = None
+    arguments: tuple = ()
+    options: dict = field(default_factory=dict)
+    grid: tuple = ()
 
 
 def counts() -> dict[str, int]:
     """So far: kernels launched, graphs launched, graphs captured, waits, copies to the host."""
     out = (ctypes.c_long * len(COUNTED))()
     ctypes.CDLL(None).hollow_counts(out)
-    return dict(zip(COUNTED, out)) | {"launches": out[0] + len(_triton_launches)}
+    return dict(zip(COUNTED, out)) | {"launches": out[0] + len(LAUNCHES)}
 
 
 def host(t: torch.Tensor) -> torch.Tensor:
@@ -31,13 +44,14 @@ def host(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=t.dtype).set_(own, t.storage_offset(), t.shape, t.stride())
 
 
-def install(compile_kernels: bool = False) -> None:
-    """compile_kernels: have Triton make machine code of each kernel, which takes most of the time."""
+def install(compile_kernels: bool = False, keep_arguments: bool = False) -> None:
+    """compile_kernels: have Triton make machine code of each kernel, which takes most of the time.
+    keep_arguments: LAUNCHES has them too, for compile_launch()."""
     warnings.filterwarnings("ignore", message=".*overrid.*")
     _fill_for_real()
     _replace_triton_driver()
     if not compile_kernels:
-        _launch_nothing()
+        _launch_nothing(keep_arguments)
     _settle_cuda_graphs()
 
 
@@ -70,7 +84,7 @@ def _replace_triton_driver() -> None:
             pass
 
         def __call__(self, *args, **kwargs):
-            _triton_launches.append(1)
+            LAUNCHES.append(Launch("?"))
 
     class Driver:
         launcher_cls = Launcher
@@ -114,16 +128,28 @@ def _replace_triton_driver() -> None:
     torch._inductor.config.use_static_triton_launcher = False
 
 
-def _launch_nothing() -> None:
+def _launch_nothing(keep_arguments: bool) -> None:
     """Kernels are counted, and not even compiled."""
     import triton
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    def launch(*args, **kwargs):
-        _triton_launches.append(1)
+    def launch_inductors(self, *args, **kwargs):
+        LAUNCHES.append(Launch(self.inductor_meta.get("kernel_name", "?")))
+
+    def launch_ours(self, *args, grid, warmup, **kwargs):
+        kept = (self, args, kwargs, grid) if keep_arguments else ()        # tensors live as long
+        LAUNCHES.append(Launch(self.__name__, *kept))
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None
-    CachingAutotuner.run = launch
-    triton.JITFunction.run = launch
+    CachingAutotuner.run = launch_inductors
+    global _compile_ours
+    _compile_ours = triton.JITFunction.run
+    triton.JITFunction.run = launch_ours
+
+
+def compile_launch(launch: Launch):
+    """What Triton makes of a kernel of ours for these arguments."""
+    return _compile_ours(launch.kernel, *launch.arguments, grid=launch.grid, warmup=True,
+                         **launch.options)
 
 
 def _settle_cuda_graphs() -> None:
@@ -132,5 +158,6 @@ def _settle_cuda_graphs() -> None:
     import torch._inductor.cudagraph_trees
     torch._inductor.cudagraph_trees.check_memory_pool = lambda *args: None
     x = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    _graphs.append(torch.cuda.CUDAGraph())
+    with torch.cuda.graph(_graphs[0]):
         x + 1

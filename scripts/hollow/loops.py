@@ -7,10 +7,10 @@ import time
 import traceback
 from pathlib import Path
 
+import gpu_check
 import torch
 from torch._dynamo.utils import counters
 
-import gpu_check
 from cli.engines import build_sampler, build_speculative, build_steps, warm_up
 from cli.readback import read_late
 from generate import Batch, generate
@@ -125,7 +125,8 @@ def main(sm: int, only: str = "") -> list[tuple[str, bool, str]]:
         ok, text = judge(**arguments)
         seconds = time.perf_counter() - start
         lines.append((name, ok, text))
-        print(f"{'ok    ' if ok else 'FAILED'}  sm_{sm} {name}: {text} ({seconds:.0f} s)", flush=True)
+        verdict = "ok    " if ok else "FAILED"
+        print(f"{verdict}  sm_{sm} {name}: {text} ({seconds:.0f} s)", flush=True)
     return lines
 
 

@@ -134,9 +134,10 @@ DO(cudaMemcpyToSymbol, (const void *to, const void *from, size_t n, size_t at, e
 
 static uintptr_t last_handle = 0x1000;
 static int capturing;
+static cudaStream_t captured;                  /* the stream: others go on allocating for themselves */
 
 #define NEW(type) (type)(last_handle += 64)
-#define STATUS capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone
+#define STATUS capturing && s == captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone
 
 DO(cudaStreamCreate, (cudaStream_t *s), *s = NEW(cudaStream_t))
 DO(cudaStreamCreateWithFlags, (cudaStream_t *s, unsigned flags), *s = NEW(cudaStream_t))
@@ -157,7 +158,9 @@ DO(cudaStreamGetCaptureInfo, (cudaStream_t s, enum cudaStreamCaptureStatus *stat
    if (n) *n = 0)
 DO(cudaStreamUpdateCaptureDependencies, (cudaStream_t s, cudaGraphNode_t *nodes,
                                          const cudaGraphEdgeData *edges, size_t n, unsigned flags))
-DO(cudaStreamBeginCapture, (cudaStream_t s, enum cudaStreamCaptureMode mode), capturing = 1)
+DO(cudaStreamBeginCapture, (cudaStream_t s, enum cudaStreamCaptureMode mode),
+   capturing = 1;
+   captured = s)
 DO(cudaStreamEndCapture, (cudaStream_t s, cudaGraph_t *graph),
    capturing = 0;
    count.captures++;

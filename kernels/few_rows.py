@@ -1,0 +1,118 @@
+"""A layer of a compiled GPU step: five kernels for a Llama's, and few more for any other's.
+
+    [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
+
+What a layer has beside that (norms after a branch, experts, LayerNorm) runs as in the plain layer,
+between these. Of more than MOST_ROWS rows only the attention is ours.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cached_attention import MOST_QUERIES, cached_attention
+from kernels.cuda import INT4_CUDA, INT8_CUDA
+from kernels.inductor import is_compiling
+from kernels.linear import PackedLinear
+from kernels.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
+
+MOST_BATCH = 256
+
+
+@torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
+def fuse_layers(model: nn.Module) -> None:
+    """Exchange the class of each of the model's layers. In place."""
+    cfg = model.cfg
+    for i, layer in enumerate(model.layers):
+        layer.few = FewRows(cfg, layer.attn, cfg.window[i % len(cfg.window)])
+        arrivals = torch.zeros(MOST_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
+        layer.register_buffer("arrivals", arrivals, persistent=False)
+        layer.__class__ = fused(type(layer))
+
+
+class FewRows:
+    """What the kernels can do of a layer, by its config."""
+
+    def __init__(self, cfg, attn: nn.Module, window: int | None):
+        self.norm = cfg.pre_norm and not cfg.layer_norm
+        self.qk_norm = cfg.qk_norm == "head"
+        self.wide_norm = cfg.qk_norm == "wide"
+        self.group = attn.split[0] // attn.split[1]
+        self.ring = window is not None             # or may be: then slots beyond the last have keys
+        self.eps = cfg.norm_eps
+        self.activation = cfg.activation if cfg.activation in FUSED_ACTIVATIONS else ""
+        self.scale = attn.attend.scale
+        self.cap = cfg.attn_cap
+
+    def fits(self, x, cache, batch_idx) -> bool:
+        B, T, _ = x.shape
+        return (is_compiling() and cache is not None and batch_idx is None and B <= MOST_BATCH
+                and T * self.group <= MOST_QUERIES and B == cache.k.shape[0])
+
+
+def fused(kind: type) -> type:
+    """A layer's class -> one that takes few rows through the kernels."""
+
+    class FusedLayer(kind):
+        def forward(self, x, rope, slot, mask, batch_idx=None):
+            few, attn = self.few, self.attn
+            if not few.fits(x, attn.cache, batch_idx):
+                return super().forward(x, rope, slot, mask, batch_idx)
+            qkv = project(attn.wqkv, x, self.attn_norm, few.norm)
+            if few.wide_norm:
+                qkv = wide_normed(qkv, attn)
+            y = cached_attention(
+                qkv, attn.q_norm.weight if few.qk_norm else None,
+                attn.k_norm.weight if few.qk_norm else None, *rope, mask, slot,
+                attn.cache.k, attn.cache.v, getattr(attn.attend, "sinks", None), self.arrivals,
+                few.scale, few.cap, few.eps, few.ring)
+            x = branch(attn, attn.wo, y, x, self.post_attn_norm)
+            ffn = self.ffn
+            if not hasattr(ffn, "gate_up"):        # experts, or no gate
+                return x + self.post_ffn_norm(ffn(self.ffn_norm(x)))
+            is_ours = leaves(ffn.gate_up) and x.shape[:-1].numel() <= MOST_ROWS
+            activation = few.activation if is_ours else ""
+            h = project(ffn.gate_up, x, self.ffn_norm, few.norm, activation)
+            if not activation:
+                h = ffn.activation(*h.chunk(2, dim=-1))
+            return branch(ffn, ffn.down, h, x, self.post_ffn_norm)
+    return FusedLayer
+
+
+def leaves(linear: nn.Module) -> tuple | None:
+    """The weights as matvec() takes them, or None where they are otherwise."""
+    if isinstance(linear, nn.Linear):
+        return linear.weight, None, None
+    if isinstance(linear, PackedLinear) and linear.kernel in (INT8_CUDA, INT4_CUDA):
+        return linear.leaves()
+    return None
+
+
+def project(linear, x, norm, fusable: bool, activation: str = "", residual=None) -> Tensor:
+    """linear(norm(x)), activated or added to the residual, x [B, T, D]."""
+    weights = leaves(linear)
+    if norm is not None and not (fusable and weights and x.shape[:-1].numel() == 1):
+        x, norm = norm(x), None                    # several rows: written once, not by each program
+    if weights is None or x.shape[:-1].numel() > MOST_ROWS:
+        y = linear(x)
+        return y if residual is None else residual + y
+    flat = residual if residual is None else residual.view(-1, residual.shape[-1])
+    y = matvec(x.reshape(-1, x.shape[-1]), *weights, linear.bias,
+               None if norm is None else norm.weight, 0.0 if norm is None else norm.eps,
+               flat, activation)
+    return y.view(*x.shape[:-1], -1)
+
+
+def branch(module, linear, y, x, post) -> Tensor:
+    """x + post(what the module's last linear gives for y); its hooks add up the ranks'."""
+    if isinstance(post, nn.Identity) and not module._forward_hooks:
+        return project(linear, y, None, False, residual=x)
+    y = project(linear, y, None, False)
+    for hook in module._forward_hooks.values():
+        y = hook(module, (), y)
+    return x + post(y)
+
+
+def wide_normed(qkv, attn) -> Tensor:
+    q, k, v = qkv.split(attn.split, dim=-1)
+    heads = q.unflatten(-1, (-1, attn.head_dim)), k.unflatten(-1, (-1, attn.head_dim))
+    return torch.cat((attn.q_norm(heads[0]).flatten(-2), attn.k_norm(heads[1]).flatten(-2), v), -1)
