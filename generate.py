@@ -29,6 +29,7 @@ from formats import tokenizer as tokenizers
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
 from formats.quantized import quantized
+from kernels.attention import use_fused_attention
 from kernels.compile import compile_model, prepare_for_cuda
 from kernels.inductor import eager
 from model import Transformer
@@ -273,6 +274,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
 def load_shard(source, dtype: torch.dtype, device) -> Transformer:
     """This rank's part of a model, joined to the others'; alone, the whole."""
     model = load_weights(tp.shard(source), dtype, device)
+    use_fused_attention(model)
     return tp.parallelize(model, source.cfg.vocab_size)
 
 

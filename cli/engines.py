@@ -148,6 +148,8 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
     model, sampler, limit = batch.model, batch.sampler, batch.max_length
     if batch.steps.pad:                                    # the prefill is compiled too
         next(generate(batch, prompts, 1))
+        if batch.n_row > 1:                                # and of a row that is exchanged
+            batch.prefill([0], prompts[:1])
     kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
         batch.drafter.begin(0, limit, batch.chunk)

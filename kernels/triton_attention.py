@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64                                          # looked at together
+KEYS = 64                                          # looked at together, if they are not wide
 PROGRAMS = 256                                     # twice as many as a GPU has multiprocessors
 MOST_SPLITS = 64
 
@@ -119,8 +119,8 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
     if (n_before + 1) % n_split == 0:
         tl.debug_barrier()
         top = tl.full([Q, 1], float("-inf"), tl.float32)
-        for i in range(n_split):
-            theirs = tl.load(tops + (place + i) * Q + q, cache_modifier=".cg")
+        for p in range(n_split):
+            theirs = tl.load(tops + (place + p) * Q + q, cache_modifier=".cg")
             top = tl.maximum(top, theirs)
         n_head = head * G + q % G
         if sinks is not None:
@@ -128,11 +128,11 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
             top = tl.maximum(top, sink)
         mass = tl.zeros([Q, 1], tl.float32)
         acc = tl.zeros([Q, WIDE], tl.float32)
-        for i in range(n_split):
-            theirs = tl.load(tops + (place + i) * Q + q, cache_modifier=".cg")
+        for p in range(n_split):
+            theirs = tl.load(tops + (place + p) * Q + q, cache_modifier=".cg")
             share = tl.where(theirs == float("-inf"), 0.0, tl.exp(theirs - top))
-            mass += share * tl.load(masses + (place + i) * Q + q, cache_modifier=".cg")
-            own = found + (place + i) * Q * WIDE + q * WIDE + wide
+            mass += share * tl.load(masses + (place + p) * Q + q, cache_modifier=".cg")
+            own = found + (place + p) * Q * WIDE + q * WIDE + wide
             acc += share * tl.load(own, share > 0, 0, cache_modifier=".cg")
         if sinks is not None:
             mass += tl.exp(sink - top)
@@ -150,6 +150,7 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     N = width // H - 2 * K
     Q = max(16, triton.next_power_of_2(N // K * T))
     half = max(16, triton.next_power_of_2(H // 2))
+    keys = KEYS if 2 * half * qkv.element_size() <= 256 else KEYS // 2     # shared memory
     n_split = n_splits(B, K, mask.shape[-1])
     found = torch.empty(B * K * n_split * Q * (2 * half + 2), dtype=torch.float32,
                         device=qkv.device)
@@ -161,8 +162,9 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, found, y,
         scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
-        N, K, T, H, half, 2 * half, Q, KEYS, n_split,
-        "ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=8 if Q > 32 else 4)
+        N, K, T, H, half, 2 * half, Q, keys, n_split,
+        "ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=8 if Q > 32 or half > 64 else 4,
+        num_stages=2)
     return y
 
 

@@ -32,6 +32,7 @@ from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
 from kernels import plain as kernels
+from kernels.attention import use_fused_attention
 from layers.rope import Rope
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
@@ -74,7 +75,7 @@ def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
     tensors = {name: lazy(name, shape) for name, shape in tensor_shapes(cfg).items()}
     source = Checkpoint(Path(name), cfg, tensors)
     source = quantized_source(source, **how) if how else source
-    return load_model(source, dtype, device)
+    return use_fused_attention(load_model(source, dtype, device))
 
 
 # ---- The checks: each -> what it saw, or AssertionError -----------------------------------------

@@ -7,6 +7,8 @@ speed and its instructions at 85 % of what the chip can issue, and for every lau
 """
 
 import dataclasses
+import math
+import re
 import time
 from dataclasses import dataclass
 
@@ -46,6 +48,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
           "gemma-3-270m": ("none",), "gpt-oss-20b": ("none",),
           "Qwen3-30B-A3B": ("none", "int4-g32"),
           "gpt2": ("none",)}
+LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
 MOST_LAUNCHES = {"Llama-2-7B": 5, "Llama-3.1-8B": 5, "Llama-3.2-1B": 5, "Qwen3-8B": 5}  # a layer
 
 
@@ -81,39 +84,113 @@ def compiled_step(model, rows: int, params: SamplingParams):
     return own, device.counts()["launches"] - before, codes[-1]
 
 
-def read_kernels(launches) -> dict:
-    """Our kernels among them, compiled -> their code, by the launch's key."""
-    codes = {}
-    for launch in launches:
-        if launch.key in codes or not isinstance(launch.kernel, triton.JITFunction):
+def named(launch) -> dict:
+    return dict(zip(launch.kernel.arg_names, launch.arguments))
+
+
+def bytes_read(launch) -> int:
+    """Of weights, by a launch of _matvec."""
+    args = named(launch)
+    tensors = [args[name] for name in ("weight", "scales", "zeros") if args[name] is not None]
+    n = sum(t.numel() * t.element_size() for t in tensors)
+    return n if args["ids"] is None else n // args["weight"].shape[0] * launch.grid[1]
+
+
+def read_code(launch, known: dict) -> sass.Code:
+    """The machine code of a launch of _matvec; of the same kernel only once."""
+    args = named(launch)
+    constants = tuple(v if isinstance(v, int | float | str) else v is None
+                      for v in launch.arguments)
+    if constants not in known:
+        n_word = args["n_in"] if args["bits"] == 16 else args["n_in"] * args["bits"] // 32
+        trips = triton.cdiv(n_word, args["C"])
+        known[constants] = sass.read(device.compile_launch(launch), trips)
+    return known[constants]
+
+
+def seconds_of(gpu: GPU, launch, code: sass.Code) -> float:
+    """The longer of what its bytes take and what its instructions take."""
+    warps = launch.grid[0] * launch.grid[1] * launch.options["num_warps"]
+    issue = code.instructions * warps / (gpu.n_sm * 4 * gpu.clock)
+    return max(bytes_read(launch) / gpu.bandwidth, issue / 0.85)
+
+
+@dataclass
+class Step:
+    """What was seen of one kind of model in one precision."""
+
+    name: str
+    scheme: str
+    per_layer: float                               # launches
+    beside: float
+    wrong: list[str]
+    tokens_per_s: dict[str, tuple[float, float]]   # estimated, by GPU
+
+
+def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
+    n_all = random_checkpoint(name).cfg.n_layer
+    counted, code = {}, ""
+    for n in (4, 2):
+        model = model_of(name, scheme, n, 1, 2048)
+        launches, counted[n], code = compiled_step(model, 1, SamplingParams(0.8, 200))
+    per_layer = (counted[4] - counted[2]) / 2
+    beside = counted[2] - 2 * per_layer
+    vocab = model.cfg.vocab_size
+    wrong = []
+    if per_layer > MOST_LAUNCHES.get(name, 20):
+        wrong.append(f"more than {MOST_LAUNCHES.get(name, 20)} launches a layer")
+    for shape in re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code):
+        n = math.prod(int(d) for d in shape.split(",") if d.strip())
+        if n > max(vocab, model.cfg.dim * 16):
+            wrong.append(f"a buffer of {shape}: a whole matrix?")
+    products = [launch for launch in launches if launch.name == "_matvec"]
+    codes = [read_code(launch, known) for launch in products]
+    for launch, kernel in zip(products, codes):
+        args = named(launch)
+        label = f"{args['n_out']}x{args['n_in']} {args['bits']} bits"
+        if kernel.spilled:
+            wrong.append(f"{label}: {kernel.spilled} bytes spilled")
+        if not kernel.weight_loads["LDG.E.EF.128"]:
+            wrong.append(f"{label}: no 128-bit loads of weights")
+    attention = next(launch for launch in launches if launch.name == "_attention")
+    kernel = sass.read(device.compile_launch(attention), 1)
+    if kernel.spilled or kernel.shared > LEAST_SHARED:
+        wrong.append(f"attention: {kernel.spilled} bytes spilled, {kernel.shared} shared")
+    estimates = {}
+    for gpu_name, gpu in GPUS.items():
+        if gpu.sm != sm:
             continue
-        binary = device.compile_launch(launch)
-        codes[launch.key] = sass.read(binary, launch.trips())
-    return codes
+        each = [(named(launch)["n_out"] == vocab, seconds_of(gpu, launch, kernel))
+                for launch, kernel in zip(products, codes)]
+        head = sum(t for is_head, t in each if is_head)
+        layers = sum(t for is_head, t in each if not is_head) / 2 * n_all
+        n_launch = per_layer * n_all + beside
+        estimates[gpu_name] = tuple(1 / (head + layers + n_launch * c) for c in gpu.launch[::-1])
+    return Step(name, scheme, per_layer, beside, wrong, estimates)
 
 
-def main(sm: int, only: str = "") -> list:
+def row(step: Step) -> str:
+    """Of a table."""
+    text = "; ".join(f"{gpu} {low:.0f} to {high:.0f}"
+                     for gpu, (low, high) in step.tokens_per_s.items())
+    return " | ".join([f"{step.per_layer:g}", f"{step.beside:g}", text, "; ".join(step.wrong)])
+
+
+def main(sm: int, only: str = "") -> list[Step]:
     device.install(keep_arguments=True)
-    rows = []
+    known, steps = {}, []
     for name, schemes in SHAPES.items():
         for scheme in schemes:
-            label = f"{name} {scheme}"
-            if only in label:
-                rows.append(look_at(sm, name, scheme))
-    return rows
-
-
-def look_at(sm: int, name: str, scheme: str):
-    start = time.perf_counter()
-    seen = {}
-    for n in (2, 4):
-        model = model_of(name, scheme, n, 1, 2048)
-        seen[n] = compiled_step(model, 1, SamplingParams(0.8, 200))
-        del model
-    per_layer = (seen[4][1] - seen[2][1]) / 2
-    other = seen[2][1] - 2 * per_layer
-    launches = seen[2][0]
-    seconds = time.perf_counter() - start
-    print(f"sm_{sm} {name} {scheme}: {per_layer:g} launches a layer, {other:g} beside "
-          f"({seconds:.0f} s)", flush=True)
-    return launches, seen[2][2]
+            if only not in f"{name} {scheme}":
+                continue
+            start = time.perf_counter()
+            step = look_at(sm, name, scheme, known)
+            device.LAUNCHES.clear()
+            steps.append(step)
+            verdict = "FAILED" if step.wrong else "ok    "
+            text = ", ".join(f"{gpu} {low:.0f} to {high:.0f} tok/s"
+                             for gpu, (low, high) in step.tokens_per_s.items())
+            print(f"{verdict}  sm_{sm} {name} {scheme}: {'; '.join([*step.wrong, ''])}"
+                  f"{step.per_layer:g} launches a layer, {step.beside:g} beside; estimated {text} "
+                  f"({time.perf_counter() - start:.0f} s)", flush=True)
+    return steps

@@ -1,0 +1,95 @@
+"""Faults put in on purpose: a dry run that does not see them is worth nothing.
+
+    python scripts/gpu_dryrun.py --only planted
+"""
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+
+def loop_faults() -> dict[str, tuple]:
+    """-> name: where, what is put there, and the arguments of loops.run() that show it."""
+    import cli.engines
+    import generate
+    import model
+    decode, attend = generate.decode_one_token, model.SDPA.forward
+
+    def reading(*args):
+        token = decode(*args)
+        token.item()
+        return token
+
+    def viewing(self, q, k, v, mask):
+        if q.shape[2] > 1:
+            return attend(self, q, k, v, mask)
+        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, mask, scale=self.scale).view(q.shape)
+
+    return {
+        "a host read in the loop": (
+            [patch.object(generate.Steps.__new__, "__defaults__",
+                          (generate.prefill, reading, False, 256))],
+            dict(engine="kv_cache")),
+        "strides that change after the warm-up": (
+            [patch.object(generate, "dense", lambda x: x),
+             patch.object(cli.engines.torch, "contiguous_format", torch.preserve_format)],
+            dict(engine="compile")),
+        "a view that one backend's strides do not allow": (
+            [patch.object(model.SDPA, "forward", viewing)], dict(engine="kv_cache")),
+        "heads that share keys and a mask": (
+            [patch("kernels.attention.RepeatedHeads.forward",
+                   lambda self, *args: self.plain(*args))], dict(engine="kv_cache")),
+    }
+
+
+def number_faults() -> dict[str, tuple]:
+    """-> name: what is put in, and the arguments of numbers.compare() that show it."""
+    from kernels import cuda, few_rows
+    attention, words = few_rows.cached_attention, cuda.to_words
+
+    def unmasked(*args):
+        return attention(*args[:5], torch.ones_like(args[5]), *args[6:])
+
+    def reversed_words(codes, bits):
+        return words(codes.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bits)
+    return {
+        "no mask": ([patch.object(few_rows, "cached_attention", unmasked)],
+                    dict(family="Llama", case="verify")),
+        "another order of nibbles": (
+            [patch.object(cuda, "to_words", reversed_words),
+             patch.object(cuda, "from_words", lambda w, bits, plain=cuda.from_words:
+                          plain(w, bits).unflatten(-1, (-1, 2)).flip(-1).flatten(-2))],
+            dict(family="Llama", case="decode", mode="int4", groupsize=32)),
+    }
+
+
+def report(name: str, ok: bool, text: str) -> tuple[str, bool, str]:
+    """ok: of the run with the fault in it."""
+    print(f"{'FAILED  not seen' if ok else 'ok      seen'}: {name}: {text[:160]}", flush=True)
+    return name, not ok, text
+
+
+def main_loops() -> list:
+    from hollow import loops
+    loops.prepare()
+    results = []
+    for name, (patches, arguments) in loop_faults().items():
+        with ExitStack() as stack:
+            for p in patches:
+                stack.enter_context(p)
+            results.append(report(name, *loops.judge(**arguments)))
+    return results
+
+
+def main_numbers() -> list:
+    from hollow import numbers
+    results = []
+    for name, (patches, arguments) in number_faults().items():
+        with numbers.on_a_gpu(), ExitStack() as stack:
+            for p in patches:
+                stack.enter_context(p)
+            results.append(report(name, *numbers.judge(numbers.MOST, **arguments)))
+    return results
