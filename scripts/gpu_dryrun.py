@@ -23,7 +23,8 @@ from hollow import build  # noqa: E402
 
 GENERATIONS = (75, 80, 90)
 # each: what it is asked on; numbers: Triton's interpreter on a CPU, no hollow GPU
-PARTS = {"steps": (80, 90), "numbers": (0,), "loops": GENERATIONS, "planted": (0, 80)}
+PARTS = {"steps": (80, 90), "numbers": (0,), "loops": GENERATIONS, "planted": (0, 80),
+         "amd": (90,)}
 
 
 def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
@@ -34,6 +35,9 @@ def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
     if name == "planted":
         from hollow import planted
         return planted.main_loops() if sm else planted.main_numbers()
+    if name == "amd":
+        from hollow import amd
+        return amd.main()
     if name == "loops":
         from hollow import loops
         return loops.main(sm, match)

@@ -653,8 +653,8 @@ def drawn(model, ids, n, n_cached=0):
 def logits(monkeypatch):
     """What the steps so far have drawn from."""
     seen, forward = [], Sampler.forward
-    monkeypatch.setattr(Sampler, "forward", lambda self, logits, *rows: seen.append(logits[0]) or forward(
-        self, logits, *rows))
+    monkeypatch.setattr(Sampler, "forward", lambda self, logits, *rows, **more: seen.append(
+        logits[0]) or forward(self, logits, *rows, **more))
     return seen
 
 
