@@ -1,5 +1,7 @@
 """Sampling draws what a reference that sorts draws from the same noise, and what transformers keeps."""
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -10,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cli.device_sampler import DeviceSampler
 from kernels import sort_free
 from layers.logits_processors import RepetitionPenalty
 from sampling import FILTERS, Sampler, SamplingParams, draw, exponential, keep_top_p
@@ -246,3 +249,26 @@ def test_a_filter_never_drops_every_token(name):
     probs = torch.softmax(torch.randn(7, 50) * 9, -1)
     for value in (1e-6, 0.5, 1.0, 3.0) if name == "top_k" else (1e-6, 0.5, 1.0):
         assert FILTERS[name](probs, torch.full((7, 1), value)).any(-1).all()
+
+
+def test_noise_of_a_device_is_of_seed_and_position():
+    """Exp(1), new at every position, for each row, and for drafts; the same whenever it is asked for."""
+    n = 20_000
+    device = DeviceSampler([SamplingParams(), SamplingParams(seed=7)], n, "cpu", torch.Generator().manual_seed(0))
+    for row in (0, 1):
+        device.begin(row, [1, 2])
+    every, pos = slice(None), torch.tensor([[5], [5]])
+    noise = device.noise_at(every, pos)
+    assert torch.equal(noise, device.noise_at(every, torch.tensor([5])))
+    assert torch.equal(noise[1:], device.noise_at(torch.tensor([1]), pos[1:]))
+    others = [noise[0], noise[1], *device.noise_at(every, pos + 1), *device.noise_at(every, pos, draft=True)]
+    others.append(noise[0].roll(1))
+    assert torch.corrcoef(torch.stack(others)).fill_diagonal_(0).abs().max() < 5 / n**0.5
+    for one in others:
+        assert one.min() > 0 and abs(one.mean() - 1) < 5 / n**0.5
+        assert abs((one < 0.01).double().mean() - (1 - math.exp(-0.01))) < 5 * (0.01 / n) ** 0.5
+        assert abs((one > 3).double().mean() - math.exp(-3)) < 5 * (math.exp(-3) / n) ** 0.5
+    device.begin(0, [1, 2])
+    device.begin(1, [1, 2])
+    again = device.noise_at(every, pos)
+    assert torch.equal(again[1], noise[1]) and not torch.equal(again[0], noise[0])     # a seed of its own
