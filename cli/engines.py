@@ -43,7 +43,7 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
                   later: list[SamplingParams] = ()) -> Sampler:
     """For these rows of this model, and for what may come later."""
     device = model.freq.device
-    kind = Sampler if device.type == "cpu" else DeviceSampler
+    kind = DeviceSampler if device.type == "cuda" else Sampler
     sampler = kind(rows, model.cfg.vocab_size, device, generator, later)
     if device.type != "cpu" and "top_p" in sampler.filters:
         sampler.filters["top_p"] = sort_free.keep_top_p

@@ -39,10 +39,11 @@ def to_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:
-    """What to_words() was given, int32."""
-    shift = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)[:, None]
-    blocks = words.unflatten(-1, (-1, 1, 4)) >> shift & ((1 << bits) - 1)
-    return blocks.flatten(-3)
+    """What to_words() was given, uint8. By bytes: prompts unpack whole matrices."""
+    codes = words.view(torch.uint8)
+    if bits == 4:
+        codes = unpack_nibbles(codes)              # of each word from its lowest
+    return codes.unflatten(-1, (-1, 4, 32 // bits)).transpose(-1, -2).flatten(-3)
 
 
 def by_rows(function, weight: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def pack_int8_cuda(weight, scales, zeros=None):
 
 
 def unpack_int8_cuda(words):
-    return (from_words(words, 8) - 128).to(torch.int8)
+    return (from_words(words, 8) ^ 128).view(torch.int8)       # 128 more is the sign, turned
 
 
 def pack_int4_cuda(weight, scales, zeros):

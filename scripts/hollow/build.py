@@ -5,12 +5,17 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parent.parent / ".cache/hollow"
+
+
+class Missing(Exception):
+    """What it is built of."""
 
 
 def environment(sm: int) -> dict[str, str]:
@@ -32,15 +37,18 @@ def build() -> Path:
     """The folder with libruntime.so, libblas.so and libcuda.so.1, for this torch."""
     site = Path(subprocess.run([sys.executable, "-c", "import torch; print(torch.__path__[0])"],
                                capture_output=True, text=True, check=True).stdout.strip())
+    headers = next(site.parent.glob("triton/backends/*/include/cuda_runtime_api.h"), None)
+    if headers is None:
+        raise Missing("this Python has no CUDA wheel of torch: run bash scripts/gpu_dryrun.sh")
+    for tool in ("gcc", "nm"):
+        if shutil.which(tool) is None:
+            raise Missing(f"no {tool}: install a C compiler, as apt-get install gcc does")
     sources = {name: (HERE / name).read_text() for name in ("runtime.c", "driver.c", "blas.c")}
     sources["blas.c"] += missing_from(sources["blas.c"], site / "lib/libtorch_cuda.so")
     key = hashlib.sha256("".join([str(site), *sources.values()]).encode()).hexdigest()[:16]
     folder = CACHE / key
     if folder.exists():
         return folder
-    headers = next(site.parent.glob("triton/backends/*/include/cuda_runtime_api.h"), None)
-    if headers is None:
-        raise SystemExit(f"{site.parent} has no CUDA headers: this wants torch's CUDA wheel")
     partial = folder.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     for name, library in zip(sources, ("libruntime.so", "libcuda.so.1", "libblas.so")):

@@ -15,6 +15,7 @@ from cli.engines import build_sampler, build_speculative, build_steps, warm_up
 from cli.readback import read_late
 from generate import Batch, generate
 from hollow import device
+from hollow.numbers import small_models
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,9 +116,7 @@ def tokens(batch, prompts, n_new: int, turns: int, exchange: bool):
 def prepare() -> None:
     device.install()
     gpu_check.SMALL.update(TINY)
-    for family, facts in gpu_check.MODELS.items():
-        gpu_check.MODELS[family] = facts | {k: TINY[k] for k in facts.keys() & TINY.keys()}
-    gpu_check.MODELS["GPT-2"]["n_kv_head"] = TINY["n_head"]
+    gpu_check.MODELS.update(small_models(TINY))
     decide_drafts()
     watch_attention()
 

@@ -83,13 +83,18 @@ def pretend(compiling: bool) -> None:
         module.has_kernels = lambda device: compiling
 
 
+def small_models(sizes: dict) -> dict[str, dict]:
+    """gpu_check's models, where they say a size, with these."""
+    models = {family: facts | {name: sizes[name] for name in facts.keys() & sizes.keys()}
+              for family, facts in gpu_check.MODELS.items()}
+    models["GPT-2"]["n_kv_head"] = sizes["n_head"]             # its heads share nothing
+    return models
+
+
 @contextmanager
 def on_a_gpu():
     """Within, weights are packed as for a GPU, and gpu_check's models are as small as it gets."""
-    models = {"Qwen 3": dict(qk_norm="head")}
-    for family, facts in gpu_check.MODELS.items():
-        models[family] = facts | {name: TINY[name] for name in facts.keys() & TINY.keys()}
-    models["GPT-2"]["n_kv_head"] = TINY["n_head"]
+    models = {"Qwen 3": dict(qk_norm="head"), **small_models(TINY)}
     with (patch.object(gpu_check, "SMALL", gpu_check.SMALL | TINY),
           patch.object(gpu_check, "MODELS", models),
           patch.object(Int8, "kernel", lambda self, *args: cuda.INT8_CUDA),
