@@ -1,12 +1,11 @@
-"""Quantized weights on a GPU: words that a thread can load four of at once, for triton_matvec.py.
+"""Quantized weights on a GPU: words that lie as triton_matvec.py wants them.
 
-A block of four 32-bit words has neighbouring columns in this order, so that a thread's four words
-want four neighbours of x at a time:
+Of a block of 128 columns, the last filled up with zeros, column 32 v + 8 q + e is
 
-    int8, a word's byte i:      4 i + word                of 16 columns
-    int4, a word's nibble i:    4 i + word                of 32 columns
+    int4, of word 4 q + v:                                  nibble e / 2 + 4 (e % 2)
+    int8, of word 16 (v / 2) + 4 q + 2 (v % 2) + e / 4:     byte (0, 2, 1, 3)[e % 4]
 
-    weight, scales, zeros = INT8_CUDA.pack(weight, scales, zeros)          # int32 [out, in/4]
+    weight, scales, zeros = INT8_CUDA.pack(weight, scales, zeros)  # int32 [out, 32 a block or 16]
 """
 
 import torch
@@ -17,6 +16,7 @@ from kernels.inductor import is_compiling
 from kernels.matvec import MOST_ROWS, matvec
 from kernels.plain import Kernel, dequantize, pack_nibbles, unpack_nibbles
 
+BLOCK = 128                                        # columns
 STEP = 1 << 24                                     # weights packed at a time
 TWICE = 4                                          # up to 4 passes of MOST_ROWS beat unpacking
 
@@ -30,20 +30,27 @@ def has_kernels(device) -> bool:
 
 
 def to_words(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes [..., in] -> int32 [..., in * bits / 32]."""
-    per = 32 // bits
-    blocks = codes.unflatten(-1, (-1, per, 4)).to(torch.int64)     # [..., in/4/per, i, word]
-    shift = torch.arange(0, 32, bits, device=codes.device)[:, None]
-    words = (blocks << shift).sum(-2)
-    return torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32).flatten(-2)
+    """Unsigned codes [..., in] -> int32 [..., ceil(in / 128) * 4 bits]."""
+    codes = F.pad(codes, (0, -codes.shape[-1] % BLOCK))
+    if bits == 4:                                              # [..., block, v, q, pair, 2]
+        fields = codes.unflatten(-1, (-1, 4, 4, 4, 2)).transpose(-4, -3)
+        shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]])
+    else:                                                      # [..., block, v, q, word, pair, 2]
+        fields = codes.unflatten(-1, (-1, 2, 2, 4, 2, 2, 2)).movedim(-4, -5)
+        shift = torch.tensor([[0, 16], [8, 24]])
+    words = (fields.to(torch.int64) << shift.to(codes.device)).sum((-1, -2))
+    words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
+    return words.flatten(-3 if bits == 4 else -5)
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:
-    """What to_words() was given, uint8. By bytes: prompts unpack whole matrices."""
+    """What to_words() was given, filled up, uint8. By bytes: prompts unpack whole matrices."""
     codes = words.view(torch.uint8)
-    if bits == 4:
-        codes = unpack_nibbles(codes)              # of each word from its lowest
-    return codes.unflatten(-1, (-1, 4, 32 // bits)).transpose(-1, -2).flatten(-3)
+    if bits == 4:                                              # [..., block, q, v, 2, pair]
+        codes = unpack_nibbles(codes).unflatten(-1, (-1, 4, 4, 2, 4))
+        return codes.transpose(-1, -2).transpose(-4, -3).flatten(-5)
+    codes = codes.unflatten(-1, (-1, 2, 4, 2, 2, 2, 2))      # [.., block, v', q, v, word, 2, pair]
+    return codes.transpose(-1, -2).movedim(-5, -4).flatten(-7)
 
 
 def by_rows(function, weight: Tensor) -> Tensor:
@@ -55,16 +62,16 @@ def pack_int8_cuda(weight, scales, zeros=None):
     return by_rows(lambda w: to_words(w.to(torch.int32) + 128, 8), weight), scales, None
 
 
-def unpack_int8_cuda(words):
-    return (from_words(words, 8) ^ 128).view(torch.int8)       # 128 more is the sign, turned
+def unpack_int8_cuda(words, n_in):
+    return (from_words(words, 8)[..., :n_in] ^ 128).view(torch.int8)       # 128 more: the sign
 
 
 def pack_int4_cuda(weight, scales, zeros):
     return by_rows(lambda w: to_words(unpack_nibbles(w), 4), weight), scales, zeros
 
 
-def unpack_int4_cuda(words):
-    return pack_nibbles(from_words(words, 4))
+def unpack_int4_cuda(words, n_in):
+    return pack_nibbles(from_words(words, 4)[..., :n_in])
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
@@ -73,10 +80,9 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = No
         parts = [matvec(part, weight, scales, zeros) for part in x.split(MOST_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     unpack = unpack_int8_cuda if zeros is None else unpack_int4_cuda
-    return F.linear(x, dequantize(unpack(weight), scales, zeros, x.dtype))
+    return F.linear(x, dequantize(unpack(weight, x.shape[1]), scales, zeros, x.dtype))
 
 
-INT8_CUDA = Kernel("int8 cuda", product, pack_int8_cuda,
-                   rows=lambda weight, ids: unpack_int8_cuda(weight[ids]),
-                   unpack=unpack_int8_cuda)
+INT8_CUDA = Kernel("int8 cuda", product, pack_int8_cuda, unpack=unpack_int8_cuda,
+                   rows=lambda weight, ids: unpack_int8_cuda(weight[ids], None))
 INT4_CUDA = Kernel("int4 cuda", product, pack_int4_cuda, unpack=unpack_int4_cuda)

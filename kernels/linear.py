@@ -84,9 +84,10 @@ class PackedEmbedding(nn.Module):
         self.scales = scales
         self.dtype = dtype
         self.kernel = head.kernel
+        self.dim = head.shape[1]
 
     def forward(self, ids):
-        rows = self.kernel.rows(self.weight, ids)
+        rows = self.kernel.rows(self.weight, ids)[..., :self.dim]
         if self.scales is None:
             return rows
         return dequantize(rows, self.scales[ids], None, self.dtype)

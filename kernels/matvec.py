@@ -58,7 +58,7 @@ def plain_matvec(x, weight, scales, zeros, bias, norm, eps, residual, activation
     if scales is not None:
         from kernels.cuda import unpack_int4_cuda, unpack_int8_cuda
         unpack = unpack_int8_cuda if zeros is None else unpack_int4_cuda
-        weight = dequantize(unpack(weight), scales, zeros, x.dtype)
+        weight = dequantize(unpack(weight, x.shape[1]), scales, zeros, x.dtype)
     if ids is not None:
         y = (weight @ x[..., None]).squeeze(-1)
         y = y if bias is None else y + bias

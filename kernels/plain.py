@@ -22,9 +22,10 @@ from kernels.inductor import is_compiling
 class Kernel(NamedTuple):
     """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
 
-    rows: pack's weight, ids [...] -> those rows as on disk [..., in], where a head may also be an
-    embedding. compiled: the packed three -> a Kernel that is faster under a compiler, its three.
-    unpack: pack's weight -> as on disk, where experts' weights are multiplied whole.
+    rows: pack's weight, ids [...] -> those rows as on disk [..., in], or longer, where a head may
+    also be an embedding. compiled: the packed three -> a Kernel that is faster under a compiler,
+    its three.
+    unpack: pack's weight, in -> as on disk, where experts' weights are multiplied whole.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Kernel(NamedTuple):
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
     compiled: Callable | None = None
-    unpack: Callable[[Tensor], Tensor] = lambda weight: weight
+    unpack: Callable[[Tensor, int], Tensor] = lambda weight, n_in: weight
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

@@ -6,10 +6,12 @@
 import re
 
 import torch
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from hollow import device
+from kernels import triton_matvec
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -34,6 +36,7 @@ def launch_each() -> None:
 
 def main() -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
+    triton_matvec.COLUMNS, triton_matvec.FP32 = 16, tl.constexpr("ieee")
     launch_each()
     hollow = driver.active
     hollow.__class__.get_current_target = lambda self: GPUTarget("hip", "gfx942", 64)

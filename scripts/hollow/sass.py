@@ -22,7 +22,7 @@ class Code:
     spilled: int                                   # bytes of stack
     shared: int                                    # bytes
     instructions: int                              # of one warp, loops multiplied out
-    weight_loads: Counter                          # LDG.… -> how many in the code
+    loads: Counter                                 # LDG…, LDGSTS… -> how many in the code
     in_loop: Counter                               # opcodes of the innermost long loop
 
 
@@ -40,7 +40,7 @@ def read(kernel, trips: int) -> Code:
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         spilled=int(re.search(r"STACK:(\d+)", usage)[1]), shared=kernel.metadata.shared,
         instructions=len(code) + len(inside) * (trips - 1),
-        weight_loads=Counter(m for line in code for m in re.findall(r"LDG\.[\w.]+", line)),
+        loads=Counter(m for line in code for m in re.findall(r"LDG(?:STS)?\.[\w.]+", line)),
         in_loop=Counter(line.split()[1 if line.startswith("@") else 0] for line in inside))
 
 

@@ -102,8 +102,7 @@ def read_code(launch, known: dict) -> sass.Code:
     constants = tuple(v if isinstance(v, int | float | str) else v is None
                       for v in launch.arguments)
     if constants not in known:
-        n_word = args["n_in"] if args["bits"] == 16 else args["n_in"] * args["bits"] // 32
-        trips = triton.cdiv(n_word, args["C"])
+        trips = triton.cdiv(args["n_in"], 128 * args["W"])
         known[constants] = sass.read(device.compile_launch(launch), trips)
     return known[constants]
 
@@ -150,8 +149,11 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
         label = f"{args['n_out']}x{args['n_in']} {args['bits']} bits"
         if kernel.spilled:
             wrong.append(f"{label}: {kernel.spilled} bytes spilled")
-        if not kernel.weight_loads["LDG.E.EF.128"]:
-            wrong.append(f"{label}: no 128-bit loads of weights")
+        staged = {load: n for load, n in kernel.loads.items() if load.startswith("LDGSTS")}
+        if not 2 * staged.get("LDGSTS.E.BYPASS.128", 0) > sum(staged.values()):    # others: x's
+            wrong.append(f"{label}: loads of {staged}")
+        if kernel.shared > LEAST_SHARED:
+            wrong.append(f"{label}: {kernel.shared} bytes shared")
     attention = next(launch for launch in launches if launch.name == "_attention")
     kernel = sass.read(device.compile_launch(attention), 1)
     if kernel.spilled or kernel.shared > LEAST_SHARED:
