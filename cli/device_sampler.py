@@ -2,12 +2,15 @@
 
 torch's generators cannot be asked within a CUDA graph, and asking them before each is three
 kernels more than the step. The noise of a token does not depend on how its step is run: eager,
-compiled and recomputed tokens are the same.
+compiled and recomputed tokens are the same. A compiled step draws in one kernel, where it may.
 """
 
 import torch
 from torch import Tensor
 
+from kernels.cuda import has_kernels
+from kernels.draw import FILTERS, draw
+from kernels.inductor import is_compiling
 from sampling import Sampler
 
 TINY = torch.finfo(torch.float32).tiny
@@ -21,6 +24,12 @@ class DeviceSampler(Sampler):
         super().__init__(rows, *args, **kwargs)
         seeds = torch.zeros(len(rows), 1, dtype=torch.int64, device=self.noise.device)
         self.register_buffer("seeds", seeds)
+        arrivals = torch.zeros(len(rows), dtype=torch.int32, device=seeds.device)
+        self.register_buffer("arrivals", arrivals)
+        some_k = self.n_candidates < self.n_vocab or "top_k" in self.filters
+        of_some_k = some_k and "top_p" in self.filters         # then its mass is of the top k
+        self.in_one_kernel = (self.n_candidates > 1 and self.filters.keys() <= FILTERS
+                              and not of_some_k)
 
     def begin(self, row, prompt, params=None) -> None:
         super().begin(row, prompt, params)
@@ -31,12 +40,22 @@ class DeviceSampler(Sampler):
         pass
 
     def noise_at(self, rows, pos=None, draft=False) -> Tensor:
-        """Exp(1) noise [b, C] from the row's seed, the position, and who asks."""
-        column = torch.arange(self.noise.shape[-1], device=self.seeds.device)
-        token = mixed(self.seeds[rows] + 2 * pos.view(-1, 1) + draft)      # [b, 1]
-        bits = mixed(token + column) & (1 << 63) - 1
+        """Exp(1) noise [b, V] from the row's seed, the position, and who asks."""
+        column = torch.arange(self.n_vocab, device=self.seeds.device)
+        bits = mixed(mixed(self.seeds_at(rows, pos) + draft) + column) & (1 << 63) - 1
         uniform = (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)        # fine steps near 0
         return (-torch.log1p(-uniform)).clamp(min=TINY)
+
+    def seeds_at(self, rows, pos: Tensor) -> Tensor:
+        return self.seeds[rows] + 2 * pos.view(-1, 1)          # [b, 1]
+
+    def forward(self, logits, rows=slice(None), pos=None) -> Tensor:
+        if not (is_compiling() and self.in_one_kernel and has_kernels(logits.device)):
+            return super().forward(logits, rows, pos)
+        for processor in self.processors:
+            logits = processor(logits, rows)
+        params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))
+        return draw(logits, *params, self.seeds_at(rows, pos), self.arrivals[:len(logits)])
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class RepetitionPenalty(nn.Module):
         """token [B, 1] has been generated."""
         self.seen.scatter_(1, token, True)
 
-    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None) -> Tensor:
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
         """logits [b, V] of these rows. Or, when one row's drafts are verified, [T, V]: the last
         place has seen all of draft_tokens [1, k] too, each place before it one less."""
         seen = self.seen[rows]

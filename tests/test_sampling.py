@@ -272,3 +272,14 @@ def test_noise_of_a_device_is_of_seed_and_position():
     device.begin(1, [1, 2])
     again = device.noise_at(every, pos)
     assert torch.equal(again[1], noise[1]) and not torch.equal(again[0], noise[0])     # a seed of its own
+
+
+@pytest.mark.parametrize("rows, fits", [
+    ([SamplingParams(temperature=0)], False),                  # an argmax is one already
+    ([SamplingParams(top_k=20, min_p=0.1), SamplingParams(temperature=0)], True),
+    ([SamplingParams(top_p=0.9), SamplingParams(repetition_penalty=1.1)], True),
+    ([SamplingParams(top_k=20, top_p=0.9)], False),
+    ([SamplingParams(top_k=20), SamplingParams(top_p=0.9)], False)])
+def test_which_draws_are_one_kernel(rows, fits):
+    """Top-p after top-k is not: whose mass it is of is not known."""
+    assert DeviceSampler(rows, 50).in_one_kernel == fits

@@ -7,6 +7,7 @@ bfloat16 where a GPU rounds, so that dtype says nothing here.
     python scripts/gpu_dryrun.py --only numbers
 """
 
+import os
 import time
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -14,9 +15,11 @@ from unittest.mock import patch
 import gpu_check
 import torch
 
+from cli import device_sampler
 from kernels import cuda, few_rows, linear, moe
 from kernels.compile import exchange_modules
 from quantize import Int4, Int8
+from sampling import SamplingParams
 
 FP32 = torch.float32
 TINY = dict(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=24, ffn_dim=96, vocab_size=128,
@@ -26,7 +29,13 @@ CASES = {                                          # rows, positions of each row
     "decode": (1, [20], 1), "decode past the window": (1, [40], 1), "verify": (1, [17], 5),
     "verify across a ring's end": (1, [36], 4), "batch": (3, [20, 3, 41], 1)}
 ALWAYS = ("decode past the window", "verify across a ring's end")
+HOT = SamplingParams(temperature=5.0, min_p=0.1, seed=1)
+DRAWS = {"top k": [SamplingParams(temperature=0.8, top_k=200)], "of all": [SamplingParams()],
+         "a hot top k": [SamplingParams(temperature=9.0, top_k=3)], "min p": [HOT],
+         "top p": [SamplingParams(top_p=0.3), SamplingParams(temperature=4.0, top_p=1e-6)],
+         "rows": [SamplingParams(temperature=0), SamplingParams(top_k=50, temperature=2.0), HOT]}
 SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 1e-4)}
+PRETENDERS = (few_rows, linear, moe, cuda, device_sampler)
 
 
 @torch.inference_mode()
@@ -69,6 +78,22 @@ def compare(family: str, case: str, **how) -> float:
     return worst
 
 
+@torch.inference_mode()
+def differing_draws(params: list[SamplingParams], n: int = 8) -> int:
+    """Of n times as many tokens: in how many the one kernel and Sampler differ."""
+    sampler = device_sampler.DeviceSampler(params, 9000, "cpu", torch.Generator().manual_seed(0))
+    for row in range(len(params)):
+        sampler.begin(row, [1])
+    wrong = 0
+    for i in range(n):
+        logits, pos = 3 * torch.randn(len(params), 9000), torch.tensor([i])
+        plain = sampler(logits, pos=pos)
+        pretend(True)
+        wrong += int((sampler(logits, pos=pos) != plain).sum())
+        pretend(False)
+    return wrong
+
+
 def use_kernels(model) -> None:
     """As a compiled step of a GPU has them."""
     exchange_modules(model)
@@ -77,9 +102,9 @@ def use_kernels(model) -> None:
 
 
 def pretend(compiling: bool) -> None:
-    for module in (few_rows, linear, moe, cuda):
+    for module in PRETENDERS:
         module.is_compiling = lambda: compiling
-    for module in (linear, moe):
+    for module in (linear, moe, device_sampler):
         module.has_kernels = lambda device: compiling
 
 
@@ -99,7 +124,7 @@ def on_a_gpu():
           patch.object(gpu_check, "MODELS", models),
           patch.object(Int8, "kernel", lambda self, *args: cuda.INT8_CUDA),
           patch.object(Int4, "kernel", lambda self, *args: cuda.INT4_CUDA)):
-        kept = {module: vars(module).copy() for module in (few_rows, linear, moe, cuda)}
+        kept = {module: vars(module).copy() for module in PRETENDERS}
         try:
             yield
         finally:
@@ -118,9 +143,12 @@ def cases():
             for case in ALWAYS if family == "Mixtral" else CASES:
                 name = f"{family} {scheme} {case}"
                 yield name, dict(family=family, case=case, **how), most
+    if os.environ.get("TRITON_INTERPRET"):         # this operator has no plain reference
+        for name, params in DRAWS.items():
+            yield f"draw {name}", dict(compare=differing_draws, params=params), 1
 
 
-def judge(most: float, **arguments) -> tuple[bool, str]:
+def judge(most: float, compare=compare, **arguments) -> tuple[bool, str]:
     torch.manual_seed(0)
     try:
         worst = compare(**arguments)
