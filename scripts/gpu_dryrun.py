@@ -1,7 +1,7 @@
 """Is the CUDA path right, and what would it cost? Asked of a GPU that is not there.
 
 torch's own C++, Dynamo, Inductor and Triton's compiler run as for a GPU, on a CUDA runtime that
-does nothing (scripts/hollow/). Not seen: times, the numbers of kernels that are not ours, NCCL.
+does nothing (scripts/hollow/). Not seen: times, the numbers of ATen's own kernels, NCCL.
 
     bash scripts/gpu_dryrun.sh                     # makes its environment, checks, prints a table
     bash scripts/gpu_dryrun.sh --only loops --sm 80 --match Gemma

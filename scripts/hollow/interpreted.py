@@ -7,12 +7,14 @@ TRITON_INTERPRET in the environment, beside build.py's.
     interpreted.install(); torch.compile(f)(torch.ones(3, device="cuda"))
 """
 
+import types
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch.utils._pytree import tree_map
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime import interpreter
 
 from hollow import device
 
@@ -28,6 +30,7 @@ def install() -> None:
     from torch._inductor.runtime import triton_helpers
     device.install(compile_kernels=True)           # Triton's: they are interpreted
     triton_helpers.libdevice = Libdevice()
+    patch_language_once()
     compile_fx.cudagraphify = lambda graph, *args, **kwargs: graph         # not replayed: run
     keys = [set(torch._C._dispatch_get_registrations_for_dispatch_key(k)) for k in ("CPU", "CUDA")]
     for name in sorted(keys[0] & keys[1]) + ["aten::copy_"]:
@@ -41,6 +44,19 @@ def install() -> None:
     _library.impl("_scaled_dot_product_efficient_attention", efficient_attention, "CUDA")
 
 
+def patch_language_once() -> None:
+    """Triton does it in every call of a function within a kernel, a sixth of the time."""
+    patch, patched = interpreter._patch_lang, set()
+
+    def once(function):
+        modules = {id(tl), id(tl.core)} & set(map(id, function.__globals__.values()))
+        if not modules <= patched:
+            patched.update(modules)
+            patch(function)
+        return types.SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = once
+
+
 class Libdevice:
     """CUDA's functions of numbers, by numpy."""
 
@@ -50,7 +66,7 @@ class Libdevice:
 
         def call(*args):
             data = function(*(a.handle.data for a in args)).astype(args[0].handle.data.dtype)
-            return tl.tensor(TensorHandle(data, args[0].handle.dtype), args[0].type)
+            return tl.tensor(interpreter.TensorHandle(data, args[0].handle.dtype), args[0].type)
         return call
 
 
