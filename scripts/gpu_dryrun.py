@@ -1,7 +1,7 @@
 """Is the CUDA path right, and what would it cost? Asked of a GPU that is not there.
 
 torch's own C++, Dynamo, Inductor and Triton's compiler run as for a GPU, on a CUDA runtime that
-does nothing (scripts/hollow/). Not seen: times, the numbers of kernels that are not ours, NCCL.
+does nothing (scripts/hollow/). Not seen: times, the numbers of ATen's own kernels, NCCL.
 
     bash scripts/gpu_dryrun.sh                     # makes its environment, checks, prints a table
     bash scripts/gpu_dryrun.sh --only loops --sm 80 --match Gemma
@@ -23,8 +23,8 @@ from hollow import build  # noqa: E402
 
 GENERATIONS = (75, 80, 90)
 # each: what it is asked on; numbers: Triton's interpreter on a CPU, no hollow GPU
-PARTS = {"steps": (80, 90), "numbers": (0,), "loops": GENERATIONS, "planted": (0, 80),
-         "amd": (90,)}
+PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
+         "planted": (0, 80), "amd": (90,)}
 
 
 def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
@@ -32,6 +32,10 @@ def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
     if name == "numbers":
         from hollow import numbers
         return numbers.main(match)
+    if name == "generated":
+        from hollow import generated, planted
+        faults = planted.main_generated if sm == 80 and match in "planted" else list
+        return generated.main(sm, match) + faults()
     if name == "planted":
         from hollow import planted
         return planted.main_loops() if sm else planted.main_numbers()
@@ -76,9 +80,9 @@ def main() -> int:
 
 
 def in_process(name: str, sm: int, match: str) -> list:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    if sm:
-        environment = build.environment(sm)
+    environment = build.environment(sm) if sm else dict(os.environ)
+    if not sm or name == "generated":
+        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "lines.json", Path(folder) / "stderr"
         command = [sys.executable, "-W", "ignore", __file__, "--inside", str(out),

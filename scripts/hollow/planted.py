@@ -66,6 +66,34 @@ def number_faults() -> dict[str, tuple]:
     }
 
 
+def generated_faults() -> dict[str, tuple]:
+    """-> name: what is put into compiled steps, and the arguments of generated.compare()."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    from cli.device_sampler import DeviceSampler
+    from hollow.generated import TOP_K
+    from kernels import few_rows
+    attention, noise, load = few_rows.cached_attention, DeviceSampler.noise_at, AsyncCompile.triton
+
+    def wrong_kernel(self, name, source, **more):
+        return load(self, name, source.replace(" <= ", " < "), **more)
+
+    def wrong_noise(self, rows, pos=None, draft=False):
+        return noise(self, rows, pos + torch.compiler.is_compiling(), draft)
+
+    def wrong_slot(*args):
+        return attention(*args[:6], args[6] + 1, *args[7:])
+    return {
+        "a kernel of Inductor's with < for <=": (
+            [patch.object(AsyncCompile, "triton", wrong_kernel)], dict(family="Llama")),
+        "noise of the next position": (
+            [patch.object(DeviceSampler, "noise_at", wrong_noise)],
+            dict(family="Llama", params=TOP_K, n_new=3)),
+        "keys in the slot after theirs": (
+            [patch.object(few_rows, "cached_attention", wrong_slot)], dict(family="Llama")),
+    }
+
+
 def report(name: str, ok: bool, text: str) -> tuple[str, bool, str]:
     """ok: of the run with the fault in it."""
     print(f"{'FAILED  not seen' if ok else 'ok      seen'}: {name}: {text[:160]}", flush=True)
@@ -92,4 +120,18 @@ def main_numbers() -> list:
             for p in patches:
                 stack.enter_context(p)
             results.append(report(name, *numbers.judge(numbers.MOST, **arguments)))
+    return results
+
+
+def main_generated() -> list:
+    """In a process of generated.main()'s."""
+    from hollow import generated
+    results = []
+    for name, (patches, arguments) in generated_faults().items():
+        with ExitStack() as stack:
+            for p in patches:
+                stack.enter_context(p)
+            ok, text = generated.judge(generated.MOST, **arguments)
+        broke = "Error: " in text and "AssertionError: " not in text       # it shows no numbers
+        results.append(report(name, ok or broke, text))
     return results
