@@ -31,7 +31,9 @@ from formats.load import open_checkpoint
 from formats.quantized import quantized
 from kernels.attention import use_fused_attention
 from kernels.compile import compile_model, prepare_for_cuda
+from kernels.cuda_graph import CudaGraph
 from kernels.inductor import eager
+from kernels.upload import to_device
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
@@ -54,7 +56,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     kv_len: positions to attend to. Traced whole on a GPU: no Python state and no prints in here.
     """
     logits = model(token, pos, 1, kv_len)
-    return sampler(logits[:, -1], pos=pos)
+    return tp.broadcast(sampler(logits[:, -1], pos=pos))
 
 
 class Steps(NamedTuple):
@@ -85,24 +87,10 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
 
 
 def as_one_graph(step: Callable) -> Callable:
-    """Compiled whole, and on an NVIDIA GPU replayed as a CUDA graph."""
+    """Compiled whole, and on a GPU replayed as a CUDA graph."""
     torch._dynamo.config.recompile_limit = 64              # one for each kv_len
-    step = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    def run(*args):
-        torch.compiler.cudagraph_mark_step_begin()
-        out = step(*map(dense, args))
-        if isinstance(out, Tensor):
-            return out.clone()                     # the next replay overwrites it
-        return tuple(t if t is None else t.clone() for t in out)
-    return run
-
-
-def dense(x):
-    """A graph is of its inputs' strides, even along axes of one element."""
-    if isinstance(x, Tensor):
-        x = x.reshape(-1).view(x.shape)
-    return x
+    step = torch.compile(step, fullgraph=True, dynamic=False)
+    return CudaGraph(step)
 
 
 def uncompiled(step: Callable) -> Callable:
@@ -131,7 +119,7 @@ class Batch:
         self.max_length = model.max_seq_length
         self.chunk = model.longest_call            # prompt tokens per call of the model
         self.length = [0] * self.n_row             # tokens in each row's cache; 0: not in use
-        self.token = torch.tensor([[0]] * self.n_row, device=self.device)
+        self.token = to_device([[0]] * self.n_row, self.device)
         self._set_pos()
 
     @torch.inference_mode()
@@ -149,7 +137,7 @@ class Batch:
         for group in group_by_length(prompt_of, max_tokens, self.n_row):
             tokens = pad_batch([prompt_of[row] for row in group], self.device)
             first = self._run_prompts(group, tokens, n_cached)
-            index = torch.tensor(group, device=self.device)
+            index = to_device(group, self.device)
             self.token = self.token.index_copy(0, index, tp.broadcast(first))
         self._set_pos()
         return self.token
@@ -161,8 +149,9 @@ class Batch:
         """
         lengths = [self.length[row] for row in rows]
         longest = max(lengths)
-        end = torch.tensor(lengths, device=self.device)[:, None]
-        stop, batch_idx = end, torch.tensor(rows, device=self.device)
+        end = to_device(lengths, self.device)[:, None]
+        stop = end
+        batch_idx = to_device(rows, self.device)
         if len(rows) == self.n_row:
             batch_idx = None
             if longest == min(lengths):
@@ -189,8 +178,8 @@ class Batch:
         self.sampler.observe(self.token)
         self.sampler.draw_noise()
         kv_len = self.kv_len(max(self.length) + 1)
-        token = self.steps.decode(self.model, self.token, self.pos, kv_len, self.sampler)
-        self.token = tp.broadcast(token)
+        args = self.token, self.pos, kv_len, self.sampler
+        self.token = self.steps.decode(self.model, *args)
         self.advance(1)
         return self.token
 
@@ -209,7 +198,7 @@ class Batch:
         self._set_pos()
 
     def _set_pos(self) -> None:
-        pos = torch.tensor(self.length, device=self.device)
+        pos = to_device(self.length, self.device)
         pos = pos.clamp(max=self.max_length - 1)
         self.pos = pos if self.n_row == 1 else pos[:, None]    # [1] or [B, 1]
         self.in_use = (self.pos > 0).long()
@@ -233,7 +222,8 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
 def pad_batch(prompts: list[list[int]], device) -> Tensor:
     """[B, W]; shorter rows are padded on the right."""
     W = max(map(len, prompts))
-    return torch.tensor([ids + [0] * (W - len(ids)) for ids in prompts], device=device)
+    rows = [ids + [0] * (W - len(ids)) for ids in prompts]
+    return to_device(rows, device)
 
 
 def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, n_row: int) -> list:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import Batch, Steps, bucket
+from generate import Batch, Steps, bucket, to_device
 from sampling import Sampler, draw
 
 # ---- What is accepted ---------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class SpeculativeBatch(Batch):
         prompt = prompts[0]
         self.ready.clear()
         self.draft_length.begin()
-        self.history[:, :len(prompt)] = torch.tensor([prompt], device=self.device)
+        self.history[:, :len(prompt)] = to_device([prompt], self.device)
         self.drafter.begin(n_cached, self.max_length, self.chunk)
         return super().prefill(rows, prompts, n_cached, params)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from formats.lazy import LazyTensor, made_from, narrow
+from kernels import collectives
 from kernels.collectives import all_gather, all_reduce
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
@@ -39,9 +40,7 @@ def world() -> int:
 
 def broadcast(t: Tensor) -> Tensor:
     """Rank 0's tensor on every rank, so that all go the same way."""
-    if world() > 1:
-        dist.broadcast(t, 0)
-    return t
+    return t if world() == 1 else collectives.broadcast(t)
 
 
 # ---- What a rank holds --------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from generate import (
     uncompiled,
 )
 from kernels import sort_free
+from kernels.cuda_graph import CudaGraph
 from model import Transformer
 from sampling import Sampler, SamplingParams
 from speculate import ModelDrafter, SpeculativeBatch
@@ -36,7 +37,7 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) 
     """The engine's prefill and decode step. compile: exchanges parts of the model too."""
     if engine == "compile":
         return compile_steps(model, compile_prefill)
-    return Steps(decode=CudaGraph()) if engine == "cuda_graph" else Steps()
+    return Steps(decode=CudaGraph(decode_one_token)) if engine == "cuda_graph" else Steps()
 
 
 def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
@@ -76,38 +77,6 @@ class RecomputeBatch(Batch):
         self.advance(1)
         self.token = self._run_prompts(list(range(self.n_row)), self.tokens)
         return self.token
-
-
-class CudaGraph:
-    """decode_one_token captured once for each kv_len. Replays read token and position from fixed
-    tensors, and all else, the sampler's noise among it, from where it was."""
-
-    def __init__(self):
-        self.graphs, self.cache = {}, None
-
-    def __call__(self, model, token, pos, kv_len, sampler):
-        cache = model.layers[0].attn.cache         # another one: the graphs wrote the old one
-        if cache is not self.cache:
-            self.cache, self.graphs = cache, {}
-        key = kv_len, id(sampler)
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(model, token.clone(), pos.clone(), kv_len, sampler)
-        graph, (fixed_token, fixed_pos), out = self.graphs[key]
-        fixed_token.copy_(token)
-        fixed_pos.copy_(pos)
-        graph.replay()
-        return out.clone()
-
-    def _capture(self, model, token, pos, kv_len, sampler):
-        side = torch.cuda.Stream()                 # capture wants warmed-up libraries
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            decode_one_token(model, token, pos, kv_len, sampler)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = decode_one_token(model, token, pos, kv_len, sampler)
-        return graph, (token, pos), out
 
 
 # ---- Speculation --------------------------------------------------------------------------------
@@ -153,12 +122,12 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
     kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
         batch.drafter.begin(0, limit, batch.chunk)
-        for kv_len in kv_lens * 3:
+        for kv_len in kv_lens:
             draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
-    # strides of its own, as a step's result has: a compiled step depends on them
+    # strides of its own, as a step's result has: what a CPU compiles depends on them
     token = pad_batch(prompts, batch.token.device)[:, :1]
     token = token.clone(memory_format=torch.contiguous_format)
     pos = torch.tensor([len(prompt) for prompt in prompts], device=token.device)
     pos = pos if len(prompts) == 1 else pos[:, None]
-    for kv_len in kv_lens * 3:                             # CUDA graphs: warm up, record, replay
+    for kv_len in kv_lens:
         batch.steps.decode(model, token, pos, kv_len, sampler)

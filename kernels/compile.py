@@ -6,7 +6,7 @@ their kind (nn.Linear, layers' and ours) and by the names `layers`, `attn`, `emb
 `unembed` and `rings` of a model; its class is not known here.
 
     compile_model(model)                           # a CPU
-    prepare_for_cuda(model); step = torch.compile(step, mode="reduce-overhead")
+    prepare_for_cuda(model); step = CudaGraph(torch.compile(step))         # a GPU
 """
 
 from collections.abc import Callable

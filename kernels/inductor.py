@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
@@ -373,6 +374,8 @@ def use_symmetric_memory() -> None:
     try:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
         torch._inductor.config._collective.auto_select = True
-        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+        with warnings.catch_warnings():            # deprecated, and Inductor asks for it
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
     except (ImportError, AttributeError) as e:
         lacks("symmetric memory", e, "sums between GPUs go through NCCL")

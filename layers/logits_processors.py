@@ -22,8 +22,9 @@ class RepetitionPenalty(nn.Module):
     def begin(self, row: int, prompt: list[int], params) -> None:
         """A new sequence in this row."""
         self.penalty[row] = params.repetition_penalty
-        self.seen[row] = False
-        self.seen[row, prompt] = True
+        seen = torch.zeros(self.seen.shape[1], dtype=torch.bool, pin_memory=self.seen.is_cuda)
+        seen[prompt] = True
+        self.seen[row].copy_(seen, non_blocking=True)          # pinned: a GPU is not waited for
 
     def observe(self, token: Tensor) -> None:
         """token [B, 1] has been generated."""

@@ -97,7 +97,7 @@ def test_the_whole_step_traces_and_draws_the_same(ours, how, monkeypatch):
     step, first = generate.decode_one_token, generate.prefill
     with monkeypatch.context() as m:
         original = torch.compile
-        m.setattr(torch, "compile", lambda step, mode, **more: original(step, backend="aot_eager", **more))
+        m.setattr(torch, "compile", lambda step, **more: original(step, backend="aot_eager", **more))
         step = generate.as_one_graph(step)
     first = torch.compile(first, backend="aot_eager", fullgraph=True, dynamic=False)
     drawn = []

@@ -246,7 +246,7 @@ def test_the_steps_trace(ours, how, monkeypatch):
         steps = [speculate.draft_one_token, speculate.verify]
         if traced:
             with monkeypatch.context() as m:
-                m.setattr(torch, "compile", lambda step, mode, original=torch.compile, **more: original(
+                m.setattr(torch, "compile", lambda step, original=torch.compile, **more: original(
                     step, backend="aot_eager", **more))
                 steps = [generate.as_one_graph(step) for step in steps]
         model.setup_cache(1, 64, 16)

@@ -36,6 +36,10 @@ class Watched(DeviceSampler):
         super().__init__(rows, n_vocab, where, *more)
         self.register_buffer("logits", torch.zeros(N_DRAFT + 1, n_vocab, device=where))
 
+    def forward(self, logits, rows=slice(None), pos=None):
+        self.logits[:len(logits)] = logits
+        return super().forward(logits, rows, pos)
+
     def distribution(self, logits, rows=slice(None), draft_tokens=None):
         self.logits[:len(logits)] = logits
         return super().distribution(logits, rows, draft_tokens)

@@ -83,7 +83,7 @@ def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows
         next(stream)
     before, n = device.counts(), 0
     try:
-        if not drafts and not exchange and turns == 1:
+        if not drafts and turns == 1:
             torch.cuda.set_sync_debug_mode("error")
         for _ in stream:
             n += 1

@@ -34,7 +34,7 @@ def loop_faults() -> dict[str, tuple]:
                           (generate.prefill, reading, False, 256))],
             dict(engine="kv_cache")),
         "strides that change after the warm-up": (
-            [patch.object(generate, "dense", lambda x: x),
+            [patch.object(generate, "CudaGraph", lambda step: step),       # it would even them out
              patch.object(cli.engines.torch, "contiguous_format", torch.preserve_format)],
             dict(engine="compile")),
         "a view that one backend's strides do not allow": (
@@ -73,13 +73,13 @@ def generated_faults() -> dict[str, tuple]:
     from cli.device_sampler import DeviceSampler
     from hollow.generated import TOP_K
     from kernels import few_rows
-    attention, noise, load = few_rows.cached_attention, DeviceSampler.noise_at, AsyncCompile.triton
+    attention, seeds, load = few_rows.cached_attention, DeviceSampler.seeds_at, AsyncCompile.triton
 
     def wrong_kernel(self, name, source, **more):
         return load(self, name, source.replace(" <= ", " < "), **more)
 
-    def wrong_noise(self, rows, pos=None, draft=False):
-        return noise(self, rows, pos + torch.compiler.is_compiling(), draft)
+    def wrong_noise(self, rows, pos):
+        return seeds(self, rows, pos + torch.compiler.is_compiling())
 
     def wrong_slot(*args):
         return attention(*args[:6], args[6] + 1, *args[7:])
@@ -87,7 +87,7 @@ def generated_faults() -> dict[str, tuple]:
         "a kernel of Inductor's with < for <=": (
             [patch.object(AsyncCompile, "triton", wrong_kernel)], dict(family="Llama")),
         "noise of the next position": (
-            [patch.object(DeviceSampler, "noise_at", wrong_noise)],
+            [patch.object(DeviceSampler, "seeds_at", wrong_noise)],
             dict(family="Llama", params=TOP_K, n_new=3)),
         "keys in the slot after theirs": (
             [patch.object(few_rows, "cached_attention", wrong_slot)], dict(family="Llama")),
