@@ -24,10 +24,10 @@ from hollow import build  # noqa: E402
 GENERATIONS = (75, 80, 90)
 # each: what it is asked on; numbers: Triton's interpreter on a CPU, no hollow GPU
 PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
-         "planted": (0, 80), "amd": (90,)}
+         "planted": (0, 80), "amd": (90,), "gpt_fast": (80, 90)}
 
 
-def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
+def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
     """In a process that believes in the GPU -> a name, whether it is right, and what was seen."""
     if name == "numbers":
         from hollow import numbers
@@ -42,6 +42,9 @@ def part(name: str, sm: int, match: str) -> list[tuple[str, bool, str]]:
     if name == "amd":
         from hollow import amd
         return amd.main()
+    if name == "gpt_fast":
+        from hollow import gpt_fast as its_step
+        return its_step.main(sm, gpt_fast)
     if name == "loops":
         from hollow import loops
         return loops.main(sm, match)
@@ -55,10 +58,12 @@ def main() -> int:
     p.add_argument("--sm", type=int, nargs="*", help="compute capabilities, times ten",
                    choices=GENERATIONS, default=GENERATIONS)
     p.add_argument("--match", default="", help="only checks whose name has this")
+    p.add_argument("--gpt_fast", metavar="PATH", help="a clone of it: estimate its own step too")
     p.add_argument("--inside", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.inside:
-        lines = part(args.only[0], int(os.environ.get("HOLLOW_SM", 0)), args.match)
+        lines = part(args.only[0], int(os.environ.get("HOLLOW_SM", 0)), args.match,
+                     args.gpt_fast)
         Path(args.inside).write_text(json.dumps(lines))
         sys.stdout.flush()
         os._exit(0)                                # graphs of a GPU that is not there do not end
@@ -67,9 +72,10 @@ def main() -> int:
         build.build()
     except build.Missing as e:
         p.error(str(e))
-    jobs = [(name, sm) for name in args.only for sm in PARTS[name] if not sm or sm in args.sm]
+    wanted = [name for name in args.only if name != "gpt_fast" or args.gpt_fast]
+    jobs = [(name, sm) for name in wanted for sm in PARTS[name] if not sm or sm in args.sm]
     with ThreadPoolExecutor(2) as pool:            # each mostly on one core
-        results = pool.map(lambda job: in_process(*job, args.match), jobs)
+        results = pool.map(lambda job: in_process(*job, args.match, args.gpt_fast), jobs)
         for (name, sm), lines in zip(jobs, results):
             n += len(lines)
             failed += [f"sm_{sm} {name} {line}" for line, ok, _ in lines if not ok]
@@ -79,7 +85,7 @@ def main() -> int:
     return int(bool(failed))
 
 
-def in_process(name: str, sm: int, match: str) -> list:
+def in_process(name: str, sm: int, match: str, gpt_fast: str | None) -> list:
     environment = build.environment(sm) if sm else dict(os.environ)
     if not sm or name == "generated":
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -87,6 +93,7 @@ def in_process(name: str, sm: int, match: str) -> list:
         out, log = Path(folder) / "lines.json", Path(folder) / "stderr"
         command = [sys.executable, "-W", "ignore", __file__, "--inside", str(out),
                    "--only", name, "--match", match]
+        command += ["--gpt_fast", gpt_fast] if gpt_fast else []
         with log.open("w") as stderr:
             status = subprocess.run(command, env=environment, stderr=stderr).returncode
         if status == 0:

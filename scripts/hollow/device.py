@@ -20,7 +20,7 @@ LAUNCHES = []                                      # of Triton's kernels, in ord
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel: a triton.JITFunction of ours with its arguments, or the name of one of Inductor's."""
+    """kernel: a triton.JITFunction of ours, or Inductor's CachingAutotuner, with its arguments."""
 
     name: str
     kernel: object = None
@@ -134,7 +134,8 @@ def _launch_nothing(keep_arguments: bool) -> None:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     def launch_inductors(self, *args, **kwargs):
-        LAUNCHES.append(Launch(self.inductor_meta.get("kernel_name", "?")))
+        kept = (self, args) if keep_arguments else ()
+        LAUNCHES.append(Launch(self.inductor_meta.get("kernel_name", "?"), *kept))
 
     def launch_ours(self, *args, grid, warmup, **kwargs):
         kept = (self, args, kwargs, grid) if keep_arguments else ()        # tensors live as long

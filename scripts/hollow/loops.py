@@ -16,6 +16,7 @@ from cli.readback import read_late
 from generate import Batch, generate
 from hollow import device
 from hollow.numbers import small_models
+from kernels.cuda import has_kernels
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -162,6 +163,9 @@ def judge(**arguments) -> tuple[bool, str]:
         most = 3 if arguments.get("params") is PENALTY else 2  # it keeps what it has seen
         if each["launches"] > most:
             wrong.append(f"more than {most} launches beside the graph")
+    n_graph = counters["stats"]["unique_graphs"]
+    if "turns" in arguments and n_graph > 1 and has_kernels("cuda"):
+        wrong.append(f"{n_graph} graphs for one conversation")
     if _MATH in chosen:
         wrong.append("attention that writes out its scores")
     if plain and each["waits"] > 1:

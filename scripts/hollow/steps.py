@@ -50,6 +50,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
           "gpt2": ("none",)}
 LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
 MOST_LAUNCHES = {"Llama-2-7B": 5, "Llama-3.1-8B": 5, "Llama-3.2-1B": 5, "Qwen3-8B": 5}  # a layer
+N_ROW = 4                                          # of a batch, whose weights stay packed too
 
 
 def model_of(name: str, scheme: str, n_layer: int, rows: int, length: int):
@@ -107,11 +108,19 @@ def read_code(launch, known: dict) -> sass.Code:
     return known[constants]
 
 
-def seconds_of(gpu: GPU, launch, code: sass.Code) -> float:
-    """The longer of what its bytes take and what its instructions take."""
+def seconds_of(gpu: GPU, launch, code: sass.Code) -> tuple[float, float]:
+    """What its bytes take, and what its instructions take: the longer counts."""
     warps = launch.grid[0] * launch.grid[1] * launch.options["num_warps"]
     issue = code.instructions * warps / (gpu.n_sm * 4 * gpu.clock)
-    return max(bytes_read(launch) / gpu.bandwidth, issue / 0.85)
+    return bytes_read(launch) / gpu.bandwidth, issue / 0.85
+
+
+def whole_matrices(model, rows: int, code: str) -> list[str]:
+    """Buffers in Inductor's code that are too large to be activations."""
+    most = rows * max(model.cfg.vocab_size, model.cfg.dim * 16)
+    shapes = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code)
+    return [f"{rows} rows: a buffer of {shape}: a whole matrix?" for shape in shapes
+            if math.prod(int(d) for d in shape.split(",") if d.strip()) > most]
 
 
 @dataclass
@@ -128,20 +137,17 @@ class Step:
 
 def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
     n_all = random_checkpoint(name).cfg.n_layer
-    counted, code = {}, ""
-    for n in (4, 2):
-        model = model_of(name, scheme, n, 1, 2048)
-        launches, counted[n], code = compiled_step(model, 1, SamplingParams(0.8, 200))
-    per_layer = (counted[4] - counted[2]) / 2
-    beside = counted[2] - 2 * per_layer
+    counted, wrong, plain = {}, [], name in MOST_LAUNCHES
+    for n, rows in ((4, 1), (2, N_ROW), (2, 1)) if plain else ((4, 1), (2, 1)):
+        model = model_of(name, scheme, n, rows, 2048)
+        launches, counted[n, rows], code = compiled_step(model, rows, SamplingParams(0.8, 200))
+        wrong += whole_matrices(model, rows, code)
+    per_layer = (counted[4, 1] - counted[2, 1]) / 2
+    beside = counted[2, 1] - 2 * per_layer
     vocab = model.cfg.vocab_size
-    wrong = []
     if per_layer > MOST_LAUNCHES.get(name, 20):
         wrong.append(f"more than {MOST_LAUNCHES.get(name, 20)} launches a layer")
-    for shape in re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code):
-        n = math.prod(int(d) for d in shape.split(",") if d.strip())
-        if n > max(vocab, model.cfg.dim * 16):
-            wrong.append(f"a buffer of {shape}: a whole matrix?")
+    slowest = next(gpu for gpu in GPUS.values() if gpu.sm == sm)   # of memory
     products = [launch for launch in launches if launch.name == "_matvec"]
     codes = [read_code(launch, known) for launch in products]
     for launch, kernel in zip(products, codes):
@@ -154,15 +160,20 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
             wrong.append(f"{label}: loads of {staged}")
         if kernel.shared > LEAST_SHARED:
             wrong.append(f"{label}: {kernel.shared} bytes shared")
+        by_bytes, by_instructions = seconds_of(slowest, launch, kernel)
+        if by_instructions > by_bytes:
+            wrong.append(f"{label}: bound by instructions")
     attention = next(launch for launch in launches if launch.name == "_attention")
     kernel = sass.read(device.compile_launch(attention), 1)
     if kernel.spilled or kernel.shared > LEAST_SHARED:
         wrong.append(f"attention: {kernel.spilled} bytes spilled, {kernel.shared} shared")
+    if plain and math.prod(attention.grid) < slowest.n_sm:
+        wrong.append(f"attention: {math.prod(attention.grid)} programs for {slowest.n_sm} SMs")
     estimates = {}
     for gpu_name, gpu in GPUS.items():
         if gpu.sm != sm:
             continue
-        each = [(named(launch)["n_out"] == vocab, seconds_of(gpu, launch, kernel))
+        each = [(named(launch)["n_out"] == vocab, max(seconds_of(gpu, launch, kernel)))
                 for launch, kernel in zip(products, codes)]
         head = sum(t for is_head, t in each if is_head)
         layers = sum(t for is_head, t in each if not is_head) / 2 * n_all
