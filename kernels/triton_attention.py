@@ -150,7 +150,7 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     N = width // H - 2 * K
     Q = max(16, triton.next_power_of_2(N // K * T))
     half = max(16, triton.next_power_of_2(H // 2))
-    keys = KEYS if 2 * half * qkv.element_size() <= 256 else KEYS // 2     # shared memory
+    keys = max(16, KEYS * 256 // max(256, 2 * half * qkv.element_size()))  # shared memory
     n_split = n_splits(B, K, mask.shape[-1])
     found = torch.empty(B * K * n_split * Q * (2 * half + 2), dtype=torch.float32,
                         device=qkv.device)
@@ -163,8 +163,8 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, found, y,
         scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
         N, K, T, H, half, 2 * half, Q, keys, n_split,
-        "ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=8 if Q > 32 or half > 64 else 4,
-        num_stages=2)
+        "ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2)
     return y
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import gpu_check
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import tp
 from cli.engines import build_sampler, build_speculative, build_steps, warm_up
 from cli.readback import read_late
 from generate import Batch, generate
 from hollow import device
 from hollow.numbers import small_models
+from kernels import collectives
 from kernels.cuda import has_kernels
 from sampling import SamplingParams
 
@@ -47,6 +51,7 @@ def scenarios() -> dict[str, dict]:
         every[f"{engine} n-gram drafts"] = dict(engine=engine, drafts="ngram")
         every[f"{engine} a model's drafts"] = dict(engine=engine, drafts="int8")
         every[f"{engine} chat"] = dict(engine=engine, turns=3)
+        every[f"{engine} 2 ranks"] = dict(engine=engine, ranks=2)
     for family in ("Llama", "Gemma 3", "Mixtral"):
         every[f"compiled prefill {family}"] = dict(engine="compile", family=family, prefill=True)
     every["compiled prefill 3 rows"] = dict(engine="compile", rows=3, prefill=True, exchange=True)
@@ -55,13 +60,16 @@ def scenarios() -> dict[str, dict]:
 
 def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows: int = 1,
         dtype: torch.dtype | None = None, prefill: bool = False, exchange: bool = False,
-        drafts: str | None = None, turns: int = 1, **how) -> tuple[dict, int]:
+        drafts: str | None = None, turns: int = 1, ranks: int = 1, **how) -> tuple[dict, int]:
     """-> what a step counts, and how many compiled graphs it took beside the buckets."""
     if dtype is None:
         dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     torch._dynamo.reset()
     counters.clear()
     model = gpu_check.random_model(family, "cuda", dtype, **how)
+    if ranks > 1:                                  # each has half of the vocabulary
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        model = tp.parallelize(model, ranks * model.cfg.vocab_size)
     steps = build_steps(model, engine, prefill)
     k = N_DRAFT if drafts else 0
     n_new = N_NEW if turns == 1 else 300
@@ -82,7 +90,7 @@ def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows
     stream = tokens(batch, prompts, n_new, turns, exchange)
     for _ in range(WARM):
         next(stream)
-    before, n = device.counts(), 0
+    before, n = device.counts() | {"collectives": called["collectives"]}, 0
     try:
         if not drafts and turns == 1:
             torch.cuda.set_sync_debug_mode("error")
@@ -92,7 +100,9 @@ def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows
                 break
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    after = device.counts()
+        if ranks > 1:
+            dist.destroy_process_group()
+    after = device.counts() | {"collectives": called["collectives"]}
     late = counters["stats"]["unique_graphs"] - n_graph
     return {name: (after[name] - before[name]) / n for name in after}, late
 
@@ -120,6 +130,7 @@ def prepare() -> None:
     gpu_check.MODELS.update(small_models(TINY))
     decide_drafts()
     watch_attention()
+    count_collectives()
 
 
 def main(sm: int, only: str = "") -> list[tuple[str, bool, str]]:
@@ -158,6 +169,8 @@ def judge(**arguments) -> tuple[bool, str]:
         wrong.append(f"{breaks} graph breaks")
     plain = not {"drafts", "exchange", "turns"} & arguments.keys()
     if plain and arguments["engine"] != "kv_cache":
+        if each["collectives"]:
+            wrong.append("collectives beside the graph")
         if each["graph_launches"] != 1:
             wrong.append("not one graph a step")
         most = 3 if arguments.get("params") is PENALTY else 2  # it keeps what it has seen
@@ -186,6 +199,19 @@ def watch_attention() -> None:
             chosen.add(torch._fused_sdp_choice(q, k, v, mask, **more))
         return plain(q, k, v, mask, **more)
     torch.nn.functional.scaled_dot_product_attention = watched
+
+
+called = {"collectives": 0}
+
+
+def count_collectives() -> None:
+    """Those that Python asks for: neither traced nor captured ones are in each step."""
+    plain = collectives.functional_collective
+
+    def counted(*args):
+        called["collectives"] += not torch.compiler.is_compiling()
+        return plain(*args)
+    collectives.functional_collective = counted
 
 
 def decide_drafts() -> None:

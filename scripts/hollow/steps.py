@@ -23,6 +23,7 @@ from formats.quantized import quantized
 from formats.shapes import random_checkpoint
 from generate import decode_one_token, load_shard
 from hollow import device, sass
+from kernels import triton_attention
 from sampling import SamplingParams
 
 
@@ -123,6 +124,18 @@ def whole_matrices(model, rows: int, code: str) -> list[str]:
             if math.prod(int(d) for d in shape.split(",") if d.strip()) > most]
 
 
+def with_queries(launch, T: int):
+    """A launch of attention -> of T queries."""
+    args = named(launch)
+    cos, slot = args["cos"].new_empty(T, args["cos"].shape[-1]), args["slot"].new_zeros(T)
+    mask = args["mask"].new_empty(T, args["mask"].shape[-1])
+    triton_attention.launch(
+        args["qkv"].new_empty(1, T, args["qkv"].shape[-1]), args["q_norm"], args["k_norm"], cos,
+        cos, mask, slot, args["k_cache"], args["v_cache"], args["sinks"], args["arrivals"],
+        args["scale"], args["cap"], args["eps"], args["ring"])
+    return device.LAUNCHES.pop()
+
+
 @dataclass
 class Step:
     """What was seen of one kind of model in one precision."""
@@ -164,9 +177,11 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
         if by_instructions > by_bytes:
             wrong.append(f"{label}: bound by instructions")
     attention = next(launch for launch in launches if launch.name == "_attention")
-    kernel = sass.read(device.compile_launch(attention), 1)
-    if kernel.spilled or kernel.shared > LEAST_SHARED:
-        wrong.append(f"attention: {kernel.spilled} bytes spilled, {kernel.shared} shared")
+    for what, launch in (("decode", attention), ("verify", with_queries(attention, 5))):
+        kernel = sass.read(device.compile_launch(launch), 1)
+        if kernel.spilled or kernel.shared > LEAST_SHARED:
+            wrong.append(f"{what}'s attention: {kernel.spilled} bytes spilled, "
+                         f"{kernel.shared} shared")
     if plain and math.prod(attention.grid) < slowest.n_sm:
         wrong.append(f"attention: {math.prod(attention.grid)} programs for {slowest.n_sm} SMs")
     estimates = {}
