@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.cached_attention import MOST_QUERIES, cached_attention
-from kernels.cuda import INT4_CUDA, INT8_CUDA
+from kernels.few_experts import few_experts, leaves, stack_gates
 from kernels.inductor import is_compiling
-from kernels.linear import PackedLinear
 from kernels.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
+from layers.moe import MoE
 
 MOST_BATCH = 256
 
@@ -26,6 +26,8 @@ def fuse_layers(model: nn.Module) -> None:
         layer.few = FewRows(cfg, layer.attn, cfg.window[i % len(cfg.window)])
         arrivals = torch.zeros(MOST_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
         layer.register_buffer("arrivals", arrivals, persistent=False)
+        if isinstance(layer.ffn, MoE):
+            layer.ffn.stacked = stack_gates(layer.ffn)
         layer.__class__ = fused(type(layer))
 
 
@@ -67,7 +69,12 @@ def fused(kind: type) -> type:
                 few.scale, few.cap, few.eps, few.ring)
             x = branch(attn, attn.wo, y, x, self.post_attn_norm)
             ffn = self.ffn
-            if not hasattr(ffn, "gate_up"):        # experts, or no gate
+            if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MOST_ROWS:
+                fusable = few.norm and x.shape[:-1].numel() == 1
+                flat = (x if fusable else self.ffn_norm(x)).flatten(0, 1)
+                y = few_experts(ffn, flat, self.ffn_norm if fusable else None)
+                return x + self.post_ffn_norm(hooked(ffn, y.view_as(x)))
+            if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
                 return x + self.post_ffn_norm(ffn(self.ffn_norm(x)))
             is_ours = leaves(ffn.gate_up) and x.shape[:-1].numel() <= MOST_ROWS
             activation = few.activation if is_ours else ""
@@ -76,15 +83,6 @@ def fused(kind: type) -> type:
                 h = ffn.activation(*h.chunk(2, dim=-1))
             return branch(ffn, ffn.down, h, x, self.post_ffn_norm)
     return FusedLayer
-
-
-def leaves(linear: nn.Module) -> tuple | None:
-    """The weights as matvec() takes them, or None where they are otherwise."""
-    if isinstance(linear, nn.Linear):
-        return linear.weight, None, None
-    if isinstance(linear, PackedLinear) and linear.kernel in (INT8_CUDA, INT4_CUDA):
-        return linear.leaves()
-    return None
 
 
 def project(linear, x, norm, fusable: bool, activation: str = "", residual=None) -> Tensor:
@@ -107,9 +105,13 @@ def branch(module, linear, y, x, post) -> Tensor:
     if isinstance(post, nn.Identity) and not module._forward_hooks:
         return project(linear, y, None, False, residual=x)
     y = project(linear, y, None, False)
+    return x + post(hooked(module, y))
+
+
+def hooked(module, y) -> Tensor:
     for hook in module._forward_hooks.values():
         y = hook(module, (), y)
-    return x + post(y)
+    return y
 
 
 def wide_normed(qkv, attn) -> Tensor:

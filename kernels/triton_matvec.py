@@ -6,7 +6,7 @@ the same numbers. What goes in may be normalized on the way and what comes out a
 to the residual, so that a Llama's layer is four of these and its attention. Imported on a GPU only;
 see plain.py for the math and cuda.py for the order of codes.
 
-    y = launch(x, weight, scales, zeros, None, norm.weight, 1e-5, None, "", None)
+    y = launch(x, weight, scales, zeros, None, norm.weight, 1e-5, None, "", None, 1)
 
 A lane of a tensor core has a quarter of each row's columns, and nothing moves between threads if
 these are where its 128-bit loads have put them. So column 32 v + 8 q + e of a block is of lane q:
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 4
+MANY_BLOCKS = 8                                   # of columns, that four warps take turns at
 STAGED = 64 << 10                                  # bytes of shared memory for what is on its way
 COLUMNS = 16 if torch.version.hip else 8           # of x, that tensor cores multiply at least
 FP32 = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
@@ -85,7 +85,7 @@ def _beside_sums(t, G: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, power_bits,
-            n_in: tl.constexpr, n_out: tl.constexpr, group: tl.constexpr, bits: tl.constexpr,
+            share, n_in: tl.constexpr, n_out: tl.constexpr, group: tl.constexpr, bits: tl.constexpr,
             power: tl.constexpr, activation: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
             J: tl.constexpr, W: tl.constexpr):
     kind: tl.constexpr = x.dtype.element_ty
@@ -97,8 +97,8 @@ def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, 
     L: tl.constexpr = 4 if bits == 16 else bits // 4           # loads of a thread for a row's block
     V: tl.constexpr = 8 if bits == 16 else 4                   # numbers or words in each
     row_len: tl.constexpr = n_in if bits == 16 else n_block * 4 * L * V
-    if ids is not None:                                        # each row of x has its own expert
-        x += tl.program_id(1) * n_in
+    if ids is not None:                                        # each row of y has its own expert
+        x += tl.program_id(1) // share * n_in
         y += tl.program_id(1) * n_out
 
     j = tl.arange(0, J)[:, None, None, None, None]             # dimensions: load, j, warp, r, q, v
@@ -184,6 +184,10 @@ def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, 
         gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
         if activation == "silu":
             gate = gate * tl.sigmoid(gate)
+        elif activation == "clamped_silu":
+            gate = tl.minimum(gate, 7.0)
+            gate = gate * tl.sigmoid(1.702 * gate)
+            up = tl.maximum(tl.minimum(up, 7.0), -7.0) + 1
         else:                                                  # gelu_tanh
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             gate = gate * tl.sigmoid(inner)
@@ -199,8 +203,8 @@ def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
            bias: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
-           activation: str, ids: Tensor | None) -> Tensor:
-    """x [M, in], M up to 8, or with ids any; weight [(E,) out, in] or words -> y [M, out]."""
+           activation: str, ids: Tensor | None, share: int) -> Tensor:
+    """x [M, in], M up to 8, or with ids any; weight [(E,) out, in] or words -> y [M share, out]."""
     n_in = x.shape[1]
     n_out = weight.shape[-2] // (2 if activation else 1)
     bits, group = 16, n_in
@@ -211,12 +215,13 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     M = 1 if n_row == 1 else COLUMNS
     J = 4 if bits < 16 and x.element_size() == 2 and weight.shape[-2] >= MANY_OUT else 2
     width = bits if scales is not None else 8 * x.element_size()
-    stage = WARPS * 128 * (J * width + M * x.element_size())   # bytes of weights and x in one trip
-    y = x.new_empty(x.shape[0], n_out)
-    grid = (triton.cdiv(n_out, 4 * J if activation else 8 * J), len(x) if ids is not None else 1)
+    W = 4 if n_in > 128 * MANY_BLOCKS else 2
+    stage = W * 128 * (J * width + M * x.element_size())   # bytes of weights and x in one trip
+    y = x.new_empty(share * x.shape[0], n_out)
+    grid = (triton.cdiv(n_out, 4 * J if activation else 8 * J), len(y) if ids is not None else 1)
     power_bits, power = POWERS[str(x.dtype)]
-    n_trip = triton.cdiv(n_in, 128 * WARPS)
+    n_trip = triton.cdiv(n_in, 128 * W)
     _matvec[grid](x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, power_bits,
-                  n_in, n_out, group, bits, power, activation, M, COLUMNS, J, WARPS,
-                  num_warps=WARPS, num_stages=max(2, min(STAGED // stage, n_trip)))
+                  share, n_in, n_out, group, bits, power, activation, M, COLUMNS, J, W,
+                  num_warps=W, num_stages=max(2, min(STAGED // stage, n_trip)))
     return y

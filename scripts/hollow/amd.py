@@ -25,7 +25,7 @@ def launch_each() -> None:
     int8 = empty(6144, 1024, dtype=torch.int32), empty(6144), None
     int4 = empty(6144, 512, dtype=torch.int32), empty(6144, 128), empty(6144, 128)
     for weights in ((empty(6144, 4096), None, None), int8, int4):
-        triton_matvec.launch(x, *weights, None, norm, 1e-5, None, "", None)
+        triton_matvec.launch(x, *weights, None, norm, 1e-5, None, "", None, 1)
     cache = empty(1, 8, 4096, 128)
     angles = empty(1, 64, dtype=torch.float32)
     triton_attention.launch(
