@@ -138,7 +138,8 @@ class Batch:
             tokens = pad_batch([prompt_of[row] for row in group], self.device)
             first = self._run_prompts(group, tokens, n_cached)
             index = to_device(group, self.device)
-            self.token = self.token.index_copy(0, index, tp.broadcast(first))
+            first = tp.broadcast(first)
+            self.token = self.token.index_copy(0, index, first)
         self._set_pos()
         return self.token
 
