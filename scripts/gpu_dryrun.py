@@ -24,7 +24,7 @@ from hollow import build  # noqa: E402
 GENERATIONS = (75, 80, 90)
 # each: what it is asked on; numbers: Triton's interpreter on a CPU, no hollow GPU
 PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
-         "planted": (0, 80), "amd": (90,), "gpt_fast": (80, 90)}
+         "planted": (0, 80), "check": (90,), "amd": (90,), "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
@@ -39,6 +39,9 @@ def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str
     if name == "planted":
         from hollow import planted
         return planted.main_loops() if sm else planted.main_numbers()
+    if name == "check":
+        from hollow import checks
+        return checks.main()
     if name == "amd":
         from hollow import amd
         return amd.main()
@@ -89,6 +92,8 @@ def in_process(name: str, sm: int, match: str, gpt_fast: str | None) -> list:
     environment = build.environment(sm) if sm else dict(os.environ)
     if not sm or name == "generated":
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    if name == "check":
+        environment["PYTHONOPTIMIZE"] = "1"        # no assertions of garbage
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "lines.json", Path(folder) / "stderr"
         command = [sys.executable, "-W", "ignore", __file__, "--inside", str(out),
