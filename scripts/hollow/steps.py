@@ -50,6 +50,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
           "Qwen3-30B-A3B": ("none", "int4-g32"),
           "gpt2": ("none",)}
 LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
+SPILLED = 8                                        # bytes, by attention: of 64 queries two
 MOST_LAUNCHES = {"Llama-2-7B": 5, "Llama-3.1-8B": 5, "Llama-3.2-1B": 5, "Qwen3-8B": 5}  # a layer
 N_ROW = 4                                          # of a batch, whose weights stay packed too
 
@@ -179,7 +180,7 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
     attention = next(launch for launch in launches if launch.name == "_attention")
     for what, launch in (("decode", attention), ("verify", with_queries(attention, 5))):
         kernel = sass.read(device.compile_launch(launch), 1)
-        if kernel.spilled or kernel.shared > LEAST_SHARED:
+        if kernel.spilled > SPILLED or kernel.shared > LEAST_SHARED:
             wrong.append(f"{what}'s attention: {kernel.spilled} bytes spilled, "
                          f"{kernel.shared} shared")
     if plain and math.prod(attention.grid) < slowest.n_sm:
