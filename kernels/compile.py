@@ -51,6 +51,7 @@ def prepare_for_cuda(model: nn.Module) -> int:
     if has_kernels(model.freq.device):
         fuse_layers(model)
         return model.cfg.context
+    torch._inductor.config.coordinate_descent_tuning = True    # the products are Inductor's
     return 256
 
 

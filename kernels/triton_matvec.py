@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MANY_BLOCKS = 8                                   # of columns, that four warps take turns at
+MANY_BLOCKS = 8                                    # of columns, that four warps take turns at
 STAGED = 64 << 10                                  # bytes of shared memory for what is on its way
 COLUMNS = 16 if torch.version.hip else 8           # of x, that tensor cores multiply at least
 FP32 = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
