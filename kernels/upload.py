@@ -1,6 +1,6 @@
 """Lists of numbers to a device, which is not waited for.
 
-    index = to_device([0, 2], "cuda")
+    index = to_device([0, 2], torch.device("cuda"))
 """
 
 import torch

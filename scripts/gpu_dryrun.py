@@ -61,7 +61,8 @@ def main() -> int:
     p.add_argument("--sm", type=int, nargs="*", help="compute capabilities, times ten",
                    choices=GENERATIONS, default=GENERATIONS)
     p.add_argument("--match", default="", help="only checks whose name has this")
-    p.add_argument("--gpt_fast", metavar="PATH", help="a clone of it: estimate its own step too")
+    p.add_argument("--gpt_fast", metavar="PATH",
+                   help="a clone from before flex_attention: estimate its own step too")
     p.add_argument("--inside", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.inside:
@@ -70,6 +71,10 @@ def main() -> int:
         Path(args.inside).write_text(json.dumps(lines))
         sys.stdout.flush()
         os._exit(0)                                # graphs of a GPU that is not there do not end
+    if args.only == ["gpt_fast"] and not args.gpt_fast:
+        p.error("gpt_fast wants --gpt_fast PATH, a clone from before flex_attention")
+    if args.gpt_fast and not is_gpt_fast(Path(args.gpt_fast)):
+        p.error(f"--gpt_fast {args.gpt_fast}: no gpt-fast from before flex_attention is there")
     failed, n = [], 0
     try:
         build.build()
@@ -86,6 +91,14 @@ def main() -> int:
         p.error("no check has such a name, part and compute capability")
     print(f"{n - len(failed)} of {n} checks passed", *failed, sep="\n")
     return int(bool(failed))
+
+
+def is_gpt_fast(path: Path) -> bool:
+    files = [path / name for name in ("model.py", "generate.py", "quantize.py")]
+    if not all(file.is_file() for file in files):
+        return False
+    model = files[0].read_text(errors="replace")
+    return "class ModelArgs" in model and "flex_attention" not in model
 
 
 def in_process(name: str, sm: int, match: str, gpt_fast: str | None) -> list:

@@ -7,7 +7,7 @@ kernels of its own for, which are the CPU's here.
     python scripts/gpu_dryrun.py --only generated --sm 80 --match Gemma
 """
 
-import time
+from functools import partial
 from unittest.mock import patch
 
 import gpu_check
@@ -20,6 +20,7 @@ from cli.draft_length import FixedLength
 from generate import Batch, Steps, as_one_graph, generate
 from hollow import interpreted
 from hollow.numbers import FP32, MOST, SCHEMES, TINY, small_models
+from hollow.report import judge_each, within
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
 
@@ -127,25 +128,12 @@ def cases(sm: int):
 
 
 def judge(most: float, **arguments) -> tuple[bool, str]:
-    try:
-        worst = compare(**arguments)
-    except Exception as e:                         # one that breaks must not hide the others
-        return False, f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
-    return worst < most, f"within {worst:.0e}"
+    return within(most, compare, **arguments)
 
 
 def main(sm: int, only: str = "") -> list[tuple[str, bool, str]]:
     interpreted.install()
     gpu_check.SMALL.update(TINY)
     gpu_check.MODELS.update(small_models(TINY))
-    lines = []
-    for name, arguments, most in cases(sm):
-        if only not in name:
-            continue
-        start = time.perf_counter()
-        ok, text = judge(most, **arguments)
-        seconds = time.perf_counter() - start
-        lines.append((name, ok, text))
-        verdict = "ok    " if ok else "FAILED"
-        print(f"{verdict}  sm_{sm} {name}: {text} ({seconds:.0f} s)", flush=True)
-    return lines
+    return judge_each(((name, partial(judge, most, **arguments))
+                       for name, arguments, most in cases(sm)), only, f"sm_{sm} ")

@@ -3,8 +3,8 @@
     python scripts/gpu_dryrun.py --only loops --sm 80
 """
 
-import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import gpu_check
@@ -19,6 +19,7 @@ from cli.readback import read_late
 from generate import Batch, generate
 from hollow import device
 from hollow.numbers import small_models
+from hollow.report import judge_each
 from kernels import collectives
 from kernels.cuda import has_kernels
 from sampling import SamplingParams
@@ -135,17 +136,8 @@ def prepare() -> None:
 
 def main(sm: int, only: str = "") -> list[tuple[str, bool, str]]:
     prepare()
-    lines = []
-    for name, arguments in scenarios().items():
-        if only not in name:
-            continue
-        start = time.perf_counter()
-        ok, text = judge(**arguments)
-        seconds = time.perf_counter() - start
-        lines.append((name, ok, text))
-        verdict = "ok    " if ok else "FAILED"
-        print(f"{verdict}  sm_{sm} {name}: {text} ({seconds:.0f} s)", flush=True)
-    return lines
+    return judge_each(((name, partial(judge, **arguments))
+                       for name, arguments in scenarios().items()), only, f"sm_{sm} ")
 
 
 def judge(**arguments) -> tuple[bool, str]:

@@ -8,14 +8,15 @@ bfloat16 where a GPU rounds, so that dtype says nothing here.
 """
 
 import os
-import time
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import gpu_check
 import torch
 
 from cli import device_sampler
+from hollow.report import judge_each, within
 from kernels import cuda, few_rows, linear, moe
 from kernels.compile import exchange_modules
 from quantize import Int4, Int8
@@ -151,22 +152,12 @@ def cases():
 def judge(most: float, compare=compare, **arguments) -> tuple[bool, str]:
     torch.manual_seed(0)
     try:
-        worst = compare(**arguments)
-    except Exception as e:                         # one that breaks must not hide the others
+        return within(most, compare, **arguments)
+    finally:
         pretend(False)
-        return False, f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
-    return worst < most, f"within {worst:.0e}"
 
 
 def main(only: str = "") -> list[tuple[str, bool, str]]:
-    lines = []
     with on_a_gpu():
-        for name, arguments, most in cases():
-            if only not in name:
-                continue
-            start = time.perf_counter()
-            ok, text = judge(most, **arguments)
-            seconds = time.perf_counter() - start
-            lines.append((name, ok, text))
-            print(f"{'ok    ' if ok else 'FAILED'}  {name}: {text} ({seconds:.0f} s)", flush=True)
-    return lines
+        return judge_each(((name, partial(judge, most, **arguments))
+                           for name, arguments, most in cases()), only)
