@@ -24,17 +24,25 @@ from generate import (
     decode_one_token,
     generate,
     pad_batch,
+    prefill,
     uncompiled,
 )
 from kernels import sort_free
+from kernels.compile import change_over, will_change_over
 from kernels.cuda_graph import CudaGraph
 from model import Transformer
 from sampling import Sampler, SamplingParams
 from speculate import ModelDrafter, SpeculativeBatch
 
 
-def build_steps(model: Transformer, engine: str, compile_prefill: bool = False) -> Steps:
-    """The engine's prefill and decode step. compile: exchanges parts of the model too."""
+def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
+                wait: bool = True) -> Steps:
+    """The engine's prefill and decode step. compile: exchanges parts of the model too.
+
+    wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
+    """
+    if engine == "compile" and not wait and will_change_over(model):
+        return Steps(change_over(model, prefill), change_over(model, decode_one_token))
     if engine == "compile":
         return compile_steps(model, compile_prefill)
     return Steps(decode=CudaGraph(decode_one_token)) if engine == "cuda_graph" else Steps()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tp
-from cli import batch, flags
+from cli import batch, flags, kept_weights
 from cli.chat import Chat
 from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
 from cli.engines import (
@@ -34,7 +34,9 @@ from formats.checkpoint import n_bytes
 from formats.load import open_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
-from generate import Batch, bucket, generate, load_shard
+from generate import Batch, bucket, generate
+from kernels import cpu_ops
+from kernels.compile import will_change_over
 from model import cache_bytes
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
@@ -51,6 +53,8 @@ def run(argv: list[str] | None) -> int:
     device = pick_device(local_device(args.device))
     engine = pick_engine(args, device)
     many = flags.many(args)
+    if engine == "compile" and device.type == "cpu":
+        cpu_ops.start_building()                   # beside the loading
     requests, complaints, finished = from_rank_0(lambda: read_work(args))
     results = batch.Results(None if tp.rank() else args.output, args.json)
 
@@ -183,15 +187,17 @@ class Session:
         chunk = max(args.prefill_chunk, self.k + 1 if self.drafter else 0)
         check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk)
 
-        self.model = load_shard(source, dtype, device)
-        draft = draft_source and load_shard(draft_source, dtype, device)
+        self.model = kept_weights.load(source, dtype, device)
+        draft = draft_source and kept_weights.load(draft_source, dtype, device)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 
         self.model.setup_cache(n_cache_rows, self.length, chunk)
         start = time.perf_counter()
         self.build(draft, [job.params for job in work])
-        if engine in ("compile", "cuda_graph"):
+        if self.changes_over:
+            log("Compiling beside the text, which begins uncompiled")
+        elif engine in ("compile", "cuda_graph"):
             self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
             self.compile_s = time.perf_counter() - start
             log(f"Compilation time: {self.compile_s:.2f} seconds")
@@ -224,7 +230,10 @@ class Session:
         args, default = self.args, flags.sampling_params(self.args)
         self.generator = torch.Generator(self.device).manual_seed(args.seed)
         sampler = build_sampler(self.model, [default] * self.n_rows, self.generator, params)
-        steps = build_steps(self.model, self.engine, args.compile_prefill)
+        needs_figures = args.json or args.profile or self.drafter or args.compile_prefill
+        self.changes_over = (self.engine == "compile" and not needs_figures
+                             and will_change_over(self.model))
+        steps = build_steps(self.model, self.engine, args.compile_prefill, not self.changes_over)
         if self.engine == "recompute":
             self.plain = self.batch = RecomputeBatch(self.model, sampler, steps, self.length)
             return

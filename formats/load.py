@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.nn import Linear
 
 from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at
@@ -132,14 +133,21 @@ def quantized_alike(tensors: dict[str, LazyTensor], cfg) -> dict[str, LazyTensor
 
 # ---- A Checkpoint -> a model --------------------------------------------------------------------
 
-def load_model(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
-    """Read every weight into a model on `device`; norms stay fp32."""
+def load_model(source: Checkpoint, dtype: torch.dtype, device,
+               kept: dict[str, Tensor] | None = None) -> Transformer:
+    """Read every weight into a model on `device`; norms stay fp32.
+
+    kept: its parameters, as an earlier call gave them: then nothing is read.
+    """
     model = blank_model(source.cfg, dtype)
 
     def scheme(name):
         return scheme_at(source.tensors, disk_names(name)[0])
     put_quantized_linears(model, scheme, dtype, device)
-    load_part(model, "", source, device)
+    if kept:
+        take_kept(model, kept)
+    else:
+        load_part(model, "", source, device)
     share_embedding(model)
     return model.to(device).eval()                 # the parameters are there already: the rest
 
@@ -159,6 +167,16 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
             setattr(module, leaf, p)
         if isinstance(module, QuantizedLinear):
             module.pack()                          # lets go of what lay as on disk
+
+
+def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
+    made = {}                                      # a tied head shares the embedding's
+    for name, module in model.named_modules():
+        for leaf in list(module._parameters):
+            t = kept.get(f"{name}.{leaf}")         # packing may have left none
+            if t is not None and t.data_ptr() not in made:
+                made[t.data_ptr()] = torch.nn.Parameter(t, requires_grad=False)
+            setattr(module, leaf, t if t is None else made[t.data_ptr()])
 
 
 def _read_into(weight: torch.Tensor, source: Checkpoint, names: list[str]) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from kernels import cpu_ops
 from kernels.attention import OneQueryAttention
 from kernels.cpu import BF16_WORDS, HAS_BF16
+from kernels.cpu_layers import OperationsLayer, fits, use_operations
 from kernels.cuda import has_kernels
 from kernels.few_rows import fuse_layers
 from kernels.functions import Compiled, Functions
@@ -28,7 +30,7 @@ QUICKER = {nn.Linear: MatvecLinear, ExpertLinear: FusedExpertLinear, MoE: FewRow
 
 def compile_model(model: nn.Module) -> None:
     """Make a model on a CPU run compiled, but within inductor.eager(). In place, once."""
-    if isinstance(model.embed_inputs, OnePosition):
+    if is_compiled(model) or use_operations(model):
         return
     use_compiled_layouts(model)
     exchange_modules(model)
@@ -39,6 +41,27 @@ def compile_model(model: nn.Module) -> None:
         layer.forward = Compiled(layer.forward, functions, cache="attn.cache")
     model.embed_inputs = OnePosition(model.embed_inputs, functions, "rings", "layers.")
     model.unembed = OnePosition(model.unembed, functions, "", ("layers.", "rings."))
+
+
+def will_change_over(model: nn.Module) -> bool:
+    """Is a compiler at work whose result the model can take up later?"""
+    return model.freq.device.type == "cpu" and cpu_ops.is_building() and fits(model)
+
+
+def change_over(model: nn.Module, step: Callable) -> Callable:
+    """The step uncompiled until a compiler that runs beside it is done, then compiled; in the
+    middle of a text too, because the cache stays.
+    """
+    def run(*args):
+        if not cpu_ops.is_building():
+            compile_model(model)                   # once
+        return step(*args)
+    return run
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return (isinstance(model.embed_inputs, OnePosition)
+            or isinstance(model.layers[0].forward, OperationsLayer))
 
 
 def prepare_for_cuda(model: nn.Module) -> int:

@@ -100,15 +100,21 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+def remove_old_partials(home: Path) -> None:
+    """Those whose process was killed."""
+    for folder in home.glob(".partial*"):
+        with suppress(OSError):                    # another process removed it
+            if time.time() - folder.stat().st_mtime > DAY:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def clear_away(new: Path) -> None:
     """Remove what was not used for the longest time, until all the rest fits; `new` stays."""
+    remove_old_partials(cache_dir())
     age, size = {}, {}
     for folder in cache_dir().iterdir():
         with suppress(OSError):                    # another process removed it
-            if folder.name.startswith(".partial"):
-                if time.time() - folder.stat().st_mtime > DAY:         # whose process was killed
-                    shutil.rmtree(folder, ignore_errors=True)
-            elif (folder / "digests.json").exists():
+            if (folder / "digests.json").exists():
                 age[folder] = folder.stat().st_mtime
                 size[folder] = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     total = sum(size.values())
@@ -136,8 +142,13 @@ def look_up(program: str) -> str | None:
 
 
 def note_down(program: str, key: str) -> None:
+    replace(_index() / program, key)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all; nothing where the disk is full."""
     with suppress(OSError):
-        _index().mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = _index() / f".{program}.{os.getpid()}"
-        partial.write_text(key)
-        os.replace(partial, _index() / program)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(text)
+        os.replace(partial, path)

@@ -214,13 +214,19 @@ def try_instructions(folder: Path) -> None:
 
 def machine() -> list:
     """What machine code depends on beside its source: compilers, threads, and the kind of CPU."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = None
-    if cpuinfo.exists():
-        flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M)
     return [torch.__version__, torch.version.git_version, sys.version, platform.machine(),
-            flags and flags[0], torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
+            cpu_flags(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
             os.environ.get("CXX"), _inductor_settings()]
+
+
+@cache
+def cpu_flags() -> str | None:
+    """The instructions that it knows; None: the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return None
+    flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M)
+    return flags and flags[0]
 
 
 def _inductor_settings() -> str:

@@ -1,0 +1,87 @@
+"""Weights that took long to make, kept for the next start of the same model on a CPU.
+
+A GGUF that was dequantized, weights that were rounded while loading. Owns what such weights depend
+on: the content of the files, what was asked for, and our code that makes them.
+
+    model = load(source, dtype, device)            # in place of generate.load_shard
+"""
+
+import hashlib
+import json
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import tp
+from formats.checkpoint import Checkpoint
+from formats.load import load_model
+from generate import load_shard
+from kernels import disk, kept_tensors
+from model import Transformer
+
+WORTH_KEEPING = 0.5                                # seconds that making them took
+SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
+ROOT = Path(__file__).parent.parent
+MAKERS = ("formats/*.py", "quantize.py", "model.py", "kernels/plain.py", "kernels/cpu.py")
+
+
+def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+    key = key_of(source, dtype, torch.device(device))
+    kept = key and kept_tensors.load(key)
+    if kept:
+        return load_model(source, dtype, device, kept)
+    start = time.perf_counter()
+    model = load_shard(source, dtype, device)
+    if key and time.perf_counter() - start > WORTH_KEEPING:
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        threading.Thread(target=kept_tensors.save, args=(key, tensors)).start()
+    return model
+
+
+def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where they are not kept: on a GPU, of several ranks, of random numbers."""
+    tensors = source.tensors.values()
+    if device.type != "cpu" or tp.world() > 1 or any(t.read_rows is None for t in tensors):
+        return None
+    if source.quantization and source.quantization.get("gptq"):
+        return None
+    asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
+    files = [content(path) for path in files_of(source.path)]
+    return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
+                             torch.backends.cpu.get_cpu_capability(), torch.__version__, code())))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Those that hold weights."""
+    if path.suffix in SUFFIXES:
+        return [path]
+    folder = path if path.is_dir() else path.parent
+    return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
+
+
+def content(path: Path) -> str:
+    """A digest of the file's content, read anew only if the file was changed since."""
+    stat = path.stat()
+    known = disk.cache_dir() / "contents.json"
+    state = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    try:
+        digests = json.loads(known.read_text())
+    except (OSError, ValueError):
+        digests = {}
+    entry = digests.get(state[0]) if isinstance(digests, dict) else None
+    if isinstance(entry, list) and entry[:-1] == state[1:]:
+        return str(entry[-1])
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], digest]}))
+    return digest
+
+
+@cache
+def code() -> str:
+    """A digest of what makes the weights."""
+    files = sorted(p for pattern in MAKERS for p in ROOT.glob(pattern))
+    return disk.digest(repr([p.read_text() for p in files]))

@@ -1,0 +1,838 @@
+// What the layers of a transformer do on a CPU, for one row or many: products with fp32, bf16, int8
+// or int4 weights, attention over a cache, norms. kernels/cpu_ops.py compiles this file for the CPU
+// it runs on, and describes each operation by a struct that it has too. There is one entry: run().
+//
+// Weights lie in blocks of ROWS outputs, a number of inputs of each output side by side:
+//
+//     fp32 [out/ROWS, in, ROWS]        bf16 [out/ROWS, in/2, ROWS, 2]
+//     int8 [out/ROWS, in/2, ROWS, 2]   int4 [out/ROWS, in/8, ROWS] words, input i at bits 4i
+//
+// so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
+// filled up with zeros. Sums are in fp32. One row of x meets int8 and int4 as 16-bit integers, each
+// 32 inputs with a scale of their own: finer than bf16, and two products in an instruction.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <omp.h>
+#include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+// ---- Vectors ------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__) || defined(WIDE)
+constexpr int LANES = 16;
+constexpr int TILE = 12;                       // rows of x that share what is loaded of the weights
+#else
+constexpr int LANES = 8;
+constexpr int TILE = 6;
+#endif
+constexpr int ROWS = 2 * LANES;
+constexpr int GROUP = 32;                      // inputs that share a scale, of x
+constexpr int DEPTH = 256;                     // inputs of a block of weights as floats: in the L1
+constexpr int AHEAD = 2048;                    // bytes
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));       // twice as many numbers
+typedef int8_t vb __attribute__((vector_size(2 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+template <class V> static inline V load(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V> static inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+
+static inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+static inline vf low_bf16(vi pair) { return (vf)(pair << 16); }
+static inline vf high_bf16(vi pair) { return (vf)(pair & (int32_t)0xffff0000); }
+static inline float bf16_to_float(uint16_t bits) {
+  uint32_t word = (uint32_t)bits << 16;
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
+}
+
+static inline uint16_t float_to_bf16(float x) {
+  uint32_t word;
+  memcpy(&word, &x, 4);
+  return (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+
+// acc + the products of neighbouring 16-bit numbers, two and two; pair: two numbers, for all lanes
+static inline vi dot2(vi acc, vs a, int32_t pair) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(pair));
+#elif defined(__AVX512BW__)
+  return acc + (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__) && !defined(WIDE)
+  return acc + (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair));
+#else
+  return acc + ((vi)a << 16 >> 16) * (int32_t)(int16_t)pair + ((vi)a >> 16) * (pair >> 16);
+#endif
+}
+
+static inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+static inline vf exp_of(vf x) {                // 0 below -87; relative error 2e-7
+  vf n = x * 1.44269504f + 12582912.0f - 12582912.0f;             // rounded
+  vf f = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = ((((1.3981999e-3f * f + 8.3334519e-3f) * f + 4.1665796e-2f) * f + 1.6666665e-1f) * f
+          + 0.5f) * f * f + f + 1.0f;
+  vf power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+  return x > -87.0f ? p * power : vf{};
+}
+
+static inline vf tanh_of(vf x) {
+  vf e = exp_of(larger(x, vf{} - 40.0f) * -2.0f > 80.0f ? vf{} + 80.0f : x * -2.0f);
+  return (1.0f - e) / (1.0f + e);
+}
+
+static inline float sum_of(vf x) {
+  float y = 0;
+  for (int i = 0; i < LANES; i++) y += x[i];
+  return y;
+}
+
+static inline float largest_of(vf x) {
+  float y = x[0];
+  for (int i = 1; i < LANES; i++) y = std::max(y, x[i]);
+  return y;
+}
+
+// ---- Threads and memory -------------------------------------------------------------------------
+
+static std::atomic<int> next_task[4096];       // of each operation
+static std::vector<float> shared;              // between threads, within an operation
+static thread_local std::vector<float> own;
+
+static float* memory_of(std::vector<float>& v, size_t n) {
+  if (v.size() < n + 16) v.resize(n + 16);
+  return (float*)(((uintptr_t)v.data() + 63) & ~(uintptr_t)63);
+}
+
+static inline int padded(int n, int to) { return (n + to - 1) / to * to; }
+
+enum Type { FP32, BF16, INT8, INT4 };
+
+static void read_floats(const void* from, int type, long at, int n, float* to) {
+  if (type == FP32) {
+    memcpy(to, (const float*)from + at, 4 * (size_t)n);
+    return;
+  }
+  const uint16_t* bits = (const uint16_t*)from + at;
+  int i = 0;
+  for (; i + LANES <= n; i += LANES)
+    store(to + i, (vf)(__builtin_convertvector(load<vh>(bits + i), vu) << 16));
+  for (; i < n; i++) to[i] = bf16_to_float(bits[i]);
+}
+
+static void write_floats(const float* from, int n, void* to, int type, long at) {
+  if (type == FP32) {
+    memcpy((float*)to + at, from, 4 * (size_t)n);
+    return;
+  }
+  uint16_t* bits = (uint16_t*)to + at;
+  for (int i = 0; i < n; i++) bits[i] = float_to_bf16(from[i]);
+}
+
+// ---- Norms --------------------------------------------------------------------------------------
+
+enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
+
+struct Norm {
+  int32_t kind;
+  float eps;
+  const float *weight, *bias;
+};
+
+static void normalize(const Norm& norm, int n, float* x) {        // n may be any number
+  if (norm.kind == NO_NORM) return;
+  float mean = 0;
+  if (norm.kind == LAYER_NORM) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i];
+    mean = sum / n;
+    for (int i = 0; i < n; i++) x[i] -= mean;
+  }
+  vf squares[4] = {};
+  int i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+    for (int j = 0; j < 4; j++) {
+      vf v = load<vf>(x + i + j * LANES);
+      squares[j] += v * v;
+    }
+  float sum = sum_of(squares[0] + squares[1] + squares[2] + squares[3]);
+  for (; i < n; i++) sum += x[i] * x[i];
+  float factor = 1 / std::sqrt(sum / n + norm.eps);
+  for (i = 0; i + LANES <= n; i += LANES)
+    store(x + i, load<vf>(x + i) * factor * load<vf>(norm.weight + i));
+  for (; i < n; i++) x[i] *= factor * norm.weight[i];
+  if (norm.bias)
+    for (i = 0; i < n; i++) x[i] += norm.bias[i];
+}
+
+// ---- Products -----------------------------------------------------------------------------------
+
+enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
+
+// x [M, K], perhaps normalized, by weight -> out [M, N]: + bias, activated (gated: the first half
+// of the outputs by the second; out is [M, N / 2]), times factor, + residual.
+struct Linear {
+  int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type;
+  float factor;
+  Norm norm;
+  const void *x, *weight, *scales, *residual;
+  const float* bias;
+  void* out;
+};
+
+static inline vf activated(int activation, vf x) {
+  if (activation == SILU) return x / (1.0f + exp_of(-x));
+  if (activation == CLAMPED_SILU) {
+    x = x > 7.0f ? vf{} + 7.0f : x;
+    return x / (1.0f + exp_of(x * -1.702f));
+  }
+  if (activation == GELU_TANH)
+    return x * 0.5f * (1.0f + tanh_of(0.797884561f * (x + 0.044715f * x * x * x)));
+  if (activation == GELU)
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1 + std::erf(x[i] * 0.707106781f));
+  return x;
+}
+
+// y [n] of the outputs that begin at `first`, up beside a gate -> out of row m
+static void finish(const Linear& op, int m, int first, int n, float* y, float* up) {
+  if (op.bias)
+    for (int i = 0; i < n; i++) {
+      y[i] += op.bias[first + i];
+      if (up) up[i] += op.bias[op.N / 2 + first + i];
+    }
+  if (op.activation)
+    for (int i = 0; i < n; i += LANES) {       // whole vectors: n is ROWS, or the rest is not used
+      vf a = activated(op.activation, load<vf>(y + i));
+      if (up) {
+        vf b = load<vf>(up + i);
+        if (op.activation == CLAMPED_SILU) {
+          b = b > 7.0f ? vf{} + 7.0f : b;
+          b = (b < -7.0f ? vf{} - 7.0f : b) + 1.0f;
+        }
+        a *= b;
+      }
+      store(y + i, a);
+    }
+  long at = (long)m * (op.gated ? op.N / 2 : op.N) + first;
+  if (op.residual) {
+    float old[ROWS];
+    read_floats(op.residual, op.residual_type, at, n, old);
+    for (int i = 0; i < n; i++) y[i] = old[i] + op.factor * y[i];
+  }
+  write_floats(y, n, op.out, op.out_type, at);
+}
+
+static inline size_t block_bytes(int format, int K) {             // K padded
+  size_t bytes[] = {4, 2, 1, 0};
+  return format == INT4 ? (size_t)K / 2 * ROWS : bytes[format] * K * ROWS;
+}
+
+static inline const char* block(const Linear& op, int i, int K) {
+  return (const char*)op.weight + i * block_bytes(op.format, K);
+}
+
+static inline vf int8_scale(const Linear& op, int i, int v) {     // fp32 [out]
+  return load<vf>((const float*)op.scales + i * ROWS + v * LANES);
+}
+
+// int4: w = scale * code + term, [out/ROWS, in/G, ROWS] words of two bf16, scale and zero
+static inline void scale_and_term(const void* words, vf* scale, vf* term) {
+  vi both = load<vi>(words);
+  *scale = low_bf16(both);
+  *term = high_bf16(both) - 8.0f * *scale;
+}
+
+// - One row: every thread reads it, then takes blocks of weights.
+
+struct Row {
+  float *x, *scale, *sum;                      // [K], of each GROUP of q, of q's values
+  int16_t* q;                                  // [K]
+};
+
+static void to_16_bits(const Row& row, int K, bool by_fours) {
+  for (int g = 0; g < K / GROUP; g++) {
+    const float* x = row.x + g * GROUP;
+    vf top = {};
+    for (int i = 0; i < GROUP; i += LANES) {
+      vf v = load<vf>(x + i);
+      top = larger(top, larger(v, -v));
+    }
+    float largest = largest_of(top), scale = largest / 32767, inverse = 0;
+    if (scale > 0) inverse = 1 / scale;
+    int sum = 0;
+    int16_t* q = row.q + g * GROUP;
+    for (int i = 0; i < GROUP; i++) {
+      int at = by_fours ? (i & ~7) + (i & 3) * 2 + (i >> 2 & 1) : i;
+      int rounded = (int)std::lrintf(x[i] * inverse);
+      q[at] = rounded;
+      sum += rounded;
+    }
+    row.scale[g] = scale;
+    row.sum[g] = sum * scale;
+  }
+}
+
+static inline int32_t pair_at(const int16_t* q, int i) {
+  int32_t pair;
+  memcpy(&pair, q + 2 * i, 4);
+  return pair;
+}
+
+static void row_by_fp32(const float* w, int K, const Row& row, vf* y) {
+  vf acc[4][2] = {};
+  for (int k = 0; k < K; k += 4)
+    for (int u = 0; u < 4; u++)
+      for (int v = 0; v < 2; v++)
+        acc[u][v] += row.x[k + u] * load<vf>(w + (k + u) * ROWS + v * LANES);
+  for (int v = 0; v < 2; v++) y[v] = acc[0][v] + acc[1][v] + (acc[2][v] + acc[3][v]);
+}
+
+static void row_by_bf16(const int32_t* w, int K, const Row& row, vf* y) {
+  vf even[2][2] = {}, odd[2][2] = {};
+  for (int p = 0; p < K / 2; p += 2)
+    for (int u = 0; u < 2; u++)
+      for (int v = 0; v < 2; v++) {
+        const int32_t* at = w + (p + u) * ROWS + v * LANES;
+        __builtin_prefetch((const char*)at + AHEAD);
+        vi pair = load<vi>(at);
+        even[u][v] += row.x[2 * (p + u)] * low_bf16(pair);
+        odd[u][v] += row.x[2 * (p + u) + 1] * high_bf16(pair);
+      }
+  for (int v = 0; v < 2; v++) y[v] = even[0][v] + even[1][v] + (odd[0][v] + odd[1][v]);
+}
+
+static void row_by_int8(const int8_t* w, int K, const Row& row, vf* y) {
+  y[0] = y[1] = vf{};
+  for (int g = 0; g < K / GROUP; g++) {
+    vi acc[2] = {};
+    for (int p = 0; p < GROUP / 2; p++) {
+      const int8_t* at = w + (g * GROUP / 2 + p) * ROWS * 2;
+      if (p % 2 == 0) __builtin_prefetch(at + AHEAD);
+      int32_t pair = pair_at(row.q, g * GROUP / 2 + p);
+      for (int v = 0; v < 2; v++) {
+        vs codes = __builtin_convertvector(load<vb>(at + 2 * LANES * v), vs);
+        acc[v] = dot2(acc[v], codes, pair);
+      }
+    }
+    for (int v = 0; v < 2; v++) y[v] += to_float(acc[v]) * row.scale[g];
+  }
+}
+
+static void row_by_int4(const int32_t* w, const int32_t* scales, int K, int group, const Row& row,
+                        vf* y) {
+  y[0] = y[1] = vf{};
+  int steps = group / GROUP;
+  for (int g = 0; g < K / group; g++) {
+    vf sum[2] = {};
+    float x_sum = 0;
+    for (int i = g * steps; i < (g + 1) * steps; i++) {
+      vi acc[2] = {};
+      for (int j = 0; j < GROUP / 8; j++) {
+        const int32_t* at = w + (i * GROUP / 8 + j) * ROWS;
+        __builtin_prefetch((const char*)at + AHEAD);
+        for (int v = 0; v < 2; v++) {
+          vi words = load<vi>(at + v * LANES);
+          for (int b = 0; b < 4; b++) {
+            vs codes = (vs)((vi)((vu)words >> (4 * b)) & 0x000f000f);
+            acc[v] = dot2(acc[v], codes, pair_at(row.q, i * GROUP / 2 + 4 * j + b));
+          }
+        }
+      }
+      for (int v = 0; v < 2; v++) sum[v] += to_float(acc[v]) * row.scale[i];
+      x_sum += row.sum[i];
+    }
+    for (int v = 0; v < 2; v++) {
+      vf scale, term;
+      scale_and_term(scales + g * ROWS + v * LANES, &scale, &term);
+      y[v] += scale * sum[v] + term * x_sum;
+    }
+  }
+}
+
+static void row_by_block(const Linear& op, int i, int K, const Row& row, float* y) {
+  const char* w = block(op, i, K);
+  vf sums[2] = {};
+  if (op.format == FP32) row_by_fp32((const float*)w, K, row, sums);
+  if (op.format == BF16) row_by_bf16((const int32_t*)w, K, row, sums);
+  if (op.format == INT8) row_by_int8((const int8_t*)w, K, row, sums);
+  if (op.format == INT4) {
+    const int32_t* scales = (const int32_t*)op.scales + (long)i * (K / op.group) * ROWS;
+    row_by_int4((const int32_t*)w, scales, K, op.group, row, sums);
+  }
+  for (int v = 0; v < 2; v++) {
+    if (op.format == INT8) sums[v] *= int8_scale(op, i, v);
+    store(y + v * LANES, sums[v]);
+  }
+}
+
+static void read_row(const Linear& op, int m, int K, float* to) {
+  read_floats(op.x, op.x_type, (long)m * op.K, op.K, to);
+  normalize(op.norm, op.K, to);
+  std::fill(to + op.K, to + K, 0.0f);
+}
+
+static void one_row(const Linear& op, int index, int n_thread) {
+  int K = padded(op.K, GROUP), n_group = K / GROUP;
+  float* memory = memory_of(own, 2 * (size_t)K + 2 * n_group + 64);
+  Row row = {memory, memory + K, memory + K + n_group, (int16_t*)(memory + K + 2 * n_group)};
+  read_row(op, 0, K, row.x);
+  if (op.format >= INT8) to_16_bits(row, K, op.format == INT4);
+  int n_block = padded(op.gated ? op.N / 2 : op.N, ROWS) / ROWS;
+  int step = std::max(1, n_block / (8 * n_thread));
+  for (int from; (from = next_task[index].fetch_add(step)) < n_block;)
+    for (int i = from; i < std::min(from + step, n_block); i++) {
+      float y[2][ROWS];
+      row_by_block(op, i, K, row, y[0]);
+      if (op.gated) row_by_block(op, i + n_block, K, row, y[1]);
+      int n = std::min(ROWS, (op.gated ? op.N / 2 : op.N) - i * ROWS);
+      finish(op, 0, i * ROWS, n, y[0], op.gated ? y[1] : nullptr);
+    }
+}
+
+// - Many rows: a block of weights becomes floats [DEPTH, ROWS], which all rows of x share.
+
+static void to_floats(const Linear& op, int i, int K, int from, int n, float* to) {
+  const char* w = block(op, i, K);
+  if (op.format == FP32) memcpy(to, (const float*)w + (long)from * ROWS, 4 * (size_t)n * ROWS);
+  for (int v = 0; v < 2; v++) {
+    float* column = to + v * LANES;
+    if (op.format == BF16)
+      for (int k = 0; k < n; k += 2) {
+        vi pair = load<vi>((const int32_t*)w + (from + k) / 2 * ROWS + v * LANES);
+        store(column + k * ROWS, low_bf16(pair));
+        store(column + (k + 1) * ROWS, high_bf16(pair));
+      }
+    if (op.format == INT8)
+      for (int k = 0; k < n; k += 2) {
+        vb pairs = load<vb>(w + ((from + k) / 2 * ROWS + v * LANES) * 2);
+        vi words = (vi)__builtin_convertvector(pairs, vs);
+        store(column + k * ROWS, to_float(words << 16 >> 16));
+        store(column + (k + 1) * ROWS, to_float(words >> 16));
+      }
+    if (op.format == INT4) {
+      const int32_t* scales = (const int32_t*)op.scales + (long)i * (K / op.group) * ROWS;
+      for (int k = 0; k < n; k += GROUP) {
+        vf scale, term;
+        scale_and_term(scales + (from + k) / op.group * ROWS + v * LANES, &scale, &term);
+        for (int j = k; j < k + GROUP; j += 8) {
+          vu words = load<vu>((const int32_t*)w + (from + j) / 8 * ROWS + v * LANES);
+          for (int b = 0; b < 8; b++) {
+            vf code = to_float((vi)(words >> (4 * b) & 15));
+            store(column + (j + b) * ROWS, code * scale + term);
+          }
+        }
+      }
+    }
+  }
+}
+
+// y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw floats
+template <int M>
+static void tile(const float* w, long ldw, int n, const float* x, long ldx, float* y, long ldy,
+                 bool add) {
+  vf acc[M][2];
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(y + m * ldy + v * LANES) : vf{};
+  for (int k = 0; k < n; k++) {
+    vf a = load<vf>(w + k * ldw), b = load<vf>(w + k * ldw + LANES);
+    for (int m = 0; m < M; m++) {
+      acc[m][0] += x[m * ldx + k] * a;
+      acc[m][1] += x[m * ldx + k] * b;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
+}
+
+template <int M>
+static void tile_of(int m, const float* w, long ldw, int n, const float* x, long ldx, float* y,
+                    long ldy, bool add) {
+  if (m == M) return tile<M>(w, ldw, n, x, ldx, y, ldy, add);
+  if constexpr (M > 1) tile_of<M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
+}
+
+static void tiles(int M, const float* w, long ldw, int n, const float* x, long ldx, float* y,
+                  long ldy, bool add) {
+  int n_tile = (M + TILE - 1) / TILE;
+  for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
+    int height = (M - m + n_tile - i - 1) / (n_tile - i);
+    tile_of<TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
+    m += height;
+  }
+}
+
+constexpr int MOST_ROWS = 512;                 // of x at a time
+
+static void many_rows(const Linear& op, int index) {
+  int K = padded(op.K, GROUP);
+  float* x = memory_of(shared, 0);
+#pragma omp for schedule(static)
+  for (int m = 0; m < op.M; m++) read_row(op, m, K, x + (long)m * K);
+  int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
+  int n_chunk = (op.M + MOST_ROWS - 1) / MOST_ROWS, most = std::min(op.M, MOST_ROWS);
+  float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)most * ROWS);
+  for (int task; (task = next_task[index].fetch_add(1)) < n_block * n_chunk;) {
+    int i = task % n_block, first = task / n_block * MOST_ROWS;
+    int M = std::min(MOST_ROWS, op.M - first);
+    for (int half = 0; half <= op.gated; half++) {
+      float* y = w + DEPTH * ROWS + (long)half * most * ROWS;
+      for (int k = 0; k < K; k += DEPTH) {
+        int n = std::min(DEPTH, K - k);
+        to_floats(op, i + half * n_block, K, k, n, w);
+        tiles(M, w, ROWS, n, x + (long)first * K + k, K, y, ROWS, k > 0);
+      }
+      if (op.format == INT8)
+        for (int v = 0; v < 2; v++) {
+          vf scale = int8_scale(op, i + half * n_block, v);
+          for (int m = 0; m < M; m++) {
+            float* at = y + m * ROWS + v * LANES;
+            store(at, load<vf>(at) * scale);
+          }
+        }
+    }
+    int n = std::min(ROWS, n_out - i * ROWS);
+    float *y = w + DEPTH * ROWS, *up = y + (long)most * ROWS;
+    for (int m = 0; m < M; m++)
+      finish(op, first + m, i * ROWS, n, y + m * ROWS, op.gated ? up + m * ROWS : nullptr);
+  }
+}
+
+// ---- Attention ----------------------------------------------------------------------------------
+
+// RoPE of qkv [B, T, N + 2 K, H], the write of keys and values to slots of the caches
+// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, H].
+struct Positions {                             // what layers share
+  int64_t n_key, mask_b, mask_t, angle_b, slot_b;                 // the others are strides
+  const float *cos, *sin;                      // [(B, 1,) T, H / 2]
+  const uint8_t* mask;                         // [(B, 1,) T, n_key]
+  const int64_t *slot, *rows;                  // [(B,) T]; [B], of the caches, or null: all
+};
+
+struct Attention {
+  int32_t kind, B, T, N, K, H, S, cache_type, wide_norm, out_type;
+  float scale, cap;
+  Norm q_norm, k_norm;
+  const Positions* at;
+  const float* sinks;
+  float* qkv;
+  void *k_cache, *v_cache, *out;
+};
+
+constexpr int KEYS = 64;                       // at a time
+constexpr int QUERIES = 96;                    // heads that share keys are queries side by side
+constexpr int FEW = 4;                         // of which each takes its own sums over a key
+
+static void rotate(const Attention& op, const float* cos, const float* sin, float* x) {
+  int half = op.H / 2;
+  for (int i = 0; i < half; i++) {
+    float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+static inline long cache_at(const Attention& op, int b, int head, long slot) {
+  long row = op.at->rows ? op.at->rows[b] : b;
+  return ((row * op.K + head) * op.S + slot) * op.H;
+}
+
+static void write_keys(const Attention& op, int b, int t) {
+  float* q = op.qkv + ((long)b * op.T + t) * (op.N + 2 * op.K) * op.H;
+  float *k = q + op.N * op.H, *v = k + op.K * op.H;
+  const float* cos = op.at->cos + b * op.at->angle_b + t * (op.H / 2);
+  const float* sin = op.at->sin + b * op.at->angle_b + t * (op.H / 2);
+  if (op.wide_norm) {
+    normalize(op.q_norm, op.N * op.H, q);
+    normalize(op.k_norm, op.K * op.H, k);
+  }
+  for (int i = 0; i < op.N + op.K; i++) {
+    float* x = q + i * op.H;
+    if (!op.wide_norm) normalize(i < op.N ? op.q_norm : op.k_norm, op.H, x);
+    rotate(op, cos, sin, x);
+  }
+  long slot = op.at->slot[b * op.at->slot_b + t];
+  for (int i = 0; i < op.K; i++) {
+    write_floats(k + i * op.H, op.H, op.k_cache, op.cache_type, cache_at(op, b, i, slot));
+    write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_at(op, b, i, slot));
+  }
+}
+
+struct Task {
+  int b, head, t0, t1, key0, key1;             // queries [t0, t1) of the heads that share one
+};
+
+struct Softmax {                               // of a task's queries, over the keys so far
+  float *top, *sum, *out;                      // [queries], [queries], [queries, Hp]
+};
+
+static const uint8_t* mask_of(const Attention& op, int b, int t) {
+  return op.at->mask + b * op.at->mask_b + t * op.at->mask_t;
+}
+
+// keys that any of the queries sees: from the first to the last, [first, last)
+static void seen(const Attention& op, int b, int t0, int t1, int* first, int* last) {
+  *first = op.at->n_key;
+  *last = 0;
+  for (int t = t0; t < t1; t++) {
+    const uint8_t* mask = mask_of(op, b, t);
+    int end = op.at->n_key;
+    while (end - 8 >= *last && load<uint64_t>(mask + end - 8) == 0) end -= 8;
+    while (end > *last && !mask[end - 1]) end--;
+    *last = std::max(*last, end);
+    int begin = 0;
+    while (begin + 8 <= *first && load<uint64_t>(mask + begin) == 0) begin += 8;
+    while (begin < *first && !mask[begin]) begin++;
+    *first = std::min(*first, begin);
+  }
+  *first = std::min(*first, *last);
+}
+
+// LANES vectors -> a vector of their sums
+static inline vf sums_of(vf* a) {
+  vi even, odd;
+  for (int i = 0; i < LANES; i++) {
+    even[i] = 2 * i;
+    odd[i] = 2 * i + 1;
+  }
+  for (int n = LANES; n > 1; n /= 2)
+    for (int i = 0; i < n / 2; i++)
+      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even)
+             + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+  return a[0];
+}
+
+// scores [queries, KEYS] of few queries: a sum for each key
+static void few_scores(const float* q, int n_query, const float* k, int n, int H, int Hp,
+                       float* score) {
+  for (int j = 0; j < n; j += LANES)
+    for (int r = 0; r < n_query; r++) {
+      vf sums[LANES];
+      for (int i = 0; i < LANES; i++) {
+        vf sum = {};
+        for (int h = 0; h < H; h += LANES)
+          sum += load<vf>(q + r * Hp + h) * load<vf>(k + (j + i) * Hp + h);
+        sums[i] = sum;
+      }
+      store(score + r * KEYS + j, sums_of(sums));
+    }
+}
+
+// k [KEYS, Hp] -> [KEYS / ROWS][H][ROWS]
+static void transpose_keys(const float* k, int H, int Hp, float* to) {
+  for (int j = 0; j < KEYS; j += ROWS)
+    for (int h0 = 0; h0 < H; h0 += 8)
+      for (int i = 0; i < ROWS; i++)
+        for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * Hp + h) * ROWS + i] = k[(j + i) * Hp + h];
+}
+
+static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
+  int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = (op.N + 2 * op.K) * H;
+  int n_query = (task.t1 - task.t0) * share;
+  float* q = memory_of(own, (size_t)n_query * (Hp + KEYS) + 3 * KEYS * Hp);
+  float *score = q + n_query * Hp, *k = score + n_query * KEYS, *v = k + KEYS * Hp;
+  float* turned = v + KEYS * Hp;
+  for (int r = 0; r < n_query; r++) {
+    int t = task.t0 + r / share, head = task.head * share + r % share;
+    const float* from = op.qkv + ((long)task.b * op.T + t) * W + head * H;
+    for (int h = 0; h < H; h++) q[r * Hp + h] = from[h] * op.scale;
+    std::fill(q + r * Hp + H, q + (r + 1) * Hp, 0.0f);
+    softmax.top[r] = -INFINITY;
+    softmax.sum[r] = 0;
+  }
+  memset(softmax.out, 0, 4 * (size_t)n_query * Hp);
+  memset(k, 0, 8 * (size_t)KEYS * Hp);
+  for (int key = task.key0; key < task.key1; key += KEYS) {
+    int n = std::min(KEYS, task.key1 - key), first_t = task.t0;
+    while (first_t < task.t1 && !memchr(mask_of(op, task.b, first_t) + key, 1, n)) first_t++;
+    int from = (first_t - task.t0) * share, n_row = n_query - from;    // the others see none
+    if (n_row == 0) continue;
+    for (int j = 0; j < n; j++) {
+      long at = cache_at(op, task.b, task.head, key + j);
+      read_floats(op.k_cache, op.cache_type, at, H, k + j * Hp);
+      read_floats(op.v_cache, op.cache_type, at, H, v + j * Hp);
+    }
+    if (n_row <= FEW) {
+      few_scores(q + from * Hp, n_row, k, n, Hp, Hp, score + from * KEYS);
+    } else {
+      transpose_keys(k, Hp, Hp, turned);
+      for (int j = 0; j < n; j += ROWS)
+        tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j, KEYS,
+              false);
+    }
+    for (int r = from; r < n_query; r++) {
+      float* s = score + r * KEYS;
+      const uint8_t* mask = mask_of(op, task.b, task.t0 + r / share) + key;
+      if (op.cap)
+        for (int j = 0; j < KEYS; j += LANES)
+          store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
+      if (n < KEYS || memchr(mask, 0, n))
+        for (int j = 0; j < KEYS; j++) s[j] = j < n && mask[j] ? s[j] : -INFINITY;
+      vf top = load<vf>(s);
+      for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load<vf>(s + j));
+      float new_top = std::max(softmax.top[r], largest_of(top));
+      if (new_top == -INFINITY) {              // it sees none of these, and saw none before
+        memset(s, 0, 4 * KEYS);
+        continue;
+      }
+      vf sum = {};
+      for (int j = 0; j < KEYS; j += LANES) {
+        vf p = exp_of(load<vf>(s + j) - new_top);
+        sum += p;
+        store(s + j, p);
+      }
+      if (new_top > softmax.top[r]) {
+        float old = softmax.top[r] == -INFINITY ? 0 : std::exp(softmax.top[r] - new_top);
+        softmax.sum[r] *= old;
+        for (int h = 0; h < Hp; h += LANES)
+          store(softmax.out + r * Hp + h, load<vf>(softmax.out + r * Hp + h) * old);
+        softmax.top[r] = new_top;
+      }
+      softmax.sum[r] += sum_of(sum);
+    }
+    for (int h = 0; h < Hp; h += ROWS)
+      tiles(n_row, v + h, Hp, n, score + from * KEYS, KEYS, softmax.out + from * Hp + h, Hp, true);
+  }
+}
+
+// out of a query, from its softmax over each of n_part parts of the keys, `step` floats apart
+static void write_out(const Attention& op, const Task& task, int r, const Softmax& first,
+                      int n_part, long step) {
+  int Hp = padded(op.H, ROWS), share = op.N / op.K;
+  int t = task.t0 + r / share, head = task.head * share + r % share;
+  float top = op.sinks ? op.sinks[head] : -INFINITY, sum = 0;
+  for (int i = 0; i < n_part; i++) top = std::max(top, first.top[r + i * step]);
+  if (op.sinks) sum = std::exp(op.sinks[head] - top);
+  std::vector<float> y(Hp, 0.0f);
+  for (int i = 0; i < n_part; i++) {
+    if (first.top[r + i * step] == -INFINITY) continue;
+    float weight = std::exp(first.top[r + i * step] - top);
+    sum += weight * first.sum[r + i * step];
+    for (int h = 0; h < op.H; h++) y[h] += weight * first.out[r * Hp + h + i * step];
+  }
+  for (int h = 0; h < op.H; h++) y[h] /= sum;
+  write_floats(y.data(), op.H, op.out, op.out_type,
+               (((long)task.b * op.T + t) * op.N + head) * op.H);
+}
+
+static void attention(const Attention& op, int index, int n_thread) {
+#pragma omp for schedule(static)
+  for (int i = 0; i < op.B * op.T; i++) write_keys(op, i / op.T, i % op.T);
+  int share = op.N / op.K, Hp = padded(op.H, ROWS);
+  int step_t = std::max(1, std::min(op.T, QUERIES / share)), n_tile = (op.T + step_t - 1) / step_t;
+  int n_task = op.B * op.K * n_tile, n_part = 1;
+  if (n_task < 4 * n_thread)                   // few: each in parts of the keys
+    n_part = std::max(1, std::min((4 * n_thread + n_task - 1) / n_task, (int)op.at->n_key / 128));
+  long n_query = (long)step_t * share, size = n_query * (Hp + 2);
+  float* parts = memory_of(shared, 0);
+  auto task_of = [&](int i) {
+    int tile = n_tile - 1 - i / (op.B * op.K), rest = i % (op.B * op.K);     // the longest first
+    Task task = {rest / op.K, rest % op.K, tile * step_t, std::min(op.T, (tile + 1) * step_t), 0, 0};
+    seen(op, task.b, task.t0, task.t1, &task.key0, &task.key1);
+    return task;
+  };
+  auto softmax_of = [&](float* at) { return Softmax{at, at + n_query, at + 2 * n_query}; };
+  for (int i; (i = next_task[index].fetch_add(1)) < n_task * n_part;) {
+    Task task = task_of(i / n_part);
+    int n_key = padded((task.key1 - task.key0 + n_part - 1) / n_part, KEYS), end = task.key1;
+    task.key0 += i % n_part * n_key;
+    task.key1 = std::min(end, task.key0 + n_key);
+    int slot = n_part > 1 ? i : omp_get_thread_num();
+    Softmax softmax = softmax_of(parts + slot * size);
+    attend(op, task, softmax);
+    if (n_part == 1)
+      for (int r = 0; r < (task.t1 - task.t0) * share; r++) write_out(op, task, r, softmax, 1, 0);
+  }
+  if (n_part == 1) return;
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+  for (int i = 0; i < n_task; i++) {
+    Task task = task_of(i);
+    Softmax softmax = softmax_of(parts + i * n_part * size);
+    for (int r = 0; r < (task.t1 - task.t0) * share; r++)
+      write_out(op, task, r, softmax, n_part, size);
+  }
+}
+
+static size_t shared_floats(const Attention& op, int n_thread) {
+  int share = op.N / op.K, step_t = std::max(1, std::min(op.T, QUERIES / share));
+  size_t size = (size_t)step_t * share * (padded(op.H, ROWS) + 2);
+  int n_task = op.B * op.K * ((op.T + step_t - 1) / step_t);
+  return size * (n_task < 4 * n_thread ? n_task + 4 * n_thread : n_thread);
+}
+
+// ---- The residual stream ------------------------------------------------------------------------
+
+// out [M, D] = residual + factor * norm(x)
+struct AddNorm {
+  int32_t kind, M, D, x_type, out_type, residual_type;
+  float factor;
+  Norm norm;
+  const void *x, *residual;
+  void* out;
+};
+
+static void add_norm(const AddNorm& op) {
+  float* x = memory_of(own, 2 * (size_t)op.D);
+  float* old = x + op.D;
+#pragma omp for schedule(static) nowait
+  for (int m = 0; m < op.M; m++) {
+    read_floats(op.x, op.x_type, (long)m * op.D, op.D, x);
+    normalize(op.norm, op.D, x);
+    read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, old);
+    for (int i = 0; i < op.D; i++) x[i] = old[i] + op.factor * x[i];
+    write_floats(x, op.D, op.out, op.out_type, (long)m * op.D);
+  }
+}
+
+// ---- The entry ----------------------------------------------------------------------------------
+
+enum Kind { LINEAR, ATTENTION, ADD_NORM };
+
+extern "C" int rows_in_a_block() { return ROWS; }
+
+// The operations one after the other; each is one of the structs above, which begin with their kind.
+extern "C" void run(const int32_t* const* ops, int n_op, int n_thread) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> guard(one_at_a_time);
+  for (int begin = 0; begin < n_op; begin += 4096) {
+    int n = std::min(4096, n_op - begin);
+    size_t n_float = 0;
+    for (int i = 0; i < n; i++) {
+      next_task[i] = 0;
+      const int32_t* op = ops[begin + i];
+      if (*op == LINEAR) {
+        const Linear& linear = *(const Linear*)op;
+        if (linear.M > 1) n_float = std::max(n_float, (size_t)linear.M * padded(linear.K, GROUP));
+      }
+      if (*op == ATTENTION)
+        n_float = std::max(n_float, shared_floats(*(const Attention*)op, n_thread));
+    }
+    memory_of(shared, n_float);
+#pragma omp parallel num_threads(n_thread)
+    for (int i = 0; i < n; i++) {
+      const int32_t* op = ops[begin + i];
+      if (*op == LINEAR && ((const Linear*)op)->M == 1) one_row(*(const Linear*)op, i, n_thread);
+      else if (*op == LINEAR) many_rows(*(const Linear*)op, i);
+      if (*op == ATTENTION) attention(*(const Attention*)op, i, n_thread);
+      if (*op == ADD_NORM) add_norm(*(const AddNorm*)op);
+#pragma omp barrier
+    }
+  }
+}

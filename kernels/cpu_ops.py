@@ -1,0 +1,193 @@
+"""The operations of cpu_ops.cpp: compiled for this CPU once, described by structs, run in a row.
+
+Knows tensors and no modules. Weights have the layout that the C++ file describes, which depends on
+the CPU; pack_weight() makes it of the layouts on disk (kernels/plain.py).
+
+    packed = pack_weight(weight, scales, zeros)
+    y = product(x, *packed, shape)                               # [M, in] -> [M, out]
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import disk, inductor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
+           "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast")
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
+LINEAR, ATTENTION, ADD_NORM = range(3)
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4}
+
+
+# ---- The library --------------------------------------------------------------------------------
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+def library_path() -> Path:
+    """Where it is once it is built: by its code, not its comments, the compiler and the CPU."""
+    code = re.sub(r"\s+", " ", re.sub(r"//.*", "", SOURCE.read_text()))
+    key = hashlib.sha256(repr((code, OPTIONS, compiler(), inductor.cpu_flags())).encode())
+    return _home() / f"cpu_ops-{key.hexdigest()[:32]}.so"
+
+
+@cache
+def _home() -> Path:
+    """The user's cache, or where it cannot be written, this process's own."""
+    try:
+        disk.cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=disk.cache_dir()) as file:
+            file.write(bytes(1 << 20))
+        return disk.cache_dir()
+    except OSError:
+        return Path(tempfile.mkdtemp())
+
+
+_building = []                                     # the compiler's process, if one was started
+
+
+def start_building() -> None:
+    """Have it compiled beside whatever else is done; it ends well without this process too."""
+    path = library_path()
+    if _building or path.exists() or not compiler():
+        return
+    partial = path.with_suffix(f".{os.getpid()}")
+    script = 'to=$0 at=$1; shift; "$@" -o "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }'
+    command = ["sh", "-c", script, path, partial, compiler(), *OPTIONS, SOURCE]
+    _building.append(subprocess.Popen(
+        list(map(str, command)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, start_new_session=True))
+
+
+def is_building() -> bool:
+    return bool(_building) and _building[0].poll() is None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Loaded, after waiting for the compiler. OSError or RuntimeError say why it cannot be."""
+    start_building()
+    if _building:
+        _, said = _building.pop().communicate()
+        if not library_path().exists():
+            raise RuntimeError((said.strip().splitlines() or ["the compiler failed"])[-1])
+    loaded = ctypes.CDLL(str(library_path()))
+    loaded.run.argtypes = [ctypes.POINTER(c_void_p), c_int32, c_int32]
+    loaded.run.restype = None
+    return loaded
+
+
+@cache
+def is_available() -> bool:
+    """Built and loaded, now if need be; a note says why not."""
+    try:
+        library()
+        return True
+    except (OSError, RuntimeError) as e:
+        inductor.note(f"kernels/cpu_ops.cpp cannot be used ({e}): torch.compile is, in its place")
+        return False
+
+
+# ---- What an operation is -----------------------------------------------------------------------
+
+class Norm(Structure):
+    _fields_ = [("kind", c_int32), ("eps", c_float), ("weight", c_void_p), ("bias", c_void_p)]
+
+
+def fields(ints: str, *rest) -> list:
+    return [(name, c_int32) for name in ints.split()] + list(rest)
+
+
+class Linear(Structure):
+    _fields_ = fields(
+        "kind format M N K group activation gated x_type out_type residual_type",
+        ("factor", c_float), ("norm", Norm), ("x", c_void_p), ("weight", c_void_p),
+        ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p))
+
+
+class Positions(Structure):
+    _fields_ = [(name, c_int64) for name in ("n_key", "mask_b", "mask_t", "angle_b", "slot_b")]
+    _fields_ += [(name, c_void_p) for name in ("cos", "sin", "mask", "slot", "rows")]
+
+
+class Attention(Structure):
+    _fields_ = fields(
+        "kind B T N K H S cache_type wide_norm out_type", ("scale", c_float), ("cap", c_float),
+        ("q_norm", Norm), ("k_norm", Norm),
+        *[(name, c_void_p) for name in ("at", "sinks", "qkv", "k_cache", "v_cache", "out")])
+
+
+class AddNorm(Structure):
+    _fields_ = fields("kind M D x_type out_type residual_type", ("factor", c_float),
+                      ("norm", Norm), ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p))
+
+
+def run(addresses: list[int]) -> None:
+    """The structs at these addresses one after the other, on all of torch's threads."""
+    n = len(addresses)
+    library().run((c_void_p * n)(*addresses), n, torch.get_num_threads())
+
+
+# ---- Weights ------------------------------------------------------------------------------------
+
+@cache
+def block_rows() -> int:
+    return library().rows_in_a_block()
+
+
+def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> tuple:
+    """As on disk -> (format, weight, scales, group) as cpu_ops.cpp reads them."""
+    scales_too = scales is not None
+    kind = {torch.float32: FP32, torch.bfloat16: BF16, torch.int8: INT8, torch.uint8: INT4}
+    kind = kind[weight.dtype]
+    n_out, n_in = weight.shape
+    to = {FP32: 32, BF16: 32, INT8: 32, INT4: 16}[kind]
+    short = -n_out % block_rows()
+    if short or n_in % to:
+        weight = F.pad(weight, (0, -n_in % to, 0, short))
+    word = {FP32: torch.float32, BF16: torch.int32, INT8: torch.int16, INT4: torch.int32}[kind]
+    words = weight.view(word).unflatten(0, (-1, block_rows())).mT.contiguous()
+    group = 0
+    if kind == INT8:
+        scales = F.pad(scales.float(), (0, short))
+    elif scales_too:
+        group = 2 * n_in // scales.shape[1]
+        both = torch.stack((scales.bfloat16(), zeros.bfloat16()), -1).view(torch.int32)[..., 0]
+        both = F.pad(both, (0, 0, 0, short))
+        scales = both.unflatten(0, (-1, block_rows())).mT.contiguous()
+    return kind, words, scales, group
+
+
+def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: int,
+            shape: tuple[int, int], bias: Tensor | None = None) -> Tensor:
+    """x [M, in] fp32 or bf16 by pack_weight()'s -> [M, out] in x's dtype. bias: fp32."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], shape[0])
+    op = linear(x, kind, weight, scales, group, shape, out, bias)
+    run([ctypes.addressof(op)])
+    return out
+
+
+def linear(x, kind, weight, scales, group, shape, out, bias=None, **more) -> Linear:
+    """more: the struct's other fields."""
+    def at(t):
+        return None if t is None else t.data_ptr()
+    return Linear(
+        kind=LINEAR, format=kind, M=x.shape[0], N=shape[0], K=shape[1], group=group,
+        x_type=TYPES[x.dtype], out_type=TYPES[out.dtype], factor=1.0, x=x.data_ptr(),
+        weight=weight.data_ptr(), scales=at(scales), bias=at(bias), out=out.data_ptr(), **more)

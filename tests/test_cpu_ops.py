@@ -1,0 +1,330 @@
+"""kernels/cpu_ops.cpp against float64 and against the layers in plain PyTorch; and what becomes of it where it cannot be."""
+
+import copy
+import ctypes
+import os
+import subprocess
+
+import pytest
+import tiny
+import torch
+from helpers import GREEDY, generated, make_batch
+
+from cli import engines
+from cli.engines import build_steps
+from formats.load import load_model, read_checkpoint
+from formats.quantized import quantized
+from generate import generate
+from kernels import compile as compiling
+from kernels import cpu_layers, cpu_ops, inductor
+from kernels.plain import dequantize
+from layers.attention import ScoredAttention
+from model import visible
+from quantize import Int4, Int8
+
+FORMATS = ("fp32", "bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-5, "int8": 2e-4, "int4-g32": 2e-4, "int4-g64": 2e-4, "int4-g128": 2e-4}
+SHAPES = ((64, 64), (96, 128), (40, 384), (1, 256), (576, 1536))         # outputs, inputs
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def leaves(w, kind):
+    """-> as on disk, and what they stand for."""
+    if kind in ("fp32", "bf16"):
+        w = w if kind == "fp32" else w.bfloat16()
+        return (w,), w.double()
+    scheme = Int8() if kind == "int8" else Int4(int(kind[6:]))
+    stored = tuple(scheme.quantize(w).values())
+    return stored, dequantize(*stored, *[None] * (3 - len(stored)), torch.float32).double()
+
+
+def error_of(kind, n_out, n_in, n_row, x_dtype=torch.float32, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    stored, exact = leaves(torch.randn(n_out, n_in, generator=random), kind)
+    x = torch.randn(n_row, n_in, generator=random) * torch.rand(n_in, generator=random).exp()
+    bias = torch.randn(n_out, generator=random)
+    x = x.to(x_dtype)
+    y = cpu_ops.product(x, *cpu_ops.pack_weight(*stored), (n_out, n_in), bias if n_row % 2 else None)
+    expected = x.double() @ exact.T + (bias.double() if n_row % 2 else 0)
+    assert y.dtype == x_dtype and y.shape == (n_row, n_out)
+    return float((y - expected).abs().max() / (x.double().norm(dim=1).max() * exact.norm(dim=1).max()))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products(kind, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for n_out, n_in in SHAPES:
+            for n_row in (*range(1, 15), 31, 32, 33, 70) if n_in < 200 else (1, 2, 7, 65):
+                if "-g" in kind and n_in % int(kind[6:]):
+                    continue
+                assert error_of(kind, n_out, n_in, n_row, seed=n_row) < TOLERANCE[kind], (n_out, n_in, n_row)
+        assert error_of(kind, 64, 128, 513) < TOLERANCE[kind]  # more than are multiplied at a time
+        assert error_of(kind, 64, 128, 3, torch.bfloat16) < 5e-3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inputs_that_fill_no_group():
+    for n_in in (24, 40, 100):
+        assert error_of("fp32", 48, n_in, 5) < 1e-5 and error_of("fp32", 48, n_in, 1) < 1e-5
+        assert error_of("bf16", 48, n_in, 5) < 1e-5 and error_of("bf16", 48, n_in, 1) < 1e-5
+
+
+def test_the_layout_of_wider_vectors(tmp_path, monkeypatch):
+    """As on a CPU with AVX-512, by instructions that every CPU has."""
+    path = tmp_path / "wide.so"
+    options = [o for o in cpu_ops.OPTIONS if o != "-march=native"]
+    subprocess.run([cpu_ops.compiler(), *options, "-DWIDE", "-O1", "-o", path, cpu_ops.SOURCE], check=True)
+    wide = ctypes.CDLL(str(path))
+    assert wide.rows_in_a_block() == 32
+    monkeypatch.setattr(cpu_ops, "library", lambda: wide)
+    monkeypatch.setattr(cpu_ops, "block_rows", lambda: 32)
+    for kind in FORMATS:
+        for n_row in (1, 2, 5, 13):
+            assert error_of(kind, 96, 128, n_row) < TOLERANCE[kind], (kind, n_row)
+    for case in range(6):
+        check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False)
+
+
+def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtype=torch.float32, start=None):
+    """RoPE, the write and the attention of T tokens that go on after `start`, by both."""
+    random = torch.Generator().manual_seed(seed)
+    start = seed * 7 % 90 if start is None else start
+    N, S = K * share, start + T + 3
+    kv_len = start + T + seed % 3
+    width = (N + 2 * K) * H
+    qkv = torch.randn(n_row, T, width, generator=random)
+    caches = [torch.randn(n_row + 1, K, S, H, generator=random).to(dtype) for _ in range(2)]
+    ours = [t.clone() for t in caches]
+    rows = torch.randperm(n_row + 1, generator=random)[:n_row]
+    pos = start + torch.arange(T).expand(n_row, T) - torch.arange(n_row)[:, None] * (start > n_row)
+    angle = torch.randn(n_row, 1, T, H // 2, generator=random)
+    cos, sin = angle.cos(), angle.sin()
+    mask = visible(pos, torch.arange(kv_len), window).contiguous()
+    sink = torch.randn(N, generator=random) if sinks else None
+    out = torch.empty(n_row, T, N * H)
+    todo = [pos.contiguous(), mask, cos, sin, rows, qkv.clone(), sink]
+    at = cpu_ops.Positions(
+        n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
+        sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
+    op = cpu_ops.Attention(
+        kind=cpu_ops.ATTENTION, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+        cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
+        qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
+    cpu_ops.run([ctypes.addressof(op)])
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    q, k, v = (t.transpose(1, 2) for t in qkv.view(n_row, T, -1, H).split((N, K, K), 2))
+    q, k = turned(q), turned(k)
+    for cache, new in zip(caches, (k, v)):
+        cache[rows[:, None], :, pos] = new.transpose(1, 2).to(dtype)
+    for cache, mine in zip(caches, ours):
+        torch.testing.assert_close(mine, cache, atol=0.02 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    attend = ScoredAttention(0.3, N, cap, sinks)
+    attend.sinks = sink if sink is None else torch.nn.Parameter(sink)
+    k, v = (cache[rows, :, :kv_len].float() for cache in ours)
+    expected = attend(q, k, v, mask).transpose(1, 2).reshape(n_row, T, -1)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window, cap, sinks", [(None, None, False), (9, None, True), (None, 2.0, True), (40, 5.0, False)])
+def test_attention(window, cap, sinks, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for T in (*range(1, 9), 16, 33, 70, 129):
+            check_attention(T, 1 + T % 3, T, window, cap, sinks)
+        for start in (0, 1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1500):
+            for share in (1, 3, 8):
+                check_attention(start, 1, 1, window, cap, sinks, share=share, start=start, H=64)
+                check_attention(start, 2, 4, window, cap, sinks, share=share, start=start, dtype=torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- Models -------------------------------------------------------------------------------------
+
+OTHER_WAYS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen2_moe-window", "qwen3_moe-window", "olmoe", "granitemoe",
+              "gpt_oss"}                                   # experts
+
+
+def logits_of(model, tokens, cut):
+    """In two pieces, then token by token, by the cache."""
+    model.setup_cache(1, tokens.shape[1] + 3, 16)
+    at, found = 0, []
+    for n in (cut, 9, *[1] * (tokens.shape[1] - cut - 9)):
+        found.append(model(tokens[:, at:at + n], torch.arange(at, at + n), n, at + n + 1))
+        at += n
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_every_family_by_operations_or_in_its_own_way(families, name):
+    directory, _ = families(name)
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    tokens = torch.randint(3, 150, (1, 30))
+    expected = logits_of(model, tokens, 6)
+    plain = [layer.forward for layer in model.layers]
+    assert cpu_layers.use_operations(model) == (name not in OTHER_WAYS)
+    if name in OTHER_WAYS:
+        assert [layer.forward for layer in model.layers] == plain
+    torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("scheme, head", [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_models(families, scheme, head, dtype):
+    directory, _ = families("llama3")
+    model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
+    tokens = torch.randint(3, 150, (1, 30))
+    expected = logits_of(model, tokens, 7)
+    assert cpu_layers.use_operations(model)
+    found = logits_of(model, tokens, 7)
+    assert (found - expected).abs().max() < (2e-3 if dtype == torch.float32 else 0.08) * expected.std()
+
+
+def test_rows_of_a_batch(families):
+    """Prompts of other lengths, and a row that is exchanged: the tokens that each has alone."""
+    directory, _ = families("llama3")
+    source = read_checkpoint(directory)
+    prompts = [torch.randint(3, 150, (n,)).tolist() for n in (5, 17, 9)]
+    alone = []
+    for prompt in prompts:
+        model = load_model(source, torch.float32, "cpu")
+        alone.append([t.item() for t in generated(model, [prompt], 12, GREEDY)])
+    model = load_model(source, torch.float32, "cpu")
+    model.setup_cache(3, 40, 16)
+    batch = make_batch(model, [GREEDY] * 3, steps=build_steps(model, "compile"))
+    found = torch.cat(list(generate(batch, prompts, 12)), 1).tolist()
+    assert found == alone and compiling.is_compiled(model)
+    model.setup_cache(1, 64, 32)                           # another cache
+    batch = make_batch(model, [GREEDY], steps=build_steps(model, "compile"))
+    assert [t.item() for t in generate(batch, [prompts[1]], 12)] == alone[1]
+
+
+def test_a_changed_layer_keeps_its_own(families, monkeypatch, capsys):
+    """A fork whose layer computes something else is not computed as if it were not."""
+    directory, _ = families("llama3")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    model.setup_cache(1, 40)
+    kind = type(model.layers[0])
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, *rest: original(self, x, *rest) * 1.01)
+    inductor.note.cache_clear()
+    assert not cpu_layers.use_operations(model) and "not those that" in capsys.readouterr().err
+    assert not compiling.is_compiled(model)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(families, monkeypatch):
+    directory, _ = families("llama3")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    model.setup_cache(1, 40)
+    tokens, pos = torch.randint(3, 150, (1, 4)), torch.arange(4)
+    assert cpu_layers.use_operations(model)
+    expected = model(tokens, pos)
+    second = model.layers[1].forward
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    model.layers[1].forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens, pos)
+    model.layers[1].forward = second
+    assert torch.equal(model(tokens, pos), expected)
+
+
+def test_without_the_library(families, monkeypatch, capsys):
+    directory, _ = families("llama3")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    model.setup_cache(1, 40)
+
+    def fails():
+        raise RuntimeError("no such instruction")
+    monkeypatch.setattr(cpu_ops, "library", fails)
+    cpu_ops.is_available.cache_clear()
+    inductor.note.cache_clear()
+    assert not cpu_layers.use_operations(model) and "no such instruction" in capsys.readouterr().err
+    cpu_ops.is_available.cache_clear()
+
+
+@pytest.fixture
+def nothing_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
+    for cached in (cpu_ops._home, cpu_ops.library, cpu_ops.is_available):
+        cached.cache_clear()
+    yield tmp_path / "kept"
+    for cached in (cpu_ops._home, cpu_ops.library, cpu_ops.is_available):
+        cached.cache_clear()
+
+
+def fake_compiler(tmp_path, monkeypatch, script):
+    path = tmp_path / "c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monkeypatch, nothing_built):
+    """The compiler is done in the middle of a text: its tokens are those of one run."""
+    directory, _ = families("llama3")
+    source, prompt = read_checkpoint(directory), [5, 9, 77, 31]
+    expected = [t.item() for t in generated(load_model(source, torch.float32, "cpu"), [prompt], 30, GREEDY)]
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    fake_compiler(tmp_path, monkeypatch, f'read line < "{gate}"; exec g++ "$@"')
+    cpu_ops.start_building()
+    model = load_model(source, torch.float32, "cpu")
+    model.setup_cache(1, 40)
+    batch = make_batch(model, [GREEDY], steps=build_steps(model, "compile", wait=False))
+    found, changed = [], []
+    for i, token in enumerate(generate(batch, [prompt], 30)):
+        found.append(token.item())
+        changed.append(compiling.is_compiled(model))
+        if i == 10:
+            assert not any(changed)
+            gate.write_text("go on\n")
+            cpu_ops._building[0].wait()
+    assert found == expected and changed[-1] and not changed[10] and changed[12]
+    assert len(list(nothing_built.glob("cpu_ops-*.so"))) == 1
+
+
+def test_a_compiler_that_fails(families, tmp_path, monkeypatch, capsys, nothing_built):
+    fake_compiler(tmp_path, monkeypatch, "echo bad option >&2; exit 1")
+    inductor.note.cache_clear()
+    assert not cpu_ops.is_available() and "bad option" in capsys.readouterr().err
+    assert not list(nothing_built.iterdir())
+
+
+def test_an_edited_comment_builds_nothing_anew(tmp_path, monkeypatch):
+    path, source = cpu_ops.library_path(), tmp_path / "cpu_ops.cpp"
+    text = cpu_ops.SOURCE.read_text()
+    monkeypatch.setattr(cpu_ops, "SOURCE", source)
+    source.write_text("// more\n" + text.replace("\n\n", "\n\n\n"))
+    assert cpu_ops.library_path() == path
+    source.write_text(text.replace("KEYS = 64", "KEYS = 96"))
+    assert cpu_ops.library_path() != path
+
+
+def test_speculation_runs_by_operations_too(families):
+    directory, _ = families("llama3")
+    source, prompt = read_checkpoint(directory), [5, 9, 77, 31] * 4
+    expected = [t.item() for t in generated(load_model(source, torch.float32, "cpu"), [prompt], 30, GREEDY)]
+    model = load_model(source, torch.float32, "cpu")
+    draft = copy.deepcopy(model)
+    model.setup_cache(1, 80, 16)
+    steps = build_steps(model, "compile")
+    sampler = engines.build_sampler(model, [GREEDY])
+    batch = engines.build_speculative(model, sampler, steps, "compile", 4, True, draft)
+    assert torch.cat(list(generate(batch, [prompt], 30)), 1)[0].tolist() == expected
+    assert compiling.is_compiled(draft)
