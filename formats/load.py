@@ -161,7 +161,8 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
         for leaf, blank in list(module.named_parameters(recurse=False)):
             p = assigned.get(blank)
             if p is None:
-                weight = torch.empty_like(blank, device=device)
+                # not empty_like, which has torch import sympy for a tensor on meta
+                weight = torch.empty(blank.shape, dtype=blank.dtype, device=device)
                 _read_into(weight, source, disk_names(f"{name}.{leaf}"))
                 p = assigned[blank] = torch.nn.Parameter(weight, requires_grad=False)
             setattr(module, leaf, p)

@@ -224,7 +224,8 @@ class Operations:
         """x None: each call has its own."""
         packed, bias = layer.linears[name]
         weights = arguments(packed.weight, packed.scales, packed.shape[1])
-        return cpu_ops.linear(out if x is None else x, *weights, packed.shape, out, bias, norm=norm)
+        return cpu_ops.linear(out if x is None else x, *weights, packed.shape, out, bias, norm=norm,
+                              exact=self.cache.k.dtype == torch.float32)
 
     def branch(self, layer, name: str, y: Tensor, x: Tensor | None, out: Tensor, before: Tensor,
                post: str) -> list[ctypes.Structure]:

@@ -19,6 +19,7 @@
 #include <cstring>
 #include <mutex>
 #include <omp.h>
+#include <thread>
 #include <vector>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -26,6 +27,11 @@
 
 // ---- Vectors ------------------------------------------------------------------------------------
 
+#if defined(__AVX512BF16__) || defined(WIDE)
+constexpr bool HAS_BF16 = true;                // products of bf16, two in an instruction
+#else
+constexpr bool HAS_BF16 = false;
+#endif
 #if defined(__AVX512F__) || defined(WIDE)
 constexpr int LANES = 16;
 constexpr int TILE = 12;                       // rows of x that share what is loaded of the weights
@@ -82,6 +88,15 @@ static inline vi dot2(vi acc, vs a, int32_t pair) {
 #endif
 }
 
+// acc + the products of neighbouring bf16 numbers, two and two; x: two numbers, for all lanes
+static inline vf dot2_bf16(vf acc, vi a, int32_t x) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32(x));
+#else
+  return acc + low_bf16(a) * bf16_to_float(x) + high_bf16(a) * bf16_to_float((uint32_t)x >> 16);
+#endif
+}
+
 static inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
 static inline vf exp_of(vf x) {                // 0 below -87; relative error 2e-7
@@ -112,7 +127,29 @@ static inline float largest_of(vf x) {
 
 // ---- Threads and memory -------------------------------------------------------------------------
 
-static std::atomic<int> next_task[4096];       // of each operation
+// A phase of an operation is a number of tasks, which threads take as they come. It is over when
+// all are done: a thread that the system let wait holds nobody up, unless it has a task.
+struct Phase {
+  std::atomic<int> next, done;
+};
+
+template <class F> static void do_tasks(Phase& phase, int n, int step, F task) {
+  for (int from; (from = phase.next.fetch_add(step)) < n;) {
+    int to = std::min(from + step, n);
+    for (int i = from; i < to; i++) task(i);
+    phase.done.fetch_add(to - from);
+  }
+  for (int spins = 0; phase.done.load() < n; spins++) {
+#ifdef __x86_64__
+    _mm_pause();
+#endif
+    if (spins % 4096 == 4095) std::this_thread::yield();
+  }
+}
+
+constexpr int PHASES = 3;                      // of an operation at most
+constexpr int MOST_OPS = 4096;                 // at a time
+static Phase phases[MOST_OPS][PHASES];
 static std::vector<float> shared;              // between threads, within an operation
 static thread_local std::vector<float> own;
 
@@ -189,7 +226,7 @@ enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
 // x [M, K], perhaps normalized, by weight -> out [M, N]: + bias, activated (gated: the first half
 // of the outputs by the second; out is [M, N / 2]), times factor, + residual.
 struct Linear {
-  int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type;
+  int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type, exact;
   float factor;
   Norm norm;
   const void *x, *weight, *scales, *residual;
@@ -388,22 +425,24 @@ static void read_row(const Linear& op, int m, int K, float* to) {
   std::fill(to + op.K, to + K, 0.0f);
 }
 
-static void one_row(const Linear& op, int index, int n_thread) {
+static void one_row(const Linear& op, Phase* phase, int n_thread) {
   int K = padded(op.K, GROUP), n_group = K / GROUP;
   float* memory = memory_of(own, 2 * (size_t)K + 2 * n_group + 64);
   Row row = {memory, memory + K, memory + K + n_group, (int16_t*)(memory + K + 2 * n_group)};
-  read_row(op, 0, K, row.x);
-  if (op.format >= INT8) to_16_bits(row, K, op.format == INT4);
-  int n_block = padded(op.gated ? op.N / 2 : op.N, ROWS) / ROWS;
-  int step = std::max(1, n_block / (8 * n_thread));
-  for (int from; (from = next_task[index].fetch_add(step)) < n_block;)
-    for (int i = from; i < std::min(from + step, n_block); i++) {
-      float y[2][ROWS];
-      row_by_block(op, i, K, row, y[0]);
-      if (op.gated) row_by_block(op, i + n_block, K, row, y[1]);
-      int n = std::min(ROWS, (op.gated ? op.N / 2 : op.N) - i * ROWS);
-      finish(op, 0, i * ROWS, n, y[0], op.gated ? y[1] : nullptr);
+  bool is_read = false;
+  int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
+  do_tasks(phase[0], n_block, std::max(1, n_block / (8 * n_thread)), [&](int i) {
+    if (!is_read) {
+      read_row(op, 0, K, row.x);
+      if (op.format >= INT8) to_16_bits(row, K, op.format == INT4);
+      is_read = true;
     }
+    float y[2][ROWS];
+    row_by_block(op, i, K, row, y[0]);
+    if (op.gated) row_by_block(op, i + n_block, K, row, y[1]);
+    int n = std::min(ROWS, n_out - i * ROWS);
+    finish(op, 0, i * ROWS, n, y[0], op.gated ? y[1] : nullptr);
+  });
 }
 
 // - Many rows: a block of weights becomes floats [DEPTH, ROWS], which all rows of x share.
@@ -443,75 +482,117 @@ static void to_floats(const Linear& op, int i, int K, int from, int n, float* to
   }
 }
 
-// y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw floats
-template <int M>
-static void tile(const float* w, long ldw, int n, const float* x, long ldx, float* y, long ldy,
+// The same as pairs of bf16 [DEPTH / 2, ROWS, 2], where a CPU multiplies these
+static const int32_t* to_pairs(const Linear& op, int i, int K, int from, int n, float* as_floats,
+                               int32_t* to) {
+  if (op.format == BF16) return (const int32_t*)block(op, i, K) + from / 2 * ROWS;
+  to_floats(op, i, K, from, n, as_floats);
+  for (int k = 0; k < n; k += 2)
+    for (int v = 0; v < ROWS; v += LANES) {
+      vi even = load<vi>(as_floats + k * ROWS + v) + 0x8000;      // rounded; codes are exact
+      vi odd = load<vi>(as_floats + (k + 1) * ROWS + v) + 0x8000;
+      store(to + k / 2 * ROWS + v, (vi)((vu)even >> 16) | (odd & (int32_t)0xffff0000));
+    }
+  return to;
+}
+
+struct Floats {                                // a step of a product: one number of x
+  typedef float Number;
+  static vf add(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
+};
+
+struct Pairs {                                 // or two of bf16
+  typedef int32_t Number;
+  static vf add(vf acc, const int32_t* w, int32_t x) { return dot2_bf16(acc, load<vi>(w), x); }
+};
+
+// y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw numbers
+template <class Step, int M, class Number>
+static void tile(const Number* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
                  bool add) {
   vf acc[M][2];
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(y + m * ldy + v * LANES) : vf{};
-  for (int k = 0; k < n; k++) {
-    vf a = load<vf>(w + k * ldw), b = load<vf>(w + k * ldw + LANES);
-    for (int m = 0; m < M; m++) {
-      acc[m][0] += x[m * ldx + k] * a;
-      acc[m][1] += x[m * ldx + k] * b;
-    }
-  }
+  for (int k = 0; k < n; k++)
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++)
+        acc[m][v] = Step::add(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
 }
 
-template <int M>
-static void tile_of(int m, const float* w, long ldw, int n, const float* x, long ldx, float* y,
+template <class Step, int M, class Number>
+static void tile_of(int m, const Number* w, long ldw, int n, const Number* x, long ldx, float* y,
                     long ldy, bool add) {
-  if (m == M) return tile<M>(w, ldw, n, x, ldx, y, ldy, add);
-  if constexpr (M > 1) tile_of<M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
+  if (m == M) return tile<Step, M>(w, ldw, n, x, ldx, y, ldy, add);
+  if constexpr (M > 1) tile_of<Step, M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
 }
 
-static void tiles(int M, const float* w, long ldw, int n, const float* x, long ldx, float* y,
+template <class Step, class Number>
+static void tiles(int M, const Number* w, long ldw, int n, const Number* x, long ldx, float* y,
                   long ldy, bool add) {
   int n_tile = (M + TILE - 1) / TILE;
   for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
     int height = (M - m + n_tile - i - 1) / (n_tile - i);
-    tile_of<TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
+    tile_of<Step, TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
     m += height;
   }
 }
 
+static bool by_pairs(const Linear& op) { return HAS_BF16 && !op.exact && op.format != FP32; }
+
+// One block of outputs for rows [first, first + M), which are x [M, K], floats or pairs
+static void block_by_rows(const Linear& op, int i, int n_block, const float* x, int K, int first,
+                          int M) {
+  float* w = memory_of(own, 2 * DEPTH * ROWS + 2 * (size_t)M * ROWS);
+  int32_t* pairs = (int32_t*)(w + DEPTH * ROWS);
+  float* y[2] = {w + 2 * DEPTH * ROWS, w + 2 * DEPTH * ROWS + M * ROWS};
+  for (int half = 0; half <= op.gated; half++) {
+    int at = i + half * n_block;
+    for (int k = 0; k < K; k += DEPTH) {
+      int n = std::min(DEPTH, K - k);
+      if (by_pairs(op)) {
+        const int32_t* of_weights = to_pairs(op, at, K, k, n, w, pairs);
+        tiles<Pairs>(M, of_weights, ROWS, n / 2, (const int32_t*)x + k / 2, K / 2, y[half], ROWS,
+                     k > 0);
+      } else {
+        to_floats(op, at, K, k, n, w);
+        tiles<Floats>(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
+      }
+    }
+    if (op.format == INT8)
+      for (int v = 0; v < 2; v++) {
+        vf scale = int8_scale(op, at, v);
+        for (int m = 0; m < M; m++) {
+          float* sum = y[half] + m * ROWS + v * LANES;
+          store(sum, load<vf>(sum) * scale);
+        }
+      }
+  }
+  int n = std::min(ROWS, (op.gated ? op.N / 2 : op.N) - i * ROWS);
+  for (int m = 0; m < M; m++)
+    finish(op, first + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
+}
+
 constexpr int MOST_ROWS = 512;                 // of x at a time
 
-static void many_rows(const Linear& op, int index) {
-  int K = padded(op.K, GROUP);
+static void many_rows(const Linear& op, Phase* phase) {
+  int K = padded(op.K, GROUP), width = by_pairs(op) ? K / 2 : K;  // of a row of x, in floats
   float* x = memory_of(shared, 0);
-#pragma omp for schedule(static)
-  for (int m = 0; m < op.M; m++) read_row(op, m, K, x + (long)m * K);
-  int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
-  int n_chunk = (op.M + MOST_ROWS - 1) / MOST_ROWS, most = std::min(op.M, MOST_ROWS);
-  float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)most * ROWS);
-  for (int task; (task = next_task[index].fetch_add(1)) < n_block * n_chunk;) {
-    int i = task % n_block, first = task / n_block * MOST_ROWS;
-    int M = std::min(MOST_ROWS, op.M - first);
-    for (int half = 0; half <= op.gated; half++) {
-      float* y = w + DEPTH * ROWS + (long)half * most * ROWS;
-      for (int k = 0; k < K; k += DEPTH) {
-        int n = std::min(DEPTH, K - k);
-        to_floats(op, i + half * n_block, K, k, n, w);
-        tiles(M, w, ROWS, n, x + (long)first * K + k, K, y, ROWS, k > 0);
-      }
-      if (op.format == INT8)
-        for (int v = 0; v < 2; v++) {
-          vf scale = int8_scale(op, i + half * n_block, v);
-          for (int m = 0; m < M; m++) {
-            float* at = y + m * ROWS + v * LANES;
-            store(at, load<vf>(at) * scale);
-          }
-        }
-    }
-    int n = std::min(ROWS, n_out - i * ROWS);
-    float *y = w + DEPTH * ROWS, *up = y + (long)most * ROWS;
-    for (int m = 0; m < M; m++)
-      finish(op, first + m, i * ROWS, n, y + m * ROWS, op.gated ? up + m * ROWS : nullptr);
-  }
+  do_tasks(phase[0], op.M, 4, [&](int m) {
+    float* to = x + (long)m * width;
+    if (!by_pairs(op)) return read_row(op, m, K, to);
+    float* row = memory_of(own, K);
+    read_row(op, m, K, row);
+    write_floats(row, K, to, BF16, 0);
+  });
+  int n_block = padded(op.gated ? op.N / 2 : op.N, ROWS) / ROWS;
+  int n_part = (op.M + MOST_ROWS - 1) / MOST_ROWS;
+  do_tasks(phase[1], n_block * n_part, 1, [&](int task) {
+    int first = task / n_block * MOST_ROWS;
+    block_by_rows(op, task % n_block, n_block, x + (long)first * width, K, first,
+                  std::min(MOST_ROWS, op.M - first));
+  });
 }
 
 // ---- Attention ----------------------------------------------------------------------------------
@@ -673,8 +754,8 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     } else {
       transpose_keys(k, Hp, Hp, turned);
       for (int j = 0; j < n; j += ROWS)
-        tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j, KEYS,
-              false);
+        tiles<Floats>(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j,
+                      KEYS, false);
     }
     for (int r = from; r < n_query; r++) {
       float* s = score + r * KEYS;
@@ -707,7 +788,8 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
       softmax.sum[r] += sum_of(sum);
     }
     for (int h = 0; h < Hp; h += ROWS)
-      tiles(n_row, v + h, Hp, n, score + from * KEYS, KEYS, softmax.out + from * Hp + h, Hp, true);
+      tiles<Floats>(n_row, v + h, Hp, n, score + from * KEYS, KEYS, softmax.out + from * Hp + h, Hp,
+                    true);
   }
 }
 
@@ -731,50 +813,56 @@ static void write_out(const Attention& op, const Task& task, int r, const Softma
                (((long)task.b * op.T + t) * op.N + head) * op.H);
 }
 
-static void attention(const Attention& op, int index, int n_thread) {
-#pragma omp for schedule(static)
-  for (int i = 0; i < op.B * op.T; i++) write_keys(op, i / op.T, i % op.T);
-  int share = op.N / op.K, Hp = padded(op.H, ROWS);
-  int step_t = std::max(1, std::min(op.T, QUERIES / share)), n_tile = (op.T + step_t - 1) / step_t;
-  int n_task = op.B * op.K * n_tile, n_part = 1;
-  if (n_task < 4 * n_thread)                   // few: each in parts of the keys
-    n_part = std::max(1, std::min((4 * n_thread + n_task - 1) / n_task, (int)op.at->n_key / 128));
-  long n_query = (long)step_t * share, size = n_query * (Hp + 2);
-  float* parts = memory_of(shared, 0);
-  auto task_of = [&](int i) {
-    int tile = n_tile - 1 - i / (op.B * op.K), rest = i % (op.B * op.K);     // the longest first
+struct Plan {                                  // of an attention
+  int share, step_t, n_tile, n_task, n_part;   // n_part: of the keys, where tasks are few
+  size_t size;                                 // floats of a task's softmax
+
+  Plan(const Attention& op, int n_thread) {
+    share = op.N / op.K;
+    step_t = std::max(1, std::min(op.T, QUERIES / share));
+    n_tile = (op.T + step_t - 1) / step_t;
+    n_task = op.B * op.K * n_tile;
+    n_part = 1;
+    if (n_task < 4 * n_thread)
+      n_part = std::min((4 * n_thread + n_task - 1) / n_task, (int)op.at->n_key / 128);
+    n_part = std::max(1, n_part);
+    size = (size_t)step_t * share * (padded(op.H, ROWS) + 2);
+  }
+
+  Softmax softmax(float* memory, int i) const {
+    float* at = memory + i * size;
+    return {at, at + step_t * share, at + 2 * step_t * share};
+  }
+
+  Task task(const Attention& op, int i) const {                   // the longest first
+    int tile = n_tile - 1 - i / (op.B * op.K), rest = i % (op.B * op.K);
     Task task = {rest / op.K, rest % op.K, tile * step_t, std::min(op.T, (tile + 1) * step_t), 0, 0};
     seen(op, task.b, task.t0, task.t1, &task.key0, &task.key1);
     return task;
-  };
-  auto softmax_of = [&](float* at) { return Softmax{at, at + n_query, at + 2 * n_query}; };
-  for (int i; (i = next_task[index].fetch_add(1)) < n_task * n_part;) {
-    Task task = task_of(i / n_part);
-    int n_key = padded((task.key1 - task.key0 + n_part - 1) / n_part, KEYS), end = task.key1;
-    task.key0 += i % n_part * n_key;
-    task.key1 = std::min(end, task.key0 + n_key);
-    int slot = n_part > 1 ? i : omp_get_thread_num();
-    Softmax softmax = softmax_of(parts + slot * size);
-    attend(op, task, softmax);
-    if (n_part == 1)
-      for (int r = 0; r < (task.t1 - task.t0) * share; r++) write_out(op, task, r, softmax, 1, 0);
   }
-  if (n_part == 1) return;
-#pragma omp barrier
-#pragma omp for schedule(static) nowait
-  for (int i = 0; i < n_task; i++) {
-    Task task = task_of(i);
-    Softmax softmax = softmax_of(parts + i * n_part * size);
-    for (int r = 0; r < (task.t1 - task.t0) * share; r++)
-      write_out(op, task, r, softmax, n_part, size);
-  }
-}
+};
 
-static size_t shared_floats(const Attention& op, int n_thread) {
-  int share = op.N / op.K, step_t = std::max(1, std::min(op.T, QUERIES / share));
-  size_t size = (size_t)step_t * share * (padded(op.H, ROWS) + 2);
-  int n_task = op.B * op.K * ((op.T + step_t - 1) / step_t);
-  return size * (n_task < 4 * n_thread ? n_task + 4 * n_thread : n_thread);
+static void attention(const Attention& op, Phase* phase, int n_thread) {
+  do_tasks(phase[0], op.B * op.T, 2, [&](int i) { write_keys(op, i / op.T, i % op.T); });
+  Plan plan(op, n_thread);
+  float* memory = memory_of(shared, 0);
+  auto write = [&](const Task& task, const Softmax& softmax, int n_part) {
+    for (int r = 0; r < (task.t1 - task.t0) * plan.share; r++)
+      write_out(op, task, r, softmax, n_part, plan.size);
+  };
+  do_tasks(phase[1], plan.n_task * plan.n_part, 1, [&](int i) {
+    Task task = plan.task(op, i / plan.n_part);
+    int n_key = (task.key1 - task.key0 + plan.n_part - 1) / plan.n_part;
+    task.key0 += i % plan.n_part * padded(n_key, KEYS);
+    task.key1 = std::min(task.key1, task.key0 + padded(n_key, KEYS));
+    Softmax softmax = plan.softmax(memory, plan.n_part > 1 ? i : omp_get_thread_num());
+    attend(op, task, softmax);
+    if (plan.n_part == 1) write(task, softmax, 1);
+  });
+  if (plan.n_part > 1)
+    do_tasks(phase[2], plan.n_task, 1, [&](int i) {
+      write(plan.task(op, i), plan.softmax(memory, i * plan.n_part), plan.n_part);
+    });
 }
 
 // ---- The residual stream ------------------------------------------------------------------------
@@ -788,17 +876,16 @@ struct AddNorm {
   void* out;
 };
 
-static void add_norm(const AddNorm& op) {
-  float* x = memory_of(own, 2 * (size_t)op.D);
-  float* old = x + op.D;
-#pragma omp for schedule(static) nowait
-  for (int m = 0; m < op.M; m++) {
+static void add_norm(const AddNorm& op, Phase* phase) {
+  do_tasks(phase[0], op.M, 4, [&](int m) {
+    float* x = memory_of(own, 2 * (size_t)op.D);
+    float* old = x + op.D;
     read_floats(op.x, op.x_type, (long)m * op.D, op.D, x);
     normalize(op.norm, op.D, x);
     read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, old);
     for (int i = 0; i < op.D; i++) x[i] = old[i] + op.factor * x[i];
     write_floats(x, op.D, op.out, op.out_type, (long)m * op.D);
-  }
+  });
 }
 
 // ---- The entry ----------------------------------------------------------------------------------
@@ -807,32 +894,37 @@ enum Kind { LINEAR, ATTENTION, ADD_NORM };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 
+// What threads share within an operation
+static size_t shared_floats(const int32_t* op, int n_thread) {
+  if (*op == LINEAR) {
+    const Linear& linear = *(const Linear*)op;
+    return linear.M > 1 ? (size_t)linear.M * padded(linear.K, GROUP) : 0;
+  }
+  if (*op != ATTENTION) return 0;
+  Plan plan(*(const Attention*)op, n_thread);
+  return plan.size * (plan.n_part > 1 ? plan.n_task * plan.n_part : n_thread);
+}
+
+static void do_op(const int32_t* op, Phase* phase, int n_thread) {
+  if (*op == LINEAR && ((const Linear*)op)->M == 1) one_row(*(const Linear*)op, phase, n_thread);
+  else if (*op == LINEAR) many_rows(*(const Linear*)op, phase);
+  else if (*op == ATTENTION) attention(*(const Attention*)op, phase, n_thread);
+  else add_norm(*(const AddNorm*)op, phase);
+}
+
 // The operations one after the other; each is one of the structs above, which begin with their kind.
 extern "C" void run(const int32_t* const* ops, int n_op, int n_thread) {
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> guard(one_at_a_time);
-  for (int begin = 0; begin < n_op; begin += 4096) {
-    int n = std::min(4096, n_op - begin);
+  for (int begin = 0; begin < n_op; begin += MOST_OPS) {
+    int n = std::min(MOST_OPS, n_op - begin);
     size_t n_float = 0;
     for (int i = 0; i < n; i++) {
-      next_task[i] = 0;
-      const int32_t* op = ops[begin + i];
-      if (*op == LINEAR) {
-        const Linear& linear = *(const Linear*)op;
-        if (linear.M > 1) n_float = std::max(n_float, (size_t)linear.M * padded(linear.K, GROUP));
-      }
-      if (*op == ATTENTION)
-        n_float = std::max(n_float, shared_floats(*(const Attention*)op, n_thread));
+      for (Phase& phase : phases[i]) phase.next = phase.done = 0;
+      n_float = std::max(n_float, shared_floats(ops[begin + i], n_thread));
     }
     memory_of(shared, n_float);
 #pragma omp parallel num_threads(n_thread)
-    for (int i = 0; i < n; i++) {
-      const int32_t* op = ops[begin + i];
-      if (*op == LINEAR && ((const Linear*)op)->M == 1) one_row(*(const Linear*)op, i, n_thread);
-      else if (*op == LINEAR) many_rows(*(const Linear*)op, i);
-      if (*op == ATTENTION) attention(*(const Attention*)op, i, n_thread);
-      if (*op == ADD_NORM) add_norm(*(const AddNorm*)op);
-#pragma omp barrier
-    }
+    for (int i = 0; i < n; i++) do_op(ops[begin + i], phases[i], n_thread);
   }
 }

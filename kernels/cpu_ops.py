@@ -115,7 +115,7 @@ def fields(ints: str, *rest) -> list:
 
 class Linear(Structure):
     _fields_ = fields(
-        "kind format M N K group activation gated x_type out_type residual_type",
+        "kind format M N K group activation gated x_type out_type residual_type exact",
         ("factor", c_float), ("norm", Norm), ("x", c_void_p), ("weight", c_void_p),
         ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p))
 
@@ -175,10 +175,13 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
 
 def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: int,
             shape: tuple[int, int], bias: Tensor | None = None) -> Tensor:
-    """x [M, in] fp32 or bf16 by pack_weight()'s -> [M, out] in x's dtype. bias: fp32."""
+    """x [M, in] fp32 or bf16 by pack_weight()'s -> [M, out] in x's dtype, rounding nothing of fp32.
+
+    bias: fp32.
+    """
     x = x.contiguous()
     out = x.new_empty(x.shape[0], shape[0])
-    op = linear(x, kind, weight, scales, group, shape, out, bias)
+    op = linear(x, kind, weight, scales, group, shape, out, bias, exact=x.dtype == torch.float32)
     run([ctypes.addressof(op)])
     return out
 

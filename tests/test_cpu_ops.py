@@ -90,6 +90,7 @@ def test_the_layout_of_wider_vectors(tmp_path, monkeypatch):
     for kind in FORMATS:
         for n_row in (1, 2, 5, 13):
             assert error_of(kind, 96, 128, n_row) < TOLERANCE[kind], (kind, n_row)
+            assert error_of(kind, 96, 640, n_row, torch.bfloat16) < 5e-3, (kind, n_row)    # by pairs of bf16
     for case in range(6):
         check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False)
 
