@@ -1,4 +1,4 @@
-"""The layers of a model on a CPU as a list of cpu_ops' operations, for any number of rows.
+"""A model on a CPU as a list of cpu_ops' operations, for any number of rows.
 
     [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
 
@@ -15,92 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from kernels import cpu_ops, inductor
-from kernels.cpu import unpack_int4_cpu, unpack_int8_cpu
+from kernels.cpu_linears import DTYPES, OPERATIONS, arguments, fits_linear, packed
 from kernels.linear import PackedEmbedding, PackedLinear
-from kernels.plain import Kernel
 from layers.feed_forward import GATED, UNGATED
 from layers.norms import LayerNorm, Scale, SoftCap, WideNorm
 
-FEW = 64                                           # rows whose operations the next call may need
+FEW = 64                                           # tokens of which a call may be a decoding step's
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
-DTYPES = (torch.float32, torch.bfloat16)
 
 
-# ---- Linears ------------------------------------------------------------------------------------
-
-def format_of(weight: Tensor, scales: Tensor | None) -> int:
-    """Of pack_weight()'s."""
-    if weight.dtype == torch.int32:
-        return cpu_ops.BF16 if scales is None else cpu_ops.INT4
-    return {torch.float32: cpu_ops.FP32, torch.int16: cpu_ops.INT8}[weight.dtype]
-
-
-def product(x: Tensor, weight: Tensor, scales: Tensor | None, _=None) -> Tensor:
-    """x [M, in] -> [M, out'], out' being filled up to whole blocks."""
-    shape = weight.shape[0] * weight.shape[2], x.shape[1]
-    return cpu_ops.product(x, *arguments(weight, scales, x.shape[1]), shape)
-
-
-def arguments(weight: Tensor, scales: Tensor | None, n_in: int) -> tuple:
-    kind = format_of(weight, scales)
-    group = n_in // scales.shape[1] if kind == cpu_ops.INT4 else 0
-    return kind, weight, scales, group
-
-
-def rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """As an embedding: ids [...] -> [..., in], of fp32, bf16 or int8."""
-    n = weight.shape[2]
-    as_stored = {torch.int32: torch.bfloat16, torch.int16: torch.int8}
-    words = weight[ids // n, :, ids % n]
-    return words.view(as_stored.get(weight.dtype, weight.dtype))
-
-
-OPERATIONS = Kernel("cpu ops", product, rows=rows)
-
-
-def on_disk(linear: nn.Module) -> tuple | None:
-    """A linear's weight, scales and zeros in the layouts of plain.py; None: another layout."""
-    if type(linear) is nn.Linear:
-        return linear.weight, None, None
-    if not isinstance(linear, PackedLinear) or len(linear.shape) > 2:
-        return None
-    weight, scales, zeros = linear.leaves()
-    if linear.kernel.name == "int8 cpu":
-        return unpack_int8_cpu(weight), scales, None
-    if linear.kernel.name == "int4 cpu" and zeros is None:
-        scales, zeros = (t[:linear.shape[0]] for t in scales.permute(2, 1, 0))
-        return unpack_int4_cpu(weight)[:linear.shape[0]], scales, zeros
-    return linear.leaves() if linear.kernel.name in ("plain", "int4 cpu") else None
-
-
-def fits_linear(linear: nn.Module) -> bool:
-    """Can pack() do it? Reads no weight."""
-    if isinstance(linear, PackedLinear):
-        scales, n_in = linear.scales, linear.shape[-1]
-        grouped = scales is not None and scales.dim() > 1
-        group = n_in // scales.shape[0 if scales.dim() == 3 else 1] if grouped else 32
-        known = linear.kernel.name in ("int8 cpu", "int4 cpu", "plain")
-        return known and len(linear.shape) == 2 and n_in % 32 == 0 and group % 32 == 0
-    return type(linear) is nn.Linear and linear.weight.dtype in DTYPES
-
-
-def packed(linear: nn.Module) -> PackedLinear:
-    """The same linear with its weight in cpu_ops' layout."""
-    weight, scales, zeros = on_disk(linear)
-    _, weight, scales, _ = cpu_ops.pack_weight(weight, scales, zeros)
-    bias = linear.bias
-    shape = torch.Size(linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape)
-    new = PackedLinear(shape, bias, OPERATIONS)
-    new.set_leaves((weight, scales, None))
-    return new
-
-
-# ---- A layer ------------------------------------------------------------------------------------
+# ---- What the operations know -------------------------------------------------------------------
 
 def fits_norm(norm: nn.Module) -> bool:
-    kind = type(norm)
-    return kind in (nn.Identity, LayerNorm, WideNorm) or (hasattr(norm, "eps")
-                                                          and norm.weight.dim() == 1)
+    known = (nn.Identity, LayerNorm, WideNorm)
+    return type(norm) in known or (hasattr(norm, "eps") and norm.weight.dim() == 1)
 
 
 def fits_layer(layer: nn.Module) -> bool:
@@ -137,46 +65,50 @@ def norm_struct(norm: nn.Module) -> cpu_ops.Norm:
     return cpu_ops.Norm(1, norm.eps, norm.weight.data_ptr())
 
 
-class Memory:
-    """What is between the operations of a model, whose layers take turns with it."""
+# ---- A call of the model ------------------------------------------------------------------------
 
-    def __init__(self):
-        self.buffers = {}                          # (name, width) -> fp32, of as many rows as ever
+class Call:
+    """The operations that were asked for and not done yet, and the memory between them.
 
-    def __call__(self, name: str, n_row: int, width: int) -> Tensor:
-        there = self.buffers.get((name, width))
-        if there is None or len(there) < n_row:
-            with torch.inference_mode(False):      # whoever calls: it serves everyone
-                there = self.buffers[name, width] = torch.empty(n_row, width)
-        return there[:n_row]
+    Layers take turns with the same memory. widths: name -> floats for a row.
+    """
 
+    def __init__(self, widths: dict[str, int]):
+        self.widths = widths
+        self.buffers = {}                          # name -> fp32; another dict where they grew
+        self.n_row = 0                             # that they have room for
+        self.shape = None                          # B, T
+        self.structs = []                          # of the first mask and RoPE of a call, …
 
-class Todo:
-    """Operations that were asked for and not done yet."""
+    def begin(self, x: Tensor) -> None:
+        """x [B, T, D]. Also after a call that was interrupted."""
+        self.addresses = []
+        self.kept = [x]                            # what has to live until the end
+        self.taken = {}                            # mask and RoPE -> their struct
+        self.mask = self.rope = self.positions = None
+        B, T, D = x.shape
+        if (B, T) != self.shape:
+            self._make_room(B * T)
+            self.shape = B, T
+            self.out = self.buffers["x2"][:B * T * D].view(B, T, D)
 
-    def __init__(self):
-        self.memory = Memory()
-        self.addresses = []                        # of structs
-        self.kept = []                             # what has to live until they are done
-        self.positions = []                        # structs, of the first mask of a call, …
-        self.taken = {}                            # (mask, cos) of this call -> its struct
+    @torch.inference_mode(False)                   # whoever calls: they serve everyone
+    def _make_room(self, n_row: int) -> None:
+        if n_row > self.n_row:
+            self.n_row = 1 << (n_row - 1).bit_length()
+            self.buffers = {name: torch.empty(self.n_row * n) for name, n in self.widths.items()}
 
-    def positions_of(self, rope, slot: Tensor, mask: Tensor,
-                     batch_idx: Tensor | None) -> cpu_ops.Positions:
+    def take(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None) -> None:
+        """Have self.positions describe these."""
+        self.mask, self.rope = mask, rope
         key = id(mask), id(rope[0])
         if key not in self.taken:
             n = len(self.taken)
-            if n == len(self.positions):
-                self.positions.append(cpu_ops.Positions())
-            self.taken[key] = self.positions[n]
-            self.kept += [mask, rope, *fill(self.positions[n], *rope, slot, mask, batch_idx)]
-        return self.taken[key]
-
-    def begin(self) -> None:
-        """Also after a call that was interrupted."""
-        self.addresses = []
-        self.kept.clear()
-        self.taken.clear()
+            if n == len(self.structs):
+                self.structs.append(cpu_ops.Positions())
+            self.taken[key] = self.structs[n]
+            self.kept += [mask, rope, *fill(self.structs[n], *rope, slot, mask, batch_idx)]
+        self.positions = self.taken[key]
 
 
 def fill(at: cpu_ops.Positions, cos, sin, slot, mask, batch_idx) -> list[Tensor]:
@@ -192,125 +124,224 @@ def fill(at: cpu_ops.Positions, cos, sin, slot, mask, batch_idx) -> list[Tensor]
 
 
 class Operations:
-    """What a layer does for x [B, T, D], in order; its inputs are filled in by each call."""
+    """What a layer does, in order, with a cache and in a call's memory."""
 
-    def __init__(self, layer: "OperationsLayer", B: int, T: int, cache: nn.Module):
-        self.cache = cache
-        self.x = self.positions = None
-        self.kept = []
-        n_row, shapes = B * T, {name: m.shape for name, (m, _) in layer.linears.items()}
-        D, attended = shapes["wo"]
-
-        def memory(name, width):
-            self.kept.append(layer.todo.memory(name, n_row, width))
-            return self.kept[-1]
-        qkv, y = memory("qkv", shapes["wqkv"][0]), memory("attended", attended)
-        x1, x2, h = memory("x1", D), memory("x2", D), memory("hidden", shapes["down"][1])
-        before = memory("before a norm", D)
-        self.first = self.linear(layer, "wqkv", None, qkv, layer.norm("attn_norm"))
-        self.attention = self.attend(layer, B, T, qkv, y)
-        into_x1 = self.branch(layer, "wo", y, None, x1, before, "post_attn_norm")
+    def __init__(self, layer: "OperationsLayer", call: Call, cache: nn.Module):
+        self.layer, self.cache, self.buffers = layer, cache, call.buffers
+        self.x = self.positions = self.shape = None
+        at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
+        self.first = self.linear("wqkv", None, at["qkv"], "attn_norm")
+        self.attention = self.attend(at["qkv"], at["attended"])
+        into_x1 = self.branch("wo", at["attended"], None, at["x1"], at["before"], "post_attn_norm")
         self.added = into_x1[-1]
-        hidden = self.linear(layer, layer.up, x1, h, layer.norm("ffn_norm"))
+        hidden = self.linear(layer.up, at["x1"], at["hidden"], "ffn_norm")
         hidden.activation = cpu_ops.ACTIVATIONS[layer.activation]
         hidden.gated = layer.up == "gate_up"
-        into_x2 = self.branch(layer, "down", h, x1, x2, before, "post_ffn_norm")
-        self.ops = [self.first, self.attention, *into_x1, hidden, *into_x2]
-        self.addresses = [ctypes.addressof(op) for op in self.ops]
-        self.out = x2.view(B, T, D)
+        into_x2 = self.branch("down", at["hidden"], at["x1"], at["x2"], at["before"],
+                              "post_ffn_norm")
+        self.by_rows = [self.first, *into_x1, hidden, *into_x2]
+        self.addresses = [ctypes.addressof(op) for op in
+                          (self.first, self.attention, *into_x1, hidden, *into_x2)]
 
-    def linear(self, layer, name: str, x: Tensor | None, out: Tensor,
-               norm=cpu_ops.Norm()) -> cpu_ops.Linear:
+    def linear(self, name: str, x: int | None, out: int, norm: str | None = None) -> cpu_ops.Linear:
         """x None: each call has its own."""
-        packed, bias = layer.linears[name]
+        packed, bias = self.layer.linears[name]
         weights = arguments(packed.weight, packed.scales, packed.shape[1])
-        return cpu_ops.linear(out if x is None else x, *weights, packed.shape, out, bias, norm=norm,
-                              exact=self.cache.k.dtype == torch.float32)
+        return cpu_ops.linear(
+            *weights, packed.shape, bias, x=x, out=out, norm=self.layer.norm(norm),
+            exact=self.cache.k.dtype == torch.float32)
 
-    def branch(self, layer, name: str, y: Tensor, x: Tensor | None, out: Tensor, before: Tensor,
+    def branch(self, name: str, y: int, x: int | None, out: int, before: int,
                post: str) -> list[ctypes.Structure]:
         """out = x + post(linear(y)); the last operation adds. x None: each call has its own."""
-        norm, old = getattr(layer.layer, post), out if x is None else x
+        norm = getattr(self.layer.layer, post)
         if isinstance(norm, nn.Identity | Scale):
-            op = self.linear(layer, name, y, out)
+            op = self.linear(name, y, out)
             op.factor = norm.factor if isinstance(norm, Scale) else 1.0
-            op.residual = old.data_ptr()
+            op.residual = x
             return [op]
         add = cpu_ops.AddNorm(
-            kind=cpu_ops.ADD_NORM, M=len(out), D=out.shape[1], factor=1.0, norm=layer.norm(post),
-            x=before.data_ptr(), residual=old.data_ptr(), out=out.data_ptr())
-        return [self.linear(layer, name, y, before), add]
+            kind=cpu_ops.ADD_NORM, D=self.layer.linears[name][0].shape[0], factor=1.0,
+            norm=self.layer.norm(post), x=before, residual=x, out=out)
+        return [self.linear(name, y, before), add]
 
-    def attend(self, layer, B: int, T: int, qkv: Tensor, y: Tensor) -> cpu_ops.Attention:
-        attn, cache = layer.attn, self.cache
+    def attend(self, qkv: int, out: int) -> cpu_ops.Attention:
+        attn, cache = self.layer.attn, self.cache
         attend, (_, K, S, H) = attn.attend, cache.k.shape
-        sinks = getattr(attend, "sinks", None)
-        cap = getattr(attend, "cap", None)
+        sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
         return cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, B=B, T=T, N=attn.split[0] // H, K=K, H=H, S=S,
+            kind=cpu_ops.ATTENTION, N=attn.split[0] // H, K=K, H=H, S=S,
             cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
-            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm), qkv=qkv.data_ptr(),
+            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm), qkv=qkv,
             sinks=None if sinks is None else sinks.data_ptr(), k_cache=cache.k.data_ptr(),
-            v_cache=cache.v.data_ptr(), out=y.data_ptr())
+            v_cache=cache.v.data_ptr(), out=out)
 
-    def take(self, x: Tensor, positions: cpu_ops.Positions) -> None:
-        """This call's inputs."""
-        if x is not self.x:
-            self.x = x
-            self.first.x = self.added.residual = x.data_ptr()
-            self.first.x_type = self.added.residual_type = cpu_ops.TYPES[x.dtype]
-        if positions is not self.positions:
-            self.positions = positions
-            self.attention.at = ctypes.addressof(positions)
+    def take_shape(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.attention.B, self.attention.T = shape
+        for op in self.by_rows:
+            op.M = shape[0] * shape[1]
+
+    def take(self, x: Tensor) -> None:
+        self.x = x
+        self.first.x = self.added.residual = x.data_ptr()
+        self.first.x_type = self.added.residual_type = cpu_ops.TYPES[x.dtype]
 
 
 class OperationsLayer:
     """A layer's forward, in its place."""
 
-    def __init__(self, layer: nn.Module, todo: Todo, first: bool, last: bool):
-        self.layer, self.todo, self.first, self.last = layer, todo, first, last
+    def __init__(self, layer: nn.Module, first: bool, last: bool):
+        self.layer, self.first, self.last = layer, first, last
         self.attn, self.ffn = layer.attn, layer.ffn
         self.plain = layer.forward
         self.up = "gate_up" if hasattr(layer.ffn, "gate_up") else "up"
         self.activation = activation_of(layer.ffn)
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
         for name in ("wqkv", "wo", self.up, "down"):
-            module = packed(getattr(layer.attn if name in ("wqkv", "wo") else layer.ffn, name))
+            module = packed(getattr(self.owner(name), name))
             bias = module.bias
             self.linears[name] = module, bias if bias is None else bias.detach().float()
-        self.kept = {}                             # (B, T) -> Operations
+        self.operations = None
+
+    def owner(self, name: str) -> nn.Module:
+        return self.attn if name in ("wqkv", "wo") else self.ffn
+
+    def widths(self) -> dict[str, int]:
+        """Of what Operations writes."""
+        shapes = {name: module.shape for name, (module, _) in self.linears.items()}
+        D, attended = shapes["wo"]
+        return dict(qkv=shapes["wqkv"][0], attended=attended, hidden=shapes["down"][1], x1=D, x2=D,
+                    before=D)
 
     def install(self) -> None:
         """Let go of the weights as they were."""
         for name, (module, _) in self.linears.items():
-            setattr(self.attn if name in ("wqkv", "wo") else self.ffn, name, module)
+            setattr(self.owner(name), name, module)
         self.layer.forward = self
 
-    def norm(self, name: str) -> cpu_ops.Norm:
-        return norm_struct(getattr(self.layer, name))
-
-    def operations(self, x: Tensor) -> Operations:
-        B, T, _ = x.shape
-        there, cache = self.kept.get((B, T)), self.attn.cache
-        if there is None or there.cache is not cache:
-            there = Operations(self, B, T, cache)
-            if B * T <= FEW:
-                self.kept[B, T] = there
-        return there
+    def norm(self, name: str | None) -> cpu_ops.Norm:
+        return norm_struct(getattr(self.layer, name)) if name else cpu_ops.Norm()
 
     def __call__(self, x, rope, slot, mask, batch_idx=None) -> Tensor:
-        if self.attn.cache is None:
+        call, cache, operations = self.call, self.attn._modules.get("cache"), self.operations
+        if cache is None:
             return self.plain(x, rope, slot, mask, batch_idx)
-        operations, todo = self.operations(x), self.todo
         if self.first:
-            todo.begin()
-        operations.take(x, todo.positions_of(rope, slot, mask, batch_idx))
-        todo.kept += (x, operations)
-        todo.addresses += operations.addresses
+            x = x.contiguous()
+            call.begin(x)
+        if (operations is None or operations.cache is not cache
+                or operations.buffers is not call.buffers):
+            operations = self.operations = Operations(self, call, cache)
+        if operations.shape is not call.shape:
+            operations.take_shape(call.shape)
+        if x is not operations.x:
+            operations.take(x)
+        if mask is not call.mask or rope is not call.rope:
+            call.take(rope, slot, mask, batch_idx)
+        if call.positions is not operations.positions:
+            operations.positions = call.positions
+            operations.attention.at = ctypes.addressof(call.positions)
+        call.addresses += operations.addresses
         if self.last:
-            cpu_ops.run(todo.addresses)
-        return operations.out
+            cpu_ops.run(call.addresses)
+        return call.out
+
+
+# ---- Before the layers, and after them ----------------------------------------------------------
+
+class Inputs:
+    """What a step's layers are given, in memory that stays; for tokens [B, T] and kv_len."""
+
+    def __init__(self, model: nn.Module, B: int, T: int, own_pos: bool, kv_len: int):
+        half = model.freq.shape[1]
+        lead = (B, 1, T) if own_pos else (T,)
+        self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
+        self.angles, self.masks, self.parts = [], [], []
+        n = B * T if own_pos else T
+        for i in range(len(model.ropes)):
+            cos, sin = torch.empty(*lead, half), torch.empty(*lead, half)
+            self.parts += [cos, sin]
+            self.angles.append(cpu_ops.Angles(
+                kind=cpu_ops.ANGLES, n=n, half=half, freq=model.freq[i].data_ptr(),
+                amplitude=model.amplitude[i].data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr()))
+        for window in model.windows:
+            mask = torch.empty(*lead, kv_len, dtype=torch.bool)
+            self.parts.append(mask)
+            self.masks.append(cpu_ops.Mask(
+                kind=cpu_ops.MASK, B=1, T=n, n_key=kv_len, window=window or 0,
+                mask=mask.data_ptr()))
+        embed = model.embed
+        scale = torch.full((), model.cfg.embed_scale, dtype=model.dtype).item()
+        self.embed = None
+        if isinstance(embed, PackedEmbedding) and embed.kernel is OPERATIONS:
+            scales = embed.scales
+            self.scales = scales if scales is None else scales.detach().float().contiguous()
+            kind, weight, _, _ = arguments(embed.weight, None, 0)
+            self.embed = cpu_ops.Embed(
+                kind=cpu_ops.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
+                out_type=cpu_ops.TYPES[model.dtype], weight=weight.data_ptr(),
+                scales=None if scales is None else self.scales.data_ptr(), out=self.x.data_ptr())
+        ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
+        self.addresses = [ctypes.addressof(op) for op in ops]
+
+    def fill(self, tokens: Tensor, pos: Tensor) -> None:
+        for op in (*self.angles, *self.masks):
+            op.pos = pos.data_ptr()
+        if self.embed:
+            self.embed.ids = tokens.data_ptr()
+        cpu_ops.run(self.addresses, n_thread=1)
+
+
+class Enter:
+    """embed_inputs of few tokens, in its place."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.plain = model.embed_inputs
+        self.kept = {}                             # shapes -> Inputs
+
+    def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
+        if tokens.numel() > FEW or batch_idx is not None:
+            return self.plain(tokens, pos, kv_len, batch_idx)
+        tokens, pos = tokens.contiguous(), pos.contiguous()
+        key = *tokens.shape, pos.dim() == 2, kv_len
+        inputs = self.kept.get(key)
+        if inputs is None:
+            if len(self.kept) > FEW:
+                self.kept.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                inputs = self.kept[key] = Inputs(self.model, *key)
+        inputs.fill(tokens, pos)
+        x, parts, n = inputs.x, inputs.parts, 2 * len(inputs.angles)
+        if inputs.embed is None:
+            x = self.model.embed(tokens)
+            x = x * x.new_full((), self.model.cfg.embed_scale)
+        return x, *parts[:n], *(part for mask in parts[n:] for part in (pos, mask))
+
+
+class Leave:
+    """unembed of a position of each row, in its place."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.plain = model.unembed
+        head, norm = model.head, norm_struct(model.norm)
+        weights = arguments(head.weight, head.scales, head.shape[1])
+        self.op = cpu_ops.linear(*weights, head.shape, norm=norm,
+                                 exact=model.dtype == torch.float32)
+        self.addresses = [ctypes.addressof(self.op)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 1:
+            return self.plain(x)
+        x, op = x.contiguous(), self.op
+        logits = torch.empty(x.shape[0], 1, op.N)
+        op.M, op.x, op.x_type = x.shape[0], x.data_ptr(), cpu_ops.TYPES[x.dtype]
+        op.out = logits.data_ptr()
+        cpu_ops.run(self.addresses)
+        return self.model.cap(logits)
 
 
 # ---- A model ------------------------------------------------------------------------------------
@@ -322,17 +353,16 @@ def fits(model: nn.Module) -> bool:
 
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
+@torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
-    """Have the layers and the head of a model run by cpu_ops. In place; False: nothing was done.
-    """
+    """Have a model run by cpu_ops. In place; False: nothing was done."""
     if not fits(model) or not cpu_ops.is_available():
         return False
-    layers, todo = list(model.layers), Todo()
+    layers = list(model.layers)
     has_cache = layers[0].attn.cache is not None
     if not has_cache:                              # to try the layers with
         model.setup_cache(1, 16)
-    made = [OperationsLayer(layer, todo, layer is layers[0], layer is layers[-1])
-            for layer in layers]
+    made = [OperationsLayer(layer, layer is layers[0], layer is layers[-1]) for layer in layers]
     kinds = {repr(new.layer): new for new in made}
     alike = all(map(does_the_same, kinds.values()))
     if not has_cache:
@@ -340,26 +370,39 @@ def use_operations(model: nn.Module) -> bool:
     if not alike:
         inductor.note("the model's layers are not those that kernels/cpu_ops.cpp knows")
         return False
+    widths = [new.widths() for new in made]
+    call = Call({name: max(w[name] for w in widths) for name in widths[0]})
     for new in made:
+        new.call = call
         new.install()
+    use_packed_head(model)
+    enter, leave = Enter(model), Leave(model)
+    if not model.rings and model.pos_embed is None and gives_the_same(enter, model):
+        model.embed_inputs = enter
+    if not model.head._forward_hooks:
+        model.unembed = leave
+    return True
+
+
+def use_packed_head(model: nn.Module) -> None:
+    """Where its weight is the embedding's too, it stays so."""
     old = model.head
     model.head = packed(old)
+    model.head._forward_hooks.update(old._forward_hooks)
     for name, embed in list(model.named_modules()):
         if isinstance(embed, nn.Embedding | PackedEmbedding) and embed.weight is old.weight:
             scales = getattr(embed, "scales", None)
             model.set_submodule(name, PackedEmbedding(model.head, scales, model.dtype))
-    return True
 
 
-@torch.inference_mode()
 def does_the_same(new: OperationsLayer) -> bool:
     """Some tokens and one more, by the layer as it is and by its operations: alike?"""
-    layer, attn = new.layer, new.attn
-    H, dtype = attn.head_dim, layer.attn.cache.k.dtype
-    old_cache, ends = attn.cache, (new.first, new.last)
-    shape = 1, old_cache.k.shape[1], 8, H
+    attn = new.attn
+    old_cache, ends, H = attn.cache, (new.first, new.last), attn.head_dim
+    dtype, shape = old_cache.k.dtype, (1, old_cache.k.shape[1], 8, H)
     random = torch.Generator().manual_seed(0)
     D = new.linears["wo"][0].shape[0]
+    new.call = Call(new.widths())
     new.first = new.last = alike = True
     caches = [type(old_cache)(shape, dtype, "cpu") for _ in range(2)]
     try:
@@ -375,5 +418,17 @@ def does_the_same(new: OperationsLayer) -> bool:
             alike = alike and error < (1e-3 if dtype == torch.float32 else 0.05)
     finally:
         attn.cache, (new.first, new.last) = old_cache, ends
-        new.kept.clear()
+        new.operations = None
     return bool(alike)
+
+
+def gives_the_same(enter: Enter, model: nn.Module) -> bool:
+    """Steps of one and of several rows."""
+    alike = True
+    for n in (1, 3):
+        tokens = torch.arange(n)[:, None] + 5
+        pos = torch.tensor([7]) if n == 1 else torch.tensor([[7], [0], [4]])
+        for mine, plain in zip(enter(tokens, pos, 9), enter.plain(tokens, pos, 9)):
+            same = mine.shape == plain.shape and mine.dtype == plain.dtype
+            alike = alike and same and torch.allclose(mine.float(), plain.float(), 1e-2, 1e-5)
+    return alike

@@ -8,7 +8,7 @@
 //     int8 [out/ROWS, in/2, ROWS, 2]   int4 [out/ROWS, in/8, ROWS] words, input i at bits 4i
 //
 // so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
-// filled up with zeros. Sums are in fp32. One row of x meets int8 and int4 as 16-bit integers, each
+// filled up with zeros. Sums are in fp32. Few rows of x meet int8 and int4 as 16-bit integers, each
 // 32 inputs with a scale of their own: finer than bf16, and two products in an instruction.
 
 #include <algorithm>
@@ -296,91 +296,139 @@ static inline void scale_and_term(const void* words, vf* scale, vf* term) {
   *term = high_bf16(both) - 8.0f * *scale;
 }
 
-// - One row: every thread reads it, then takes blocks of weights.
+// - Few rows: as they come from memory, weights meet up to TILE rows.
 
-struct Row {
-  float *x, *scale, *sum;                      // [K], of each GROUP of q, of q's values
-  int16_t* q;                                  // [K]
+static bool is_few(const Linear& op) {         // as measured
+  if (HAS_BF16) return op.M <= 8;
+  return op.M <= (op.format == INT8 ? 32 : op.format == INT4 ? 16 : 8);
+}
+
+struct Rows {                                  // of x
+  float *x, *scale, *sum;                      // [M, K]; [M, K / GROUP], of q; of q's values
+  int16_t* q;                                  // [M, K]
+  int K;
+
+  Rows(float* memory, int M, int K) : x(memory), K(K) {
+    scale = x + (long)M * K;
+    sum = scale + M * (K / GROUP);
+    q = (int16_t*)(sum + M * (K / GROUP));
+  }
+
+  static size_t floats(int M, int K) { return (size_t)M * (K + K / 2 + 2 * (K / GROUP)); }
+
+  Rows from(int m) const {
+    Rows rest = *this;
+    rest.x += (long)m * K;
+    rest.q += (long)m * K;
+    rest.scale += m * (K / GROUP);
+    rest.sum += m * (K / GROUP);
+    return rest;
+  }
+
+  int32_t pair(int m, int i) const {           // q at 2i and 2i + 1
+    int32_t two;
+    memcpy(&two, q + (long)m * K + 2 * i, 4);
+    return two;
+  }
+
+  // x of row m as 16-bit integers; by_fours: input 4 + i beside input i, as int4 has them
+  void quantize(int m, bool by_fours) {
+    for (int g = 0; g < K / GROUP; g++) {
+      const float* from = x + (long)m * K + g * GROUP;
+      vf top = {};
+      for (int i = 0; i < GROUP; i += LANES) {
+        vf v = load<vf>(from + i);
+        top = larger(top, larger(v, -v));
+      }
+      float unit = largest_of(top) / 32767, inverse = unit > 0 ? 1 / unit : 0;
+      int32_t rounded[GROUP], total = 0;
+      vi totals = {};
+      for (int i = 0; i < GROUP; i += LANES) {
+        vi bits = (vi)(load<vf>(from + i) * inverse + 12582912.0f);
+        bits -= 0x4b400000;                    // of 12582912: what is left is the whole number
+        totals += bits;
+        store(rounded + i, bits);
+      }
+      for (int i = 0; i < LANES; i++) total += totals[i];
+      int16_t* to = q + (long)m * K + g * GROUP;
+      for (int i = 0; i < GROUP; i++)
+        to[by_fours ? (i & ~7) + (i & 3) * 2 + (i >> 2 & 1) : i] = rounded[i];
+      scale[m * (K / GROUP) + g] = unit;
+      sum[m * (K / GROUP) + g] = total * unit;
+    }
+  }
 };
 
-static void to_16_bits(const Row& row, int K, bool by_fours) {
-  for (int g = 0; g < K / GROUP; g++) {
-    const float* x = row.x + g * GROUP;
-    vf top = {};
-    for (int i = 0; i < GROUP; i += LANES) {
-      vf v = load<vf>(x + i);
-      top = larger(top, larger(v, -v));
+// y [M][ROWS] = x by a block of weights. Few rows have several sums of each under way.
+
+template <int M> static void by_fp32(const float* w, const Rows& rows, float* y) {
+  constexpr int U = M == 1 ? 4 : M == 2 ? 2 : 1;
+  vf acc[U][M][2] = {};
+  for (int k = 0; k < rows.K; k += U)
+    for (int u = 0; u < U; u++)
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < 2; v++)
+          acc[u][m][v] += rows.x[(long)m * rows.K + k + u] * load<vf>(w + (k + u) * ROWS + v * LANES);
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) {
+      for (int u = 1; u < U; u++) acc[0][m][v] += acc[u][m][v];
+      store(y + m * ROWS + v * LANES, acc[0][m][v]);
     }
-    float largest = largest_of(top), scale = largest / 32767, inverse = 0;
-    if (scale > 0) inverse = 1 / scale;
-    int sum = 0;
-    int16_t* q = row.q + g * GROUP;
-    for (int i = 0; i < GROUP; i++) {
-      int at = by_fours ? (i & ~7) + (i & 3) * 2 + (i >> 2 & 1) : i;
-      int rounded = (int)std::lrintf(x[i] * inverse);
-      q[at] = rounded;
-      sum += rounded;
-    }
-    row.scale[g] = scale;
-    row.sum[g] = sum * scale;
-  }
 }
 
-static inline int32_t pair_at(const int16_t* q, int i) {
-  int32_t pair;
-  memcpy(&pair, q + 2 * i, 4);
-  return pair;
-}
-
-static void row_by_fp32(const float* w, int K, const Row& row, vf* y) {
-  vf acc[4][2] = {};
-  for (int k = 0; k < K; k += 4)
-    for (int u = 0; u < 4; u++)
-      for (int v = 0; v < 2; v++)
-        acc[u][v] += row.x[k + u] * load<vf>(w + (k + u) * ROWS + v * LANES);
-  for (int v = 0; v < 2; v++) y[v] = acc[0][v] + acc[1][v] + (acc[2][v] + acc[3][v]);
-}
-
-static void row_by_bf16(const int32_t* w, int K, const Row& row, vf* y) {
-  vf even[2][2] = {}, odd[2][2] = {};
-  for (int p = 0; p < K / 2; p += 2)
-    for (int u = 0; u < 2; u++)
+template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* y) {
+  constexpr int U = M == 1 ? 2 : 1;
+  vf even[U][M][2] = {}, odd[U][M][2] = {};
+  for (int p = 0; p < rows.K / 2; p += U)
+    for (int u = 0; u < U; u++)
       for (int v = 0; v < 2; v++) {
         const int32_t* at = w + (p + u) * ROWS + v * LANES;
         __builtin_prefetch((const char*)at + AHEAD);
         vi pair = load<vi>(at);
-        even[u][v] += row.x[2 * (p + u)] * low_bf16(pair);
-        odd[u][v] += row.x[2 * (p + u) + 1] * high_bf16(pair);
+        for (int m = 0; m < M; m++) {
+          const float* x = rows.x + (long)m * rows.K + 2 * (p + u);
+          even[u][m][v] += x[0] * low_bf16(pair);
+          (M < 3 ? odd : even)[u][m][v] += x[1] * high_bf16(pair);
+        }
       }
-  for (int v = 0; v < 2; v++) y[v] = even[0][v] + even[1][v] + (odd[0][v] + odd[1][v]);
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) {
+      vf sum = even[0][m][v] + odd[0][m][v];
+      for (int u = 1; u < U; u++) sum += even[u][m][v] + odd[u][m][v];
+      store(y + m * ROWS + v * LANES, sum);
+    }
 }
 
-static void row_by_int8(const int8_t* w, int K, const Row& row, vf* y) {
-  y[0] = y[1] = vf{};
-  for (int g = 0; g < K / GROUP; g++) {
-    vi acc[2] = {};
+template <int M> static void by_int8(const int8_t* w, const Rows& rows, float* y) {
+  int n_group = rows.K / GROUP;
+  vf sum[M][2] = {};
+  for (int g = 0; g < n_group; g++) {
+    vi acc[M][2] = {};
     for (int p = 0; p < GROUP / 2; p++) {
       const int8_t* at = w + (g * GROUP / 2 + p) * ROWS * 2;
       if (p % 2 == 0) __builtin_prefetch(at + AHEAD);
-      int32_t pair = pair_at(row.q, g * GROUP / 2 + p);
       for (int v = 0; v < 2; v++) {
         vs codes = __builtin_convertvector(load<vb>(at + 2 * LANES * v), vs);
-        acc[v] = dot2(acc[v], codes, pair);
+        for (int m = 0; m < M; m++)
+          acc[m][v] = dot2(acc[m][v], codes, rows.pair(m, g * GROUP / 2 + p));
       }
     }
-    for (int v = 0; v < 2; v++) y[v] += to_float(acc[v]) * row.scale[g];
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * rows.scale[m * n_group + g];
   }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
 }
 
-static void row_by_int4(const int32_t* w, const int32_t* scales, int K, int group, const Row& row,
-                        vf* y) {
-  y[0] = y[1] = vf{};
-  int steps = group / GROUP;
-  for (int g = 0; g < K / group; g++) {
-    vf sum[2] = {};
-    float x_sum = 0;
+template <int M>
+static void by_int4(const int32_t* w, const int32_t* scales, int group, const Rows& rows, float* y) {
+  int n_group = rows.K / GROUP, steps = group / GROUP;
+  vf total[M][2] = {};
+  for (int g = 0; g < rows.K / group; g++) {
+    vf sum[M][2] = {};
+    float x_sum[M] = {};
     for (int i = g * steps; i < (g + 1) * steps; i++) {
-      vi acc[2] = {};
+      vi acc[M][2] = {};
       for (int j = 0; j < GROUP / 8; j++) {
         const int32_t* at = w + (i * GROUP / 8 + j) * ROWS;
         __builtin_prefetch((const char*)at + AHEAD);
@@ -388,34 +436,57 @@ static void row_by_int4(const int32_t* w, const int32_t* scales, int K, int grou
           vi words = load<vi>(at + v * LANES);
           for (int b = 0; b < 4; b++) {
             vs codes = (vs)((vi)((vu)words >> (4 * b)) & 0x000f000f);
-            acc[v] = dot2(acc[v], codes, pair_at(row.q, i * GROUP / 2 + 4 * j + b));
+            for (int m = 0; m < M; m++)
+              acc[m][v] = dot2(acc[m][v], codes, rows.pair(m, i * GROUP / 2 + 4 * j + b));
           }
         }
       }
-      for (int v = 0; v < 2; v++) sum[v] += to_float(acc[v]) * row.scale[i];
-      x_sum += row.sum[i];
+      for (int m = 0; m < M; m++) {
+        for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * rows.scale[m * n_group + i];
+        x_sum[m] += rows.sum[m * n_group + i];
+      }
     }
     for (int v = 0; v < 2; v++) {
       vf scale, term;
       scale_and_term(scales + g * ROWS + v * LANES, &scale, &term);
-      y[v] += scale * sum[v] + term * x_sum;
+      for (int m = 0; m < M; m++) total[m][v] += scale * sum[m][v] + term * x_sum[m];
     }
+  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
+}
+
+template <int M>
+static void block_by(const Linear& op, int i, const Rows& rows, float* y) {
+  const char* w = block(op, i, rows.K);
+  if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
+  if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
+  if (op.format == INT4) {
+    const int32_t* scales = (const int32_t*)op.scales + (long)i * (rows.K / op.group) * ROWS;
+    by_int4<M>((const int32_t*)w, scales, op.group, rows, y);
+  }
+  if (op.format == INT8) {
+    by_int8<M>((const int8_t*)w, rows, y);
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++) {
+        float* sum = y + m * ROWS + v * LANES;
+        store(sum, load<vf>(sum) * int8_scale(op, i, v));
+      }
   }
 }
 
-static void row_by_block(const Linear& op, int i, int K, const Row& row, float* y) {
-  const char* w = block(op, i, K);
-  vf sums[2] = {};
-  if (op.format == FP32) row_by_fp32((const float*)w, K, row, sums);
-  if (op.format == BF16) row_by_bf16((const int32_t*)w, K, row, sums);
-  if (op.format == INT8) row_by_int8((const int8_t*)w, K, row, sums);
-  if (op.format == INT4) {
-    const int32_t* scales = (const int32_t*)op.scales + (long)i * (K / op.group) * ROWS;
-    row_by_int4((const int32_t*)w, scales, K, op.group, row, sums);
-  }
-  for (int v = 0; v < 2; v++) {
-    if (op.format == INT8) sums[v] *= int8_scale(op, i, v);
-    store(y + v * LANES, sums[v]);
+template <int M>
+static void block_by_some(int m, const Linear& op, int i, const Rows& rows, float* y) {
+  if (m == M) return block_by<M>(op, i, rows, y);
+  if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y);
+}
+
+static void block_by_few(const Linear& op, int i, const Rows& rows, float* y) {
+  int n = (op.M + TILE - 1) / TILE;
+  for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
+    int height = (op.M - m + n - j - 1) / (n - j);
+    block_by_some<TILE>(height, op, i, rows.from(m), y + m * ROWS);
+    m += height;
   }
 }
 
@@ -425,23 +496,27 @@ static void read_row(const Linear& op, int m, int K, float* to) {
   std::fill(to + op.K, to + K, 0.0f);
 }
 
-static void one_row(const Linear& op, Phase* phase, int n_thread) {
-  int K = padded(op.K, GROUP), n_group = K / GROUP;
-  float* memory = memory_of(own, 2 * (size_t)K + 2 * n_group + 64);
-  Row row = {memory, memory + K, memory + K + n_group, (int16_t*)(memory + K + 2 * n_group)};
-  bool is_read = false;
+static void few_rows(const Linear& op, Phase* phase, int n_thread) {
+  int K = padded(op.K, GROUP);
+  auto read = [&](Rows& rows, int m) {
+    read_row(op, m, K, rows.x + (long)m * K);
+    if (op.format >= INT8) rows.quantize(m, op.format == INT4);
+  };
+  bool is_shared = op.M > 1, is_read = false;  // one row: each thread reads it, and waits for none
+  size_t n_float = is_shared ? 0 : Rows::floats(1, K);
+  float* memory = memory_of(own, n_float + LANES + 2 * (size_t)op.M * ROWS);
+  Rows rows(is_shared ? memory_of(shared, 0) : memory, op.M, K);
+  float *y = memory + padded(n_float, LANES), *up = y + op.M * ROWS;
+  if (is_shared) do_tasks(phase[0], op.M, 1, [&](int m) { read(rows, m); });
   int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
-  do_tasks(phase[0], n_block, std::max(1, n_block / (8 * n_thread)), [&](int i) {
-    if (!is_read) {
-      read_row(op, 0, K, row.x);
-      if (op.format >= INT8) to_16_bits(row, K, op.format == INT4);
-      is_read = true;
-    }
-    float y[2][ROWS];
-    row_by_block(op, i, K, row, y[0]);
-    if (op.gated) row_by_block(op, i + n_block, K, row, y[1]);
+  do_tasks(phase[1], n_block, std::max(1, n_block / (8 * n_thread)), [&](int i) {
+    if (!is_shared && !is_read) read(rows, 0);
+    is_read = true;
+    block_by_few(op, i, rows, y);
+    if (op.gated) block_by_few(op, i + n_block, rows, up);
     int n = std::min(ROWS, n_out - i * ROWS);
-    finish(op, 0, i * ROWS, n, y[0], op.gated ? y[1] : nullptr);
+    for (int m = 0; m < op.M; m++)
+      finish(op, m, i * ROWS, n, y + m * ROWS, op.gated ? up + m * ROWS : nullptr);
   });
 }
 
@@ -888,9 +963,72 @@ static void add_norm(const AddNorm& op, Phase* phase) {
   });
 }
 
+// ---- What layers are given ----------------------------------------------------------------------
+
+// rows ids [n] of a weight [out, K] as above, in fp32, bf16 or int8 -> out [n, K], times factor
+struct Embed {
+  int32_t kind, format, n, K, out_type;
+  float factor;
+  const void *weight, *scales;                 // fp32 [out], of int8
+  const int64_t* ids;
+  void* out;
+};
+
+static void embed(const Embed& op, Phase* phase) {
+  do_tasks(phase[0], op.n, 1, [&](int i) {
+    int K = padded(op.K, GROUP), row = op.ids[i] % ROWS;
+    const char* w = (const char*)op.weight + op.ids[i] / ROWS * block_bytes(op.format, K);
+    float* y = memory_of(own, op.K);
+    float factor = op.factor * (op.format == INT8 ? ((const float*)op.scales)[op.ids[i]] : 1);
+    for (int k = 0; k < op.K; k++) {
+      int pair = (k / 2 * ROWS + row) * 2 + k % 2;
+      if (op.format == FP32) y[k] = ((const float*)w)[k * ROWS + row];
+      if (op.format == BF16) y[k] = bf16_to_float(((const uint16_t*)w)[pair]);
+      if (op.format == INT8) y[k] = ((const int8_t*)w)[pair];
+      y[k] *= factor;
+    }
+    write_floats(y, op.K, op.out, op.out_type, (long)i * op.K);
+  });
+}
+
+// pos [n] -> cos and sin [n, half] of its angles, times an amplitude
+struct Angles {
+  int32_t kind, n, half;
+  const int64_t* pos;
+  const float *freq, *amplitude;               // [half]
+  float *cos, *sin;
+};
+
+static void angles(const Angles& op, Phase* phase) {
+  do_tasks(phase[0], op.n, 1, [&](int i) {
+    for (int h = 0; h < op.half; h++) {
+      float angle = (float)op.pos[i] * op.freq[h];
+      op.cos[i * op.half + h] = std::cos(angle) * op.amplitude[h];
+      op.sin[i * op.half + h] = std::sin(angle) * op.amplitude[h];
+    }
+  });
+}
+
+// pos [B, T] -> mask [B, T, n_key]: key <= pos, and within the window if there is one
+struct Mask {
+  int32_t kind, B, T, n_key, window;
+  const int64_t* pos;
+  uint8_t* mask;
+};
+
+static void masks(const Mask& op, Phase* phase) {
+  do_tasks(phase[0], op.B * op.T, 1, [&](int i) {
+    uint8_t* mask = op.mask + (long)i * op.n_key;
+    long end = std::min(op.pos[i] + 1, (int64_t)op.n_key);
+    long begin = op.window ? std::max(0l, (long)op.pos[i] + 1 - op.window) : 0;
+    memset(mask, 0, op.n_key);
+    if (begin < end) memset(mask + begin, 1, end - begin);
+  });
+}
+
 // ---- The entry ----------------------------------------------------------------------------------
 
-enum Kind { LINEAR, ATTENTION, ADD_NORM };
+enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 
@@ -898,7 +1036,8 @@ extern "C" int rows_in_a_block() { return ROWS; }
 static size_t shared_floats(const int32_t* op, int n_thread) {
   if (*op == LINEAR) {
     const Linear& linear = *(const Linear*)op;
-    return linear.M > 1 ? (size_t)linear.M * padded(linear.K, GROUP) : 0;
+    int K = padded(linear.K, GROUP);
+    return is_few(linear) ? Rows::floats(linear.M, K) : (size_t)linear.M * K;
   }
   if (*op != ATTENTION) return 0;
   Plan plan(*(const Attention*)op, n_thread);
@@ -906,10 +1045,14 @@ static size_t shared_floats(const int32_t* op, int n_thread) {
 }
 
 static void do_op(const int32_t* op, Phase* phase, int n_thread) {
-  if (*op == LINEAR && ((const Linear*)op)->M == 1) one_row(*(const Linear*)op, phase, n_thread);
+  if (*op == LINEAR && is_few(*(const Linear*)op))
+    few_rows(*(const Linear*)op, phase, n_thread);
   else if (*op == LINEAR) many_rows(*(const Linear*)op, phase);
   else if (*op == ATTENTION) attention(*(const Attention*)op, phase, n_thread);
-  else add_norm(*(const AddNorm*)op, phase);
+  else if (*op == ADD_NORM) add_norm(*(const AddNorm*)op, phase);
+  else if (*op == EMBED) embed(*(const Embed*)op, phase);
+  else if (*op == ANGLES) angles(*(const Angles*)op, phase);
+  else masks(*(const Mask*)op, phase);
 }
 
 // The operations one after the other; each is one of the structs above, which begin with their kind.
@@ -924,7 +1067,7 @@ extern "C" void run(const int32_t* const* ops, int n_op, int n_thread) {
       n_float = std::max(n_float, shared_floats(ops[begin + i], n_thread));
     }
     memory_of(shared, n_float);
-#pragma omp parallel num_threads(n_thread)
+#pragma omp parallel num_threads(n_thread) if (n_thread > 1)
     for (int i = 0; i < n; i++) do_op(ops[begin + i], phases[i], n_thread);
   }
 }

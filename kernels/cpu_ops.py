@@ -29,7 +29,7 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
            "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
-LINEAR, ATTENTION, ADD_NORM = range(3)
+LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK = range(6)
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4}
 
 
@@ -137,10 +137,24 @@ class AddNorm(Structure):
                       ("norm", Norm), ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p))
 
 
-def run(addresses: list[int]) -> None:
-    """The structs at these addresses one after the other, on all of torch's threads."""
+class Embed(Structure):
+    _fields_ = fields("kind format n K out_type", ("factor", c_float), ("weight", c_void_p),
+                      ("scales", c_void_p), ("ids", c_void_p), ("out", c_void_p))
+
+
+class Angles(Structure):
+    _fields_ = fields("kind n half", *[(name, c_void_p) for name in (
+        "pos", "freq", "amplitude", "cos", "sin")])
+
+
+class Mask(Structure):
+    _fields_ = fields("kind B T n_key window", ("pos", c_void_p), ("mask", c_void_p))
+
+
+def run(addresses: list[int], n_thread: int | None = None) -> None:
+    """The structs at these addresses one after the other, on all of torch's threads or so many."""
     n = len(addresses)
-    library().run((c_void_p * n)(*addresses), n, torch.get_num_threads())
+    library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads())
 
 
 # ---- Weights ------------------------------------------------------------------------------------
@@ -181,16 +195,18 @@ def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: 
     """
     x = x.contiguous()
     out = x.new_empty(x.shape[0], shape[0])
-    op = linear(x, kind, weight, scales, group, shape, out, bias, exact=x.dtype == torch.float32)
+    op = linear(kind, weight, scales, group, shape, bias, x=x.data_ptr(), out=out.data_ptr(),
+                M=x.shape[0], exact=x.dtype == torch.float32)
+    op.x_type = op.out_type = TYPES[x.dtype]
     run([ctypes.addressof(op)])
     return out
 
 
-def linear(x, kind, weight, scales, group, shape, out, bias=None, **more) -> Linear:
+def linear(kind: int, weight: Tensor, scales: Tensor | None, group: int, shape: tuple[int, int],
+           bias: Tensor | None = None, **more) -> Linear:
     """more: the struct's other fields."""
     def at(t):
         return None if t is None else t.data_ptr()
     return Linear(
-        kind=LINEAR, format=kind, M=x.shape[0], N=shape[0], K=shape[1], group=group,
-        x_type=TYPES[x.dtype], out_type=TYPES[out.dtype], factor=1.0, x=x.data_ptr(),
-        weight=weight.data_ptr(), scales=at(scales), bias=at(bias), out=out.data_ptr(), **more)
+        kind=LINEAR, format=kind, N=shape[0], K=shape[1], group=group, factor=1.0,
+        weight=at(weight), scales=at(scales), bias=at(bias), **more)

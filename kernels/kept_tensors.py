@@ -45,6 +45,8 @@ def _stamp(path: Path) -> list[int]:
 def load(key: str) -> dict[str, Tensor] | None:
     """What save() kept, by name: mapped, and private to this process. None: not there."""
     folder = _home() / key
+    if not folder.exists():
+        return None
     try:
         index = json.loads((folder / "index.json").read_text())
         data = folder / "data"
@@ -54,8 +56,6 @@ def load(key: str) -> dict[str, Tensor] | None:
         with suppress(OSError):
             os.utime(folder)                       # used just now
         return {name: _view(storage, *where) for name, where in index["tensors"].items()}
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
         inductor.note(f"{folder} is made anew: {e}")
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""Weights mapped at the next start: the same model, or made anew; and nothing kept that should not be."""
+
+import os
+import shutil
+import time
+
+import pytest
+import torch
+from conftest import SMOLLM2
+from helpers import GREEDY, generated
+
+from cli import kept_weights
+from formats.load import read_checkpoint
+from formats.quantized import quantized
+from formats.shapes import random_checkpoint
+from kernels import disk, inductor, kept_tensors
+from kernels.compile import compile_model
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(kept_weights, "WORTH_KEEPING", 0)
+    inductor.note.cache_clear()
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Without a thread of its own."""
+    class Thread:
+        def __init__(self, target, args):
+            self.start = lambda: target(*args)
+    monkeypatch.setattr(kept_weights.threading, "Thread", Thread)
+
+
+def sets(home):
+    return sorted((home / "weights").glob("[!.]*"))
+
+
+def logits(model):
+    model.setup_cache(1, 32)
+    return model(torch.arange(3, 11)[None], torch.arange(8), 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme, head", [(None, None), ("int8", "int8"), ("int4", "int8"), ("int4", "none")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_model_without_reading_it(families, home, at_once, monkeypatch, scheme, head, dtype):
+    for name in ("llama3", "gemma2", "qwen3_moe", "gpt2"):
+        directory, _ = families(name)
+        source = read_checkpoint(directory)
+        if scheme:
+            source = quantized(source, scheme, 32, head)
+        first = kept_weights.load(source, dtype, "cpu")
+        expected = logits(first)
+        n = len(sets(home))
+        with monkeypatch.context() as m:
+            m.setattr(kept_weights, "load_shard", None)    # no other way
+            again = kept_weights.load(source, dtype, "cpu")
+        assert len(sets(home)) == n
+        assert torch.equal(logits(again), expected)
+        assert [n for n, _ in again.named_parameters()] == [n for n, _ in first.named_parameters()]
+        if name == "llama3":
+            compile_model(again)
+            compile_model(first)
+            assert torch.equal(logits(again), logits(first))
+
+
+def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
+    directory, _ = families("llama3")
+    path = tmp_path / "model"
+    shutil.copytree(directory, path)
+
+    def kept(dtype=torch.float32, **asked):
+        source = read_checkpoint(path)
+        kept_weights.load(quantized(source, **asked) if asked else source, dtype, "cpu")
+        return len(sets(home))
+    assert kept() == 1 and kept() == 1
+    assert kept(torch.bfloat16) == 2
+    assert kept(mode="int8") == 3 and kept(mode="int4") == 4 and kept(mode="int4", head="none") == 5
+    weights = path / "model.safetensors"
+    os.utime(weights)                                      # touched: read again, the same content
+    assert kept() == 5
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    weights.write_bytes(data)
+    os.utime(weights, ns=times)                            # as if it were the old one
+    assert kept() == 6
+    shutil.copytree(path, tmp_path / "copy")
+    kept_weights.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu")
+    assert len(sets(home)) == 6                            # the same content elsewhere
+    monkeypatch.setattr(kept_weights, "code", lambda: "other code")
+    assert kept() == 7
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("damage", ["truncated", "longer", "gone", "no index", "bad index", "no index field"])
+def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
+    directory, _ = families("llama3")
+    source = read_checkpoint(directory)
+    expected = logits(kept_weights.load(source, torch.float32, "cpu"))
+    folder, = sets(home)
+    data, index = folder / "data", folder / "index.json"
+    size = data.stat().st_size
+    if damage == "truncated":
+        os.truncate(data, size // 2)
+    if damage == "longer":
+        os.truncate(data, size * 2)
+    if damage == "gone":
+        data.unlink()
+    if damage == "no index":
+        index.unlink()
+    if damage == "bad index":
+        index.write_text(index.read_text()[:200])
+    if damage == "no index field":
+        index.write_text("{}")
+    for _ in range(2):
+        assert torch.equal(logits(kept_weights.load(source, torch.float32, "cpu")), expected)
+    folder, = sets(home)
+    assert (folder / "data").stat().st_size == size
+    assert "made anew" in capsys.readouterr().err
+
+
+def test_writing_into_them_stays_private(families, home, at_once):
+    directory, _ = families("llama3")
+    source = read_checkpoint(directory)
+    kept_weights.load(source, torch.float32, "cpu")
+    model = kept_weights.load(source, torch.float32, "cpu")
+    with torch.no_grad():
+        model.layers[0].attn.wo.weight.zero_()
+    again = kept_weights.load(source, torch.float32, "cpu")
+    assert again.layers[0].attn.wo.weight.any()
+
+
+def test_the_oldest_go_first_and_the_full_disk_keeps_nothing(families, home, at_once, monkeypatch):
+    directory, _ = families("llama3")
+    source = read_checkpoint(directory)
+    kept_weights.load(source, torch.float32, "cpu")
+    first, = sets(home)
+    size = (first / "data").stat().st_size
+    kept_weights.load(source, torch.bfloat16, "cpu")
+    second, = set(sets(home)) - {first}
+    os.utime(first, (time.time() + 99, time.time() + 99))  # used later than the second
+    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: int(2.1 * size))
+    kept_weights.load(quantized(source, "int8"), torch.float32, "cpu")
+    kept_weights.load(quantized(source, "int4"), torch.float32, "cpu")
+    assert first in sets(home) and second not in sets(home)
+    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: size // 2)
+    before = sets(home)
+    kept_weights.load(source, torch.bfloat16, "cpu")       # larger than all that may be kept
+    assert sets(home) == before
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(kept_tensors, "_write", full)
+    kept_weights.load(source, torch.bfloat16, "cpu")
+    assert sets(home) == before and not list((home / "weights").glob(".partial*"))
+
+
+def test_random_weights_and_ranks_are_not_kept(home, families, monkeypatch):
+    assert kept_weights.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu")) is None
+    source = read_checkpoint(families("llama3")[0])
+    assert kept_weights.key_of(source, torch.float32, torch.device("cuda")) is None
+    monkeypatch.setattr(kept_weights.tp, "world", lambda: 2)
+    assert kept_weights.key_of(source, torch.float32, torch.device("cpu")) is None
+
+
+def test_limits(monkeypatch, home, capsys):
+    (home / "weights").mkdir(parents=True)
+    monkeypatch.setenv("GPT_FASTER_WEIGHTS_MB", "3")
+    assert kept_tensors.max_bytes() == 3 << 20
+    monkeypatch.setenv("GPT_FASTER_WEIGHTS_MB", "many")
+    assert kept_tensors.max_bytes() <= 8192 << 20 and "no whole number" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_gguf(home, at_once):
+    source = read_checkpoint(SMOLLM2)
+    tokens = [[t.item() for t in generated(kept_weights.load(source, torch.bfloat16, "cpu"), [[5, 9, 77]], 8, GREEDY)]
+              for _ in range(2)]
+    assert tokens[0] == tokens[1] and len(sets(home)) == 1
+    assert disk.cache_dir() == home
