@@ -260,12 +260,13 @@ class Inputs:
         self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
         self.angles, self.masks, self.parts = [], [], []
         n = B * T if own_pos else T
+        self.amplitude = model.amplitude.float()
         for i in range(len(model.ropes)):
-            cos, sin = torch.empty(*lead, half), torch.empty(*lead, half)
+            cos, sin = torch.empty(2, *lead, half, dtype=torch.float32)
             self.parts += [cos, sin]
             self.angles.append(cpu_ops.Angles(
                 kind=cpu_ops.ANGLES, n=n, half=half, freq=model.freq[i].data_ptr(),
-                amplitude=model.amplitude[i].data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr()))
+                amplitude=self.amplitude[i].data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr()))
         for window in model.windows:
             mask = torch.empty(*lead, kv_len, dtype=torch.bool)
             self.parts.append(mask)

@@ -59,6 +59,26 @@ template <class V> static inline V load(const void* p) {
 
 template <class V> static inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
+static inline vf load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16));
+#elif defined(__AVX2__) && !defined(WIDE)
+  return (vf)(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16));
+#else
+  return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16);
+#endif
+}
+
+static inline vs load_int8(const void* p) {
+#if defined(__AVX512BW__)
+  return (vs)_mm512_cvtepi8_epi16(load<__m256i>(p));
+#elif defined(__AVX2__) && !defined(WIDE)
+  return (vs)_mm256_cvtepi8_epi16(load<__m128i>(p));
+#else
+  return __builtin_convertvector(load<vb>(p), vs);
+#endif
+}
+
 static inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 static inline vf low_bf16(vi pair) { return (vf)(pair << 16); }
 static inline vf high_bf16(vi pair) { return (vf)(pair & (int32_t)0xffff0000); }
@@ -170,7 +190,7 @@ static void read_floats(const void* from, int type, long at, int n, float* to) {
   const uint16_t* bits = (const uint16_t*)from + at;
   int i = 0;
   for (; i + LANES <= n; i += LANES)
-    store(to + i, (vf)(__builtin_convertvector(load<vh>(bits + i), vu) << 16));
+    store(to + i, load_bf16(bits + i));
   for (; i < n; i++) to[i] = bf16_to_float(bits[i]);
 }
 
@@ -408,7 +428,7 @@ template <int M> static void by_int8(const int8_t* w, const Rows& rows, float* y
       const int8_t* at = w + (g * GROUP / 2 + p) * ROWS * 2;
       if (p % 2 == 0) __builtin_prefetch(at + AHEAD);
       for (int v = 0; v < 2; v++) {
-        vs codes = __builtin_convertvector(load<vb>(at + 2 * LANES * v), vs);
+        vs codes = load_int8(at + 2 * LANES * v);
         for (int m = 0; m < M; m++)
           acc[m][v] = dot2(acc[m][v], codes, rows.pair(m, g * GROUP / 2 + p));
       }
@@ -535,8 +555,7 @@ static void to_floats(const Linear& op, int i, int K, int from, int n, float* to
       }
     if (op.format == INT8)
       for (int k = 0; k < n; k += 2) {
-        vb pairs = load<vb>(w + ((from + k) / 2 * ROWS + v * LANES) * 2);
-        vi words = (vi)__builtin_convertvector(pairs, vs);
+        vi words = (vi)load_int8(w + ((from + k) / 2 * ROWS + v * LANES) * 2);
         store(column + k * ROWS, to_float(words << 16 >> 16));
         store(column + (k + 1) * ROWS, to_float(words >> 16));
       }
@@ -571,19 +590,16 @@ static const int32_t* to_pairs(const Linear& op, int i, int K, int from, int n, 
   return to;
 }
 
-struct Floats {                                // a step of a product: one number of x
-  typedef float Number;
-  static vf add(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
-};
-
-struct Pairs {                                 // or two of bf16
-  typedef int32_t Number;
-  static vf add(vf acc, const int32_t* w, int32_t x) { return dot2_bf16(acc, load<vi>(w), x); }
-};
+// A step of a product: weights by one number of x, or by two of bf16
+static inline vf add_product(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
+static inline vf add_product(vf acc, const uint16_t* w, float x) { return acc + x * load_bf16(w); }
+static inline vf add_product(vf acc, const int32_t* w, int32_t x) {
+  return dot2_bf16(acc, load<vi>(w), x);
+}
 
 // y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw numbers
-template <class Step, int M, class Number>
-static void tile(const Number* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
+template <int M, class Weight, class Number>
+static void tile(const Weight* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
                  bool add) {
   vf acc[M][2];
   for (int m = 0; m < M; m++)
@@ -591,25 +607,25 @@ static void tile(const Number* w, long ldw, int n, const Number* x, long ldx, fl
   for (int k = 0; k < n; k++)
     for (int m = 0; m < M; m++)
       for (int v = 0; v < 2; v++)
-        acc[m][v] = Step::add(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
+        acc[m][v] = add_product(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
 }
 
-template <class Step, int M, class Number>
-static void tile_of(int m, const Number* w, long ldw, int n, const Number* x, long ldx, float* y,
+template <int M, class Weight, class Number>
+static void tile_of(int m, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
                     long ldy, bool add) {
-  if (m == M) return tile<Step, M>(w, ldw, n, x, ldx, y, ldy, add);
-  if constexpr (M > 1) tile_of<Step, M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
+  if (m == M) return tile<M>(w, ldw, n, x, ldx, y, ldy, add);
+  if constexpr (M > 1) tile_of<M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
 }
 
-template <class Step, class Number>
-static void tiles(int M, const Number* w, long ldw, int n, const Number* x, long ldx, float* y,
+template <class Weight, class Number>
+static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
                   long ldy, bool add) {
   int n_tile = (M + TILE - 1) / TILE;
   for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
     int height = (M - m + n_tile - i - 1) / (n_tile - i);
-    tile_of<Step, TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
+    tile_of<TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
     m += height;
   }
 }
@@ -628,11 +644,11 @@ static void block_by_rows(const Linear& op, int i, int n_block, const float* x, 
       int n = std::min(DEPTH, K - k);
       if (by_pairs(op)) {
         const int32_t* of_weights = to_pairs(op, at, K, k, n, w, pairs);
-        tiles<Pairs>(M, of_weights, ROWS, n / 2, (const int32_t*)x + k / 2, K / 2, y[half], ROWS,
+        tiles(M, of_weights, ROWS, n / 2, (const int32_t*)x + k / 2, K / 2, y[half], ROWS,
                      k > 0);
       } else {
         to_floats(op, at, K, k, n, w);
-        tiles<Floats>(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
+        tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
       }
     }
     if (op.format == INT8)
@@ -774,30 +790,75 @@ static inline vf sums_of(vf* a) {
   return a[0];
 }
 
-// scores [queries, KEYS] of few queries: a sum for each key
-static void few_scores(const float* q, int n_query, const float* k, int n, int H, int Hp,
-                       float* score) {
-  for (int j = 0; j < n; j += LANES)
-    for (int r = 0; r < n_query; r++) {
-      vf sums[LANES];
-      for (int i = 0; i < LANES; i++) {
-        vf sum = {};
-        for (int h = 0; h < H; h += LANES)
-          sum += load<vf>(q + r * Hp + h) * load<vf>(k + (j + i) * Hp + h);
-        sums[i] = sum;
+static inline vf load_key(const float* k) { return load<vf>(k); }
+static inline vf load_key(const uint16_t* k) { return load_bf16(k); }
+
+// scores [R, KEYS] of few queries [R, H] with n keys [n, H]: a sum for each
+template <int R, class Key>
+static void few_scores(const float* q, const Key* k, int n, int H, float* score) {
+  for (int j = 0; j < n; j += LANES) {
+    vf sums[R][LANES];
+    for (int i = 0; i < LANES; i++) {
+      const Key* key = k + (long)std::min(j + i, n - 1) * H;
+      vf even[R] = {}, odd[R] = {};
+      for (int h = 0; h < H; h += 2 * LANES) {
+        vf a = load_key(key + h), b = load_key(key + h + LANES);
+        for (int r = 0; r < R; r++) {
+          even[r] += a * load<vf>(q + r * H + h);
+          odd[r] += b * load<vf>(q + r * H + h + LANES);
+        }
       }
-      store(score + r * KEYS + j, sums_of(sums));
+      for (int r = 0; r < R; r++) sums[r][i] = even[r] + odd[r];
     }
+    for (int r = 0; r < R; r++) store(score + r * KEYS + j, sums_of(sums[r]));
+  }
 }
 
-// k [KEYS, Hp] -> [KEYS / ROWS][H][ROWS]
-static void transpose_keys(const float* k, int H, int Hp, float* to) {
+template <int R, class Key>
+static void few_scores_of(int n_query, const float* q, const Key* k, int n, int H, float* score) {
+  if (n_query == R) return few_scores<R>(q, k, n, H, score);
+  if constexpr (R > 1) few_scores_of<R - 1>(n_query, q, k, n, H, score);
+}
+
+// k [KEYS, Hp] -> [KEYS / ROWS][Hp][ROWS]
+static void transpose_keys(const float* k, int Hp, float* to) {
   for (int j = 0; j < KEYS; j += ROWS)
-    for (int h0 = 0; h0 < H; h0 += 8)
+    for (int h0 = 0; h0 < Hp; h0 += 8)
       for (int i = 0; i < ROWS; i++)
         for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * Hp + h) * ROWS + i] = k[(j + i) * Hp + h];
 }
 
+// s [KEYS], scores of n keys -> their weights; what is masked has none
+static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, float* top, float* sum,
+                  float* out, int Hp) {
+  if (op.cap)
+    for (int j = 0; j < KEYS; j += LANES) store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
+  if (memchr(mask, 0, n))
+    for (int j = 0; j < n; j++) s[j] = mask[j] ? s[j] : -INFINITY;
+  for (int j = n; j < KEYS; j++) s[j] = -INFINITY;
+  vf tops = load<vf>(s);
+  for (int j = LANES; j < KEYS; j += LANES) tops = larger(tops, load<vf>(s + j));
+  float new_top = std::max(*top, largest_of(tops));
+  if (new_top == -INFINITY) {                  // it sees none of these, and saw none before
+    memset(s, 0, 4 * KEYS);
+    return;
+  }
+  vf sums = {};
+  for (int j = 0; j < KEYS; j += LANES) {
+    vf p = exp_of(load<vf>(s + j) - new_top);
+    sums += p;
+    store(s + j, p);
+  }
+  if (new_top > *top) {
+    float old = *top == -INFINITY ? 0 : std::exp(*top - new_top);
+    for (int h = 0; h < Hp; h += LANES) store(out + h, load<vf>(out + h) * old);
+    *sum *= old;
+    *top = new_top;
+  }
+  *sum += sum_of(sums);
+}
+
+template <class Key>
 static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
   int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = (op.N + 2 * op.K) * H;
   int n_query = (task.t1 - task.t0) * share;
@@ -813,58 +874,35 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     softmax.sum[r] = 0;
   }
   memset(softmax.out, 0, 4 * (size_t)n_query * Hp);
-  memset(k, 0, 8 * (size_t)KEYS * Hp);
+  if (H < Hp) memset(k, 0, 8 * (size_t)KEYS * Hp);
   for (int key = task.key0; key < task.key1; key += KEYS) {
     int n = std::min(KEYS, task.key1 - key), first_t = task.t0;
     while (first_t < task.t1 && !memchr(mask_of(op, task.b, first_t) + key, 1, n)) first_t++;
     int from = (first_t - task.t0) * share, n_row = n_query - from;    // the others see none
     if (n_row == 0) continue;
-    for (int j = 0; j < n; j++) {
-      long at = cache_at(op, task.b, task.head, key + j);
-      read_floats(op.k_cache, op.cache_type, at, H, k + j * Hp);
-      read_floats(op.v_cache, op.cache_type, at, H, v + j * Hp);
-    }
-    if (n_row <= FEW) {
-      few_scores(q + from * Hp, n_row, k, n, Hp, Hp, score + from * KEYS);
+    long at = cache_at(op, task.b, task.head, key);
+    const Key *keys = (const Key*)op.k_cache + at, *values = (const Key*)op.v_cache + at;
+    bool few = n_row <= FEW && H == Hp;        // straight from the cache
+    if (few) {
+      few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, score + from * KEYS);
     } else {
-      transpose_keys(k, Hp, Hp, turned);
+      for (int j = 0; j < n; j++) {
+        read_floats(op.k_cache, op.cache_type, at + (long)j * H, H, k + j * Hp);
+        read_floats(op.v_cache, op.cache_type, at + (long)j * H, H, v + j * Hp);
+      }
+      transpose_keys(k, Hp, turned);
       for (int j = 0; j < n; j += ROWS)
-        tiles<Floats>(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j,
-                      KEYS, false);
+        tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j, KEYS,
+              false);
     }
-    for (int r = from; r < n_query; r++) {
-      float* s = score + r * KEYS;
-      const uint8_t* mask = mask_of(op, task.b, task.t0 + r / share) + key;
-      if (op.cap)
-        for (int j = 0; j < KEYS; j += LANES)
-          store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
-      if (n < KEYS || memchr(mask, 0, n))
-        for (int j = 0; j < KEYS; j++) s[j] = j < n && mask[j] ? s[j] : -INFINITY;
-      vf top = load<vf>(s);
-      for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load<vf>(s + j));
-      float new_top = std::max(softmax.top[r], largest_of(top));
-      if (new_top == -INFINITY) {              // it sees none of these, and saw none before
-        memset(s, 0, 4 * KEYS);
-        continue;
-      }
-      vf sum = {};
-      for (int j = 0; j < KEYS; j += LANES) {
-        vf p = exp_of(load<vf>(s + j) - new_top);
-        sum += p;
-        store(s + j, p);
-      }
-      if (new_top > softmax.top[r]) {
-        float old = softmax.top[r] == -INFINITY ? 0 : std::exp(softmax.top[r] - new_top);
-        softmax.sum[r] *= old;
-        for (int h = 0; h < Hp; h += LANES)
-          store(softmax.out + r * Hp + h, load<vf>(softmax.out + r * Hp + h) * old);
-        softmax.top[r] = new_top;
-      }
-      softmax.sum[r] += sum_of(sum);
+    for (int r = from; r < n_query; r++)
+      weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, score + r * KEYS,
+            softmax.top + r, softmax.sum + r, softmax.out + r * Hp, Hp);
+    for (int h = 0; h < Hp; h += ROWS) {
+      float *p = score + from * KEYS, *out = softmax.out + from * Hp + h;
+      if (few) tiles(n_row, values + h, H, n, p, KEYS, out, Hp, true);
+      else tiles(n_row, v + h, Hp, n, p, KEYS, out, Hp, true);
     }
-    for (int h = 0; h < Hp; h += ROWS)
-      tiles<Floats>(n_row, v + h, Hp, n, score + from * KEYS, KEYS, softmax.out + from * Hp + h, Hp,
-                    true);
   }
 }
 
@@ -931,7 +969,8 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     task.key0 += i % plan.n_part * padded(n_key, KEYS);
     task.key1 = std::min(task.key1, task.key0 + padded(n_key, KEYS));
     Softmax softmax = plan.softmax(memory, plan.n_part > 1 ? i : omp_get_thread_num());
-    attend(op, task, softmax);
+    if (op.cache_type == FP32) attend<float>(op, task, softmax);
+    else attend<uint16_t>(op, task, softmax);
     if (plan.n_part == 1) write(task, softmax, 1);
   });
   if (plan.n_part > 1)
