@@ -42,7 +42,8 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
     wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
     """
     if engine == "compile" and not wait and will_change_over(model):
-        return Steps(change_over(model, prefill), change_over(model, decode_one_token))
+        decode = change_over(model, decode_one_token)      # the prompt is too early for it
+        return Steps(prefill, decode)
     if engine == "compile":
         return compile_steps(model, compile_prefill)
     return Steps(decode=CudaGraph(decode_one_token)) if engine == "cuda_graph" else Steps()

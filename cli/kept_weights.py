@@ -8,6 +8,7 @@ on: the content of the files, what was asked for, and our code that makes them.
 
 import hashlib
 import json
+import re
 import threading
 import time
 from functools import cache
@@ -82,6 +83,6 @@ def content(path: Path) -> str:
 
 @cache
 def code() -> str:
-    """A digest of what makes the weights."""
+    """A digest of what makes the weights, without comments."""
     files = sorted(p for pattern in MAKERS for p in ROOT.glob(pattern))
-    return disk.digest(repr([p.read_text() for p in files]))
+    return disk.digest(re.sub(r"#.*|\s+", " ", "".join(p.read_text() for p in files)))

@@ -27,21 +27,26 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
         at += struct.calcsize(code)
         return value
 
-    def string():
+    def strings(n):                                # a vocabulary's: the only loop that takes long
         nonlocal at
-        n = take("Q")
-        if at + n > len(data):
-            raise struct.error("text runs past the end of the file")
-        at += n
-        return bytes(data[at - n:at]).decode("utf-8", "replace")
+        length, texts = struct.Struct("<Q").unpack_from, []
+        for _ in range(n):
+            end = at + 8 + length(data, at)[0]
+            if end > len(data):
+                raise struct.error("text runs past the end of the file")
+            texts.append(str(data[at + 8:end], "utf-8", "replace"))
+            at = end
+        return texts
 
     def value(kind):
         nonlocal at
         if kind == 8:
-            return string()
+            return strings(1)[0]
         if kind == 9:
             kind, n = take("I"), take("Q")
-            if kind in (8, 9):
+            if kind == 8:
+                return strings(n)
+            if kind == 9:
                 return [value(kind) for _ in range(n)]
             values = struct.unpack_from(f"<{n}{codes[kind]}", data, at)
             at += n * struct.calcsize(codes[kind])
@@ -57,11 +62,11 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
     n_tensors, n_keys = take("Q"), take("Q")
     metadata = {}
     for _ in range(n_keys):
-        key = string()
+        key = strings(1)[0]
         metadata[key] = value(take("I"))
     infos = []
     for _ in range(n_tensors):
-        name = string()
+        name = strings(1)[0]
         shape = tuple(take("Q") for _ in range(take("I")))[::-1]       # stored fastest first
         infos.append((name, shape, take("I"), take("Q")))
     alignment = metadata.get("general.alignment", 32)

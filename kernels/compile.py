@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from kernels import cpu_ops
+from kernels import cpu_ops, disk, inductor
 from kernels.attention import OneQueryAttention
 from kernels.cpu import BF16_WORDS, HAS_BF16
 from kernels.cpu_layers import OperationsLayer, fits, use_operations
@@ -30,8 +30,14 @@ QUICKER = {nn.Linear: MatvecLinear, ExpertLinear: FusedExpertLinear, MoE: FewRow
 
 def compile_model(model: nn.Module) -> None:
     """Make a model on a CPU run compiled, but within inductor.eager(). In place, once."""
-    if is_compiled(model) or use_operations(model):
+    if is_compiled(model):
         return
+    if not disk.has_room():
+        inductor.note("nothing can be written to the cache or for a compiler: this runs uncompiled")
+        return
+    if use_operations(model):
+        return
+    cpu_ops.take_all_threads()
     use_compiled_layouts(model)
     exchange_modules(model)
     for layer in model.layers:
@@ -52,9 +58,11 @@ def change_over(model: nn.Module, step: Callable) -> Callable:
     """The step uncompiled until a compiler that runs beside it is done, then compiled; in the
     middle of a text too, because the cache stays.
     """
+    waiting = [model]
+
     def run(*args):
-        if not cpu_ops.is_building():
-            compile_model(model)                   # once
+        if waiting and not cpu_ops.is_building():
+            compile_model(waiting.pop())
         return step(*args)
     return run
 

@@ -59,16 +59,22 @@ def _home() -> Path:
 
 
 _building = []                                     # the compiler's process, if one was started
+_threads = []                                      # how many were ours before it was
 
 
 def start_building() -> None:
-    """Have it compiled beside whatever else is done; it ends well without this process too."""
+    """Have it compiled beside whatever else is done; it ends well without this process too.
+
+    Until it is, it has a core of its own, as far as there are several: threads wait for each other.
+    """
     path = library_path()
     if _building or path.exists() or not compiler():
         return
     partial = path.with_suffix(f".{os.getpid()}")
     script = 'to=$0 at=$1; shift; "$@" -o "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }'
-    command = ["sh", "-c", script, path, partial, compiler(), *OPTIONS, SOURCE]
+    command = ["nice", "sh", "-c", script, path, partial, compiler(), *OPTIONS, SOURCE]
+    _threads.append(torch.get_num_threads())
+    torch.set_num_threads(max(1, _threads[0] - 1))
     _building.append(subprocess.Popen(
         list(map(str, command)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, start_new_session=True))
@@ -78,12 +84,19 @@ def is_building() -> bool:
     return bool(_building) and _building[0].poll() is None
 
 
+def take_all_threads() -> None:
+    """Whatever still builds."""
+    while _threads:
+        torch.set_num_threads(_threads.pop())
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Loaded, after waiting for the compiler. OSError or RuntimeError say why it cannot be."""
     start_building()
     if _building:
         _, said = _building.pop().communicate()
+        take_all_threads()
         if not library_path().exists():
             raise RuntimeError((said.strip().splitlines() or ["the compiler failed"])[-1])
     loaded = ctypes.CDLL(str(library_path()))

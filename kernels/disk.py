@@ -30,6 +30,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("GPT_FASTER_CACHE") or Path(home) / "gpt-faster")
 
 
+def has_room(n_bytes: int = 1 << 20) -> bool:
+    """Can files of this size be written, to the cache or to where temporary files go?"""
+    for folder in (cache_dir(), Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(n_bytes))
+            return True
+    return False
+
+
 def max_bytes() -> int:
     try:
         return int(os.environ.get("GPT_FASTER_CACHE_MB", 1024)) << 20
