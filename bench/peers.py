@@ -8,6 +8,7 @@ The process is worker.py, which describes the protocol, or our own generate.py.
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,28 +22,53 @@ import torch
 from bench import exports
 from bench.machine import ROOT
 from bench.weights import Weights
+from cli.common import log
 from quantize import SCHEMES, scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")
 EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
 GGUF_FORMATS = {"none": "BF16"} | {name: scheme.gguf for name, scheme in SCHEMES.items()}
+# What converts a Hugging Face directory, in the peer's environment; its weights for our schemes.
+CONVERTERS = {
+    "openvino": (
+        "bin/optimum-cli export openvino --model {model} --task text-generation-with-past "
+        "{weights} {export}",
+        {"none": "--weight-format fp16", "int8": "--weight-format int8",
+         "int4": "--weight-format int4 --group-size {groupsize} --ratio 1.0"}),
+    "onnxruntime": (
+        "bin/python -m onnxruntime_genai.models.builder --input {model} --output {export} "
+        "--cache_dir {export}.cache --execution_provider cpu {weights} prune_lm_head=true",
+        {"none": "--precision fp32 --extra_options",
+         "int8": "--precision int8 --extra_options",
+         "int4": "--precision int4 --extra_options block_size={groupsize} algo_config=rtn "
+                 "matmul_mixed_precision=last_matmul:int8"}),
+}
+
+
+def environment(name: str) -> Path:
+    """The virtual environment that scripts/install_peers.sh makes for the peer, or else ours."""
+    for directory in (f".venv-peers-{name}", ".venv-peers"):
+        path = WORKER.parent.parent / directory
+        if (path / "bin/python").exists():
+            return path
+    return Path(sys.prefix)
 
 
 class Peer:
     """A worker, loaded and waiting. ValueError says in one line what it lacks.
 
-    threads: what the worker may use; length: positions, prompt and new tokens together.
+    threads: what the worker may use; length: positions, prompt and new tokens together; weights:
+    how those of the path are quantized.
     """
 
-    def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int):
+    def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int,
+                 weights: str = "none"):
         self.name = name
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")
-        python = WORKER.parent.parent / ".venv-peers/bin/python"
-        if not python.exists():
-            python = sys.executable
         # -I: otherwise the files beside the worker would hide packages of their names.
-        command = [python, "-I", WORKER, name, path, "--threads", threads, "--device", device,
-                   "--dtype", dtype, "--length", length]
+        command = [environment(name) / "bin/python", "-I", WORKER, name, path,
+                   "--threads", threads, "--device", device, "--dtype", dtype, "--length", length,
+                   "--weights", weights]
         self.process = subprocess.Popen(
             [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.stderr, text=True, start_new_session=True,
@@ -132,7 +158,7 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
             return GenerateCommand([*argv, "--device", str(device), "--dtype", dtype])
         path = peer_path(name, source, shape, weights)
         return Peer(name, path, threads=torch.get_num_threads(), device=device.type, dtype=dtype,
-                    length=length)
+                    length=length, weights=weights.quantization)
     return start
 
 
@@ -144,10 +170,14 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
         if not gguf_format or weights.dtype != torch.bfloat16:
             raise ValueError(f"no GGUF format is equivalent to {weights.quantization} weights in "
                              f"{str(weights.dtype)[6:]}")
-        export = EXPORTS / f"{path.stem}.{gguf_format}.gguf"
+        export = EXPORTS / f"{export_name(source, shape)}.{gguf_format}.gguf"
         return exports.export_gguf(source, export, gguf_format)
     if shape and name.startswith("transformers"):
         return exports.export_hf_config(source.cfg, EXPORTS / f"{shape}.json")
+    if name in CONVERTERS:
+        return converted(name, source, shape, weights)
+    if name == "vllm":
+        return hf_directory(source, shape, weights.dtype)
     if shape:
         raise ValueError("reads files, not random shapes")
     if path.suffix in (".safetensors", ".json", ".bin"):
@@ -155,3 +185,47 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
     if path.suffix != ".gguf" and not path.is_dir():
         raise ValueError("reads Hugging Face directories and GGUF files")
     return path
+
+
+def export_name(source, shape: str | None) -> str:
+    """What exports of this model begin with."""
+    path = source.path
+    return shape or (path.stem if path.suffix == ".gguf" else path.parent.name)
+
+
+def hf_directory(source, shape: str | None, dtype: torch.dtype) -> Path:
+    """The model as a Hugging Face directory: its own, or one that is written."""
+    if not shape and source.path.suffix in (".safetensors", ".json", ".bin"):
+        return source.path.parent
+    name = f"{export_name(source, shape)}.{str(dtype)[6:]}.hf"
+    return exports.export_hf(source, EXPORTS / name, dtype)
+
+
+def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
+    """The directory that the peer's own converter makes of the weights; one there stays.
+
+    ValueError where it fails, with its last words.
+    """
+    command, formats = CONVERTERS[name]
+    kind, _, groupsize = weights.quantization.partition("-g")
+    if kind not in formats:
+        raise ValueError(f"{name}: no weights equivalent to {weights.quantization}")
+    if not environment(name).name.endswith(name):
+        raise ValueError(f"{name} is not installed: run scripts/install_peers.sh")
+    model = hf_directory(source, shape, weights.dtype)
+    export = EXPORTS / f"{model.name.removesuffix('.hf')}.{weights.quantization}.{name}"
+    if export.exists():
+        return export
+    log(f"Converting {model.name} to {export.name}")
+    partial = Path(f"{export}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    words = command.replace("{weights}", formats[kind].format(groupsize=groupsize)).split()
+    program, *argv = (word.format(model=model, export=partial) for word in words)
+    done = subprocess.run([environment(name) / program, *argv], text=True, capture_output=True,
+                          env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    shutil.rmtree(f"{partial}.cache", ignore_errors=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        raise ValueError(f"{name} cannot convert the model: {reason}")
+    os.replace(partial, export)
+    return export
