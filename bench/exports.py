@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from formats.names import HF_NAMES
+from layers.rope import Rope
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
 GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")
@@ -65,11 +66,11 @@ def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
         return directory
     cfg = checkpoint.cfg
     is_random = any(tensor.read_rows is None for tensor in checkpoint.tensors.values())
-    check_plain_llama(cfg, "a Hugging Face directory")
-    if any(name.endswith(".scales") for name in checkpoint.tensors):
-        raise ValueError("a Hugging Face directory: plain weights only, these are quantized")
-    if cfg.rope[0].kind != "default" and not is_random:
-        raise ValueError("a Hugging Face directory: a Llama with plain RoPE only")
+    rope = cfg.rope[0]
+    has_plain_rope = rope == Rope(rope.theta, original_context=rope.original_context)
+    is_quantized = any(name.endswith(".scales") for name in checkpoint.tensors)
+    if not is_plain_llama(cfg) or is_quantized or not (has_plain_rope or is_random):
+        raise ValueError("a Hugging Face directory is written of a plain Llama only")
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -122,13 +123,17 @@ def _write_made_up_tokenizer(n: int, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def check_plain_llama(cfg, peer: str) -> None:
-    """ValueError if cfg has anything that a Llama has not."""
+def is_plain_llama(cfg) -> bool:
     plain = type(cfg)(
         dim=cfg.dim, n_layer=cfg.n_layer, n_head=cfg.n_head, n_kv_head=cfg.n_kv_head,
         head_dim=cfg.head_dim, ffn_dim=cfg.ffn_dim, vocab_size=cfg.vocab_size, context=cfg.context,
         norm_eps=cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
-    if cfg != plain or len(cfg.rope) > 1 or cfg.rope[0].kind not in ("default", "llama3"):
+    return cfg == plain and len(cfg.rope) == 1 and cfg.rope[0].kind in ("default", "llama3")
+
+
+def check_plain_llama(cfg, peer: str) -> None:
+    """ValueError if cfg has anything that a Llama has not."""
+    if not is_plain_llama(cfg):
         raise ValueError(f"{peer}: --random of a plain Llama only (llama3's stretched RoPE, which "
                          "costs nothing, is left out)")
 

@@ -28,23 +28,6 @@ from quantize import SCHEMES, scheme_named
 WORKER = Path(__file__).with_name("worker.py")
 EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
 GGUF_FORMATS = {"none": "BF16"} | {name: scheme.gguf for name, scheme in SCHEMES.items()}
-# What converts a Hugging Face directory, in the peer's environment; its weights for our schemes.
-CONVERTERS = {
-    "openvino": (
-        "bin/optimum-cli export openvino --model {model} --task text-generation-with-past "
-        "{weights} {export}",
-        {"none": "--weight-format fp16", "int8": "--weight-format int8",
-         "int4": "--weight-format int4 --group-size {groupsize} --ratio 1.0"}),
-    "onnxruntime": (
-        "bin/python -m onnxruntime_genai.models.builder --input {model} --output {export} "
-        "--cache_dir {export}.cache --execution_provider cpu {weights} prune_lm_head=true",
-        {"none": "--precision fp32 --extra_options",
-         "int8": "--precision int8 --extra_options",
-         "int4": "--precision int4 --extra_options block_size={groupsize} algo_config=rtn "
-                 "matmul_mixed_precision=last_matmul:int8"}),
-}
-
-
 def environment(name: str) -> Path:
     """The virtual environment that scripts/install_peers.sh makes for the peer, or else ours."""
     for directory in (f".venv-peers-{name}", ".venv-peers"):
@@ -201,14 +184,36 @@ def hf_directory(source, shape: str | None, dtype: torch.dtype) -> Path:
     return exports.export_hf(source, EXPORTS / name, dtype)
 
 
+def openvino_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
+    """Weights by NNCF, without data."""
+    options = ["--weight-format", "fp16" if kind == "none" else kind]
+    if kind == "int4":
+        options += ["--group-size", groupsize, "--ratio", "1.0"]
+    return ["bin/optimum-cli", "export", "openvino", "--task", "text-generation-with-past",
+            "--model", model, *options, export]
+
+
+def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
+    """The head of the last token alone, as ours; in int4 it is int8, as ours."""
+    options = ["prune_lm_head=true"]
+    if kind == "int4":
+        options += [f"block_size={groupsize}", "algo_config=rtn",
+                    "matmul_mixed_precision=last_matmul:int8"]
+    return ["bin/python", "-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu",
+            "--precision", "fp32" if kind == "none" else kind, "--input", model,
+            "--output", export, "--cache_dir", f"{export}.cache", "--extra_options", *options]
+
+
+CONVERTERS = {"openvino": openvino_command, "onnxruntime": onnxruntime_command}
+
+
 def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
     """The directory that the peer's own converter makes of the weights; one there stays.
 
     ValueError where it fails, with its last words.
     """
-    command, formats = CONVERTERS[name]
     kind, _, groupsize = weights.quantization.partition("-g")
-    if kind not in formats:
+    if kind not in ("none", "int8", "int4"):
         raise ValueError(f"{name}: no weights equivalent to {weights.quantization}")
     if not environment(name).name.endswith(name):
         raise ValueError(f"{name} is not installed: run scripts/install_peers.sh")
@@ -219,8 +224,7 @@ def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
     log(f"Converting {model.name} to {export.name}")
     partial = Path(f"{export}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    words = command.replace("{weights}", formats[kind].format(groupsize=groupsize)).split()
-    program, *argv = (word.format(model=model, export=partial) for word in words)
+    program, *argv = CONVERTERS[name](model, partial, kind, groupsize)
     done = subprocess.run([environment(name) / program, *argv], text=True, capture_output=True,
                           env=dict(os.environ, HF_HUB_OFFLINE="1"))
     shutil.rmtree(f"{partial}.cache", ignore_errors=True)

@@ -344,7 +344,7 @@ class ONNXRuntime:
     COMPUTES = {
         "none": "float32 weights and activations",
         "int8": "int8 weights in blocks of 32, activations quantized to 8 bits, float32 embedding",
-        "int4-g32": "int4 weights in blocks of 32 (head int8), activations quantized to 8 bits"}
+        "int4": "int4 weights in blocks of {} (head int8), activations quantized to 8 bits"}
 
     def __init__(self, args):
         import onnxruntime_genai as genai
@@ -354,8 +354,9 @@ class ONNXRuntime:
         session = dict(intra_op_num_threads=args.threads)
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self.model = genai.Model(config)
-        self.version = (f"ONNX Runtime GenAI {genai.__version__}: {self.COMPUTES[args.weights]}, "
-                        "float32 KV cache")
+        kind, _, groupsize = args.weights.partition("-g")
+        self.version = (f"ONNX Runtime GenAI {genai.__version__}: "
+                        f"{self.COMPUTES[kind].format(groupsize)}, float32 KV cache")
 
     def __call__(self, prompt, n_new, batch):
         start = time.perf_counter()

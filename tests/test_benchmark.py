@@ -260,6 +260,12 @@ def test_ratios_are_to_weights_alike():
             row("llama.cpp", "int8", 10), row("transformers", "none", 2), row("compile", "int8", 9, "pp5")]
     assert [tables.ratio(r, rows, "llama.cpp") for r in rows] == [2, 3, 1, 1, 0.4, None]
     assert [tables.ratio(r, rows, "transformers") for r in rows] == [5, 15, 2.5, 5, 1, None]
+    rows.append(row("generate.py", "none", 99))            # ours: no peer to be the best
+    rows[4]["tok_s"] = 12
+    assert [tables.best_peer(r, rows) for r in rows[:6]] == [
+        "transformers", "transformers", "transformers", "transformers", "transformers", None]
+    rows[4]["tok_s"] = 7
+    assert [tables.best_peer(r, rows) for r in rows[:2]] == ["transformers", "llama.cpp"]
 
 
 @pytest.mark.parametrize("argv, message", [
