@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from formats.names import HF_NAMES
-from layers.rope import Rope
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
 GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")
@@ -67,7 +66,7 @@ def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
     cfg = checkpoint.cfg
     is_random = any(tensor.read_rows is None for tensor in checkpoint.tensors.values())
     rope = cfg.rope[0]
-    has_plain_rope = rope == Rope(rope.theta, original_context=rope.original_context)
+    has_plain_rope = rope == type(rope)(rope.theta, original_context=rope.original_context)
     is_quantized = any(name.endswith(".scales") for name in checkpoint.tensors)
     if not is_plain_llama(cfg) or is_quantized or not (has_plain_rope or is_random):
         raise ValueError("a Hugging Face directory is written of a plain Llama only")

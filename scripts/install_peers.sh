@@ -36,6 +36,12 @@ environment() {
   say "Installing $* into $directory (torch is large: this takes a few minutes)"
   "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> "$directory/log" \
     || { say "$directory cannot be installed here: $(grep -i error "$directory/log" | tail -n 1)"; return 1; }
+  # The registry's packages for pictures and sound do not fit every torch; no peer needs them here.
+  for name in torchvision torchaudio torchcodec; do
+    "$directory/bin/python" -c "import $name" 2> /dev/null \
+      || "$directory/bin/python" -m pip uninstall --quiet --disable-pip-version-check --yes "$name" \
+        2> /dev/null
+  done
   printf '%s\n' "$@" > "$stamp"
 }
 
@@ -51,7 +57,7 @@ transformers() {
 }
 
 llama.cpp() {
-  local stamp=.venv-peers/built-llama.cpp cc=gcc cxx=g++ build cpu
+  local stamp=.venv-peers/built-llama.cpp build=.venv-peers/build cc=gcc cxx=g++ cpu name
   transformers || return 1
   for name in clang-19 clang; do
     command -v "$name" > /dev/null && cc=$name cxx=${name/clang/clang++} && break
@@ -62,29 +68,32 @@ llama.cpp() {
     command -v "$name" > /dev/null || { say "llama.cpp: no $name: apt-get install cmake g++"; return 1; }
   done
   say "Building llama.cpp of $llama_cpp with $cxx for this CPU (a quarter of an hour on two cores)"
-  build=$(mktemp -d .venv-peers/build.XXXXXX)
-  trap 'rm -rf "$build"' RETURN
+  rm -rf "$build"
+  mkdir "$build"
+  build_llama_server "$build" "$cc" "$cxx" > "$build/log" 2>&1 \
+    || { say "llama.cpp cannot be built here, $build/log has: $(grep -i error "$build/log" | tail -n 1)"; return 1; }
+  rm -rf "$build"
+  printf '%s\n' "$llama_cpp" "$cxx" "$cpu" > "$stamp"
+}
+
+# build_llama_server DIRECTORY CC CXX: from the source package, into .venv-peers/bin
+build_llama_server() {
   .venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
-    --no-binary :all: -d "$build" "$llama_cpp" > "$build/log" 2>&1 \
-    && tar -xzf "$build"/*.tar.gz -C "$build" --strip-components 1 \
-    && cmake -S "$build/vendor/llama.cpp" -B "$build/out" -DCMAKE_BUILD_TYPE=Release \
-      -DCMAKE_C_COMPILER="$cc" -DCMAKE_CXX_COMPILER="$cxx" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
+    --no-binary :all: -d "$1" "$llama_cpp" \
+    && tar -xzf "$1"/*.tar.gz -C "$1" --strip-components 1 \
+    && cmake -S "$1/vendor/llama.cpp" -B "$1/out" -DCMAKE_BUILD_TYPE=Release \
+      -DCMAKE_C_COMPILER="$2" -DCMAKE_CXX_COMPILER="$3" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
       -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
       -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_NUMBER=0 \
-      -DLLAMA_BUILD_COMMIT="$llama_cpp" > "$build/log" 2>&1 \
-    && cmake --build "$build/out" --target llama-server -j "$(nproc)" > "$build/log" 2>&1 \
-    || { say "llama.cpp cannot be built here: $(grep -iE 'error' "$build/log" | tail -n 1)"; return 1; }
-  mv "$build/out/bin/llama-server" .venv-peers/bin/
-  printf '%s\n' "$llama_cpp" "$cxx" "$cpu" > "$stamp"
+      -DLLAMA_BUILD_COMMIT="$llama_cpp" \
+    && cmake --build "$1/out" --target llama-server -j "$(nproc)" \
+    && mv "$1/out/bin/llama-server" .venv-peers/bin/
 }
 
 openvino() {
   local directory=.venv-peers-openvino
   environment $directory $(pinned torch) openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 \
     || return 1
-  # The registry's torchvision does not fit every torch, and is not needed.
-  "$directory/bin/python" -c 'import torchvision' 2> /dev/null \
-    || $directory/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision
   works $directory openvino_genai,optimum.exporters.openvino
 }
 
