@@ -285,9 +285,11 @@ class StepEngine:
 class OpenVINO(StepEngine):
     """OpenVINO GenAI's continuous batching, which its LLMPipeline runs too; its defaults.
 
-    But for prefixes, which are not kept, and a whole prompt in one step, as LLMPipeline has it.
+    But for prefixes, which are not kept, and prompts of any length in one step, as LLMPipeline has
+    it: that is the faster here.
     """
 
+    STEP_TOKENS = 8192
     WEIGHTS = {"none": "float16 weights", "int8": "int8 weights, a scale for each output",
                "int4": "int4 weights in groups of {}, int8 embedding and head"}
 
@@ -300,7 +302,7 @@ class OpenVINO(StepEngine):
         self.genai = genai
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
-        scheduler.max_num_batched_tokens = max(args.length, scheduler.max_num_batched_tokens)
+        scheduler.max_num_batched_tokens = max(args.length, self.STEP_TOKENS)
         self.pipeline = genai.ContinuousBatchingPipeline(
             args.path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads})
         self.handles = {}
@@ -344,7 +346,8 @@ class ONNXRuntime:
     COMPUTES = {
         "none": "float32 weights and activations",
         "int8": "int8 weights in blocks of 32, activations quantized to 8 bits, float32 embedding",
-        "int4": "int4 weights in blocks of {} (head int8), activations quantized to 8 bits"}
+        "int4": "int4 weights in blocks of {} (embedding and head int8), activations quantized to "
+                "8 bits"}
 
     def __init__(self, args):
         import onnxruntime_genai as genai
