@@ -28,6 +28,8 @@ from quantize import SCHEMES, scheme_named
 WORKER = Path(__file__).with_name("worker.py")
 EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
 GGUF_FORMATS = {"none": "BF16"} | {name: scheme.gguf for name, scheme in SCHEMES.items()}
+
+
 def environment(name: str) -> Path:
     """The virtual environment that scripts/install_peers.sh makes for the peer, or else ours."""
     for directory in (f".venv-peers-{name}", ".venv-peers"):

@@ -71,7 +71,7 @@ llama.cpp() {
   rm -rf "$build"
   mkdir "$build"
   build_llama_server "$build" "$cc" "$cxx" > "$build/log" 2>&1 \
-    || { say "llama.cpp cannot be built here, $build/log has: $(grep -i error "$build/log" | tail -n 1)"; return 1; }
+    || { say "llama.cpp cannot be built here, $build/log has: $( (grep -i error "$build/log" || cat "$build/log") | tail -n 1)"; return 1; }
   rm -rf "$build"
   printf '%s\n' "$llama_cpp" "$cxx" "$cpu" > "$stamp"
 }
@@ -79,7 +79,7 @@ llama.cpp() {
 # build_llama_server DIRECTORY CC CXX: from the source package, into .venv-peers/bin
 build_llama_server() {
   .venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
-    --no-binary :all: -d "$1" "$llama_cpp" \
+    --no-binary "${llama_cpp%==*}" -d "$1" "$llama_cpp" \
     && tar -xzf "$1"/*.tar.gz -C "$1" --strip-components 1 \
     && cmake -S "$1/vendor/llama.cpp" -B "$1/out" -DCMAKE_BUILD_TYPE=Release \
       -DCMAKE_C_COMPILER="$2" -DCMAKE_CXX_COMPILER="$3" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \

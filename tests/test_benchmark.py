@@ -266,6 +266,10 @@ def test_ratios_are_to_weights_alike():
         "transformers", "transformers", "transformers", "transformers", "transformers", None]
     rows[4]["tok_s"] = 7
     assert [tables.best_peer(r, rows) for r in rows[:2]] == ["transformers", "llama.cpp"]
+    rows = [dict(r, dtype="bfloat16") for r in rows]
+    assert tables.versions(rows) == ""                     # an older result
+    rows = [dict(r, version="llama 1" if r["engine"] == "llama.cpp" else None) for r in rows]
+    assert tables.versions(rows) == "\n\n- llama.cpp, bfloat16: llama 1\n- llama.cpp, int8: llama 1"
 
 
 @pytest.mark.parametrize("argv, message", [
