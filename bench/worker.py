@@ -346,8 +346,8 @@ class ONNXRuntime:
     COMPUTES = {
         "none": "float32 weights and activations",
         "int8": "int8 weights in blocks of 32, activations quantized to 8 bits, float32 embedding",
-        "int4": "int4 weights in blocks of {} (head int8, embedding int8 where it is the head's, else "
-                "float32), activations quantized to 8 bits"}
+        "int4": "int4 weights in blocks of {} (head int8, embedding int8 where it is the head, "
+                "else float32), activations quantized to 8 bits"}
 
     def __init__(self, args):
         import onnxruntime_genai as genai
