@@ -27,6 +27,7 @@ from cli.common import free_memory, log, peak_memory, reset_peak_memory
 from cli.ranks import sent_bytes
 from cli.report import figures, weight_bytes
 
+CONVERTING_PEERS = ("openvino", "onnxruntime")     # their float16 may be float32 in memory
 PAUSE = 0.5                                        # seconds: clocks and caches settle
 N_WARM_UP = 16                                     # new tokens of the round that is not counted
 FIGURES = ("tok_s", "tok_s_runs", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms",
@@ -46,8 +47,9 @@ class BenchmarkCase:
 
     @property
     def has_other_bytes(self) -> bool:
-        """Are the weights quantized by another program, so that ours say nothing of their size?"""
-        return self.engine in PEER_NAMES and self.weights.quantization != "none"
+        """Are the weights stored by another program, so that ours say nothing of their size?"""
+        is_quantized = self.weights.quantization != "none"
+        return self.engine in CONVERTING_PEERS or self.engine in PEER_NAMES and is_quantized
 
 
 def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters: dict,
@@ -197,7 +199,8 @@ class CaseRun:
             model_bytes=model_bytes, ranks=tp.world(),
             sent_bytes=sent_bytes(weights.cfg, weights.dtype), test=str(workload),
             n_prompt=workload.n_prompt, n_new=workload.n_new if workload.n_new > 1 else 0,
-            batch=workload.batch_size, error=self.error)
+            batch=workload.batch_size, version=getattr(self.runner, "version", None),
+            error=self.error)
         row |= dict.fromkeys(FIGURES)
         if self.rounds and not self.error:
             row |= self._figures(bandwidths)

@@ -1,17 +1,25 @@
-"""Our model as a peer reads it: a GGUF for llama.cpp, a config.json for transformers.
+"""Our model as a peer reads it: a GGUF for llama.cpp, a Hugging Face directory for the others.
 
 It knows the two formats and no peer. The package gguf is imported where it is used.
 
     export_gguf(checkpoint, Path("model.Q8_0.gguf"), "Q8_0")
+    export_hf(checkpoint, Path("model.bfloat16.hf"), torch.bfloat16)
 """
 
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from safetensors.torch import save_file
+
+from formats.names import HF_NAMES
+
+HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
 GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")
 CHUNK = 1 << 22                                    # elements written at a time
 
@@ -42,24 +50,89 @@ def export_hf_config(cfg, path: Path) -> Path:
     ValueError where it is not a plain Llama.
     """
     check_plain_llama(cfg, "transformers")
-    fields = dict(
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_llama_config(cfg)))
+    return path
+
+
+def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
+    """Write config.json, model.safetensors and a tokenizer; a directory that is there stays.
+
+    The weights that we run, rounded to dtype; random ones from a fixed seed. The tokenizer's words
+    are t0, t1, …: peers are given ids. ValueError where it is not a plain Llama with plain weights.
+    """
+    if directory.exists():
+        return directory
+    cfg = checkpoint.cfg
+    is_random = any(tensor.read_rows is None for tensor in checkpoint.tensors.values())
+    rope = cfg.rope[0]
+    has_plain_rope = rope == type(rope)(rope.theta, original_context=rope.original_context)
+    is_quantized = any(name.endswith(".scales") for name in checkpoint.tensors)
+    if not is_plain_llama(cfg) or is_quantized or not (has_plain_rope or is_random):
+        raise ValueError("a Hugging Face directory is written of a plain Llama only")
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = _llama_config(cfg) | dict(architectures=["LlamaForCausalLM"], bos_token_id=1,
+                                       eos_token_id=2, torch_dtype=str(dtype)[6:])
+    (partial / "config.json").write_text(json.dumps(config))
+    _write_made_up_tokenizer(cfg.vocab_size, partial)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tensors = {_hf_name(name): _read(tensor, dtype)
+                   for name, tensor in checkpoint.tensors.items()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    os.replace(partial, directory)
+    return directory
+
+
+def _llama_config(cfg) -> dict:
+    """A plain Llama's config.json."""
+    return dict(
         model_type="llama", hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer,
         num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim,
         intermediate_size=cfg.ffn_dim, vocab_size=cfg.vocab_size, rms_norm_eps=cfg.norm_eps,
         max_position_embeddings=cfg.context, tie_word_embeddings=cfg.tied,
         rope_theta=cfg.rope[0].theta)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(fields))
-    return path
 
 
-def check_plain_llama(cfg, peer: str) -> None:
-    """ValueError if cfg has anything that a Llama has not."""
+def _hf_name(name: str) -> str:
+    """layers.0.attn.wq.weight -> model.layers.0.self_attn.q_proj.weight"""
+    if name == "head.weight":
+        return "lm_head.weight"
+    layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups("")
+    return f"model.{layer}{HF_NAME_OF[rest]}.weight"
+
+
+def _read(tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.read_rows is not None:
+        return tensor.whole().to(dtype).contiguous()
+    weight = torch.empty(tensor.shape, dtype=dtype)
+    tensor.fill(weight)
+    return weight
+
+
+def _write_made_up_tokenizer(n: int, directory: Path) -> None:
+    """Words t0, t1, …; programs that convert models do not go on without a tokenizer."""
+    from tokenizers import Tokenizer, models
+    words = {f"t{i}": i for i in range(n)}
+    Tokenizer(models.WordLevel(words, unk_token="t0")).save(str(directory / "tokenizer.json"))
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", unk_token="t0", bos_token="t1",
+                  eos_token="t2")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def is_plain_llama(cfg) -> bool:
     plain = type(cfg)(
         dim=cfg.dim, n_layer=cfg.n_layer, n_head=cfg.n_head, n_kv_head=cfg.n_kv_head,
         head_dim=cfg.head_dim, ffn_dim=cfg.ffn_dim, vocab_size=cfg.vocab_size, context=cfg.context,
         norm_eps=cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
-    if cfg != plain or len(cfg.rope) > 1 or cfg.rope[0].kind not in ("default", "llama3"):
+    return cfg == plain and len(cfg.rope) == 1 and cfg.rope[0].kind in ("default", "llama3")
+
+
+def check_plain_llama(cfg, peer: str) -> None:
+    """ValueError if cfg has anything that a Llama has not."""
+    if not is_plain_llama(cfg):
         raise ValueError(f"{peer}: --random of a plain Llama only (llama3's stretched RoPE, which "
                          "costs nothing, is left out)")
 

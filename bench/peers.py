@@ -8,6 +8,7 @@ The process is worker.py, which describes the protocol, or our own generate.py.
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from bench import exports
 from bench.machine import ROOT
 from bench.weights import Weights
+from cli.common import log
 from quantize import SCHEMES, scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -28,21 +30,30 @@ EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read th
 GGUF_FORMATS = {"none": "BF16"} | {name: scheme.gguf for name, scheme in SCHEMES.items()}
 
 
+def environment(name: str) -> Path:
+    """The virtual environment that scripts/install_peers.sh makes for the peer, or else ours."""
+    for directory in (f".venv-peers-{name}", ".venv-peers"):
+        path = WORKER.parent.parent / directory
+        if (path / "bin/python").exists():
+            return path
+    return Path(sys.prefix)
+
+
 class Peer:
     """A worker, loaded and waiting. ValueError says in one line what it lacks.
 
-    threads: what the worker may use; length: positions, prompt and new tokens together.
+    threads: what the worker may use; length: positions, prompt and new tokens together; weights:
+    how those of the path are quantized.
     """
 
-    def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int):
+    def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int,
+                 weights: str = "none"):
         self.name = name
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")
-        python = WORKER.parent.parent / ".venv-peers/bin/python"
-        if not python.exists():
-            python = sys.executable
         # -I: otherwise the files beside the worker would hide packages of their names.
-        command = [python, "-I", WORKER, name, path, "--threads", threads, "--device", device,
-                   "--dtype", dtype, "--length", length]
+        command = [environment(name) / "bin/python", "-I", WORKER, name, path,
+                   "--threads", threads, "--device", device, "--dtype", dtype, "--length", length,
+                   "--weights", weights]
         self.process = subprocess.Popen(
             [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.stderr, text=True, start_new_session=True,
@@ -132,7 +143,7 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
             return GenerateCommand([*argv, "--device", str(device), "--dtype", dtype])
         path = peer_path(name, source, shape, weights)
         return Peer(name, path, threads=torch.get_num_threads(), device=device.type, dtype=dtype,
-                    length=length)
+                    length=length, weights=weights.quantization)
     return start
 
 
@@ -144,10 +155,14 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
         if not gguf_format or weights.dtype != torch.bfloat16:
             raise ValueError(f"no GGUF format is equivalent to {weights.quantization} weights in "
                              f"{str(weights.dtype)[6:]}")
-        export = EXPORTS / f"{path.stem}.{gguf_format}.gguf"
+        export = EXPORTS / f"{export_name(source, shape)}.{gguf_format}.gguf"
         return exports.export_gguf(source, export, gguf_format)
     if shape and name.startswith("transformers"):
         return exports.export_hf_config(source.cfg, EXPORTS / f"{shape}.json")
+    if name in CONVERTERS:
+        return converted(name, source, shape, weights)
+    if name == "vllm":
+        return hf_directory(source, shape, weights.dtype)
     if shape:
         raise ValueError("reads files, not random shapes")
     if path.suffix in (".safetensors", ".json", ".bin"):
@@ -155,3 +170,68 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
     if path.suffix != ".gguf" and not path.is_dir():
         raise ValueError("reads Hugging Face directories and GGUF files")
     return path
+
+
+def export_name(source, shape: str | None) -> str:
+    """What exports of this model begin with."""
+    path = source.path
+    return shape or (path.stem if path.suffix == ".gguf" else path.parent.name)
+
+
+def hf_directory(source, shape: str | None, dtype: torch.dtype) -> Path:
+    """The model as a Hugging Face directory: its own, or one that is written."""
+    if not shape and source.path.suffix in (".safetensors", ".json", ".bin"):
+        return source.path.parent
+    name = f"{export_name(source, shape)}.{str(dtype)[6:]}.hf"
+    return exports.export_hf(source, EXPORTS / name, dtype)
+
+
+def openvino_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
+    """Weights by NNCF, without data."""
+    options = ["--weight-format", "fp16" if kind == "none" else kind]
+    if kind == "int4":
+        options += ["--group-size", groupsize, "--ratio", "1.0"]
+    return ["bin/optimum-cli", "export", "openvino", "--task", "text-generation-with-past",
+            "--model", model, *options, export]
+
+
+def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
+    """The head of the last token alone, as ours; in int4 it is int8, as ours."""
+    options = ["prune_lm_head=true"]
+    if kind == "int4":
+        options += [f"block_size={groupsize}", "algo_config=rtn",
+                    "matmul_mixed_precision=last_matmul:int8"]
+    return ["bin/python", "-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu",
+            "--precision", "fp32" if kind == "none" else kind, "--input", model,
+            "--output", export, "--cache_dir", f"{export}.cache", "--extra_options", *options]
+
+
+CONVERTERS = {"openvino": openvino_command, "onnxruntime": onnxruntime_command}
+
+
+def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
+    """The directory that the peer's own converter makes of the weights; one there stays.
+
+    ValueError where it fails, with its last words.
+    """
+    kind, _, groupsize = weights.quantization.partition("-g")
+    if kind not in ("none", "int8", "int4"):
+        raise ValueError(f"{name}: no weights equivalent to {weights.quantization}")
+    if not environment(name).name.endswith(name):
+        raise ValueError(f"{name} is not installed: run scripts/install_peers.sh")
+    model = hf_directory(source, shape, weights.dtype)
+    export = EXPORTS / f"{model.name.removesuffix('.hf')}.{weights.quantization}.{name}"
+    if export.exists():
+        return export
+    log(f"Converting {model.name} to {export.name}")
+    partial = Path(f"{export}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    program, *argv = CONVERTERS[name](model, partial, kind, groupsize)
+    done = subprocess.run([environment(name) / program, *argv], text=True, capture_output=True,
+                          env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    shutil.rmtree(f"{partial}.cache", ignore_errors=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        raise ValueError(f"{name} cannot convert the model: {reason}")
+    os.replace(partial, export)
+    return export

@@ -13,29 +13,42 @@ import statistics
 
 from bench.worker import PEER_NAMES
 
-PEERS = (*PEER_NAMES, "generate.py")
+PEERS = (*PEER_NAMES, "generate.py")                # the last one is ours
 NOTHING = "–"
 BELOW = ("model", "M parameters", "weights", "MB", "test", "batch")    # if the same in all rows
+BEST = "× the best peer"
 OF_RANKS = ("ranks", "sent by each per token, KB")
 
 
-def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
-    """To a peer on the same test: with weights quantized alike, or else with plain ones.
-
-    The median of the rounds' ratios: what slows the machine down for a while slows both down.
-    """
+def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
+    """A peer's row on the same test: with weights quantized alike, or else with plain ones."""
     others = [other for other in rows
               if other["engine"] == peer and other["tok_s"] and row["tok_s"]
               and all(other[key] == row[key] for key in ("model", "test", "batch"))]
-    if not others:
-        return None
     alike = [other for other in others if other["quantization"] == row["quantization"]]
-    other = (alike or others)[0]
+    return (alike or others or [None])[0]
+
+
+def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
+    """To a peer's counterpart: the median of the rounds' ratios.
+
+    What slows the machine down for a while slows both down.
+    """
+    other = counterpart(row, rows, peer)
+    if not other:
+        return None
     ours = row.get("tok_s_runs") or [row["tok_s"]]
     theirs = other.get("tok_s_runs") or [other["tok_s"]]
     if len(ours) != len(theirs):                   # an older result
         return row["tok_s"] / other["tok_s"]
     return statistics.median(a / b for a, b in zip(ours, theirs))
+
+
+def best_peer(row: dict, rows: list[dict]) -> str | None:
+    """The peer whose counterpart is the fastest, by its median."""
+    others = {peer: counterpart(row, rows, peer) for peer in PEER_NAMES}
+    speeds = {peer: other["tok_s"] for peer, other in others.items() if other}
+    return max(speeds, key=speeds.get, default=None)
 
 
 def show(value, form: str = "{}", unit: float = 1) -> str:
@@ -61,6 +74,8 @@ def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
     }
     for peer in peers:
         line[f"× {peer}"] = show(ratio(row, rows, peer), "{:.2f}")
+    best = best_peer(row, rows)
+    line[BEST] = f"{ratio(row, rows, best):.2f} ({best})" if best else NOTHING
     gaps = show(row["itl_ms"], "{:.1f}")
     if row["itl_p99_ms"]:
         gaps += f" ({row['itl_p99_ms']:.1f})"
@@ -86,6 +101,8 @@ def table(result: dict) -> str:
     columns = {title: [line[title] for line in lines] for title in lines[0]}
     if all(row["batch"] == 1 for row in rows):
         del columns["per row"]
+    if len(set(peers) & set(PEER_NAMES)) < 2:
+        del columns[BEST]
     several_ranks = any(row.get("ranks", 1) > 1 for row in rows)
     if not several_ranks:
         for title in OF_RANKS:
@@ -101,7 +118,16 @@ def table(result: dict) -> str:
     text += ["| " + " | ".join(line) + " |" for line in zip(*columns.values())]
     if several_ranks:
         common.append("MB, peak and GB/s of one rank, and of its own bandwidth")
-    return "\n".join(text) + f"\n\n{', '.join(common)}; {conditions(result)}."
+    return "\n".join(text) + f"\n\n{', '.join(common)}; {conditions(result)}.{versions(rows)}"
+
+
+def versions(rows: list[dict]) -> str:
+    """What each peer was and computed in, a line each; older results do not say."""
+    stated = {(row["engine"], row["quantization"], row["dtype"]): row["version"]
+              for row in rows if row.get("version")}
+    lines = [f"- {engine}, {dtype if quantization == 'none' else quantization}: {version}"
+             for (engine, quantization, dtype), version in stated.items()]
+    return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
 
 
 def conditions(result: dict) -> str:

@@ -1,17 +1,18 @@
 """A peer of benchmark.py in a process of its own: another program on the same model.
 
-It is run by path, by the Python of .venv-peers (scripts/install_peers.sh), so it imports nothing at
-the top that is not the standard library's, and none of our files.
+It is run by path, by the Python of the peer's environment (scripts/install_peers.sh), so it imports
+nothing at the top that is not the standard library's, and none of our files.
 
     python -I bench/worker.py llama.cpp model.gguf --threads 2 --device cpu --length 512
 
-It speaks JSON, a line each. First {"ready": true, "version": …, "load_s": …}; then for each
-{"prompt": [ids], "n_new": N, "batch": B}, all rows alike, greedy, N tokens whatever they are:
+It speaks JSON, a line each. First {"ready": true, "version": …, "load_s": …}, the version with what
+it computes in; then for each {"prompt": [ids], "n_new": N, "batch": B}, all rows alike, greedy, N
+tokens whatever they are:
 
     {"ids": the first row's N, "ttft_s": from the call to the first token,
      "step_s": mean of the later ones, null if N is 1, "peak_memory_bytes": …}
 
-or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, in batches of B as they come:
+or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, B at a time, as it would do it:
 
     {"ids": [each one's N], "total_s": …, "request_s": [of each],
      "first_s": [to the first token of each] or null, "peak_memory_bytes": …}
@@ -20,13 +21,18 @@ or {"error": "one line"}. It ends when its stdin does.
 """
 
 import argparse
+import atexit
 import json
 import os
 import re
 import resource
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,7 +49,8 @@ class Transformers:
         self.compiled_shape = None
         self.model = self._load(transformers, args.path, getattr(torch, args.dtype), args.device)
         self.model.generation_config = transformers.GenerationConfig()   # no EOS, no penalties
-        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        self.version = (f"transformers {transformers.__version__}, torch {torch.__version__}: "
+                        f"{args.dtype} weights, activations and KV cache")
 
     def _load(self, transformers, path, dtype, device):
         auto = transformers.AutoModelForCausalLM
@@ -124,86 +131,291 @@ class CompiledTransformers(Transformers):
 
 
 class LlamaCpp:
-    """llama.cpp's own server, by the wheel xllamacpp, and the server's own clock.
+    """llama.cpp's own server, built for this CPU, and the server's own clock.
 
     Its prompt_ms ends with the first token, its predicted_ms begins there (n_new - 1 steps: it is
-    0.001 for one token). The version names the instructions it was built for: the wheel knows AVX2
-    and nothing newer. Keys and values are float16, its default.
+    0.001 for one token). A batch has as many slots; for another number the server starts anew.
     """
 
-    def __init__(self, args):
-        import xllamacpp as x
-        gpu = x.ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_GPU
-        if args.device == "cuda" and not any(d["type"] == gpu for d in x.get_device_info()):
-            raise ValueError("this xllamacpp was built without CUDA")
-        params = x.CommonParams()
-        params.model.path = str(args.path)
-        params.cpuparams.n_threads = args.threads
-        params.cpuparams_batch.n_threads = args.threads
-        params.n_ctx = args.length
-        params.n_parallel = 1
-        params.cache_ram_mib = 0
-        params.verbosity = 1
-        params.n_gpu_layers = 999 if args.device == "cuda" else 0
-        params.fit_params = False
-        params.load_mode = x.llama_load_mode.LLAMA_LOAD_MODE_NONE  # read at once: no page faults
-        self.server = x.Server(params)
-        features = " ".join(re.findall(r"(\w+) = 1", x.get_system_info()))
-        self.version = f"llama.cpp (xllamacpp {x.__version__}: {features})"
+    COMPUTES = {"none": "BF16 weights, activations rounded to bfloat16 for their products",
+                "int8": "Q8_0 weights, activations quantized to 8 bits in blocks of 32",
+                "int4-g32": "Q4_0 weights, activations quantized to 8 bits in blocks of 32"}
 
-    def __call__(self, prompt, n_new, batch):
-        if batch > 1:
-            raise ValueError("batch 1 only")
-        out = self._post("/completion", dict(
-            prompt=prompt, n_predict=n_new, temperature=0, top_k=1, samplers=["top_k"],
-            ignore_eos=True, cache_prompt=False, return_tokens=True))
+    def __init__(self, args):
+        if args.device == "cuda":
+            raise ValueError("scripts/install_peers.sh builds it for the CPU only")
+        self.args = args
+        self.binary = Path(sys.prefix, "bin/llama-server")
+        if not self.binary.exists():
+            raise ImportError("no llama-server")
+        self.log = tempfile.TemporaryFile("w+", errors="replace")
+        self.process = None
+        self._start(1)
+        package = re.search(r"commit ([^\s)]+)", self._run("--version"))[1]
+        system = self._run("--verbosity", "4", "--model", os.devnull, "--port", "0")
+        features = " ".join(re.findall(r"(\w+) = 1", system))
+        self.version = (f"llama.cpp of {package} ({features}): {self.COMPUTES[args.weights]}, "
+                        "float16 KV cache")
+
+    def _run(self, *argv):
+        """What the server says before it ends."""
+        return subprocess.run([self.binary, *argv], stdout=subprocess.PIPE, text=True,
+                              stderr=subprocess.STDOUT).stdout
+
+    def _start(self, n_slots):
+        """A server with that many slots of args.length positions each."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [
+            self.binary, "--model", self.args.path, "--host", "127.0.0.1", "--port", port,
+            "--threads", self.args.threads, "--threads-batch", self.args.threads,
+            "--parallel", n_slots, "--ctx-size", self.args.length * n_slots, "--no-kv-unified",
+            "--cache-ram", 0, "--fit", "off", "--load-mode", "none"]       # none: no page faults
+        self.process = subprocess.Popen([str(part) for part in command], stdout=self.log,
+                                        stderr=subprocess.STDOUT)
+        atexit.register(self.process.kill)
+        self.n_slots = n_slots
+        self.address = f"http://127.0.0.1:{port}"
+        while not self._is_ready():
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                errors = re.findall(r" E (.*)", self.log.read())
+                raise ValueError(errors[0] if errors else "llama-server ended")
+            time.sleep(0.05)
+
+    def _is_ready(self):
+        with suppress(OSError):                    # not listening yet, or 503 while it loads
+            return self._open("/health").status == 200
+        return False
+
+    def _open(self, path, body=None):
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body).encode() if body else None,
+            {"Content-Type": "application/json"})
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
+
+    def _complete(self, prompt, n_new):
+        """-> ids, seconds to the first token by the server's clock, after it, in all by ours."""
+        start = time.perf_counter()
+        with self._open("/completion", dict(
+                prompt=prompt, n_predict=n_new, temperature=0, top_k=1, samplers=["top_k"],
+                ignore_eos=True, cache_prompt=False, return_tokens=True)) as response:
+            out = json.load(response)
+        seconds = time.perf_counter() - start
         timings = out["timings"]
         if timings["predicted_n"] != n_new or timings["prompt_n"] != len(prompt):
             raise ValueError(f"{timings['prompt_n']} + {timings['predicted_n']} tokens instead of "
                              f"{len(prompt)} + {n_new}: is the length enough?")
         decode_s = timings["predicted_ms"] / 1e3
-        return dict(ids=out["tokens"], ttft_s=timings["prompt_ms"] / 1e3,
-                    step_s=decode_s / (n_new - 1) if n_new > 1 else None)
-
-    def _post(self, path, body):
-        request = urllib.request.Request(
-            self.server.listening_address + path, json.dumps(body).encode(),
-            {"Content-Type": "application/json"})
-        no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with no_proxy.open(request) as response:
-            return json.load(response)
-
-
-class VLLM:
-    """vLLM's LLM.generate. Never run by us: no machine of ours could install it."""
-
-    def __init__(self, args):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # so that its memory is this process'
-        import vllm
-        self.SamplingParams = vllm.SamplingParams
-        self.version = f"vllm {vllm.__version__}"
-        self.model = vllm.LLM(model=str(args.path), dtype=args.dtype, max_model_len=args.length,
-                              enable_prefix_caching=False)
-
-    def _generate(self, prompt, n_new, batch):
-        """-> the first row's new tokens, seconds."""
-        sampling_params = self.SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True,
-                                              detokenize=False)
-        start = time.perf_counter()
-        out = self.model.generate([dict(prompt_token_ids=prompt)] * batch, sampling_params,
-                                  use_tqdm=False)
-        return list(out[0].outputs[0].token_ids), time.perf_counter() - start
+        return out["tokens"], timings["prompt_ms"] / 1e3, decode_s, seconds
 
     def __call__(self, prompt, n_new, batch):
-        ids, ttft_s = self._generate(prompt, 1, batch)
-        if n_new == 1:
-            return dict(ids=ids, ttft_s=ttft_s, step_s=None)
-        ids, total_s = self._generate(prompt, n_new, batch)
-        return dict(ids=ids, ttft_s=ttft_s, step_s=(total_s - ttft_s) / (n_new - 1))
+        if batch > 1:
+            raise ValueError("batch 1 only")
+        if self.n_slots != 1:
+            self._start(1)
+        ids, ttft_s, decode_s, _ = self._complete(prompt, n_new)
+        return dict(ids=ids, ttft_s=ttft_s, step_s=decode_s / (n_new - 1) if n_new > 1 else None)
+
+    def serve(self, prompts, n_new, batch):
+        """The server's own scheduling of its slots; a request waits here for a free one."""
+        if self.n_slots != batch:
+            self._start(batch)
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(batch) as pool:
+            answers = list(pool.map(self._complete, prompts, n_new))
+        total_s = time.perf_counter() - begin
+        return dict(ids=[ids for ids, *_ in answers], total_s=total_s,
+                    request_s=[seconds for *_, seconds in answers],
+                    first_s=[seconds - decode_s for *_, decode_s, seconds in answers])
+
+    def peak_bytes(self):
+        """The server's memory, not this process'."""
+        return resident_peak(self.process.pid)
+
+
+class StepEngine:
+    """An engine that takes requests at any time, and in a step gives tokens to all that it has.
+
+    A subclass has add(i, prompt, n_new), step() -> {i: new ids}, and is_busy().
+    """
+
+    def __call__(self, prompt, n_new, batch):
+        ids, begun, first, end = self._run([prompt] * batch, [n_new] * batch, batch)
+        step_s = (max(end) - max(first)) / (n_new - 1) if n_new > 1 else None
+        return dict(ids=ids[0], ttft_s=max(first) - begun[0], step_s=step_s)
+
+    def serve(self, prompts, n_new, batch):
+        """The next prompt enters when another is through, so that `batch` are in the engine."""
+        ids, begun, first, end = self._run(prompts, n_new, batch)
+        return dict(ids=ids, total_s=max(end) - begun[0],
+                    request_s=[b - a for a, b in zip(begun, end)],
+                    first_s=[b - a for a, b in zip(begun, first)])
+
+    def _run(self, prompts, n_new, n_slots):
+        """-> of each prompt its new ids, and the times when it began, had one and was through."""
+        ids = [[] for _ in prompts]
+        begun = []
+        first = [None] * len(prompts)
+        end = [None] * len(prompts)
+        active = set()
+        while len(begun) < len(prompts) or active:
+            while len(begun) < len(prompts) and len(active) < n_slots:
+                i = len(begun)
+                active.add(i)
+                begun.append(time.perf_counter())
+                self.add(i, prompts[i], n_new[i])
+            new_ids = self.step()
+            now = time.perf_counter()
+            for i, more in new_ids.items():
+                ids[i] += more
+                first[i] = first[i] or now
+                if len(ids[i]) == n_new[i]:
+                    end[i] = now
+                    active.remove(i)
+            if active and not self.is_busy():
+                raise ValueError("fewer tokens than asked for: is the length enough?")
+        return ids, begun, first, end
+
+
+class OpenVINO(StepEngine):
+    """OpenVINO GenAI's continuous batching, which its LLMPipeline runs too; its defaults.
+
+    But for prefixes, which are not kept, and prompts of any length in one step, as LLMPipeline has
+    it: that is the faster here.
+    """
+
+    STEP_TOKENS = 8192
+    WEIGHTS = {"none": "float16 weights", "int8": "int8 weights, a scale for each output",
+               "int4": "int4 weights in groups of {}, int8 embedding and head"}
+
+    def __init__(self, args):
+        import numpy
+        import openvino
+        import openvino_genai as genai
+        self.numpy = numpy
+        self.openvino = openvino
+        self.genai = genai
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = max(args.length, self.STEP_TOKENS)
+        self.pipeline = genai.ContinuousBatchingPipeline(
+            args.path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads})
+        self.handles = {}
+        self.version = f"OpenVINO GenAI {genai.__version__}: {self._computes(args.weights)}"
+
+    def _computes(self, weights):
+        """Its properties in words. It quantizes activations where there is VNNI only."""
+        core = self.openvino.Core()
+        kind, _, groupsize = weights.partition("-g")
+        activations = core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+        group = core.get_property("CPU", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+        if weights != "none" and group and "vnni" in Path("/proc/cpuinfo").read_text():
+            activations = f"{activations}, quantized to 8 bits in groups of {group}"
+        cache = core.get_property("CPU", "KV_CACHE_PRECISION").get_type_name()
+        stored = self.WEIGHTS[kind].format(groupsize)
+        return f"{stored}, activations {activations}, {cache} KV cache"
+
+    def add(self, i, prompt, n_new):
+        config = self.genai.GenerationConfig(max_new_tokens=n_new, ignore_eos=True, do_sample=False)
+        tokens = self.openvino.Tensor(self.numpy.array([prompt], self.numpy.int64))
+        self.handles[i] = self.pipeline.add_request(i, tokens, config)
+
+    def step(self):
+        self.pipeline.step()
+        new_ids = {}
+        for i, handle in list(self.handles.items()):
+            while handle.can_read():
+                output, = handle.read().values()
+                new_ids[i] = new_ids.get(i, []) + output.generated_ids
+            if handle.get_status() != self.genai.GenerationStatus.RUNNING:
+                del self.handles[i]
+        return new_ids
+
+    def is_busy(self):
+        return self.pipeline.has_non_finished_requests()
+
+
+class ONNXRuntime:
+    """ONNX Runtime GenAI's generator. Its batching of different prompts wants a GPU."""
+
+    COMPUTES = {
+        "none": "float32 weights and activations",
+        "int8": "int8 weights in blocks of 32, activations quantized to 8 bits, float32 embedding",
+        "int4": "int4 weights in blocks of {} (head int8, embedding int8 where it is the head, "
+                "else float32), activations quantized to 8 bits"}
+
+    def __init__(self, args):
+        import onnxruntime_genai as genai
+        genai.disable_telemetry_events()
+        self.genai = genai
+        config = genai.Config(str(args.path))
+        session = dict(intra_op_num_threads=args.threads)
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
+        self.model = genai.Model(config)
+        kind, _, groupsize = args.weights.partition("-g")
+        self.version = (f"ONNX Runtime GenAI {genai.__version__}: "
+                        f"{self.COMPUTES[kind].format(groupsize)}, float32 KV cache")
+
+    def __call__(self, prompt, n_new, batch):
+        start = time.perf_counter()
+        length = len(prompt) + n_new
+        params = self.genai.GeneratorParams(self.model)
+        params.set_search_options(max_length=length, min_length=length, do_sample=False,
+                                  batch_size=batch)
+        generator = self.genai.Generator(self.model, params)
+        generator.append_tokens([prompt] * batch if batch > 1 else prompt)
+        ids = []
+        times = []
+        for _ in range(n_new):
+            generator.generate_next_token()
+            ids.append(int(generator.get_next_tokens()[0]))
+            times.append(time.perf_counter())
+        return dict(ids=ids, ttft_s=times[0] - start,
+                    step_s=(times[-1] - times[0]) / (n_new - 1) if n_new > 1 else None)
+
+
+class VLLM(StepEngine):
+    """vLLM's engine in this process, its defaults; prefixes are not kept."""
+
+    CACHE_GIB = 2
+
+    def __init__(self, args):
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+                          VLLM_CPU_KVCACHE_SPACE=str(self.CACHE_GIB),
+                          VLLM_CPU_OMP_THREADS_BIND="nobind")      # OMP_NUM_THREADS says how many
+        import vllm
+        self.SamplingParams = vllm.SamplingParams
+        self.engine = vllm.LLM(
+            model=str(args.path), dtype=args.dtype, max_model_len=args.length,
+            enable_prefix_caching=False, skip_tokenizer_init=True).llm_engine
+        self.version = f"vLLM {vllm.__version__}: {args.dtype} weights, activations and KV cache"
+        self.n_read = {}
+
+    def add(self, i, prompt, n_new):
+        sampling_params = self.SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True,
+                                              detokenize=False)
+        self.n_read[str(i)] = 0
+        self.engine.add_request(str(i), dict(prompt_token_ids=prompt), sampling_params)
+
+    def step(self):
+        new_ids = {}
+        for output in self.engine.step():
+            ids = output.outputs[0].token_ids
+            new_ids[int(output.request_id)] = list(ids[self.n_read[output.request_id]:])
+            self.n_read[output.request_id] = len(ids)
+        return new_ids
+
+    def is_busy(self):
+        return self.engine.has_unfinished_requests()
 
 
 PEERS = {"transformers": Transformers, "transformers-compile": CompiledTransformers,
-         "llama.cpp": LlamaCpp, "vllm": VLLM}
+         "llama.cpp": LlamaCpp, "openvino": OpenVINO, "onnxruntime": ONNXRuntime, "vllm": VLLM}
 PEER_NAMES = tuple(PEERS)
 
 
@@ -213,13 +425,18 @@ def one_line(e: Exception) -> str:
     return f"{line}: run scripts/install_peers.sh" if isinstance(e, ImportError) else line
 
 
-def peak_bytes(device: str) -> int | None:
-    """This process' peak, or torch's on a GPU; None where another allocator uses the GPU."""
+def peak_bytes(peer, device: str) -> int | None:
+    """The peer's peak, or torch's on a GPU; None where another allocator uses the GPU."""
     if device == "cuda":
         torch = sys.modules.get("torch")
         return torch.cuda.max_memory_allocated() if torch else None
+    return peer.peak_bytes() if hasattr(peer, "peak_bytes") else resident_peak("self")
+
+
+def resident_peak(pid) -> int:
+    """A process' peak; this one's where there is no /proc."""
     with suppress(OSError):                        # Linux counts a parent's memory in ru_maxrss
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss      # macOS: bytes
 
 
@@ -227,10 +444,12 @@ def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="A peer of benchmark.py: JSON lines in and out.")
     p.add_argument("name", choices=PEER_NAMES)
     p.add_argument("path", type=Path,
-                   help="a Hugging Face directory, a GGUF, or the config.json of a random Llama")
+                   help="a Hugging Face directory, a GGUF, the config.json of a random Llama, or "
+                        "what the peer's converter wrote")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--dtype", default="bfloat16", help="of transformers' and vLLM's weights")
+    p.add_argument("--weights", default="none", help="how the path's are quantized: int8, int4-g32")
     p.add_argument("--length", type=int, default=2048, help="positions to allocate")
     return p
 
@@ -262,7 +481,7 @@ def main(argv=None) -> None:
         return
     for line in sys.stdin:
         try:
-            answer(**run(peer, json.loads(line)), peak_memory_bytes=peak_bytes(args.device))
+            answer(**run(peer, json.loads(line)), peak_memory_bytes=peak_bytes(peer, args.device))
         except Exception as e:
             answer(error=f"{args.name}: {one_line(e)}")
 

@@ -260,6 +260,16 @@ def test_ratios_are_to_weights_alike():
             row("llama.cpp", "int8", 10), row("transformers", "none", 2), row("compile", "int8", 9, "pp5")]
     assert [tables.ratio(r, rows, "llama.cpp") for r in rows] == [2, 3, 1, 1, 0.4, None]
     assert [tables.ratio(r, rows, "transformers") for r in rows] == [5, 15, 2.5, 5, 1, None]
+    rows.append(row("generate.py", "none", 99))            # ours: no peer to be the best
+    rows[4]["tok_s"] = 12
+    assert [tables.best_peer(r, rows) for r in rows[:6]] == [
+        "transformers", "transformers", "transformers", "transformers", "transformers", None]
+    rows[4]["tok_s"] = 7
+    assert [tables.best_peer(r, rows) for r in rows[:2]] == ["transformers", "llama.cpp"]
+    rows = [dict(r, dtype="bfloat16") for r in rows]
+    assert tables.versions(rows) == ""                     # an older result
+    rows = [dict(r, version="llama 1" if r["engine"] == "llama.cpp" else None) for r in rows]
+    assert tables.versions(rows) == "\n\n- llama.cpp, bfloat16: llama 1\n- llama.cpp, int8: llama 1"
 
 
 @pytest.mark.parametrize("argv, message", [

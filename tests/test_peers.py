@@ -11,13 +11,14 @@ import torch
 from conftest import ROOT
 from test_formats import write_gguf
 
-from bench import exports, peers
+from bench import exports, peers, worker
+from bench.weights import Weights
 from formats.gguf_file import read_gguf_tensors
-from formats.load import read_checkpoint
+from formats.load import load_model, read_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
 
-HAS_LLAMA_CPP = any(ROOT.glob(".venv-peers/lib/python*/site-packages/xllamacpp"))
+HAS_LLAMA_CPP = (ROOT / ".venv-peers/bin/llama-server").exists()
 HOW = dict(threads=1, device="cpu", dtype="float32", length=256)
 READY = """
 import json, os, subprocess, sys, time
@@ -91,9 +92,10 @@ def test_what_a_worker_started_ends_with_it(fake):
 
 def test_what_is_missing_is_said(fake, tmp_path):
     source = (ROOT / "bench/worker.py").read_text()
-    hidden = source.replace("import xllamacpp as x\n", "raise ImportError(\"No module named 'xllamacpp'\")\n")
-    with pytest.raises(ValueError, match="^peer llama.cpp: No module named 'xllamacpp': run scripts/install_peers.sh$"):
-        fake(hidden)
+    with pytest.raises(ValueError, match="^peer llama.cpp: no llama-server: run scripts/install_peers.sh$"):
+        fake(source)
+    with pytest.raises(ValueError, match="^peer openvino: No module named 'openvino': run scripts/install_peers.sh$"):
+        fake(source, "openvino")
     with pytest.raises(ValueError, match="^peer transformers: .*nowhere"):
         fake(source, "transformers", tmp_path / "nowhere")
 
@@ -145,6 +147,14 @@ def test_twin_of_a_gguf(families, name, kind, tmp_path):
     assert exports.export_gguf(source, path, kind).stat().st_mtime_ns == before
 
 
+def serves_as_one_by_one(peer):
+    prompts, counts = [[300], list(range(300, 316)), [7, 8, 9], [5] * 20], [3, 9, 1, 4]
+    several = peer.serve(prompts, counts, 2)
+    assert several["ids"] == [peer(*request)["ids"] for request in zip(prompts, counts)]
+    for first_s, request_s in zip(several["first_s"], several["request_s"]):
+        assert 0 < first_s <= request_s <= several["total_s"]
+
+
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
 def test_llama_cpp_runs_a_random_twin(tmp_path):
     source = random_checkpoint("stories15M")
@@ -152,18 +162,19 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
     back = read_checkpoint(path)
     assert replace(back.cfg, norm_eps=1e-5, rope=source.cfg.rope) == source.cfg
     assert {n: t.shape for n, t in back.tensors.items()} == {n: t.shape for n, t in source.tensors.items()}
-    peer = peers.Peer("llama.cpp", path, **HOW)
+    peer = peers.Peer("llama.cpp", path, weights="int8", **HOW)
     answer = peer(list(range(300, 316)), 9)
     assert len(answer["ids"]) == 9 and answer["ttft_s"] > 0 and answer["step_s"] > 0
-    assert peer(list(range(300, 316)), 9)["ids"] == answer["ids"] and "xllamacpp" in peer.version
-    assert peer([300], 1)["step_s"] is None
+    assert peer(list(range(300, 316)), 9)["ids"] == answer["ids"] and "Q8_0 weights" in peer.version
+    assert peer([300], 1)["step_s"] is None and answer["peak_memory_bytes"] > 1e7
+    serves_as_one_by_one(peer)
     for request, message in [(([300], 4, 2), "^llama.cpp: batch 1 only$"), (([300] * 250, 40), "^llama.cpp: ")]:
         with pytest.raises(RuntimeError, match=message):
             peer(*request)
     peer.close()
     assert gone(peer.process.pid)
     (tmp_path / "bad.gguf").write_text("bad")
-    with pytest.raises(ValueError, match="^peer llama.cpp: Failed to init server"):
+    with pytest.raises(ValueError, match="^peer llama.cpp: .*magic"):
         peers.Peer("llama.cpp", tmp_path / "bad.gguf", **HOW)
 
 
@@ -193,6 +204,113 @@ def test_a_random_shape_for_transformers(tmp_path, monkeypatch):
     peer.close()
     with pytest.raises(ValueError, match="^transformers: --random of a plain Llama only"):
         exports.export_hf_config(random_checkpoint("Qwen3-8B").cfg, tmp_path / "qwen.json")
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["gguf", "random"])
+def test_a_hugging_face_directory(families, random, tmp_path):
+    """transformers reads it, and says what we say with the same weights."""
+    import transformers as hf
+    source = random_checkpoint("stories15M") if random else source_of(families, "llama2", tmp_path)
+    path = exports.export_hf(source, tmp_path / "made" / "model.hf", torch.float32)
+    back = read_checkpoint(path)
+    assert replace(back.cfg, norm_eps=source.cfg.norm_eps, rope=source.cfg.rope) == source.cfg
+    assert back.cfg.rope[0].theta == source.cfg.rope[0].theta and set(back.tensors) == set(source.tensors)
+    if random:                                             # the same again
+        other = read_checkpoint(exports.export_hf(source, tmp_path / "again.hf", torch.float32))
+        assert all(torch.equal(t.whole(), other.tensors[name].whole()) for name, t in back.tensors.items())
+    else:
+        assert all(torch.equal(t.whole(), source.tensors[name].whole().float()) for name, t in back.tensors.items())
+    model = load_model(back, torch.float32, "cpu")
+    tokens = torch.arange(3, 12)[None]
+    theirs = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(model(tokens, torch.arange(9), logits_to_keep=9), theirs, atol=1e-4, rtol=1e-4)
+    assert hf.AutoTokenizer.from_pretrained(path).decode([5]) == "t5"
+    before = path.stat().st_mtime_ns
+    assert exports.export_hf(source, path, torch.float32).stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="^a Hugging Face directory is written of a plain Llama only$"):
+        exports.export_hf(random_checkpoint("Qwen3-8B"), tmp_path / "qwen.hf", torch.bfloat16)
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+class FakeEngine(worker.StepEngine):
+    """Says the prompt's length again and again: one token in a step, two where it is even."""
+
+    def __init__(self, most):
+        self.active, self.seen, self.most = {}, [], most
+
+    def add(self, i, prompt, n_new):
+        self.active[i] = [len(prompt), min(n_new, self.most)]
+        self.seen.append(len(self.active))
+
+    def step(self):
+        new_ids = {}
+        for i, (token, n) in list(self.active.items()):
+            new_ids[i] = [token] * min(n, 2 - token % 2)
+            self.active[i][1] -= len(new_ids[i])
+            if not self.active[i][1]:
+                del self.active[i]
+        return new_ids
+
+    def is_busy(self):
+        return bool(self.active)
+
+
+def test_an_engine_that_steps():
+    engine = FakeEngine(9)
+    answer = engine.serve([[1], [1] * 4, [1] * 3, [1] * 2, [1]], [3, 4, 1, 9, 2], 2)
+    assert answer["ids"] == [[1] * 3, [4] * 4, [3], [2] * 9, [1] * 2] and max(engine.seen) == 2
+    for first_s, request_s in zip(answer["first_s"], answer["request_s"]):
+        assert 0 < first_s <= request_s <= answer["total_s"]
+    answer = engine([1, 2, 3], 4, 5)
+    assert answer["ids"] == [3] * 4 and answer["ttft_s"] > 0 and answer["step_s"] > 0 and engine.seen[-1] == 5
+    assert engine([1], 1, 1)["step_s"] is None
+    with pytest.raises(ValueError, match="fewer tokens than asked for"):
+        FakeEngine(3)([1], 5, 1)
+
+
+def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "WORKER", tmp_path / "bench/worker.py")
+    source = random_checkpoint("stories15M")
+    weights = Weights("stories15M", source.cfg, 1, "int8", "int8", torch.bfloat16, None)
+    for name in peers.CONVERTERS:
+        with pytest.raises(ValueError, match=f"^{name} is not installed: run scripts/install_peers.sh$"):
+            peers.peer_path(name, source, "stories15M", weights)
+        with pytest.raises(ValueError, match=f"^{name}: no weights equivalent to fp8$"):
+            peers.peer_path(name, source, "stories15M", replace(weights, quantization="fp8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4-g32"])
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime", "vllm"])
+def test_peers_that_convert(name, quantization, tmp_path, monkeypatch):
+    """Our random weights, converted: plain ones say what transformers says."""
+    if not (ROOT / f".venv-peers-{name}/installed").exists():
+        pytest.skip(f"no .venv-peers-{name}: scripts/install_peers.sh")
+    if name == "vllm" and quantization != "none":
+        pytest.skip("plain weights only")
+    monkeypatch.setattr(peers, "EXPORTS", tmp_path)
+    source = random_checkpoint("stories15M")
+    weights = Weights("stories15M", source.cfg, 1, "none", quantization, torch.float32, None)
+    path = peers.peer_path(name, source, "stories15M", weights)
+    assert peers.peer_path(name, source, "stories15M", weights) == path and not list(tmp_path.glob("*.partial*"))
+    peer = peers.Peer(name, path, weights=quantization, **HOW)
+    prompt = list(range(300, 316))
+    answer = peer(prompt, 9)
+    assert len(answer["ids"]) == 9 and answer["ttft_s"] > 0 and answer["step_s"] > 0
+    assert peer(prompt, 1)["step_s"] is None and " KV cache" in peer.version
+    assert peer(prompt, 9, batch=2)["ids"] == answer["ids"]
+    if quantization == "none":
+        model = load_model(read_checkpoint(tmp_path / "stories15M.float32.hf"), torch.float32, "cpu")
+        tokens = torch.tensor([prompt])
+        for _ in range(3):
+            tokens = torch.cat([tokens, model(tokens, torch.arange(tokens.shape[1]))[:, -1:].argmax(-1)], dim=1)
+        assert answer["ids"][:3] == tokens[0, 16:].tolist()
+    if name == "onnxruntime":
+        with pytest.raises(RuntimeError, match="^onnxruntime: takes one prompt at a time, here$"):
+            peer.serve([prompt], [2], 1)
+    else:
+        serves_as_one_by_one(peer)
+    peer.close()
 
 
 def test_workers_need_no_package_of_ours():
