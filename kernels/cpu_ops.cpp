@@ -182,11 +182,14 @@ static inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
 enum Type { FP32, BF16, INT8, INT4 };
 
+static inline void copy_floats(const float* from, int n, float* to) {     // mostly a few vectors
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, load<vf>(from + i));
+  for (; i < n; i++) to[i] = from[i];
+}
+
 static void read_floats(const void* from, int type, long at, int n, float* to) {
-  if (type == FP32) {
-    memcpy(to, (const float*)from + at, 4 * (size_t)n);
-    return;
-  }
+  if (type == FP32) return copy_floats((const float*)from + at, n, to);
   const uint16_t* bits = (const uint16_t*)from + at;
   int i = 0;
   for (; i + LANES <= n; i += LANES)
@@ -195,10 +198,7 @@ static void read_floats(const void* from, int type, long at, int n, float* to) {
 }
 
 static void write_floats(const float* from, int n, void* to, int type, long at) {
-  if (type == FP32) {
-    memcpy((float*)to + at, from, 4 * (size_t)n);
-    return;
-  }
+  if (type == FP32) return copy_floats(from, n, (float*)to + at);
   uint16_t* bits = (uint16_t*)to + at;
   for (int i = 0; i < n; i++) bits[i] = float_to_bf16(from[i]);
 }
