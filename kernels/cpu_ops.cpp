@@ -371,8 +371,15 @@ struct Rows {                                  // of x
       }
       for (int i = 0; i < LANES; i++) total += totals[i];
       int16_t* to = q + (long)m * K + g * GROUP;
-      for (int i = 0; i < GROUP; i++)
-        to[by_fours ? (i & ~7) + (i & 3) * 2 + (i >> 2 & 1) : i] = rounded[i];
+      if (by_fours) {
+        for (int i = 0; i < GROUP; i += 8)
+          for (int j = i; j < i + 4; j++) {
+            int32_t two = (rounded[j] & 0xffff) | rounded[j + 4] << 16;
+            memcpy(to + i + 2 * (j - i), &two, 4);
+          }
+      } else {
+        for (int i = 0; i < GROUP; i++) to[i] = rounded[i];
+      }
       scale[m * (K / GROUP) + g] = unit;
       sum[m * (K / GROUP) + g] = total * unit;
     }
@@ -427,10 +434,10 @@ template <int M> static void by_int8(const int8_t* w, const Rows& rows, float* y
     for (int p = 0; p < GROUP / 2; p++) {
       const int8_t* at = w + (g * GROUP / 2 + p) * ROWS * 2;
       if (p % 2 == 0) __builtin_prefetch(at + AHEAD);
-      for (int v = 0; v < 2; v++) {
-        vs codes = load_int8(at + 2 * LANES * v);
-        for (int m = 0; m < M; m++)
-          acc[m][v] = dot2(acc[m][v], codes, rows.pair(m, g * GROUP / 2 + p));
+      vs codes[2] = {load_int8(at), load_int8(at + 2 * LANES)};
+      for (int m = 0; m < M; m++) {
+        int32_t x = rows.pair(m, g * GROUP / 2 + p);
+        for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], x);
       }
     }
     for (int m = 0; m < M; m++)
@@ -449,15 +456,17 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
     float x_sum[M] = {};
     for (int i = g * steps; i < (g + 1) * steps; i++) {
       vi acc[M][2] = {};
+#pragma GCC unroll 1
       for (int j = 0; j < GROUP / 8; j++) {
         const int32_t* at = w + (i * GROUP / 8 + j) * ROWS;
         __builtin_prefetch((const char*)at + AHEAD);
-        for (int v = 0; v < 2; v++) {
-          vi words = load<vi>(at + v * LANES);
-          for (int b = 0; b < 4; b++) {
-            vs codes = (vs)((vi)((vu)words >> (4 * b)) & 0x000f000f);
-            for (int m = 0; m < M; m++)
-              acc[m][v] = dot2(acc[m][v], codes, rows.pair(m, i * GROUP / 2 + 4 * j + b));
+        vi words[2] = {load<vi>(at), load<vi>(at + LANES)};
+        for (int b = 0; b < 4; b++) {          // both halves meet x while it is in a register
+          vs codes[2];
+          for (int v = 0; v < 2; v++) codes[v] = (vs)((vi)((vu)words[v] >> (4 * b)) & 0x000f000f);
+          for (int m = 0; m < M; m++) {
+            int32_t x = rows.pair(m, i * GROUP / 2 + 4 * j + b);
+            for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], x);
           }
         }
       }
@@ -466,6 +475,7 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
         x_sum[m] += rows.sum[m * n_group + i];
       }
     }
+    __builtin_prefetch((const char*)(scales + g * ROWS) + AHEAD / 4);
     for (int v = 0; v < 2; v++) {
       vf scale, term;
       scale_and_term(scales + g * ROWS + v * LANES, &scale, &term);
@@ -523,20 +533,27 @@ static void few_rows(const Linear& op, Phase* phase, int n_thread) {
     if (op.format >= INT8) rows.quantize(m, op.format == INT4);
   };
   bool is_shared = op.M > 1, is_read = false;  // one row: each thread reads it, and waits for none
-  size_t n_float = is_shared ? 0 : Rows::floats(1, K);
-  float* memory = memory_of(own, n_float + LANES + 2 * (size_t)op.M * ROWS);
-  Rows rows(is_shared ? memory_of(shared, 0) : memory, op.M, K);
-  float *y = memory + padded(n_float, LANES), *up = y + op.M * ROWS;
-  if (is_shared) do_tasks(phase[0], op.M, 1, [&](int m) { read(rows, m); });
   int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
-  do_tasks(phase[1], n_block, std::max(1, n_block / (8 * n_thread)), [&](int i) {
+  int step = std::max(1, n_block / (8 * n_thread));              // blocks of a task, one after another
+  size_t n_float = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)op.M * ROWS;
+  float* memory = memory_of(own, n_float + LANES + 2 * step * n_y);
+  Rows rows(is_shared ? memory_of(shared, 0) : memory, op.M, K);
+  float *y = memory + padded(n_float, LANES), *up = y + step * n_y;
+  if (is_shared) do_tasks(phase[0], op.M, 1, [&](int m) { read(rows, m); });
+  do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {
     if (!is_shared && !is_read) read(rows, 0);
     is_read = true;
-    block_by_few(op, i, rows, y);
-    if (op.gated) block_by_few(op, i + n_block, rows, up);
-    int n = std::min(ROWS, n_out - i * ROWS);
-    for (int m = 0; m < op.M; m++)
-      finish(op, m, i * ROWS, n, y + m * ROWS, op.gated ? up + m * ROWS : nullptr);
+    int first = task * step, last = std::min(n_block, first + step);
+    for (int half = 0; half <= op.gated; half++)
+      for (int i = first; i < last; i++)
+        block_by_few(op, i + half * n_block, rows, (half ? up : y) + (i - first) * n_y);
+    for (int i = first; i < last; i++) {
+      int n = std::min(ROWS, n_out - i * ROWS);
+      for (int m = 0; m < op.M; m++) {
+        long at = (i - first) * n_y + m * ROWS;
+        finish(op, m, i * ROWS, n, y + at, op.gated ? up + at : nullptr);
+      }
+    }
   });
 }
 

@@ -26,7 +26,8 @@ from kernels import disk, inductor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
-           "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast")
+           "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast",
+           "-fno-tree-reassoc")                    # else sums wait in memory for each other
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
 LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK = range(6)
