@@ -76,8 +76,8 @@ class Steps(NamedTuple):
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     """On a GPU the whole step becomes one CUDA graph.
 
-    On a CPU, where unrolling 30 layers costs minutes, each kind of layer is compiled once, inside
-    the model (kernels/compile.py); prompts run uncompiled.
+    On a CPU the model is changed instead, so that its layers run compiled (kernels/compile.py):
+    in C++, prompts too, or else by Inductor, which leaves prompts uncompiled.
     """
     first, decode = prefill, decode_one_token
     if model.freq.device.type == "cpu":

@@ -1,9 +1,10 @@
 """What makes a model fast when it is compiled: quicker modules of the same math, then functions.
 
-On a CPU one block is compiled and serves every layer, because unrolling 30 layers costs minutes. On
-a GPU the caller compiles a whole step; here only modules are exchanged for it. Modules are found by
-their kind (nn.Linear, layers' and ours) and by the names `layers`, `attn`, `embed_inputs`,
-`unembed` and `rings` of a model; its class is not known here.
+On a CPU a model's layers become operations in C++ (cpu_layers.py); where those do not fit, one
+block is compiled by Inductor and serves every layer. On a GPU the caller compiles a whole step;
+here only modules are exchanged for it. Modules are found by their kind (nn.Linear, layers' and
+ours) and by the names `layers`, `attn`, `embed_inputs`, `unembed` and `rings` of a model; its class
+is not known here.
 
     compile_model(model)                           # a CPU
     prepare_for_cuda(model); step = CudaGraph(torch.compile(step))         # a GPU
@@ -32,8 +33,10 @@ def compile_model(model: nn.Module) -> None:
     """Make a model on a CPU run compiled, but within inductor.eager(). In place, once."""
     if is_compiled(model):
         return
-    if not disk.has_room():
-        inductor.note("nothing can be written to the cache or for a compiler: this runs uncompiled")
+    try:
+        disk.writable()                            # no compiler can do without
+    except OSError as e:
+        inductor.note(f"{e}: this runs uncompiled")
         return
     if use_operations(model):
         return

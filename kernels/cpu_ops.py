@@ -49,14 +49,9 @@ def library_path() -> Path:
 
 @cache
 def _home() -> Path:
-    """The user's cache, or where it cannot be written, this process's own."""
-    try:
-        disk.cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=disk.cache_dir()) as file:
-            file.write(bytes(1 << 20))
-        return disk.cache_dir()
-    except OSError:
-        return Path(tempfile.mkdtemp())
+    """The user's cache, or where it cannot be written, this process's own. OSError: nowhere."""
+    folder = disk.writable()
+    return folder if folder == disk.cache_dir() else Path(tempfile.mkdtemp(dir=folder))
 
 
 _building = []                                     # the compiler's process, if one was started
@@ -68,7 +63,10 @@ def start_building() -> None:
 
     Until it is, it has a core of its own, as far as there are several: threads wait for each other.
     """
-    path = library_path()
+    try:
+        path = library_path()
+    except OSError:                                # library() says so
+        return
     if _building or path.exists() or not compiler():
         return
     partial = path.with_suffix(f".{os.getpid()}")

@@ -30,15 +30,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("GPT_FASTER_CACHE") or Path(home) / "gpt-faster")
 
 
-def has_room(n_bytes: int = 1 << 20) -> bool:
-    """Can files of this size be written, to the cache or to where temporary files go?"""
+def writable(n_bytes: int = 1 << 20) -> Path:
+    """The cache, or else where temporary files go, if files of this size fit. OSError: neither."""
     for folder in (cache_dir(), Path(tempfile.gettempdir())):
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(n_bytes))
-            return True
-    return False
+            return folder
+    raise OSError(f"nothing can be written to {cache_dir()} or {tempfile.gettempdir()}")
 
 
 def max_bytes() -> int:

@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 llama_cpp=llama-cpp-python==0.3.36
 
 say() { printf '%s\n' "$*" >&2; }
-die() { say "error: $*"; exit 1; }
+die() { say "error: $*"; exit 2; }
 
 python=$(command -v python3 || command -v python) || die "no python3: install Python 3.10 or newer"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
