@@ -19,6 +19,7 @@ from kernels import compile as compiling
 from kernels import cpu_layers, cpu_ops, inductor
 from kernels.plain import dequantize
 from layers.attention import ScoredAttention
+from layers.feed_forward import GATED, UNGATED
 from model import visible
 from quantize import Int4, Int8
 
@@ -70,6 +71,22 @@ def test_products(kind, threads):
         assert error_of(kind, 64, 128, 3, torch.bfloat16) < 5e-3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n_row", [1, 40])                              # few, many
+@pytest.mark.parametrize("name", [*GATED, *UNGATED])
+def test_activations_of_any_number(name, n_row):
+    """Real models' reach hundreds, where an exponential overflows; what is no number stays none."""
+    x = torch.tensor([0, 1e-6, 0.5, 3, 10, 60, 87, 88, 89, 100, 150, 400, 1e3, 1e4, 1e6])
+    x = torch.cat((x, -x, torch.linspace(-20, 20, 33), torch.tensor([torch.nan])))
+    ups = [torch.linspace(-9, 9, 64)] if name in GATED else []
+    weight, bias = torch.zeros(64 * (1 + len(ups)), 64), torch.cat((x, *ups))
+    op = cpu_ops.linear(*cpu_ops.pack_weight(weight), weight.shape, bias, M=n_row)
+    out, nothing = torch.empty(n_row, 64), torch.zeros(n_row, 64)
+    op.x, op.out, op.activation, op.gated = nothing.data_ptr(), out.data_ptr(), cpu_ops.ACTIVATIONS[name], name in GATED
+    cpu_ops.run([ctypes.addressof(op)])
+    expected = (GATED if ups else UNGATED)[name](x.double(), *[up.double() for up in ups]).float().expand(n_row, 64)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_inputs_that_fill_no_group():
