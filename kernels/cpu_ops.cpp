@@ -321,7 +321,7 @@ static inline void scale_and_term(const void* words, vf* scale, vf* term) {
 
 static bool is_few(const Linear& op) {         // as measured
   if (HAS_BF16) return op.M <= 8;
-  return op.M <= (op.format == INT8 ? 32 : op.format == INT4 ? 16 : 8);
+  return op.M <= (op.format == FP32 ? 8 : op.format == INT4 ? 12 : 128);
 }
 
 struct Rows {                                  // of x
@@ -406,23 +406,25 @@ template <int M> static void by_fp32(const float* w, const Rows& rows, float* y)
 
 template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* y) {
   constexpr int U = M == 1 ? 2 : 1;
-  vf even[U][M][2] = {}, odd[U][M][2] = {};
+  vf acc[U][2][M][2] = {};                     // few rows have sums of their own for odd inputs
   for (int p = 0; p < rows.K / 2; p += U)
-    for (int u = 0; u < U; u++)
-      for (int v = 0; v < 2; v++) {
-        const int32_t* at = w + (p + u) * ROWS + v * LANES;
-        __builtin_prefetch((const char*)at + AHEAD);
-        vi pair = load<vi>(at);
-        for (int m = 0; m < M; m++) {
-          const float* x = rows.x + (long)m * rows.K + 2 * (p + u);
-          even[u][m][v] += x[0] * low_bf16(pair);
-          (M < 3 ? odd : even)[u][m][v] += x[1] * high_bf16(pair);
-        }
+    for (int u = 0; u < U; u++) {
+      const int32_t* at = w + (p + u) * ROWS;
+      __builtin_prefetch((const char*)at + AHEAD);
+      if (LANES > 8) __builtin_prefetch((const char*)(at + LANES) + AHEAD);
+      for (int odd = 0; odd < 2; odd++) {
+        vi pairs[2] = {load<vi>(at), load<vi>(at + LANES)};
+        vf halves[2];                          // both meet x while it is in a register
+        for (int v = 0; v < 2; v++) halves[v] = odd ? high_bf16(pairs[v]) : low_bf16(pairs[v]);
+        for (int m = 0; m < M; m++)
+          for (int v = 0; v < 2; v++)
+            acc[u][M < 4 && odd][m][v] += rows.x[(long)m * rows.K + 2 * (p + u) + odd] * halves[v];
       }
+    }
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) {
-      vf sum = even[0][m][v] + odd[0][m][v];
-      for (int u = 1; u < U; u++) sum += even[u][m][v] + odd[u][m][v];
+      vf sum = acc[0][0][m][v] + acc[0][1][m][v];
+      for (int u = 1; u < U; u++) sum += acc[u][0][m][v] + acc[u][1][m][v];
       store(y + m * ROWS + v * LANES, sum);
     }
 }
@@ -461,14 +463,20 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
       for (int j = 0; j < GROUP / 8; j++) {
         const int32_t* at = w + (i * GROUP / 8 + j) * ROWS;
         __builtin_prefetch((const char*)at + AHEAD);
-        vi words[2] = {load<vi>(at), load<vi>(at + LANES)};
-        for (int b = 0; b < 4; b++) {          // both halves meet x while it is in a register
+        auto meet = [&](int b) {               // both halves meet x while it is in a register
           vs codes[2];
-          for (int v = 0; v < 2; v++) codes[v] = (vs)((vi)((vu)words[v] >> (4 * b)) & 0x000f000f);
+          for (int v = 0; v < 2; v++)
+            codes[v] = (vs)((vi)(load<vu>(at + v * LANES) >> (4 * b)) & 0x000f000f);
           for (int m = 0; m < M; m++) {
             int32_t x = rows.pair(m, i * GROUP / 2 + 4 * j + b);
             for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], x);
           }
+        };
+        if constexpr (M < 4) {
+          for (int b = 0; b < 4; b++) meet(b);
+        } else {                               // else its products wait in memory for their sums
+#pragma GCC unroll 1
+          for (int b = 0; b < 4; b++) meet(b);
         }
       }
       for (int m = 0; m < M; m++) {
