@@ -18,7 +18,7 @@ from torch import nn
 from kernels import cpu_ops, disk, inductor
 from kernels.attention import OneQueryAttention
 from kernels.cpu import BF16_WORDS, HAS_BF16
-from kernels.cpu_layers import OperationsLayer, fits, use_operations
+from kernels.cpu_layers import fits, use_operations, uses_operations
 from kernels.cuda import has_kernels
 from kernels.few_rows import fuse_layers
 from kernels.functions import Compiled, Functions
@@ -71,8 +71,7 @@ def change_over(model: nn.Module, step: Callable) -> Callable:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    return (isinstance(model.embed_inputs, OnePosition)
-            or isinstance(model.layers[0].forward, OperationsLayer))
+    return isinstance(model.embed_inputs, OnePosition) or uses_operations(model)
 
 
 def prepare_for_cuda(model: nn.Module) -> int:

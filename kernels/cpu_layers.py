@@ -3,66 +3,72 @@
     [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
 
 A layer's call writes down where its inputs are; the last one's runs the list, without Python in
-between. So nothing is compiled for a length, a number of rows or a group size. Whether a layer does
-what the operations do is found out by doing both: a fork that changed it keeps its own.
+between. So nothing is compiled for a length, a number of rows or a group size. A layer has two
+halves: one that the operations do not know runs as it is, with quicker linears and experts. Whether
+they do the same is found out by doing both: a layer that a fork changed keeps its own.
 
     if use_operations(model): ...                  # else it is another kind of model
 """
 
+import copy
 import ctypes
 
 import torch
 from torch import Tensor, nn
 
 from kernels import cpu_ops, inductor
-from kernels.cpu_linears import DTYPES, OPERATIONS, arguments, fits_linear, packed
+from kernels.cpu_ends import Enter, Leave, gives_the_same
+from kernels.cpu_experts import Experts, fits_experts
+from kernels.cpu_linears import (
+    DTYPES,
+    OPERATIONS,
+    arguments,
+    fits_linear,
+    fits_norm,
+    norm_struct,
+    packed,
+    shape_of,
+)
 from kernels.linear import PackedEmbedding, PackedLinear
 from layers.feed_forward import GATED, UNGATED
-from layers.norms import LayerNorm, Scale, SoftCap, WideNorm
+from layers.moe import MoE
+from layers.norms import Scale, SoftCap, WideNorm
 
-FEW = 64                                           # tokens of which a call may be a decoding step's
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 
 
 # ---- What the operations know -------------------------------------------------------------------
 
-def fits_norm(norm: nn.Module) -> bool:
-    known = (nn.Identity, LayerNorm, WideNorm)
-    return type(norm) in known or (hasattr(norm, "eps") and norm.weight.dim() == 1)
-
-
-def fits_layer(layer: nn.Module) -> bool:
-    """Has it the parts that the operations know?"""
-    attn, ffn = layer.attn, layer.ffn
-    attend = attn.attend
-    if attn._forward_hooks or ffn._forward_hooks:  # sums over ranks
+def fits_attention(layer: nn.Module) -> bool:
+    """Has a layer's first half the parts that the operations know?"""
+    attn, attend = layer.attn, getattr(layer.attn, "attend", None)
+    linears = [getattr(attn, name, None) for name in ("wqkv", "wo")]
+    if None in linears or not hasattr(attend, "scale"):
         return False
     has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-    post = (layer.post_attn_norm, layer.post_ffn_norm)
-    norms = [layer.attn_norm, layer.ffn_norm, attn.q_norm, attn.k_norm]
-    norms += [norm for norm in post if not isinstance(norm, Scale)]
-    gate = getattr(ffn, "gate_up", None)
-    up = gate or getattr(ffn, "up", None)
-    if not isinstance(up, nn.Linear | PackedLinear) or activation_of(ffn) is None:
+    norms = layer.attn_norm, attn.q_norm, attn.k_norm, layer.post_attn_norm
+    return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
+
+
+def fits_feed_forward(layer: nn.Module) -> bool:
+    """Has a layer's second half?"""
+    ffn = layer.ffn
+    linears = [getattr(ffn, name, None) for name in (name_of_up(ffn), "down")]
+    if not all(isinstance(linear, nn.Linear | PackedLinear) for linear in linears):
         return False
-    n_up = (up.shape if isinstance(up, PackedLinear) else up.weight.shape)[0]
-    even = gate is None or n_up % (2 * MOST_BLOCK_ROWS) == 0
-    linears = (attn.wqkv, attn.wo, up, ffn.down)
-    return (hasattr(attend, "scale") and has_scores and even and all(map(fits_norm, norms))
+    even = name_of_up(ffn) == "up" or shape_of(linears[0])[0] % (2 * MOST_BLOCK_ROWS) == 0
+    norms = layer.ffn_norm, layer.post_ffn_norm
+    return (even and activation_of(ffn) is not None and all(map(fits_norm, norms))
             and all(map(fits_linear, linears)))
+
+
+def name_of_up(ffn: nn.Module) -> str:
+    return "gate_up" if hasattr(ffn, "gate_up") else "up"
 
 
 def activation_of(ffn: nn.Module) -> str | None:
     known = GATED if hasattr(ffn, "gate_up") else UNGATED
     return next((name for name, f in known.items() if f is ffn.activation), None)
-
-
-def norm_struct(norm: nn.Module) -> cpu_ops.Norm:
-    if type(norm) in (nn.Identity, Scale):
-        return cpu_ops.Norm()
-    if isinstance(norm, LayerNorm):
-        return cpu_ops.Norm(2, norm.eps, norm.weight.data_ptr(), norm.bias.data_ptr())
-    return cpu_ops.Norm(1, norm.eps, norm.weight.data_ptr())
 
 
 # ---- A call of the model ------------------------------------------------------------------------
@@ -86,11 +92,15 @@ class Call:
         self.kept = [x]                            # what has to live until the end
         self.taken = {}                            # mask and RoPE -> their struct
         self.mask = self.rope = self.positions = None
-        B, T, D = x.shape
-        if (B, T) != self.shape:
-            self._make_room(B * T)
-            self.shape = B, T
-            self.out = self.buffers["x2"][:B * T * D].view(B, T, D)
+        if x.shape[:2] != self.shape:
+            self._make_room(x.shape[:2].numel())
+            self.shape = x.shape[:2]
+            self.out = self.rows("x2")
+
+    def rows(self, name: str) -> Tensor:
+        """[B, T, width] of a buffer."""
+        n = self.widths[name]
+        return self.buffers[name][:self.shape.numel() * n].view(*self.shape, n)
 
     @torch.inference_mode(False)                   # whoever calls: they serve everyone
     def _make_room(self, n_row: int) -> None:
@@ -110,6 +120,11 @@ class Call:
             self.kept += [mask, rope, *fill(self.structs[n], *rope, slot, mask, batch_idx)]
         self.positions = self.taken[key]
 
+    def run(self) -> None:
+        """What is written down so far."""
+        addresses, self.addresses = self.addresses, []
+        cpu_ops.run(addresses)
+
 
 def fill(at: cpu_ops.Positions, cos, sin, slot, mask, batch_idx) -> list[Tensor]:
     """-> the tensors that it points to."""
@@ -123,106 +138,157 @@ def fill(at: cpu_ops.Positions, cos, sin, slot, mask, batch_idx) -> list[Tensor]
     return [cos, sin, slot, mask, batch_idx]
 
 
+# ---- A layer ------------------------------------------------------------------------------------
+
 class Operations:
-    """What a layer does, in order, with a cache and in a call's memory."""
+    """What a layer does, in order, with a cache and in a call's memory.
+
+    steps: addresses of operations, or a function of what the layer is given, before which the
+    operations up to it are run.
+    """
 
     def __init__(self, layer: "OperationsLayer", call: Call, cache: nn.Module):
-        self.layer, self.cache, self.buffers = layer, cache, call.buffers
-        self.x = self.positions = self.shape = None
-        at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
-        self.first = self.linear("wqkv", None, at["qkv"], "attn_norm")
-        self.attention = self.attend(at["qkv"], at["attended"])
-        into_x1 = self.branch("wo", at["attended"], None, at["x1"], at["before"], "post_attn_norm")
-        self.added = into_x1[-1]
-        hidden = self.linear(layer.up, at["x1"], at["hidden"], "ffn_norm")
-        hidden.activation = cpu_ops.ACTIVATIONS[layer.activation]
-        hidden.gated = layer.up == "gate_up"
-        into_x2 = self.branch("down", at["hidden"], at["x1"], at["x2"], at["before"],
-                              "post_ffn_norm")
-        self.by_rows = [self.first, *into_x1, hidden, *into_x2]
-        self.addresses = [ctypes.addressof(op) for op in
-                          (self.first, self.attention, *into_x1, hidden, *into_x2)]
+        self.layer, self.call, self.cache, self.buffers = layer, call, cache, call.buffers
+        self.x = self.positions = self.shape = self.attention = None
+        self.at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
+        self.reads_x, self.adds_x, self.by_rows, self.steps = [], [], [], []
+        parts = layer.layer
+        if layer.has_attention:
+            self.linear("wqkv", None, "qkv", parts.attn_norm)
+            self.attention = self.attend()
+            self.branch("wo", "attended", None, "x1", parts.attn, parts.post_attn_norm)
+        else:
+            self.steps.append(self.plain_attention)
+        if layer.has_feed_forward:
+            hidden = self.linear(layer.up, "x1", "hidden", parts.ffn_norm)
+            hidden.activation = cpu_ops.ACTIVATIONS[layer.activation]
+            hidden.gated = layer.up == "gate_up"
+            self.branch("down", "hidden", "x1", "x2", parts.ffn, parts.post_ffn_norm)
+        else:
+            self.steps.append(self.plain_feed_forward)
 
-    def linear(self, name: str, x: int | None, out: int, norm: str | None = None) -> cpu_ops.Linear:
+    def add(self, op: ctypes.Structure) -> None:
+        if not self.steps or callable(self.steps[-1]):
+            self.steps.append([])
+        self.steps[-1].append(ctypes.addressof(op))
+        if op is not self.attention:
+            self.by_rows.append(op)
+
+    def linear(self, name: str, x: str | None, out: str, norm: nn.Module | None = None,
+               **more) -> cpu_ops.Linear:
         """x None: each call has its own."""
         packed, bias = self.layer.linears[name]
         weights = arguments(packed.weight, packed.scales, packed.shape[1])
-        return cpu_ops.linear(
-            *weights, packed.shape, bias, x=x, out=out, norm=self.layer.norm(norm),
-            exact=self.cache.k.dtype == torch.float32)
+        op = cpu_ops.linear(
+            *weights, packed.shape, bias, x=self.at.get(x), out=self.at[out],
+            norm=norm_struct(norm) if norm else cpu_ops.Norm(),
+            exact=self.cache.k.dtype == torch.float32, **more)
+        if x is None:
+            self.reads_x.append(op)
+        self.add(op)
+        return op
 
-    def branch(self, name: str, y: int, x: int | None, out: int, before: int,
-               post: str) -> list[ctypes.Structure]:
-        """out = x + post(linear(y)); the last operation adds. x None: each call has its own."""
-        norm = getattr(self.layer.layer, post)
-        if isinstance(norm, nn.Identity | Scale):
-            op = self.linear(name, y, out)
-            op.factor = norm.factor if isinstance(norm, Scale) else 1.0
-            op.residual = x
-            return [op]
-        add = cpu_ops.AddNorm(
-            kind=cpu_ops.ADD_NORM, D=self.layer.linears[name][0].shape[0], factor=1.0,
-            norm=self.layer.norm(post), x=before, residual=x, out=out)
-        return [self.linear(name, y, before), add]
+    def branch(self, name: str, y: str, x: str | None, out: str, module: nn.Module,
+               post: nn.Module) -> None:
+        """out = x + post(linear(y)), linear being the module's last. x None: each call has its own.
+        """
+        factor = post.factor if isinstance(post, Scale) else 1.0
+        if not module._forward_hooks and isinstance(post, nn.Identity | Scale):
+            op = self.linear(name, y, out, residual=self.at.get(x))
+            op.factor = factor
+        else:
+            self.linear(name, y, "before")
+            if module._forward_hooks:
+                self.steps.append(lambda *_: self.sum_over_ranks(module))
+            op = cpu_ops.AddNorm(
+                kind=cpu_ops.ADD_NORM, D=self.layer.linears[name][0].shape[0], factor=factor,
+                norm=norm_struct(post), x=self.at["before"], residual=self.at.get(x),
+                out=self.at[out])
+            self.add(op)
+        if x is None:
+            self.adds_x.append(op)
 
-    def attend(self, qkv: int, out: int) -> cpu_ops.Attention:
-        attn, cache = self.layer.attn, self.cache
+    def attend(self) -> cpu_ops.Attention:
+        attn, cache = self.layer.layer.attn, self.cache
         attend, (_, K, S, H) = attn.attend, cache.k.shape
         sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
-        return cpu_ops.Attention(
+        self.attention = cpu_ops.Attention(
             kind=cpu_ops.ATTENTION, N=attn.split[0] // H, K=K, H=H, S=S,
             cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
-            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm), qkv=qkv,
-            sinks=None if sinks is None else sinks.data_ptr(), k_cache=cache.k.data_ptr(),
-            v_cache=cache.v.data_ptr(), out=out)
+            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm),
+            qkv=self.at["qkv"], sinks=None if sinks is None else sinks.data_ptr(),
+            k_cache=cache.k.data_ptr(), v_cache=cache.v.data_ptr(), out=self.at["attended"])
+        self.add(self.attention)
+        return self.attention
 
-    def take_shape(self, shape: tuple[int, int]) -> None:
+    # - What runs as it is, in the cache's dtype
+
+    def sum_over_ranks(self, module: nn.Module) -> None:
+        y = self.call.rows("before")
+        for hook in module._forward_hooks.values():
+            y.copy_(hook(module, (), y.to(self.cache.k.dtype)))
+
+    def plain_attention(self, *given) -> None:
+        layer, x = self.layer.layer, self.x
+        y = layer.attn(layer.attn_norm(x.to(self.cache.k.dtype)), *given)
+        self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
+
+    def plain_feed_forward(self, *_) -> None:
+        layer, x = self.layer.layer, self.call.rows("x1")
+        y = layer.ffn(layer.ffn_norm(x.to(self.cache.k.dtype)))
+        self.call.rows("x2").copy_(x + layer.post_ffn_norm(y))
+
+    # - What differs from call to call
+
+    def take_shape(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.attention.B, self.attention.T = shape
+        if self.attention:
+            self.attention.B, self.attention.T = shape
         for op in self.by_rows:
-            op.M = shape[0] * shape[1]
+            op.M = shape.numel()
 
     def take(self, x: Tensor) -> None:
         self.x = x
-        self.first.x = self.added.residual = x.data_ptr()
-        self.first.x_type = self.added.residual_type = cpu_ops.TYPES[x.dtype]
+        for op in self.reads_x:
+            op.x, op.x_type = x.data_ptr(), cpu_ops.TYPES[x.dtype]
+        for op in self.adds_x:
+            op.residual, op.residual_type = x.data_ptr(), cpu_ops.TYPES[x.dtype]
 
 
 class OperationsLayer:
-    """A layer's forward, in its place."""
+    """The forward of a layer with packed linears, in its place.
 
-    def __init__(self, layer: nn.Module, first: bool, last: bool):
+    halves: which of attention and feed-forward are operations; first, last: of neighbours like it.
+    """
+
+    def __init__(self, layer: nn.Module, halves: tuple[bool, bool], first=True, last=True):
         self.layer, self.first, self.last = layer, first, last
-        self.attn, self.ffn = layer.attn, layer.ffn
-        self.plain = layer.forward
-        self.up = "gate_up" if hasattr(layer.ffn, "gate_up") else "up"
-        self.activation = activation_of(layer.ffn)
+        self.attn, self.plain = layer.attn, layer.forward
+        self.halves = self.has_attention, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
-        for name in ("wqkv", "wo", self.up, "down"):
-            module = packed(getattr(self.owner(name), name))
-            bias = module.bias
-            self.linears[name] = module, bias if bias is None else bias.detach().float()
+        if self.has_attention:
+            self._add(layer.attn, "wqkv", "wo")
+        if self.has_feed_forward:
+            self.up, self.activation = name_of_up(layer.ffn), activation_of(layer.ffn)
+            self._add(layer.ffn, self.up, "down")
         self.operations = None
 
-    def owner(self, name: str) -> nn.Module:
-        return self.attn if name in ("wqkv", "wo") else self.ffn
+    def _add(self, owner: nn.Module, *names: str) -> None:
+        for name in names:
+            linear = getattr(owner, name)
+            bias = linear.bias
+            self.linears[name] = linear, bias if bias is None else bias.detach().float()
 
     def widths(self) -> dict[str, int]:
         """Of what Operations writes."""
-        shapes = {name: module.shape for name, (module, _) in self.linears.items()}
-        D, attended = shapes["wo"]
-        return dict(qkv=shapes["wqkv"][0], attended=attended, hidden=shapes["down"][1], x1=D, x2=D,
-                    before=D)
-
-    def install(self) -> None:
-        """Let go of the weights as they were."""
-        for name, (module, _) in self.linears.items():
-            setattr(self.owner(name), name, module)
-        self.layer.forward = self
-
-    def norm(self, name: str | None) -> cpu_ops.Norm:
-        return norm_struct(getattr(self.layer, name)) if name else cpu_ops.Norm()
+        widths = {}
+        if self.has_attention:
+            (width, _), (D, attended) = (self.linears[name][0].shape for name in ("wqkv", "wo"))
+            widths |= dict(qkv=width, attended=attended)
+        if self.has_feed_forward:
+            D, widths["hidden"] = self.linears["down"][0].shape
+        return widths | dict(x1=D, x2=D, before=D)
 
     def __call__(self, x, rope, slot, mask, batch_idx=None) -> Tensor:
         call, cache, operations = self.call, self.attn._modules.get("cache"), self.operations
@@ -240,117 +306,79 @@ class OperationsLayer:
             operations.take(x)
         if mask is not call.mask or rope is not call.rope:
             call.take(rope, slot, mask, batch_idx)
-        if call.positions is not operations.positions:
+        if operations.attention and call.positions is not operations.positions:
             operations.positions = call.positions
             operations.attention.at = ctypes.addressof(call.positions)
-        call.addresses += operations.addresses
+        for step in operations.steps:
+            if type(step) is list:
+                call.addresses += step
+            else:
+                call.run()
+                step(rope, slot, mask, batch_idx)
         if self.last:
-            cpu_ops.run(call.addresses)
+            call.run()
         return call.out
 
 
-# ---- Before the layers, and after them ----------------------------------------------------------
-
-class Inputs:
-    """What a step's layers are given, in memory that stays; for tokens [B, T] and kv_len."""
-
-    def __init__(self, model: nn.Module, B: int, T: int, own_pos: bool, kv_len: int):
-        half = model.freq.shape[1]
-        lead = (B, 1, T) if own_pos else (T,)
-        self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
-        self.angles, self.masks, self.parts = [], [], []
-        n = B * T if own_pos else T
-        self.amplitude = model.amplitude.float()
-        for i in range(len(model.ropes)):
-            cos, sin = torch.empty(2, *lead, half, dtype=torch.float32)
-            self.parts += [cos, sin]
-            self.angles.append(cpu_ops.Angles(
-                kind=cpu_ops.ANGLES, n=n, half=half, freq=model.freq[i].data_ptr(),
-                amplitude=self.amplitude[i].data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr()))
-        for window in model.windows:
-            mask = torch.empty(*lead, kv_len, dtype=torch.bool)
-            self.parts.append(mask)
-            self.masks.append(cpu_ops.Mask(
-                kind=cpu_ops.MASK, B=1, T=n, n_key=kv_len, window=window or 0,
-                mask=mask.data_ptr()))
-        embed = model.embed
-        scale = torch.full((), model.cfg.embed_scale, dtype=model.dtype).item()
-        self.embed = None
-        if isinstance(embed, PackedEmbedding) and embed.kernel is OPERATIONS:
-            scales = embed.scales
-            self.scales = scales if scales is None else scales.detach().float().contiguous()
-            kind, weight, _, _ = arguments(embed.weight, None, 0)
-            self.embed = cpu_ops.Embed(
-                kind=cpu_ops.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
-                out_type=cpu_ops.TYPES[model.dtype], weight=weight.data_ptr(),
-                scales=None if scales is None else self.scales.data_ptr(), out=self.x.data_ptr())
-        ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
-        self.addresses = [ctypes.addressof(op) for op in ops]
-
-    def fill(self, tokens: Tensor, pos: Tensor) -> None:
-        for op in (*self.angles, *self.masks):
-            op.pos = pos.data_ptr()
-        if self.embed:
-            self.embed.ids = tokens.data_ptr()
-        cpu_ops.run(self.addresses, n_thread=1)
+def pack_modules(layer: nn.Module) -> nn.Module:
+    """Have all linears and experts of a layer the operations' layout. In place."""
+    for name, module in list(layer.named_modules()):
+        if isinstance(module, MoE) and fits_experts(module):
+            module.experts = Experts(module)
+        elif fits_linear(module):
+            new = packed(module)
+            new._forward_hooks.update(module._forward_hooks)
+            layer.set_submodule(name, new)
+    return layer
 
 
-class Enter:
-    """embed_inputs of few tokens, in its place."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.plain = model.embed_inputs
-        self.kept = {}                             # shapes -> Inputs
-
-    def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
-        if tokens.numel() > FEW or batch_idx is not None:
-            return self.plain(tokens, pos, kv_len, batch_idx)
-        tokens, pos = tokens.contiguous(), pos.contiguous()
-        key = *tokens.shape, pos.dim() == 2, kv_len
-        inputs = self.kept.get(key)
-        if inputs is None:
-            if len(self.kept) > FEW:
-                self.kept.clear()
-            with torch.inference_mode(False), torch.no_grad():
-                inputs = self.kept[key] = Inputs(self.model, *key)
-        inputs.fill(tokens, pos)
-        x, parts, n = inputs.x, inputs.parts, 2 * len(inputs.angles)
-        if inputs.embed is None:
-            x = self.model.embed(tokens)
-            x = x * x.new_full((), self.model.cfg.embed_scale)
-        return x, *parts[:n], *(part for mask in parts[n:] for part in (pos, mask))
+def kind_of(layer: nn.Module) -> tuple:
+    """Of those alike one is tried."""
+    return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-class Leave:
-    """unembed of a position of each row, in its place."""
+def halves_alike(layer: nn.Module) -> tuple[bool, bool]:
+    """Which halves the operations do as the layer does: tried on a copy."""
+    fits = fits_attention(layer), fits_feed_forward(layer)
+    copied = pack_modules(copy.deepcopy(layer))
+    for halves in ((True, True), (True, False), (False, True)):
+        if all(fit or not half for fit, half in zip(fits, halves)):
+            if does_the_same(layer, OperationsLayer(copied, halves)):
+                return halves
+    return False, False
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.plain = model.unembed
-        head, norm = model.head, norm_struct(model.norm)
-        weights = arguments(head.weight, head.scales, head.shape[1])
-        self.op = cpu_ops.linear(*weights, head.shape, norm=norm,
-                                 exact=model.dtype == torch.float32)
-        self.addresses = [ctypes.addressof(self.op)]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[1] > 1:
-            return self.plain(x)
-        x, op = x.contiguous(), self.op
-        logits = torch.empty(x.shape[0], 1, op.N)
-        op.M, op.x, op.x_type = x.shape[0], x.data_ptr(), cpu_ops.TYPES[x.dtype]
-        op.out = logits.data_ptr()
-        cpu_ops.run(self.addresses)
-        return self.model.cap(logits)
+def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
+    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
+    old = layer.attn.cache
+    dtype, shape = old.k.dtype, (1, old.k.shape[1], 8, old.k.shape[3])
+    random = torch.Generator().manual_seed(0)
+    new.call, new.operations = Call(new.widths()), None
+    D, alike = new.widths()["x1"], True
+    layer.attn.cache, new.attn.cache = (type(old)(shape, dtype, "cpu") for _ in range(2))
+    try:
+        for pos in (torch.arange(5), torch.tensor([5])):
+            x = torch.randn(1, len(pos), D, generator=random).to(dtype)
+            angle = torch.randn(len(pos), shape[3] // 2, generator=random)
+            mask = torch.arange(8) <= pos[:, None]
+            given = (angle.cos(), angle.sin()), pos, mask, None
+            plain, mine = layer(x, *given).float(), new(x, *given).float()
+            error = (plain - mine).abs().max() / (plain - x.float()).abs().max()
+            alike = alike and error < (1e-3 if dtype == torch.float32 else 0.05)
+    finally:
+        layer.attn.cache = old
+    return bool(alike)
 
 
 # ---- A model ------------------------------------------------------------------------------------
 
 def fits(model: nn.Module) -> bool:
     """Is it one that use_operations() takes, by its parts?"""
-    return (model.dtype in DTYPES and fits_linear(model.head)
-            and all(map(fits_layer, model.layers)))
+    return model.dtype in DTYPES and fits_linear(model.head)
+
+
+def uses_operations(model: nn.Module) -> bool:
+    return isinstance(model.head, PackedLinear) and model.head.kernel is OPERATIONS
 
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
@@ -363,25 +391,31 @@ def use_operations(model: nn.Module) -> bool:
     has_cache = layers[0].attn.cache is not None
     if not has_cache:                              # to try the layers with
         model.setup_cache(1, 16)
-    made = [OperationsLayer(layer, layer is layers[0], layer is layers[-1]) for layer in layers]
-    kinds = {repr(new.layer): new for new in made}
-    alike = all(map(does_the_same, kinds.values()))
+    kinds = [kind_of(layer) for layer in layers]
+    halves = {kind: halves_alike(layer) for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)
-    if not alike:
-        inductor.note("the model's layers are not those that kernels/cpu_ops.cpp knows")
-        return False
+    halves = [halves[kind] for kind in kinds]
+    if (False, False) in halves:
+        inductor.note("a layer is not as kernels/cpu_ops.cpp knows them: it runs uncompiled")
+    made = []
+    for i, layer in enumerate(layers):
+        pack_modules(layer)
+        if any(halves[i]):
+            first, last = i == 0 or not any(halves[i - 1]), not any([*halves, ()][i + 1])
+            made.append(OperationsLayer(layer, halves[i], first, last))
+            layer.forward = made[-1]
     widths = [new.widths() for new in made]
-    call = Call({name: max(w[name] for w in widths) for name in widths[0]})
+    names = {name for width in widths for name in width}
+    call = Call({name: max(width.get(name, 0) for width in widths) for name in names})
     for new in made:
         new.call = call
-        new.install()
     use_packed_head(model)
-    enter, leave = Enter(model), Leave(model)
+    enter = Enter(model)
     if not model.rings and model.pos_embed is None and gives_the_same(enter, model):
         model.embed_inputs = enter
-    if not model.head._forward_hooks:
-        model.unembed = leave
+    if not model.head._forward_hooks and fits_norm(model.norm):
+        model.unembed = Leave(model)
     return True
 
 
@@ -394,42 +428,3 @@ def use_packed_head(model: nn.Module) -> None:
         if isinstance(embed, nn.Embedding | PackedEmbedding) and embed.weight is old.weight:
             scales = getattr(embed, "scales", None)
             model.set_submodule(name, PackedEmbedding(model.head, scales, model.dtype))
-
-
-def does_the_same(new: OperationsLayer) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
-    attn = new.attn
-    old_cache, ends, H = attn.cache, (new.first, new.last), attn.head_dim
-    dtype, shape = old_cache.k.dtype, (1, old_cache.k.shape[1], 8, H)
-    random = torch.Generator().manual_seed(0)
-    D = new.linears["wo"][0].shape[0]
-    new.call = Call(new.widths())
-    new.first = new.last = alike = True
-    caches = [type(old_cache)(shape, dtype, "cpu") for _ in range(2)]
-    try:
-        for pos in (torch.arange(5), torch.tensor([5])):
-            x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), H // 2, generator=random)
-            mask = torch.arange(8) <= pos[:, None]
-            y = []
-            for cache, forward in zip(caches, (new.plain, new)):
-                attn.cache = cache
-                y.append(forward(x, (angle.cos(), angle.sin()), pos, mask).float().clone())
-            error = (y[0] - y[1]).abs().max() / (y[0] - x.float()).abs().max()
-            alike = alike and error < (1e-3 if dtype == torch.float32 else 0.05)
-    finally:
-        attn.cache, (new.first, new.last) = old_cache, ends
-        new.operations = None
-    return bool(alike)
-
-
-def gives_the_same(enter: Enter, model: nn.Module) -> bool:
-    """Steps of one and of several rows."""
-    alike = True
-    for n in (1, 3):
-        tokens = torch.arange(n)[:, None] + 5
-        pos = torch.tensor([7]) if n == 1 else torch.tensor([[7], [0], [4]])
-        for mine, plain in zip(enter(tokens, pos, 9), enter.plain(tokens, pos, 9)):
-            same = mine.shape == plain.shape and mine.dtype == plain.dtype
-            alike = alike and same and torch.allclose(mine.float(), plain.float(), 1e-2, 1e-5)
-    return alike

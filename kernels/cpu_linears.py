@@ -1,4 +1,4 @@
-"""Linears whose weights have cpu_ops' layout, made of those in any other.
+"""Linears whose weights have cpu_ops' layout, made of those in any other; norms as it reads them.
 
     new = packed(linear)                           # a PackedLinear, for use anywhere
 """
@@ -10,6 +10,7 @@ from kernels import cpu_ops
 from kernels.cpu import unpack_int4_cpu, unpack_int8_cpu
 from kernels.linear import PackedLinear
 from kernels.plain import Kernel
+from layers.norms import LayerNorm, Scale, WideNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -44,38 +45,62 @@ def rows(weight: Tensor, ids: Tensor) -> Tensor:
 OPERATIONS = Kernel("cpu ops", product, rows=rows)
 
 
-def on_disk(linear: nn.Module) -> tuple | None:
-    """A linear's weight, scales and zeros in the layouts of plain.py; None: another layout."""
-    if type(linear) is nn.Linear:
+def shape_of(linear: nn.Module) -> torch.Size:
+    """[(E,) out, in]"""
+    return linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape
+
+
+def on_disk(linear: nn.Module) -> tuple:
+    """A linear's or experts' weight [(E,) out, in], scales and zeros in the layouts of plain.py."""
+    if not isinstance(linear, PackedLinear):
         return linear.weight, None, None
-    if not isinstance(linear, PackedLinear) or len(linear.shape) > 2:
-        return None
     weight, scales, zeros = linear.leaves()
     if linear.kernel.name == "int8 cpu":
         return unpack_int8_cpu(weight), scales, None
     if linear.kernel.name == "int4 cpu" and zeros is None:
-        scales, zeros = (t[:linear.shape[0]] for t in scales.permute(2, 1, 0))
-        return unpack_int4_cpu(weight)[:linear.shape[0]], scales, zeros
-    return linear.leaves() if linear.kernel.name in ("plain", "int4 cpu") else None
+        n_out = linear.shape[-2]
+        scales, zeros = (t[..., :n_out, :] for t in scales.movedim(-3, -2).unbind(-1))
+        weight = unpack_int4_cpu(weight.flatten(0, -2)).view(*weight.shape[:-1], -1)
+        return weight[..., :n_out, :], scales, zeros
+    return weight, scales, zeros
+
+
+def fits_leaves(linear: nn.Module) -> bool:
+    """Can cpu_ops.pack_weight() lay out what on_disk() gives? Reads no weight."""
+    if not isinstance(linear, PackedLinear):
+        return linear.weight.dtype in DTYPES
+    packed_int4 = linear.kernel.name == "int4 cpu" and linear.zeros is None
+    n_in, scales, group = linear.shape[-1], linear.scales, 32
+    if packed_int4 or linear.zeros is not None:
+        group = n_in // scales.shape[-3 if packed_int4 else -1]
+    known = linear.kernel.name in ("int8 cpu", "int4 cpu", "plain")
+    return known and n_in % 32 == 0 and group % 32 == 0
 
 
 def fits_linear(linear: nn.Module) -> bool:
-    """Can pack() do it? Reads no weight."""
-    if isinstance(linear, PackedLinear):
-        scales, n_in = linear.scales, linear.shape[-1]
-        grouped = scales is not None and scales.dim() > 1
-        group = n_in // scales.shape[0 if scales.dim() == 3 else 1] if grouped else 32
-        known = linear.kernel.name in ("int8 cpu", "int4 cpu", "plain")
-        return known and len(linear.shape) == 2 and n_in % 32 == 0 and group % 32 == 0
-    return type(linear) is nn.Linear and linear.weight.dtype in DTYPES
+    """Can packed() do it?"""
+    alone = type(linear) is nn.Linear or isinstance(linear, PackedLinear) and len(linear.shape) == 2
+    return alone and fits_leaves(linear)
 
 
 def packed(linear: nn.Module) -> PackedLinear:
     """The same linear with its weight in cpu_ops' layout."""
     weight, scales, zeros = on_disk(linear)
     _, weight, scales, _ = cpu_ops.pack_weight(weight, scales, zeros)
-    bias = linear.bias
-    shape = torch.Size(linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape)
-    new = PackedLinear(shape, bias, OPERATIONS)
+    new = PackedLinear(torch.Size(shape_of(linear)), linear.bias, OPERATIONS)
     new.set_leaves((weight, scales, None))
     return new
+
+
+def fits_norm(norm: nn.Module) -> bool:
+    known = (nn.Identity, LayerNorm, WideNorm, Scale)
+    shared = "mean_square" in vars(norm)           # by ranks
+    return not shared and (type(norm) in known or hasattr(norm, "eps") and norm.weight.dim() == 1)
+
+
+def norm_struct(module: nn.Module) -> cpu_ops.Norm:
+    if type(module) in (nn.Identity, Scale):
+        return cpu_ops.Norm()
+    if isinstance(module, LayerNorm):
+        return cpu_ops.Norm(2, module.eps, module.weight.data_ptr(), module.bias.data_ptr())
+    return cpu_ops.Norm(1, module.eps, module.weight.data_ptr())

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <omp.h>
 #include <thread>
@@ -245,14 +246,17 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
 enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
 
 // x [M, K], perhaps normalized, by weight -> out [M, N]: + bias, activated (gated: the first half
-// of the outputs by the second; out is [M, N / 2]), times factor, + residual.
+// of the outputs by the second; out is [M, N / 2]), times factor, + residual. Experts have a weight
+// and a bias each, one after the other, and none of the residual; e's rows of x end before ends[e].
 struct Linear {
   int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type, exact;
+  int32_t n_expert;                            // or 0
   float factor;
   Norm norm;
   const void *x, *weight, *scales, *residual;
   const float* bias;
   void* out;
+  const int32_t* ends;
 };
 
 static inline vf activated(int activation, vf x) {
@@ -1120,12 +1124,44 @@ static void do_op(const int32_t* op, Phase* phase, int n_thread) {
   else masks(*(const Mask*)op, phase);
 }
 
+// The experts that have rows -> a product of each
+static void add_experts(const Linear& op, std::deque<Linear>& products) {
+  int n_out = op.gated ? op.N / 2 : op.N, K = padded(op.K, GROUP);
+  long n_block = (long)padded(n_out, ROWS) / ROWS << op.gated;    // of an expert
+  size_t n_scale = (op.format == INT4 ? K / op.group : 1) * n_block * ROWS;
+  for (int e = 0, first = 0; e < op.n_expert; first = op.ends[e++]) {
+    if (op.ends[e] == first) continue;
+    Linear one = op;
+    one.n_expert = 0;
+    one.M = op.ends[e] - first;
+    one.x = (const char*)op.x + (size_t)first * op.K * (op.x_type == FP32 ? 4 : 2);
+    one.out = (char*)op.out + (size_t)first * n_out * (op.out_type == FP32 ? 4 : 2);
+    one.weight = (const char*)op.weight + e * n_block * block_bytes(op.format, K);
+    if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
+    if (op.bias) one.bias = op.bias + (long)e * op.N;
+    products.push_back(one);
+  }
+}
+
 // The operations one after the other; each is one of the structs above, which begin with their kind.
-extern "C" void run(const int32_t* const* ops, int n_op, int n_thread) {
+extern "C" void run(const int32_t* const* list, int n_listed, int n_thread) {
   static std::mutex one_at_a_time;
+  static std::deque<Linear> products;
+  static std::vector<const int32_t*> ops;
   std::lock_guard<std::mutex> guard(one_at_a_time);
-  for (int begin = 0; begin < n_op; begin += MOST_OPS) {
-    int n = std::min(MOST_OPS, n_op - begin);
+  products.clear();
+  ops.clear();
+  for (const int32_t* const* op = list; op < list + n_listed; op++) {
+    size_t n = products.size();
+    if (**op == LINEAR && ((const Linear*)*op)->n_expert) {
+      add_experts(*(const Linear*)*op, products);
+      for (; n < products.size(); n++) ops.push_back(&products[n].kind);
+    } else {
+      ops.push_back(*op);
+    }
+  }
+  for (size_t begin = 0; begin < ops.size(); begin += MOST_OPS) {
+    int n = std::min((size_t)MOST_OPS, ops.size() - begin);
     size_t n_float = 0;
     for (int i = 0; i < n; i++) {
       for (Phase& phase : phases[i]) phase.next = phase.done = 0;

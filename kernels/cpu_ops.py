@@ -127,9 +127,10 @@ def fields(ints: str, *rest) -> list:
 
 class Linear(Structure):
     _fields_ = fields(
-        "kind format M N K group activation gated x_type out_type residual_type exact",
+        "kind format M N K group activation gated x_type out_type residual_type exact n_expert",
         ("factor", c_float), ("norm", Norm), ("x", c_void_p), ("weight", c_void_p),
-        ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p))
+        ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p),
+        ("ends", c_void_p))
 
 
 class Positions(Structure):

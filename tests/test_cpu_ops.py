@@ -17,9 +17,11 @@ from formats.quantized import quantized
 from generate import generate
 from kernels import compile as compiling
 from kernels import cpu_layers, cpu_ops, inductor
+from kernels.cpu_experts import Experts
 from kernels.plain import dequantize
 from layers.attention import ScoredAttention
 from layers.feed_forward import GATED, UNGATED
+from layers.moe import MoE
 from model import visible
 from quantize import Int4, Int8
 
@@ -173,10 +175,6 @@ def test_attention(window, cap, sinks, threads):
 
 # ---- Models -------------------------------------------------------------------------------------
 
-OTHER_WAYS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen2_moe-window", "qwen3_moe-window", "olmoe", "granitemoe",
-              "gpt_oss"}                                   # experts
-
-
 def logits_of(model, tokens, cut):
     """In two pieces, then token by token, by the cache."""
     model.setup_cache(1, tokens.shape[1] + 3, 16)
@@ -188,15 +186,15 @@ def logits_of(model, tokens, cut):
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_every_family_by_operations_or_in_its_own_way(families, name):
+def test_every_family_by_operations(families, name):
     directory, _ = families(name)
     model = load_model(read_checkpoint(directory), torch.float32, "cpu")
     tokens = torch.randint(3, 150, (1, 30))
     expected = logits_of(model, tokens, 6)
-    plain = [layer.forward for layer in model.layers]
-    assert cpu_layers.use_operations(model) == (name not in OTHER_WAYS)
-    if name in OTHER_WAYS:
-        assert [layer.forward for layer in model.layers] == plain
+    assert cpu_layers.use_operations(model)
+    for layer in model.layers:
+        assert layer.forward.has_attention
+        assert layer.forward.has_feed_forward == (not isinstance(layer.ffn, MoE))
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 
@@ -231,17 +229,39 @@ def test_rows_of_a_batch(families):
     assert [t.item() for t in generate(batch, [prompts[1]], 12)] == alone[1]
 
 
-def test_a_changed_layer_keeps_its_own(families, monkeypatch, capsys):
-    """A fork whose layer computes something else is not computed as if it were not."""
+@pytest.mark.parametrize("what, halves", [("layer", (False, False)), ("attn", (False, True)), ("ffn", (True, False))])
+def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
+    """What computes something else is not computed as if it did not; the other half and other layers are operations."""
     directory, _ = families("llama3")
     model = load_model(read_checkpoint(directory), torch.float32, "cpu")
-    model.setup_cache(1, 40)
-    kind = type(model.layers[0])
-    original = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x, *rest: original(self, x, *rest) * 1.01)
+    changed = model.layers[1] if what == "layer" else getattr(model.layers[1], what)
+    original = type(changed)
+
+    class Changed(original):
+        def forward(self, *args):
+            return original.forward(self, *args) * 1.1
+    changed.__class__ = Changed
+    tokens = torch.randint(3, 150, (1, 30))
+    expected = logits_of(model, tokens, 7)
     inductor.note.cache_clear()
-    assert not cpu_layers.use_operations(model) and "not those that" in capsys.readouterr().err
-    assert not compiling.is_compiled(model)
+    assert cpu_layers.use_operations(model)
+    assert ("it runs uncompiled" in capsys.readouterr().err) == (what == "layer")
+    for i, layer in enumerate(model.layers):
+        found = getattr(layer.forward, "halves", (False, False))
+        assert found == (halves if i == 1 else (True, True))
+    torch.testing.assert_close(logits_of(model, tokens, 7), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name, scheme, head", [("mixtral", "int4", "int8"), ("gpt_oss", "int8", "int8"), ("qwen2_moe", "int4", "none")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_experts(families, name, scheme, head, dtype):
+    directory, _ = families(name)
+    model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
+    tokens = torch.randint(3, 150, (1, 30))
+    expected = logits_of(model, tokens, 7)
+    assert cpu_layers.use_operations(model) and any(isinstance(getattr(layer.ffn, "experts", None), Experts) for layer in model.layers)
+    found = logits_of(model, tokens, 7)
+    assert (found - expected).abs().mean() < (1e-3 if dtype == torch.float32 else 0.05) * expected.std()
 
 
 def test_an_interrupted_call_leaves_nothing_behind(families, monkeypatch):

@@ -1,0 +1,77 @@
+"""A mixture's experts on a CPU as two operations: gate and up with the activation, then down.
+
+The router and the sum of what the experts give stay the layer's own: there are many kinds of them,
+and they are short. Experts lie one after the other, each matrix filled up to whole blocks.
+
+    moe.experts = Experts(moe)                     # where fits_experts(moe)
+"""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import cpu_ops
+from kernels.cpu_linears import OPERATIONS, arguments, fits_leaves, on_disk, shape_of
+from kernels.linear import PackedLinear
+from layers.feed_forward import GATED
+from layers.moe import MoE
+
+
+def fits_experts(moe: nn.Module) -> bool:
+    """Are they what the operations know? Reads no weight."""
+    linears = moe.gate, moe.up, moe.down
+    return (type(moe) is MoE and moe.activation in GATED.values()
+            and all(map(fits_leaves, linears)))
+
+
+def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedLinear:
+    """Experts' matrices [E, out, in], one or two beside each other, as one of E len(matrices) out
+    rows.
+    """
+    leaves = [None if parts[0] is None else filled(torch.stack(parts, 1))
+              for parts in zip(*map(on_disk, matrices))]
+    n_expert, n_out, n_in = shape_of(matrices[0])
+    _, weight, scales, _ = cpu_ops.pack_weight(*leaves)
+    new = PackedLinear(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
+    new.set_leaves((weight, scales, None))
+    return new
+
+
+def filled(leaf: Tensor) -> Tensor:
+    """[E, matrices, out, (…)], each out filled up to whole blocks -> [E matrices out', (…)]."""
+    short = -leaf.shape[2] % cpu_ops.block_rows()
+    return F.pad(leaf, (0, 0) * (leaf.dim() - 3) + (0, short)).flatten(0, 2)
+
+
+class Experts:
+    """In place of MoE.experts, whose matrices it makes its own."""
+
+    def __init__(self, moe: MoE):
+        up, down = (moe.gate, moe.up), moe.down
+        bias = None if down.bias is None else torch.cat([m.bias for m in up], 1).detach().float()
+        self.gate_up = packed(up, bias)
+        self.down = packed([down], down.bias if bias is None else down.bias.detach().float())
+        self.activation = next(name for name, f in GATED.items() if f is moe.activation)
+        moe.gate, moe.up, moe.down = self.gate_up, None, self.down
+
+    def __call__(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        """x [M, D], sorted by expert, the rows of e before ends[e] -> [M, D]."""
+        x, ends = x.contiguous(), ends.int().contiguous()
+        hidden = torch.empty(len(x), self.down.shape[2])
+        y = torch.empty_like(x)
+        up = product(self.gate_up, x, hidden, ends)
+        up.activation, up.gated = cpu_ops.ACTIVATIONS[self.activation], True
+        down = product(self.down, hidden, y, ends)
+        cpu_ops.run([ctypes.addressof(op) for op in (up, down)])
+        return y
+
+
+def product(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> cpu_ops.Linear:
+    n_expert, *shape = linear.shape
+    weights = arguments(linear.weight, linear.scales, shape[1])
+    return cpu_ops.linear(
+        *weights, shape, linear.bias, M=len(x), x=x.data_ptr(), x_type=cpu_ops.TYPES[x.dtype],
+        out=out.data_ptr(), out_type=cpu_ops.TYPES[out.dtype], exact=out.dtype == torch.float32,
+        n_expert=n_expert, ends=ends.data_ptr())
