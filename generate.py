@@ -34,7 +34,6 @@ from formats.quantized import quantized
 from kernels.attention import use_fused_attention
 from kernels.compile import compile_model, prepare_for_cuda
 from kernels.cuda_graph import CudaGraph
-from kernels.inductor import eager
 from kernels.upload import to_device
 from model import Transformer
 from sampling import Sampler, SamplingParams
@@ -76,19 +75,16 @@ class Steps(NamedTuple):
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     """On a GPU the whole step becomes one CUDA graph.
 
-    On a CPU the model is changed instead, so that its layers run compiled (kernels/compile.py):
-    in C++, prompts too, or else by Inductor, which leaves prompts uncompiled.
+    On a CPU the model is changed instead, so that its layers run in C++ (kernels/compile.py).
     """
-    first, decode = prefill, decode_one_token
     if model.freq.device.type == "cpu":
         compile_model(model)
-        if not compile_prefill:
-            first = uncompiled(prefill)
-        return Steps(first, decode, compile_prefill)
+        return Steps()
     min_kv_len = prepare_for_cuda(model)
+    first = prefill
     if compile_prefill:
         first = torch.compile(prefill, fullgraph=True, dynamic=False)
-    return Steps(first, as_one_graph(decode), compile_prefill, min_kv_len)
+    return Steps(first, as_one_graph(decode_one_token), compile_prefill, min_kv_len)
 
 
 def as_one_graph(step: Callable) -> Callable:
@@ -96,14 +92,6 @@ def as_one_graph(step: Callable) -> Callable:
     torch._dynamo.config.recompile_limit = 64              # one for each kv_len
     step = torch.compile(step, fullgraph=True, dynamic=False)
     return CudaGraph(step)
-
-
-def uncompiled(step: Callable) -> Callable:
-    """The step on the model as it was before compile_model()."""
-    def run(*args):
-        with eager():
-            return step(*args)
-    return run
 
 
 # ---- The loop -----------------------------------------------------------------------------------

@@ -87,9 +87,9 @@ class ModelDrafter:
 
     min_kv_len = 256
 
-    def __init__(self, model, step: Callable = draft_one_token, run: Callable | None = None):
-        """step: draft_one_token, compiled or not; run: the model, better not compiled."""
-        self.model, self.step, self.run = model, step, run or model
+    def __init__(self, model, step: Callable = draft_one_token):
+        """step: draft_one_token, compiled or not."""
+        self.model, self.step = model, step
         self.n_cached = 0                          # tokens of the history in its cache
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
@@ -111,7 +111,7 @@ class ModelDrafter:
         if n - self.n_cached > 2:                  # more than what a full acceptance leaves
             for at in range(self.n_cached, n - 1, model.longest_call):
                 end = min(at + model.longest_call, n - 1)
-                self.run(known[:, at:end], pos[at:end], 1, end)
+                model(known[:, at:end], pos[at:end], 1, end)
             self.n_cached = n - 1
         drafts = history[:, n - 1:n].repeat(1, k)  # filled from the left
         dists = []

@@ -28,7 +28,6 @@ from cli.report import follow
 from cli.sequence import Sequence
 from generate import Batch, generate
 from kernels import sort_free
-from kernels.compile import has_compiled_layout
 from model import KVCache, Transformer
 from sampling import SamplingParams, keep_top_p
 
@@ -51,11 +50,10 @@ def is_compiled(name: str) -> bool:
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
-    """Bytes of the weights that a compiled engine copies into a layout of its own on a CPU."""
+    """Bytes of the weights, which a compiled engine copies into a layout of its own on a CPU."""
     if model.freq.device.type != "cpu" or not is_compiled(name):
         return 0
-    return sum(p.nbytes for module in model.modules() if has_compiled_layout(module)
-               for p in module.parameters())
+    return sum(p.nbytes for p in model.parameters())
 
 
 class Engine:

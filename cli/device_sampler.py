@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cuda import has_kernels
 from kernels.draw import FILTERS, draw
-from kernels.inductor import is_compiling
+from kernels.private import is_compiling
 from sampling import Sampler
 
 TINY = torch.finfo(torch.float32).tiny

@@ -25,7 +25,6 @@ from generate import (
     generate,
     pad_batch,
     prefill,
-    uncompiled,
 )
 from kernels import sort_free
 from kernels.compile import change_over, will_change_over
@@ -99,7 +98,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         draft_step, verify = as_one_graph(draft_step), as_one_graph(verify)
     drafter = NgramDrafter()
     if draft:
-        drafter = ModelDrafter(draft, draft_step, uncompiled(draft))
+        drafter = ModelDrafter(draft, draft_step)
         drafter.min_kv_len = min_kv_len
     lengths = [k] if fixed or k < 3 or draft is None else [k, k // 3]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)

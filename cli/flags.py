@@ -74,7 +74,8 @@ def build_parser() -> Parser:
     add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
     add = p.add_argument_group("speed").add_argument
     add("--compile", action="store_true", help="compile the decode step")
-    add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
+    add("--compile_prefill", action="store_true",
+        help="compile prefill too (on a CPU --compile does already); implies --compile")
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
         help="a smaller model of the same vocabulary that drafts tokens")
     add("--speculate", choices=["ngram", "int8", "int4"],

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from kernels.inductor import use_symmetric_memory
+from kernels.private import use_symmetric_memory
 from tp import rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")

@@ -1,6 +1,6 @@
 """What ranks add up and gather: collectives that a compiler can trace.
 
-torch has them under private names only (inductor.py). Where these are gone, the public ones do the
+torch has them under private names only (private.py). Where these are gone, the public ones do the
 same for what runs uncompiled.
 
     y = all_reduce(x)
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.inductor import functional_collective
+from kernels.private import functional_collective
 
 SHORT = 1 << 14                                    # numbers
 

@@ -1,30 +1,27 @@
-"""Products with int8, int4 and packed bf16 weights on a CPU: layouts in memory, kernels, operators.
+"""Uncompiled products with int8 and int4 weights on a CPU: layouts in memory, and ATen's kernels.
 
 Each does what plain.py does, faster. Knows no modules, no files and not which linear gets which
-kernel: that is quantize.py's, and compile.py's for those that need a compiler.
+kernel: that is quantize.py's.
 
     weight, scales, zeros = INT4_CPU.pack(weight, scales, zeros)
     y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
 """
 
 import threading
-from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import inductor
-from kernels.functions import once
-from kernels.inductor import is_compiling
+from kernels import private
 from kernels.plain import Kernel, pack_nibbles, plain, unpack_nibbles
 
 # For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
 # For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-HAS_BF16 = AVX512 and inductor.has_bf16()
+HAS_BF16 = AVX512 and private.has_bf16()
 SCRATCH = 1 << 24                                  # weights unpacked at a time
 
 
@@ -50,8 +47,8 @@ scratch = Scratch()
 def pack_int8_cpu(weight, scales, zeros=None):
     """-> [out, in/4], the bits of four numbers in a float32; those of column j:
 
-    byte    0      1         2         3         Inductor loads float32 at the memory's speed,
-    column  j   j + in/4  j + in/2  j + 3in/4    int8 at a fifth of it; x needs no reordering
+    byte    0      1         2         3
+    column  j   j + in/4  j + in/2  j + 3in/4
     """
     four = weight.unflatten(-1, (4, -1)).transpose(-1, -2).contiguous()
     return four.view(torch.float32).squeeze(-1), scales, None
@@ -61,12 +58,12 @@ def unpack_int8_cpu(weight):
     return weight.view(torch.int8).unflatten(-1, (-1, 4)).transpose(-1, -2).flatten(-2)
 
 
-def int8_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Several rows, by ATen's kernel, or many: int8 becomes bf16 exactly, the scales can wait."""
+def int8_cpu(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Few rows by ATen's kernel, or many: int8 becomes bf16 exactly, the scales can wait."""
     weight, n_out, n_in = weight.view(torch.int8), weight.shape[0], x.shape[1]
     x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # the columns' order
     if x.dtype == torch.bfloat16 and (x.shape[0] <= 16 or not HAS_BF16):
-        y = inductor.int8_product(x, weight, scales)
+        y = private.int8_product(x, weight, scales)
         if y is not None:
             return y
     y, step = x.new_empty(x.shape[0], n_out), max(1, SCRATCH // n_in)
@@ -78,26 +75,6 @@ def int8_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
             scale = scale.new_ones(())
         torch.mul(F.linear(x, w), scale, out=y[:, a:a + step])
     return y
-
-
-int8_rows_op = torch.library.custom_op("gpt_faster::int8_rows", int8_rows, mutates_args=())
-int8_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], weight.shape[0]))
-
-
-def int8_cpu(x, weight, scales, zeros=None):
-    if not is_compiling():
-        return int8_rows(x, weight, scales)
-    if x.shape[0] > 1:
-        return int8_rows_op(x, weight, scales)
-    # as_strided has Inductor write x to memory as fp32: beside bf16 it loads two vectors at once,
-    # and then its view of float32 as int32 is slow
-    quarters = x.float().as_strided((4, x.shape[1] // 4), (x.shape[1] // 4, 1))
-
-    def sums(four):
-        byte = (four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24)   # signed
-        return sum(b.float() * q for b, q in zip(byte, quarters)).sum(-1)
-    y = torch.cat([sums(half) for half in weight.view(torch.int32).chunk(2)])      # side by side
-    return (y * scales.float()).to(x.dtype)[None]
 
 
 def scales_and_zeros(scales, zeros, n_in):
@@ -119,7 +96,7 @@ def pack_int4_cpu(weight, scales, zeros):
     for a in range(0, padded, step):
         q = unpack_nibbles(weight[a:a + step]).int()
         q = F.pad(q, (0, 0, 0, min(step, padded - a) - q.shape[0]))
-        part = inductor.int4_packed(q)
+        part = private.int4_packed(q)
         if part is None:
             return weight, scales, zeros
         packed[a:a + step] = part
@@ -134,7 +111,7 @@ def int4_block() -> tuple[int, bool]:
     """
     def first_column(q):
         q = torch.stack((q, torch.zeros(64, dtype=torch.int32)), 1)
-        return inductor.int4_packed(q).flatten().tolist()
+        return private.int4_packed(q).flatten().tolist()
     ones = torch.ones(64, dtype=torch.int32)
     return 2 * first_column(ones).index(0), first_column(ones.cumsum(0).eq(2).int())[0] != 0
 
@@ -167,211 +144,19 @@ def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return y
 
 
-int4_rows_op = torch.library.custom_op("gpt_faster::int4_rows", int4_rows, mutates_args=())
-int4_rows_op.register_fake(lambda x, weight, scales: x.new_empty(x.shape[0], scales.shape[1]))
-
-
 def int4_cpu(x, weight, scales, zeros=None):
     if zeros is not None:                          # not packed
         return plain(x, weight, scales, zeros)
     if x.shape[0] > 96 and HAS_BF16:
-        many = int4_rows_op if is_compiling() else int4_rows
-        return many(x, weight, scales)
+        return int4_rows(x, weight, scales)
     group = 2 * weight.shape[1] // scales.shape[0]
-    y = inductor.int4_product(x, weight, group, scales)
+    y = private.int4_product(x, weight, group, scales)
     if y is not None:
         return y
     scales, zeros = scales.permute(2, 1, 0)
     return plain(x, unpack_int4_cpu(weight), scales, zeros)
 
 
-# ---- CPU, under a compiler ----------------------------------------------------------------------
-# Weights are float32 words of neighbouring columns, with a block of rows side by side: for one row
-# of x, or a few, a loop of Inductor's reads ahead, unpacks and sums. For more oneDNN is faster,
-# where there is bf16 arithmetic, if weights have the order that it would give them: words of two,
-# for blocks of 64 rows. In bf16 they lie so for good; int4 is turned into it a piece at a time,
-# small enough for a cache. out' is out rounded up to 64.
-#
-#     bf16 [out'/64, in/2, 64]                       int4 [out'/16, in/G, G/8, 16], as in ATen's
-
-PIECE = 1 << 21                                    # weights
-
-
-def onednn_order(weight: Tensor) -> Tensor | None:
-    """weight [out, in] bf16 -> words, a copy; None where oneDNN's order is another on this CPU, or
-    blocks would be filled up with too much.
-    """
-    n_out, n_in = weight.shape
-    if n_in % 2 or -n_out % 64 * 8 > n_out:
-        return None
-    if n_out % 64:
-        weight = F.pad(weight, (0, 0, 0, -n_out % 64))
-    return inductor.onednn_words(weight)
-
-
-def words_to_bf16(words: Tensor, ids: Tensor) -> Tensor:
-    """Rows of the weight: ids [...] -> [..., in]."""
-    return words[ids // 64, :, ids % 64].view(torch.bfloat16)
-
-
-def bf16_rows(x: Tensor, words: Tensor) -> Tensor:
-    """Several rows. Words that were copied are copied again, a piece at a time, to where oneDNN
-    knows them.
-    """
-    y = inductor.onednn_product(x, words)
-    if y is not None:
-        return y
-    n_in = 2 * words.shape[1]
-    y, step = x.new_empty(x.shape[0], words.shape[0] * 64), max(1, PIECE // (64 * n_in))
-    for a in range(0, len(words), step):
-        part = words[a:a + step]
-        known, out = onednn_memory(64 * len(part), n_in), None
-        if known is not None:
-            out = inductor.onednn_product(x, known.copy_(part))
-        if out is None:
-            out = F.linear(x, words_to_bf16(part, torch.arange(64 * len(part))))
-        y[:, 64 * a:64 * (a + len(part))] = out
-    return y
-
-
-bf16_rows_op = torch.library.custom_op("gpt_faster::bf16_rows", bf16_rows, mutates_args=())
-bf16_rows_op.register_fake(lambda x, words: x.new_empty(x.shape[0], words.shape[0] * 64))
-
-
-def bf16_words_cpu(x, words, scales=None, zeros=None):
-    if not is_compiling():
-        return bf16_rows(x, words)
-    if x.shape[0] > 1:
-        return bf16_rows_op(x, words)
-    each = x.float().as_strided((x.shape[1] // 2, 2, 1), (2, 1, 1))        # in memory
-    words = words.view(torch.int32).unflatten(-1, (4, 16)).unbind(2)       # four sums at once
-    y = [((some << 16).view(torch.float32) * each[:, 0]
-          + (some & -65536).view(torch.float32) * each[:, 1]).sum(1) for some in words]
-    return torch.stack(y, 1).view(1, -1).to(x.dtype)
-
-
-@cache
-def onednn_memory(n_out: int, n_in: int) -> Tensor | None:
-    """Words that oneDNN takes for a bf16 weight [out, in], to be written over."""
-    with torch.inference_mode(False):              # whoever calls: it serves everyone
-        return onednn_order(torch.arange(n_out * n_in).remainder(251).view(n_out, -1).bfloat16())
-
-
-def int4_words(weight, both, _):
-    """From ATen's: bits 4b to 4b + 3 of a word are column b of eight. Scale and zero in a word,
-    [out'/16, in/G, 16]; what masked numbers lack in size [8], where zeros would be.
-    """
-    both = both.view(torch.float32)[..., 0].t().unflatten(0, (-1, 16)).mT.contiguous()
-    words = torch.empty(len(both), weight.shape[1] // 4, 16)
-    for some, part in zip(weight.split(64), words.split(4)):
-        part.copy_(unpack_int4_cpu(some).contiguous().view(torch.float32).unflatten(0, (-1, 16)).mT)
-    words = words.unflatten(1, (both.shape[1], -1))
-    lacking = torch.tensor([16.0 ** -b if b < 7 else 1 for b in range(8)])
-    for n_row in 1, 64:                            # have compiled what they call
-        x = torch.zeros(n_row, weight.shape[1] * 2, dtype=torch.bfloat16)
-        int4_words_rows(x, words[:4], both[:4], lacking)
-    return INT4_WORDS, (words, both, lacking)
-
-
-def factor_and_term(scales: Tensor) -> tuple[Tensor, Tensor]:
-    both = scales.view(torch.int32)
-    scale, zero = (both << 16).view(torch.float32), (both & -65536).view(torch.float32)
-    return scale, zero - 8 * scale
-
-
-def int4_sums(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
-    """x [P, M, in/G, G/8, 8] -> [P M, out'], in P passes over 16 rows of weights, which then are in
-    the cache; M rows of x share the unpacking.
-    """
-    x_each = x.permute(2, 3, 0, 1, 4).float().contiguous()
-    sums, x_each = (t.as_strided(t.shape, t.stride())                      # in memory
-                    for t in (x_each.sum(-1), x_each * lacking))
-    words = weight.view(torch.int32)[:, None]
-    q = [(words & 15 << 4 * b if b < 7 else words >> 28 & 15).float() for b in range(8)]
-    scale, term = (t[:, None, :, None] for t in factor_and_term(scales))
-    x_each, sums = x_each.permute(4, 3, 2, 0, 1)[..., None], sums.permute(3, 2, 0, 1)[..., None]
-    y = [(sum(q[b] * x_each[b, m] for b in range(8)) * scale + term * sums[m]).sum((2, 3))
-         for m in range(x.shape[1])]
-    return torch.stack(y).permute(2, 0, 1, 3).flatten(0, 1).flatten(1).to(x.dtype)
-
-
-def int4_weights(weight: Tensor, scales: Tensor) -> list[Tensor]:
-    """[..., in/G, G/8, 16] -> eight columns of floats like that."""
-    scale, term = (t[..., None, :] for t in factor_and_term(scales))
-    return [(weight.view(torch.int32) >> 4 * b & 15).float() * scale + term for b in range(8)]
-
-
-def int4_to_bf16(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """[O, 4, in/G, G/8, 16] -> out [O, in/G, G/8, 4, 4, 16]: words of two, in oneDNN's order."""
-    bits = [w.view(torch.int32) + (1 << 15) for w in int4_weights(weight, scales)]     # rounded
-    words = [low >> 16 & 65535 | high & -65536 for low, high in zip(bits[::2], bits[1::2])]
-    return out.copy_(torch.stack(words, -2).view(torch.float32).movedim(1, -2))
-
-
-def int4_to_fp32(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """-> out [in/G, G/8, 8, O, 4, 16]: transposed."""
-    return out.copy_(torch.stack(int4_weights(weight, scales), -2).movedim((0, 1), (-3, -2)))
-
-
-@cache
-def for_any_matrix(n_word: int, fast: bool) -> tuple[Callable, Callable]:
-    """int4_sums with 2 rows a pass, and one of those above, compiled as prompts are not."""
-    x, words = torch.empty(43, 2, 37, n_word, 8).bfloat16(), torch.empty(41, 37, n_word, 16)
-    sums = once(int4_sums, x, words, torch.empty(41, 37, 16), torch.empty(8))
-    words, scales = torch.empty(41, 4, 37, n_word, 16), torch.empty(41, 4, 37, 16)
-    if fast:
-        out = torch.empty(41, 37, n_word, 4, 4, 16)
-        return sums, once(int4_to_bf16, words, scales, out)
-    out = torch.empty(37, n_word, 8, 41, 4, 16)
-    return sums, once(int4_to_fp32, words, scales, out)
-
-
-def int4_words_rows(x: Tensor, weight: Tensor, scales: Tensor, lacking: Tensor) -> Tensor:
-    (n_row, n_in), (_, n_group, n_word, _) = x.shape, weight.shape
-    fast = HAS_BF16 and onednn_memory(64, n_in) is not None
-    sums, unpack = for_any_matrix(n_word, fast)
-    if n_row <= (16 if fast else 40):
-        x = F.pad(x, (0, 0, 0, n_row % 2)).contiguous().view(-1, 2, n_group, n_word, 8)
-        return sums(x, weight, scales, lacking)[:n_row]
-    weight, scales = (t.unflatten(0, (-1, 4)) for t in (weight, scales))   # 64 rows
-    n_thread = torch.get_num_threads()
-    step = max(1, PIECE // (64 * n_in * n_thread)) * n_thread
-    y, x = x.new_empty(n_row, len(weight) * 64), x if fast else x.float()
-    for a in range(0, len(weight), step):
-        some, out = (weight[a:a + step], scales[a:a + step]), y[:, 64 * a:64 * (a + step)]
-        if fast:
-            w = onednn_memory(out.shape[1], n_in)
-            unpack(*some, w.view(-1, n_group, n_word, 4, 4, 16))
-            out.copy_(bf16_rows(x, w))
-        else:
-            w = scratch(out.shape[1] * n_in, torch.float32)
-            unpack(*some, w.view(n_group, n_word, 8, -1, 4, 16))
-            out.copy_(x @ w.view(n_in, -1))
-    return y
-
-
-int4_words_rows_op = torch.library.custom_op("gpt_faster::int4_words_rows", int4_words_rows,
-                                             mutates_args=())
-int4_words_rows_op.register_fake(lambda x, weight, scales, lacking: x.new_empty(
-    x.shape[0], weight.shape[0] * 16))
-
-
-def int4_words_cpu(x, weight, scales, lacking):
-    n_row, _ = x.shape
-    if not is_compiling():
-        return int4_words_rows(x, weight, scales, lacking)
-    if n_row > 16:
-        return int4_words_rows_op(x, weight, scales, lacking)
-    passes = -(-n_row // 4)
-    each = -(-n_row // passes)
-    x = F.pad(x, (0, 0, 0, passes * each - n_row)).reshape(passes, each, *weight.shape[1:3], 8)
-    return int4_sums(x, weight, scales, lacking)[:n_row]
-
-
 INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu,
                   lambda weight, ids: unpack_int8_cpu(weight[ids]))
-INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu, compiled=int4_words)
-BF16_WORDS = Kernel("bf16 words cpu", bf16_words_cpu,
-                    lambda weight, *_: (onednn_order(weight), None, None), words_to_bf16)
-INT4_WORDS = Kernel("int4 words cpu", int4_words_cpu,
-                    lambda *leaves: int4_words(*pack_int4_cpu(*leaves))[1])
+INT4_CPU = Kernel("int4 cpu", int4_cpu, pack_int4_cpu)

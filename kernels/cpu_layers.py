@@ -16,7 +16,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from kernels import cpu_ops, inductor
+from kernels import cpu_ops, private
 from kernels.cpu_ends import Enter, Leave, gives_the_same
 from kernels.cpu_experts import Experts, fits_experts
 from kernels.cpu_linears import (
@@ -385,7 +385,10 @@ def uses_operations(model: nn.Module) -> bool:
 @torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
     """Have a model run by cpu_ops. In place; False: nothing was done."""
-    if not fits(model) or not cpu_ops.is_available():
+    if not fits(model):
+        private.note(f"on a CPU a model in {str(model.dtype)[6:]} runs uncompiled")
+        return False
+    if not cpu_ops.is_available():
         return False
     layers = list(model.layers)
     has_cache = layers[0].attn.cache is not None
@@ -397,7 +400,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(0, 0)
     halves = [halves[kind] for kind in kinds]
     if (False, False) in halves:
-        inductor.note("a layer is not as kernels/cpu_ops.cpp knows them: it runs uncompiled")
+        private.note("a layer is not as kernels/cpu_ops.cpp knows them: it runs uncompiled")
     made = []
     for i, layer in enumerate(layers):
         pack_modules(layer)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import disk, inductor
+from kernels import disk, private
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
@@ -43,7 +43,7 @@ def compiler() -> str | None:
 def library_path() -> Path:
     """Where it is once it is built: by its code, not its comments, the compiler and the CPU."""
     code = re.sub(r"\s+", " ", re.sub(r"//.*", "", SOURCE.read_text()))
-    key = hashlib.sha256(repr((code, OPTIONS, compiler(), inductor.cpu_flags())).encode())
+    key = hashlib.sha256(repr((code, OPTIONS, compiler(), private.cpu_flags())).encode())
     return _home() / f"cpu_ops-{key.hexdigest()[:32]}.so"
 
 
@@ -98,6 +98,7 @@ def library() -> ctypes.CDLL:
         take_all_threads()
         if not library_path().exists():
             raise RuntimeError((said.strip().splitlines() or ["the compiler failed"])[-1])
+        disk.remove_unused(_home(), "cpu_ops-*")
     loaded = ctypes.CDLL(str(library_path()))
     loaded.run.argtypes = [ctypes.POINTER(c_void_p), c_int32, c_int32]
     loaded.run.restype = None
@@ -111,7 +112,7 @@ def is_available() -> bool:
         library()
         return True
     except (OSError, RuntimeError) as e:
-        inductor.note(f"kernels/cpu_ops.cpp cannot be used ({e}): torch.compile is, in its place")
+        private.note(f"kernels/cpu_ops.cpp cannot be used ({e}): this runs uncompiled")
         return False
 
 

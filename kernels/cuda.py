@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.inductor import is_compiling
 from kernels.matvec import MOST_ROWS, matvec
 from kernels.plain import Kernel, dequantize, pack_nibbles, unpack_nibbles
+from kernels.private import is_compiling
 
 BLOCK = 128                                        # columns
 STEP = 1 << 24                                     # weights packed at a time

@@ -1,27 +1,14 @@
-"""Compiled functions on disk, for the next start.
-
-A directory of the user's for each function: what Inductor saves, the machine code, and their
-digests, written last. Its name is a digest of all that the code depends on, so that nothing is ever
-stale. Owns names, damage, and what is cleared away: above GPT_FASTER_CACHE_MB (default 1024) those
-that were not used for the longest time go first. Knows no tracing.
-
-    function = load(key) or save(key, make)
-"""
+"""The user's cache: compiled operations, weights as they lie in memory; safe to delete."""
 
 import hashlib
-import json
 import os
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kernels import inductor
-
-DAY = 24 * 3600
+DAY = 24 * 3600                                    # seconds
 
 
 def cache_dir() -> Path:
@@ -41,74 +28,8 @@ def writable(n_bytes: int = 1 << 20) -> Path:
     raise OSError(f"nothing can be written to {cache_dir()} or {tempfile.gettempdir()}")
 
 
-def max_bytes() -> int:
-    try:
-        return int(os.environ.get("GPT_FASTER_CACHE_MB", 1024)) << 20
-    except ValueError:
-        inductor.note("GPT_FASTER_CACHE_MB is no whole number: 1024 is taken")
-        return 1024 << 20
-
-
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _digests(folder: Path, names: list[str] | None = None) -> dict[str, str]:
-    names = names or [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-
-
-def load(key: str) -> Callable | None:
-    """What save() kept; None, and nothing is there any more, if anything is amiss."""
-    folder = cache_dir() / key
-    try:
-        digests = json.loads((folder / "digests.json").read_text())
-        if digests == _digests(folder, digests.keys()):
-            inductor.try_instructions(cache_dir() / "instructions")
-            with inductor.inductor_in(folder):
-                function = inductor.load_function(folder / "function")
-            with suppress(OSError):
-                os.utime(folder)                   # used just now
-            return function
-    except FileNotFoundError:
-        pass
-    except Exception as e:                         # whatever a damaged file leads to
-        print(f"note: {folder} is made anew: {type(e).__name__}", file=sys.stderr)
-    if folder.exists():
-        _remove(folder)
-    return None
-
-
-def save(key: str, make: Callable[[], Callable | None]) -> Callable | None:
-    """make() the function, and keep it, unless another process was quicker or the disk is full."""
-    folder = cache_dir() / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = Path(tempfile.mkdtemp(prefix=".partial", dir=folder.parent))
-    except OSError:                                # nowhere to keep it
-        partial = Path(tempfile.mkdtemp())
-    try:
-        inductor.try_instructions(cache_dir() / "instructions")
-        with inductor.inductor_in(partial):
-            inductor.forget_machine_code()
-            function = make()
-            if function and inductor.save_function(function, partial / "function"):
-                with suppress(OSError):
-                    (partial / "digests.json").write_text(json.dumps(_digests(partial)))
-                    os.rename(partial, folder)
-                    clear_away(folder)
-        return function
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """At once for other processes, which find all of it or nothing."""
-    with suppress(OSError):
-        gone = Path(tempfile.mkdtemp(prefix=".partial", dir=folder.parent))
-        with suppress(OSError):
-            os.rename(folder, gone / "it")
-        shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_old_partials(home: Path) -> None:
@@ -119,41 +40,13 @@ def remove_old_partials(home: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_away(new: Path) -> None:
-    """Remove what was not used for the longest time, until all the rest fits; `new` stays."""
-    remove_old_partials(cache_dir())
-    age, size = {}, {}
-    for folder in cache_dir().iterdir():
-        with suppress(OSError):                    # another process removed it
-            if (folder / "digests.json").exists():
-                age[folder] = folder.stat().st_mtime
-                size[folder] = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    total = sum(size.values())
-    for folder in sorted(size, key=age.get):
-        if total > max_bytes() and folder != new:
-            _remove(folder)
-            total -= size[folder]
-    for entry in _index().glob("*"):
+def remove_unused(home: Path, pattern: str, days: int = 30) -> None:
+    """Files that were not read for so long."""
+    for path in home.glob(pattern):
         with suppress(OSError):
-            if not (cache_dir() / entry.read_text()).exists():
-                entry.unlink()
-
-
-# ---- The index: what a program is -> the key of its function ------------------------------------
-
-def _index() -> Path:
-    return cache_dir() / "index"
-
-
-def look_up(program: str) -> str | None:
-    with suppress(OSError):
-        key = (_index() / program).read_text()
-        return key if len(key) == 32 and key.isalnum() else None
-    return None
-
-
-def note_down(program: str, key: str) -> None:
-    replace(_index() / program, key)
+            stat = path.stat()
+            if time.time() - max(stat.st_atime, stat.st_mtime) > days * DAY:
+                path.unlink()
 
 
 def replace(path: Path, text: str) -> None:

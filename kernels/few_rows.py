@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kernels.cached_attention import MOST_QUERIES, cached_attention
 from kernels.few_experts import few_experts, leaves, stack_gates
-from kernels.inductor import is_compiling
 from kernels.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
+from kernels.private import is_compiling
 from layers.moe import MoE
 
 MOST_BATCH = 256

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import disk, inductor
+from kernels import disk, private
 
 ALIGN = 4096                                       # bytes: pages
 
@@ -30,7 +30,7 @@ def max_bytes() -> int:
     try:
         limit = int(os.environ.get("GPT_FASTER_WEIGHTS_MB", 8192)) << 20
     except ValueError:
-        inductor.note("GPT_FASTER_WEIGHTS_MB is no whole number: 8192 is taken")
+        private.note("GPT_FASTER_WEIGHTS_MB is no whole number: 8192 is taken")
         limit = 8192 << 20
     return min(limit, shutil.disk_usage(_home()).free // 2)
 
@@ -57,7 +57,7 @@ def load(key: str) -> dict[str, Tensor] | None:
             os.utime(folder)                       # used just now
         return {name: _view(storage, *where) for name, where in index["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        inductor.note(f"{folder} is made anew: {e}")
+        private.note(f"{folder} is made anew: {e}")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 

@@ -5,33 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cuda import has_kernels
-from kernels.inductor import is_compiling
-from kernels.matvec import MOST_ROWS
-from kernels.matvec import matvec as few_rows
+from kernels.matvec import MOST_ROWS, matvec
 from kernels.plain import Kernel, dequantize
-
-LARGE = 1 << 22                                    # weights
-
-
-def matvec(weight, x):
-    """weight [out, in] by x [in] -> [out], fp32, as sums that a compiler makes one pass of.
-
-    On a CPU that is two to three times the speed of its mm: two halves side by side, which keeps
-    more reads under way, and of a large bf16 matrix two neighbours in a word, of which a shift and
-    a mask make floats. as_strided has Inductor write x out, not make it again for each row.
-    """
-    n, x = len(x), x.float()
-    if x.device.type != "cpu":                     # one that has no kernels of ours
-        return (weight.float() * x).sum(-1)
-    if weight.dtype == torch.bfloat16 and weight.numel() >= LARGE and n % 2 == 0:
-        even, odd = x.view(-1, 2).T.contiguous().as_strided((2, n // 2), (n // 2, 1))
-        halves = weight.view(torch.float32).view(torch.int32).chunk(2)
-        halves = [(words << 16).view(torch.float32) * even
-                  + (words & -65536).view(torch.float32) * odd for words in halves]
-    else:
-        x = x.as_strided((n,), (1,))
-        halves = [half.float() * x for half in weight.chunk(2)]
-    return torch.cat([half.sum(-1) for half in halves])
+from kernels.private import is_compiling
 
 
 class MatvecLinear(nn.Linear):
@@ -42,10 +18,10 @@ class MatvecLinear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         n_row = x.shape[:-1].numel()
         if n_row <= MOST_ROWS and has_kernels(x.device):
-            y = few_rows(x.reshape(n_row, -1), self.weight, bias=self.bias)
+            y = matvec(x.reshape(n_row, -1), self.weight, bias=self.bias)
             return y.view(*x.shape[:-1], -1)
         if n_row == 1:
-            y = matvec(self.weight, x.view(-1))
+            y = (self.weight.float() * x.view(-1).float()).sum(-1)
             y = y if self.bias is None else y + self.bias.float()
             return y.to(x.dtype).view(*x.shape[:-1], -1)
         return F.linear(x, self.weight, self.bias)

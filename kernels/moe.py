@@ -9,14 +9,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from kernels.cpu import INT4_CPU, INT4_WORDS, INT8_CPU
+from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.cuda import has_kernels
-from kernels.inductor import is_compiling
 from kernels.matvec import matvec
 from kernels.plain import PLAIN, Kernel, dequantize
+from kernels.private import is_compiling
 from layers.moe import ExpertLinear, MoE
 
-KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU, INT4_WORDS)}
+KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU)}
 
 
 class FewRowsMoE(MoE):

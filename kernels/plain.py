@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.inductor import is_compiling
+from kernels.private import is_compiling
 
 
 class Kernel(NamedTuple):
@@ -32,7 +32,6 @@ class Kernel(NamedTuple):
     product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
-    compiled: Callable | None = None
     unpack: Callable[[Tensor, int], Tensor] = lambda weight, n_in: weight
 
 

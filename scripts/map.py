@@ -143,7 +143,6 @@ def families() -> str:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from test_dequantize import PACKED_FAMILIES
     from test_formats import ARCHITECTURES
-    from test_model import INDUCTOR
     from tiny import FAMILIES, MODELS
 
     kinds = {name: make().model_type for name, make in FAMILIES.items()}
@@ -152,8 +151,6 @@ def families() -> str:
         variants = [n for n in kinds if kinds[n] in (kind, kind.removesuffix("_text"))]
         archs = dict.fromkeys(ARCHITECTURES[n] for n in variants if n in ARCHITECTURES)
         more = []
-        if any(n in INDUCTOR for n in variants):
-            more.append("Inductor")
         if any(n in PACKED_FAMILIES for n in variants):
             more.append("packed weights")
         rows.append(f"| `{kind}` | {models} | {', '.join(variants)} "

@@ -15,8 +15,7 @@ from cli.engines import build_steps
 from formats.load import load_model, read_checkpoint
 from formats.quantized import quantized
 from generate import generate
-from kernels import compile as compiling
-from kernels import cpu_layers, cpu_ops, inductor
+from kernels import cpu_layers, cpu_ops, private
 from kernels.cpu_experts import Experts
 from kernels.plain import dequantize
 from layers.attention import ScoredAttention
@@ -223,7 +222,7 @@ def test_rows_of_a_batch(families):
     model.setup_cache(3, 40, 16)
     batch = make_batch(model, [GREEDY] * 3, steps=build_steps(model, "compile"))
     found = torch.cat(list(generate(batch, prompts, 12)), 1).tolist()
-    assert found == alone and compiling.is_compiled(model)
+    assert found == alone and cpu_layers.uses_operations(model)
     model.setup_cache(1, 64, 32)                           # another cache
     batch = make_batch(model, [GREEDY], steps=build_steps(model, "compile"))
     assert [t.item() for t in generate(batch, [prompts[1]], 12)] == alone[1]
@@ -243,7 +242,7 @@ def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
     changed.__class__ = Changed
     tokens = torch.randint(3, 150, (1, 30))
     expected = logits_of(model, tokens, 7)
-    inductor.note.cache_clear()
+    private.note.cache_clear()
     assert cpu_layers.use_operations(model)
     assert ("it runs uncompiled" in capsys.readouterr().err) == (what == "layer")
     for i, layer in enumerate(model.layers):
@@ -291,7 +290,7 @@ def test_without_the_library(families, monkeypatch, capsys):
         raise RuntimeError("no such instruction")
     monkeypatch.setattr(cpu_ops, "library", fails)
     cpu_ops.is_available.cache_clear()
-    inductor.note.cache_clear()
+    private.note.cache_clear()
     assert not cpu_layers.use_operations(model) and "no such instruction" in capsys.readouterr().err
     cpu_ops.is_available.cache_clear()
 
@@ -328,7 +327,7 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
     found, changed = [], []
     for i, token in enumerate(generate(batch, [prompt], 30)):
         found.append(token.item())
-        changed.append(compiling.is_compiled(model))
+        changed.append(cpu_layers.uses_operations(model))
         if i == 10:
             assert not any(changed)
             gate.write_text("go on\n")
@@ -339,7 +338,7 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
 
 def test_a_compiler_that_fails(families, tmp_path, monkeypatch, capsys, nothing_built):
     fake_compiler(tmp_path, monkeypatch, "echo bad option >&2; exit 1")
-    inductor.note.cache_clear()
+    private.note.cache_clear()
     assert not cpu_ops.is_available() and "bad option" in capsys.readouterr().err
     assert not list(nothing_built.iterdir())
 
@@ -365,4 +364,4 @@ def test_speculation_runs_by_operations_too(families):
     sampler = engines.build_sampler(model, [GREEDY])
     batch = engines.build_speculative(model, sampler, steps, "compile", 4, True, draft)
     assert torch.cat(list(generate(batch, [prompt], 30)), 1)[0].tolist() == expected
-    assert compiling.is_compiled(draft)
+    assert cpu_layers.uses_operations(draft)

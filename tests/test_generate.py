@@ -233,7 +233,7 @@ def test_profile_and_synthetic_prompt(capsys, tmp_path):
 
 
 def test_compiled_command_line(capsys, two_threads):
-    """Inductor for real, with a compiled prefill: the same text."""
+    """With a compiled prefill: the same text."""
     torch._dynamo.reset()
     argv = ["-m", SMOLLM2, "--device", "cpu", "--max_new_tokens", 9, "--temperature", 0, "--dtype", "float32"]
     status, out, err = run(capsys, *argv, "--compile_prefill")

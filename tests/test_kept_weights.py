@@ -13,7 +13,7 @@ from cli import kept_weights
 from formats.load import read_checkpoint
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
-from kernels import disk, inductor, kept_tensors
+from kernels import disk, kept_tensors, private
 from kernels.compile import compile_model
 
 
@@ -21,7 +21,7 @@ from kernels.compile import compile_model
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(kept_weights, "WORTH_KEEPING", 0)
-    inductor.note.cache_clear()
+    private.note.cache_clear()
     return tmp_path / "kept"
 
 

@@ -35,17 +35,13 @@ from formats.shapes import random_checkpoint
 from gptq import calibrate
 from gptq import solve as gptq
 from kernels import cpu as kernels
-from kernels import inductor
-from kernels.compile import use_compiled_layouts
-from kernels.cpu import BF16_WORDS, INT4_CPU, INT4_WORDS, INT8_CPU
-from kernels.linear import PackedEmbedding, PackedLinear
+from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.moe import expert_rows
 from kernels.plain import PLAIN, pack_nibbles
 from layers.moe import ExpertLinear
 from quantize import Int4, Int8
 
 BF16, FP32 = torch.bfloat16, torch.float32
-CPU_INT4 = [INT4_CPU, INT4_WORDS]                          # the last is for linears under a compiler
 needs_bf16 = pytest.mark.skipif(not kernels.HAS_BF16, reason="this CPU has no bf16 arithmetic")
 
 
@@ -114,23 +110,11 @@ def test_int8_product(shape, kernel, dtype, two_threads):
     check_product(kernel.product, kernel, int8_matrix(*shape, scales), dtype)
 
 
-@pytest.mark.parametrize("kernel, dtype", [(PLAIN, FP32), (PLAIN, BF16)] + [(k, BF16) for k in CPU_INT4],
-                         ids=["plain-fp32", "plain-bf16"] + [k.name for k in CPU_INT4])
+@pytest.mark.parametrize("kernel, dtype", [(PLAIN, FP32), (PLAIN, BF16), (INT4_CPU, BF16)],
+                         ids=["plain-fp32", "plain-bf16", INT4_CPU.name])
 @pytest.mark.parametrize("shape", INT4, ids=str)
 def test_int4_product(shape, kernel, dtype):
-    if kernel is INT4_WORDS and shape[2] not in (32, 96, 128, 256):        # some 15 seconds of compiling for each size of ATen's
-        pytest.skip("its functions are made for 32, 128 and 256")
     check_product(kernel.product, kernel, int4_matrix(*shape, dtype), dtype, [*ROWS, 40, 41])
-
-
-def test_int4_sums_for_each_number_of_rows(monkeypatch):
-    """What Inductor is given: some passes of some rows."""
-    def product(*args):
-        with monkeypatch.context() as m:
-            m.setattr(torch.compiler, "is_compiling", lambda: True)
-            return INT4_WORDS.product(*args)
-    for shape in ((72, 32, 32), (130, 640, 32), (40, 1536, 256)):
-        check_product(product, INT4_WORDS, int4_matrix(*shape, BF16), BF16, range(1, 17))
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -143,14 +127,12 @@ def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16
     monkeypatch.setattr(kernels, "scratch", kernels.Scratch())
     for dtype in (FP32, BF16):
         check_product(INT8_CPU.product, INT8_CPU, int8_matrix(210, 640, dtype), dtype, [1, 16, 17, 96, 97])
-    monkeypatch.setattr(kernels, "PIECE", 640 * 64 * torch.get_num_threads())
-    for kernel in CPU_INT4:
-        check_product(kernel.product, kernel, int4_matrix(210, 640, 32, BF16), BF16, [1, 16, 17, 40, 41, 96, 97])
+    check_product(INT4_CPU.product, INT4_CPU, int4_matrix(210, 640, 32, BF16), BF16, [1, 16, 17, 40, 41, 96, 97])
 
 
 def test_inputs_that_are_views():
     """Every second column, every second row, a later row: as the model's slices may be."""
-    for kernel, matrix in ((INT8_CPU, int8_matrix(72, 96, BF16)), *((k, int4_matrix(72, 96, 32, BF16)) for k in CPU_INT4)):
+    for kernel, matrix in ((INT8_CPU, int8_matrix(72, 96, BF16)), (INT4_CPU, int4_matrix(72, 96, 32, BF16))):
         packed, x = kernel.pack(*matrix), drawn(1, 220, 192).bfloat16()
         for view in (x[:, ::2], x[::2, :96], x[3:5, 96:], x[7:8, 5:101], x[:192].T[:150, :96], x[:96].T[:40], x[:96, :8].T, x[:1].expand(130, -1)[:, :96]):
             assert torch.equal(kernel.product(view, *packed), kernel.product(view.clone().contiguous(), *packed))
@@ -225,95 +207,10 @@ def test_each_number_at_its_place():
             expected = torch.zeros(n_out, n_in, dtype=torch.float64)
             expected[row, column] = 14
             assert torch.equal(meant(*matrix), expected)
-            for kernel in (PLAIN, *CPU_INT4):
-                if kernel is INT4_WORDS and group == 64:               # as in test_int4_product
-                    continue
+            for kernel in (PLAIN, INT4_CPU):
                 for many in (torch.eye(n_in), torch.eye(n_in).repeat(3, 1)):         # few rows, and many
                     y = kernel.product(many.bfloat16(), *kernel.pack(*matrix))
                     assert torch.equal(y[-n_in:, :n_out].double(), expected.T), (kernel.name, row, column)
-
-
-@needs_bf16
-@pytest.mark.parametrize("shape", [(64, 32), (512, 96), (470, 640), (1600, 2048), (50257, 32)], ids=str)
-def test_words_of_bf16(shape):
-    """They are where it is said, go back to rows, and multiply, few rows and many, as they are and copied."""
-    matrix = bf16_matrix(*shape)
-    weight, (n_out, n_in) = matrix[0], shape
-    words, *others = BF16_WORDS.pack(*matrix)
-    assert others == [None, None] and words.dtype == FP32 and words.shape == (math.ceil(n_out / 64), n_in // 2, 64)
-    for row, pair in ((0, 0), (1, 5), (63, n_in // 2 - 1), (n_out - 1, 7), (n_out // 2, 3)):
-        assert words[row // 64, pair, row % 64].view(torch.int32) == weight[row, 2 * pair:2 * pair + 2].view(torch.int32)
-    ids = torch.randint(0, n_out, (2, 5))
-    assert torch.equal(BF16_WORDS.rows(words, ids), weight[ids])
-    check_product(BF16_WORDS.product, BF16_WORDS, matrix, BF16)
-    x = drawn(1, 3, 2 * n_in).bfloat16()
-    for view in (x[:, ::2], x[:, n_in:], x[1:2, 3:n_in + 3]):
-        y = BF16_WORDS.product(view, words)
-        assert torch.equal(y, BF16_WORDS.product(view.contiguous(), words)) and not y[:, n_out:].any()
-        torch.testing.assert_close(y, BF16_WORDS.product(view, words.clone()), rtol=2**-7, atol=1e-3 * n_in ** 0.5)
-    torch.library.opcheck(kernels.bf16_rows_op, (drawn(1, 100, n_in).bfloat16(), words), test_utils=("test_schema", "test_faketensor"))
-
-
-@needs_bf16
-def test_words_of_bf16_live_as_long_as_they_are_used():
-    """oneDNN owns their memory, and is found by where it is."""
-    matrix = bf16_matrix(512, 640)
-    expected = BF16_WORDS.pack(*matrix)[0].clone()
-    before = len(inductor._onednn)
-    held = [torch.nn.Parameter(BF16_WORDS.pack(*matrix)[0], requires_grad=False) for _ in range(3)]
-    assert len(inductor._onednn) == before + 3
-    view = held.pop().detach()[2:]
-    held.clear()
-    others = [torch.randn(512, 320) for _ in range(20)]    # would write over freed memory
-    assert torch.equal(view.view(torch.int32), expected[2:].view(torch.int32)) and len(inductor._onednn) == before + 1 and others
-    del view
-    assert len(inductor._onednn) == before
-
-
-@needs_bf16
-def test_weights_stay_where_words_are_not_onednns_or_not_worth_it(monkeypatch):
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    for shape in ((64, 31), (64, 34), (8, 640), (130, 640)):
-        assert kernels.onednn_order(bf16_matrix(*shape)[0]) is None
-    for other in (lambda w, _: reorder(w.flip(0), None), lambda w, _: reorder(w.roll(1, 1), None), lambda w, _: reorder(w.repeat(1, 2), None)):
-        with monkeypatch.context() as m:
-            m.setattr(torch.ops.mkldnn, "_reorder_linear_weight", other)
-            assert kernels.onednn_order(bf16_matrix(128, 640)[0]) is None
-
-
-def compiled_products(backend):
-    """Every kernel, shape and dtype in one compiled function, a row at a time and several."""
-    cases = [(INT8_CPU, int8_matrix(130, 96, FP32), FP32), (INT8_CPU, int8_matrix(72, 640, BF16), BF16),
-             (PLAIN, int8_matrix(130, 90, FP32), FP32), (PLAIN, int4_matrix(130, 96, 32, FP32), FP32),
-             (INT4_CPU, int4_matrix(72, 640, 128, BF16), BF16),
-             *((k, int4_matrix(*shape, BF16), BF16) for k in CPU_INT4 for shape in ((130, 96, 32), (72, 1536, 256)))]
-    if kernels.HAS_BF16:
-        cases += [(BF16_WORDS, bf16_matrix(*shape), BF16) for shape in ((64, 96), (470, 640))]
-    if backend == "aot_eager":
-        cases += [(PLAIN, int8_matrix(72, 640, BF16), BF16), (PLAIN, int4_matrix(72, 640, 128, BF16), BF16),
-                  (INT8_CPU, int8_matrix(40, 2048, BF16), BF16), *((k, int4_matrix(40, 2048, 256, BF16), BF16) for k in CPU_INT4)]
-    packed = [kernel.pack(*matrix) for kernel, matrix, _ in cases]
-    inputs = [[drawn(m, m, meant(*matrix).shape[1]).to(dtype) for m in (1, 7, 128)] for _, matrix, dtype in cases]
-    for xs in inputs:                                      # what is no number, or endless, stays so
-        xs += [xs[0].index_fill(1, torch.tensor([3]), value) for value in (math.nan, math.inf)]
-
-    def all_of_them(inputs, packed):
-        return [[kernel.product(x, *p) for x in xs] for (kernel, _, _), xs, p in zip(cases, inputs, packed)]
-
-    torch._dynamo.reset()
-    results = torch.compile(all_of_them, backend=backend, fullgraph=True, dynamic=False)(inputs, packed)
-    for (kernel, matrix, dtype), ys, eager in zip(cases, results, all_of_them(inputs, packed)):
-        ready = {y.shape[0]: y for y in ys[:3]}
-        assert not any(y[:, :len(matrix[0])].isfinite().any() for y in ys[3:] + eager[3:])
-        check_product(lambda x, *_, ready=ready: ready[x.shape[0]], kernel, matrix, dtype, [1, 7, 128])
-
-
-def test_compiled_products():
-    compiled_products("aot_eager")
-
-
-def test_inductor_products():
-    compiled_products("inductor")
 
 
 @pytest.mark.skipif(not kernels.AVX512, reason="the tests above ran as on such a CPU")
@@ -339,11 +236,6 @@ def test_rows_by_their_own_experts():
             expected = torch.stack([row.double() @ meant(*matrices[e]).T for row, e in zip(x, ids)])
             assert y.shape == (len(ids), 70) and (y.double() - expected).abs().max() < 0.02 * expected.std()
         torch.library.opcheck(expert_rows, args, test_utils=("test_schema", "test_faketensor"))
-    for op, matrix, kernel in ((kernels.int8_rows_op, int8_matrix(72, 96, FP32), INT8_CPU),
-                               (kernels.int4_rows_op, int4_matrix(72, 96, 32, BF16), INT4_CPU),
-                               (kernels.int4_words_rows_op, int4_matrix(72, 96, 32, BF16), INT4_WORDS)):
-        packed = kernel.pack(*matrix)[:3 if kernel is INT4_WORDS else 2]
-        torch.library.opcheck(op, (drawn(1, 100, 96).to(matrix[1].dtype), *packed), test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- Rounding -----------------------------------------------------------------------------------
@@ -511,50 +403,6 @@ def test_logits_are_those_of_the_numbers(families, name, mode, head):
     off = [torch.cat([((a - b).norm(dim=-1) / b.norm(dim=-1)).flatten() for a, b in zip(logits, expected)]).median()
            for logits in (lengths_of(low), lengths_of(load_model(plain, BF16, "cpu")))]    # a router may flip
     assert off[0] < 1.5 * off[1] < 0.3, off
-
-
-FOR_COMPILER = [("none", "none"), ("int8", "none"), ("int8", "int8"), ("int4", "none"), ("int4", "int4")]
-
-
-@pytest.mark.parametrize("name", ["llama3", "llama-biased", "gpt2", "qwen3_moe", "gemma3_text"])
-@pytest.mark.parametrize("mode, head", FOR_COMPILER, ids=["-".join(case) for case in FOR_COMPILER])
-def test_modules_for_a_compiler_say_the_same(families, name, mode, head):
-    """Other kernels for linears and the head, which an embedding goes on sharing; routers and experts stay."""
-    source = read_checkpoint(families(name)[0]) if mode == "none" else quantized_source(families, name, mode, head)
-    model = load_model(source, BF16, "cpu")
-    ids, expected = torch.arange(160)[None], lengths_of(model)
-    rows, before = model.embed(ids), dict(model.named_modules())
-    one = model.head.weight is model.embed.weight
-    use_compiled_layouts(model)
-    kinds = {n: m.kernel.name for n, m in model.named_modules() if isinstance(m, PackedLinear)}
-    for n, m in model.named_modules():
-        if type(m) is torch.nn.Linear:
-            assert m is before[n] and (not kernels.HAS_BF16 or kernels.onednn_order(m.weight) is None)
-        elif isinstance(m, quantize.QuantizedLinear):
-            assert m is before[n] and (m.kernel.compiled is None or len(m.shape) == 3)
-    linears = {kind for n, kind in kinds.items() if QUANTIZED.match(n) and not isinstance(model.get_submodule(n), quantize.QuantizedExperts)}
-    assert linears <= {"none": {BF16_WORDS.name}, "int8": {INT8_CPU.name}, "int4": {INT4_WORDS.name}}[mode]
-    assert linears or not kernels.HAS_BF16
-    assert (model.head.weight is model.embed.weight) == one and torch.equal(model.embed(ids), rows)
-    for new, old in zip(lengths_of(model), expected):      # a router may flip
-        assert ((new - old).norm(dim=-1) / old.norm(dim=-1)).median() < 0.02
-
-
-@needs_bf16
-def test_a_head_of_words_is_the_embedding_too(families):
-    """As in test_modules_for_a_compiler_say_the_same, with as many tokens as make whole blocks."""
-    source = read_checkpoint(families("gemma3_text")[0])
-    assert source.cfg.tied
-    model = load_model(source, BF16, "cpu")
-    model.embed.weight = model.head.weight = torch.nn.Parameter(drawn(1, 640, 64).bfloat16(), requires_grad=False)
-    ids, x = torch.randint(0, 640, (2, 7)), drawn(2, 3, 64).bfloat16()
-    rows, y, calls = model.embed(ids), model.head(x), []
-    model.head.register_forward_hook(lambda *_: calls.append(1))
-    use_compiled_layouts(model)
-    assert isinstance(model.embed, PackedEmbedding) and model.embed.weight is model.head.weight
-    assert torch.equal(model.embed(ids), rows)
-    torch.testing.assert_close(model.head(x), y)
-    assert calls and [n for n, _ in model.named_parameters()].count("head.weight") + [n for n, _ in model.named_parameters()].count("embed.weight") == 1
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -1328,8 +1176,8 @@ def teacher_forced(model, prompt, ids):
 
 
 @pytest.mark.parametrize("name, mode, head", [("llama-biased", "int8", "int8"), ("gemma3_text", "int4", "int4"), ("mixtral", "int4", "int8")])
-def test_inductor(families, name, mode, head, two_threads):
-    """The real backend with the packed kernels: the same tokens, or nearly the same logits along them."""
+def test_compiled(families, name, mode, head, two_threads):
+    """By the operations in C++: the same tokens, or nearly the same logits along them."""
     torch._dynamo.reset()
     model, prompt = load_model(quantized_source(families, name, mode, head), BF16, "cpu"), tokens(9, batch=1)
     eager = [t.item() for t in generated(model, prompt, 20, GREEDY)]
@@ -1346,28 +1194,7 @@ def test_inductor(families, name, mode, head, two_threads):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name, mode, dtype", [("mixtral", "int4", BF16), ("qwen2_moe", "int8", FP32), ("gpt2", "int8", BF16)])
-def test_traced_whole(families, name, mode, dtype):
-    """Without a graph break: prefill, steps of several rows, and of one."""
-    torch._dynamo.reset()
-    model, prompt = load_model(quantized_source(families, name, mode), dtype, "cpu"), tokens(9, 3)
-    model.setup_cache(0, 40)
-    expected = model(prompt, torch.arange(9), logits_to_keep=9)
-    step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-    model.setup_cache(3, 40)
-    got = [step(prompt[:, :8], torch.arange(8), 8), step(prompt[:, 8:], torch.tensor([8]), 1, 32)]
-    model.setup_cache(1, 40)
-    model(prompt[:1, :8], torch.arange(8))
-    got.append(step(prompt[:1, 8:], torch.tensor([8]), 1, 32))
-    for actual, wanted in zip(got, (expected[:, :8], expected[:, 8:], expected[:1, 8:])):
-        if dtype == FP32:
-            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-4)
-        else:
-            assert ((actual - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
-
-
-PRIVATE = ["aten._weight_int8pack_mm", "aten._convert_weight_to_int4pack_for_cpu", "aten._weight_int4pack_mm_for_cpu",
-           "mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise", "mkldnn.data_ptr"]
+PRIVATE = ["aten._weight_int8pack_mm", "aten._convert_weight_to_int4pack_for_cpu", "aten._weight_int4pack_mm_for_cpu"]
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -1381,7 +1208,3 @@ def test_without_a_private_operator_the_products_stay(monkeypatch, name):
         m.setattr(getattr(torch.ops, space), leaf, absent)
         check_product(INT8_CPU.product, INT8_CPU, int8_matrix(72, 96, BF16), BF16, [1, 7, 64])
         check_product(INT4_CPU.product, INT4_CPU, int4_matrix(72, 96, 32, BF16), BF16, [1, 7])
-        if kernels.HAS_BF16:
-            matrix = bf16_matrix(470, 640)
-            if BF16_WORDS.pack(*matrix)[0] is not None:
-                check_product(BF16_WORDS.product, BF16_WORDS, matrix, BF16, [1, 7])

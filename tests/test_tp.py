@@ -26,7 +26,7 @@ from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from formats.safetensors_file import read_safetensors
 from formats.shapes import SHAPES
-from kernels import collectives, inductor
+from kernels import collectives, private
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -148,7 +148,7 @@ def test_collectives_without_the_traced_ones(monkeypatch, capsys):
         for lacking in (False, True):
             if lacking:
                 monkeypatch.setattr(torch.ops, "_c10d_functional", object())
-                inductor.note.cache_clear()
+                private.note.cache_clear()
             results.append([collectives.all_reduce(x), collectives.all_reduce(x[:, :9]), collectives.all_gather(x)])
             assert ("traced collectives" in capsys.readouterr().err) == lacking
         for plain, traced in zip(*results):

@@ -1,0 +1,102 @@
+"""The only file that touches private parts of torch: kernels of packed weights, collectives.
+
+Each is used by a function which, where torch lacks the part or it raises, says so in one line on
+stderr and leaves the caller a public way. Knows no model.
+"""
+
+import re
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def is_compiling() -> bool:
+    """Whether what runs now is being compiled."""
+    return torch.compiler.is_compiling()
+
+
+@cache
+def cpu_flags() -> str | None:
+    """The instructions that it knows; None: the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return None
+    flags = re.search("^(flags|Features).*$", cpuinfo.read_text(), re.M)
+    return flags and flags[0]
+
+
+@cache
+def note(text: str) -> None:
+    """Once in a process, to stderr."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def lacks(part: str, error: Exception, instead: str) -> None:
+    note(f"this torch's {part} does not do as expected ({type(error).__name__}): {instead}")
+
+
+# ---- Packed weights -----------------------------------------------------------------------------
+
+def has_bf16() -> bool:
+    """Does this CPU multiply bf16 matrices?"""
+    try:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except Exception as e:
+        lacks("_is_mkldnn_bf16_supported", e, "bf16 weights stay as they are")
+        return False
+
+
+def int8_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:
+    """ATen's, of a few rows in bf16; None: unpack the weights."""
+    try:
+        return torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+    except Exception as e:
+        lacks("_weight_int8pack_mm", e, "int8 weights are unpacked")
+        return None
+
+
+def int4_packed(q: Tensor) -> Tensor | None:
+    """Codes [out, in] int32, out in 64s -> ATen's bytes [out, in/2]; None: leave them so."""
+    try:
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    except Exception as e:
+        lacks("_convert_weight_to_int4pack_for_cpu", e, "int4 weights are unpacked, slowly")
+        return None
+
+
+def int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tensor | None:
+    """By int4_packed()'s; None: unpack the weights."""
+    try:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group, scales)
+    except Exception as e:
+        lacks("_weight_int4pack_mm_for_cpu", e, "int4 weights are unpacked, slowly")
+        return None
+
+
+# ---- Ranks --------------------------------------------------------------------------------------
+
+def functional_collective(name: str, *args):
+    """What a collective of all ranks gives, in a form that can be traced; None: torch lacks it."""
+    ops = torch.ops._c10d_functional
+    try:
+        collective = getattr(ops, name)
+    except AttributeError as e:
+        lacks("traced collectives", e, "ranks cannot run compiled")
+        return None
+    return ops.wait_tensor(collective(*args, torch.distributed.group.WORLD.group_name))
+
+
+def use_symmetric_memory() -> None:
+    """Inductor's choice for short sums then: one kernel that reads the other GPUs' memory."""
+    try:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+        torch._inductor.config._collective.auto_select = True
+        with warnings.catch_warnings():            # deprecated, and Inductor asks for it
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+    except (ImportError, AttributeError) as e:
+        lacks("symmetric memory", e, "sums between GPUs go through NCCL")
