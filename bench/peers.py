@@ -191,8 +191,8 @@ def openvino_command(model: Path, export: Path, kind: str, groupsize: str) -> li
     options = ["--weight-format", "fp16" if kind == "none" else kind]
     if kind == "int4":
         options += ["--group-size", groupsize, "--ratio", "1.0"]
-    return ["bin/optimum-cli", "export", "openvino", "--task", "text-generation-with-past",
-            "--model", model, *options, export]
+    return ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task",
+            "text-generation-with-past", "--model", model, *options, export]
 
 
 def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
@@ -201,7 +201,7 @@ def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) ->
     if kind == "int4":
         options += [f"block_size={groupsize}", "algo_config=rtn",
                     "matmul_mixed_precision=last_matmul:int8"]
-    return ["bin/python", "-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu",
+    return ["-m", "onnxruntime_genai.models.builder", "--execution_provider", "cpu",
             "--precision", "fp32" if kind == "none" else kind, "--input", model,
             "--output", export, "--cache_dir", f"{export}.cache", "--extra_options", *options]
 
@@ -226,8 +226,8 @@ def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
     log(f"Converting {model.name} to {export.name}")
     partial = Path(f"{export}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    program, *argv = CONVERTERS[name](model, partial, kind, groupsize)
-    done = subprocess.run([environment(name) / program, *argv], text=True, capture_output=True,
+    argv = CONVERTERS[name](model, partial, kind, groupsize)
+    done = subprocess.run([environment(name) / "bin/python", *argv], text=True, capture_output=True,
                           env=dict(os.environ, HF_HUB_OFFLINE="1"))
     shutil.rmtree(f"{partial}.cache", ignore_errors=True)
     if done.returncode:

@@ -47,6 +47,7 @@ class Inputs:
             kind, weight, _, _ = arguments(embed.weight, None, 0)
             self.embed = cpu_ops.Embed(
                 kind=cpu_ops.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
+                n_vocab=model.cfg.vocab_size,
                 out_type=cpu_ops.TYPES[model.dtype], weight=weight.data_ptr(),
                 scales=None if scales is None else self.scales.data_ptr(), out=self.x.data_ptr())
         ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
@@ -69,7 +70,7 @@ class Enter:
         self.kept = {}                             # shapes -> Inputs
 
     def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
-        if tokens.numel() > FEW or batch_idx is not None:
+        if tokens.numel() > FEW or batch_idx is not None or self.model.rings:
             return self.plain(tokens, pos, kv_len, batch_idx)
         tokens, pos = tokens.contiguous(), pos.contiguous()
         key = *tokens.shape, pos.dim() == 2, kv_len

@@ -175,6 +175,8 @@ static Phase phases[MOST_OPS][PHASES];
 static std::vector<float> shared;              // between threads, within an operation
 static thread_local std::vector<float> own;
 
+static std::atomic<bool> out_of_range;         // a token, or a position of the cache: not touched
+
 static float* memory_of(std::vector<float>& v, size_t n) {
   if (v.size() < n + 16) v.resize(n + 16);
   return (float*)(((uintptr_t)v.data() + 63) & ~(uintptr_t)63);
@@ -770,6 +772,10 @@ static void write_keys(const Attention& op, int b, int t) {
     rotate(op, cos, sin, x);
   }
   long slot = op.at->slot[b * op.at->slot_b + t];
+  if (slot < 0 || slot >= op.S) {
+    out_of_range = true;
+    return;
+  }
   for (int i = 0; i < op.K; i++) {
     write_floats(k + i * op.H, op.H, op.k_cache, op.cache_type, cache_at(op, b, i, slot));
     write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_at(op, b, i, slot));
@@ -986,6 +992,10 @@ struct Plan {                                  // of an attention
 };
 
 static void attention(const Attention& op, Phase* phase, int n_thread) {
+  if (op.at->n_key > op.S) {
+    out_of_range = true;
+    return;
+  }
   do_tasks(phase[0], op.B * op.T, 2, [&](int i) { write_keys(op, i / op.T, i % op.T); });
   Plan plan(op, n_thread);
   float* memory = memory_of(shared, 0);
@@ -1036,7 +1046,7 @@ static void add_norm(const AddNorm& op, Phase* phase) {
 
 // rows ids [n] of a weight [out, K] as above, in fp32, bf16 or int8 -> out [n, K], times factor
 struct Embed {
-  int32_t kind, format, n, K, out_type;
+  int32_t kind, format, n, K, n_vocab, out_type;
   float factor;
   const void *weight, *scales;                 // fp32 [out], of int8
   const int64_t* ids;
@@ -1045,6 +1055,10 @@ struct Embed {
 
 static void embed(const Embed& op, Phase* phase) {
   do_tasks(phase[0], op.n, 1, [&](int i) {
+    if (op.ids[i] < 0 || op.ids[i] >= op.n_vocab) {
+      out_of_range = true;
+      return;
+    }
     int K = padded(op.K, GROUP), row = op.ids[i] % ROWS;
     const char* w = (const char*)op.weight + op.ids[i] / ROWS * block_bytes(op.format, K);
     float* y = memory_of(own, op.K);
@@ -1144,7 +1158,8 @@ static void add_experts(const Linear& op, std::deque<Linear>& products) {
 }
 
 // The operations one after the other; each is one of the structs above, which begin with their kind.
-extern "C" void run(const int32_t* const* list, int n_listed, int n_thread) {
+// -> 1 where a token or a position was out of range, else 0.
+extern "C" int run(const int32_t* const* list, int n_listed, int n_thread) {
   static std::mutex one_at_a_time;
   static std::deque<Linear> products;
   static std::vector<const int32_t*> ops;
@@ -1171,4 +1186,5 @@ extern "C" void run(const int32_t* const* list, int n_listed, int n_thread) {
 #pragma omp parallel num_threads(n_thread) if (n_thread > 1)
     for (int i = 0; i < n; i++) do_op(ops[begin + i], phases[i], n_thread);
   }
+  return out_of_range.exchange(false);
 }

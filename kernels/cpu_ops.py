@@ -101,7 +101,7 @@ def library() -> ctypes.CDLL:
         disk.remove_unused(_home(), "cpu_ops-*")
     loaded = ctypes.CDLL(str(library_path()))
     loaded.run.argtypes = [ctypes.POINTER(c_void_p), c_int32, c_int32]
-    loaded.run.restype = None
+    loaded.run.restype = c_int32
     return loaded
 
 
@@ -152,7 +152,7 @@ class AddNorm(Structure):
 
 
 class Embed(Structure):
-    _fields_ = fields("kind format n K out_type", ("factor", c_float), ("weight", c_void_p),
+    _fields_ = fields("kind format n K n_vocab out_type", ("factor", c_float), ("weight", c_void_p),
                       ("scales", c_void_p), ("ids", c_void_p), ("out", c_void_p))
 
 
@@ -166,9 +166,13 @@ class Mask(Structure):
 
 
 def run(addresses: list[int], n_thread: int | None = None) -> None:
-    """The structs at these addresses one after the other, on all of torch's threads or so many."""
+    """The structs at these addresses one after the other, on all of torch's threads or so many.
+
+    IndexError where a token or a position is none of the model's or its cache's.
+    """
     n = len(addresses)
-    library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads())
+    if library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads()):
+        raise IndexError("a token beyond the vocabulary, or a position beyond the cache")
 
 
 # ---- Weights ------------------------------------------------------------------------------------

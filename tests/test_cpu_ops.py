@@ -263,6 +263,24 @@ def test_quantized_experts(families, name, scheme, head, dtype):
     assert (found - expected).abs().mean() < (1e-3 if dtype == torch.float32 else 0.05) * expected.std()
 
 
+def test_rings_that_come_later_and_what_is_out_of_range(families):
+    """A cache with rings, after the model was compiled without; what would be read or written elsewhere is an error."""
+    directory, _ = families("gemma3_text")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    tokens = torch.randint(3, 150, (1, 60))
+    expected = logits_of(model, tokens, 7)
+    assert model.rings
+    model.setup_cache(0, 0)
+    assert not model.rings and cpu_layers.use_operations(model)
+    torch.testing.assert_close(logits_of(model, tokens, 7), expected, atol=2e-4, rtol=2e-4)
+    model.setup_cache(1, 20)
+    one, n_vocab = torch.tensor([[5]]), model.cfg.vocab_size
+    for token, pos, kv_len in ((one, 20, 20), (one, -1, 20), (one, 3, 21), (one + n_vocab, 3, 20), (one - 6, 3, 20)):
+        with pytest.raises(IndexError, match="beyond the"):
+            model(token, torch.tensor([pos]), 1, kv_len)
+    assert model(one, torch.tensor([3]), 1, 20).isfinite().all()
+
+
 def test_an_interrupted_call_leaves_nothing_behind(families, monkeypatch):
     directory, _ = families("llama3")
     model = load_model(read_checkpoint(directory), torch.float32, "cpu")
