@@ -23,12 +23,20 @@ from cli.common import log
 # The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears.
 SUITES = {
     "cpu": {
-        "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,compile+prefill,"
-                        "int8,int4 --peers llama.cpp,transformers,generate.py",
+        "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,int8,int4 "
+                        "--peers llama.cpp,transformers,generate.py",
+        "Short prompts": "-p 5,9,17,33,65 -n 0 --engines compile,int8,int4 --peers "
+                         "llama.cpp,openvino,onnxruntime -r 7",
+        "Long prompts": "-p 512,2048 -n 0 --engines compile,int8,int4 --peers "
+                        "llama.cpp,openvino,onnxruntime -r 7",
+        "Decoding": "-d 128,4096 -n 64 --engines compile,int8,int4 --peers "
+                    "llama.cpp,openvino,onnxruntime -r 7",
+        "Many prompts": "--requests 32 -n 64 -d 100 -b 16,32 --engines compile --peers "
+                        "llama.cpp,openvino,vllm -r 3",
         "Against llama.cpp": "-p 512 -d 128 -n 128 --engines compile,int8,int4 --peers llama.cpp "
                              "-r 15",
-        "Prompts and depths": "--engines kv_cache,compile,compile+prefill -p 128,512,2048 -n 64 "
-                              "-d 128,1024,4096 -r 3",
+        "Prompts and depths": "--engines kv_cache,compile -p 128,512,2048 -n 64 -d 128,1024,4096 "
+                              "-r 3",
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192",
         "Requests": "--requests 64 -n 64 -d 200 -b 1,8,32 -r 3 --peers transformers",
         "Copied text": "--text benchmarks/edit.txt --engines compile,ngram --peers llama.cpp",
@@ -38,8 +46,8 @@ SUITES = {
                              "compile -n 64 --ranks 1,2,4",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 100",
-        "Llama-1.1B": "--random Llama-1.1B -p 512 -d 128 -n 64 --engines compile,int8,int4 "
-                      "--peers llama.cpp -r 9",
+        "Llama-1.1B": "--random Llama-1.1B -p 9,65,512 -d 128 -n 64 --engines compile,int8,int4 "
+                      "--peers llama.cpp -r 5",
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1,8 -r 1",
     },
     "gpu": {
@@ -62,7 +70,8 @@ def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path 
     The file grows by entry; entries that are in it at this commit are skipped.
     """
     machine = describe_machine(device)
-    name = file_name(f"{machine['machine']} {machine['threads']} threads")
+    kind = machine["capability"] or ""             # of a CPU
+    name = file_name(f"{machine['machine']} {machine['threads']} threads {kind}".rstrip())
     path = ROOT / f"benchmarks/{name}.json"
     path.parent.mkdir(exist_ok=True)
     tables = json.loads(path.read_text())["tables"] if path.exists() else {}

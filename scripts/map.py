@@ -215,19 +215,18 @@ def quality() -> str:
     return "\n".join(lines) + "\n"
 
 
-def results() -> dict[str, dict]:
-    """Title -> result, of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
-    found = {}
-    for path in sorted(ROOT.glob("benchmarks/*.json")):
-        found.update(json.loads(path.read_text()).get("tables", {}))
-    return found
+def results() -> list[tuple[str, dict]]:
+    """Titles and results of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
+    files = sorted(ROOT.glob("benchmarks/*.json"))
+    return [pair for path in files
+            for pair in json.loads(path.read_text()).get("tables", {}).items()]
 
 
 def figures() -> str:
     sys.path[:0] = [str(ROOT)]
     from bench import tables
     return "\n".join(f"**{name}**: `{result['command']}`\n\n{tables.table(result)}\n"
-                     for name, result in results().items())
+                     for name, result in results())
 
 
 def headline() -> str:
@@ -238,7 +237,7 @@ def headline() -> str:
              "|---|---|---|---|---|---|"]
     sources = []
     for name in ("SmolLM2-135M", "Llama-1.1B"):
-        result = results()[name]
+        result = dict(results())[name]         # of the last machine that has it
         rows = [row for row in result["rows"] if row["test"].startswith("tg")]
         label = f"{name}, random weights" if "--random" in result["command"] else name
         for ours in rows:
