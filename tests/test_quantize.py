@@ -42,7 +42,6 @@ from layers.moe import ExpertLinear
 from quantize import Int4, Int8
 
 BF16, FP32 = torch.bfloat16, torch.float32
-needs_bf16 = pytest.mark.skipif(not kernels.HAS_BF16, reason="this CPU has no bf16 arithmetic")
 
 
 def meant(weight, scales, zeros=None):
@@ -83,10 +82,6 @@ def int4_matrix(n_out, n_in, group, dtype):
     weight = torch.randint(0, 256, (n_out, n_in // 2), dtype=torch.uint8, generator=g)
     scales = (torch.rand(n_out, n_in // group, generator=g) + 0.1).bfloat16().to(dtype)
     return weight, scales, torch.randn(n_out, n_in // group, generator=g).bfloat16().to(dtype)
-
-
-def bf16_matrix(n_out, n_in):
-    return drawn(n_out + n_in, n_out, n_in).bfloat16(), torch.ones(n_out), None
 
 
 def check_product(product, kernel, matrix, dtype, rows=ROWS):
