@@ -8,8 +8,9 @@
 //     int8 [out/ROWS, in/2, ROWS, 2]   int4 [out/ROWS, in/8, ROWS] words, input i at bits 4i
 //
 // so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
-// filled up with zeros. Sums are in fp32. Few rows of x meet int8 and int4 as 16-bit integers, each
-// 32 inputs with a scale of their own: finer than bf16, and two products in an instruction.
+// filled up with zeros. Sums are in fp32. x meets int8 and int4 as 16-bit integers, each 32 inputs
+// with a scale of their own: finer than bf16, and two products in an instruction. Where a CPU has
+// products of bf16, many rows take these.
 
 #include <algorithm>
 #include <atomic>
@@ -317,38 +318,85 @@ static inline vf int8_scale(const Linear& op, int i, int v) {     // fp32 [out]
 }
 
 // int4: w = scale * code + term, [out/ROWS, in/G, ROWS] words of two bf16, scale and zero
+static inline const int32_t* int4_scales(const Linear& op, int i, int K) {
+  return (const int32_t*)op.scales + (long)i * (K / op.group) * ROWS;
+}
+
 static inline void scale_and_term(const void* words, vf* scale, vf* term) {
   vi both = load<vi>(words);
   *scale = low_bf16(both);
   *term = high_bf16(both) - 8.0f * *scale;
 }
 
-// - Few rows: as they come from memory, weights meet up to TILE rows.
+// - Tiles: some rows of x by a block of weights, or of anything else [n, ROWS]
 
-static bool is_few(const Linear& op) {         // as measured
-  if (HAS_BF16) return op.M <= 8;
-  return op.M <= (op.format == FP32 ? 8 : op.format == INT4 ? 12 : 128);
+// A step of a product: weights by one number of x, or by two of bf16
+static inline vf add_product(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
+static inline vf add_product(vf acc, const uint16_t* w, float x) { return acc + x * load_bf16(w); }
+static inline vf add_product(vf acc, const int32_t* w, int32_t x) {
+  return dot2_bf16(acc, load<vi>(w), x);
 }
 
-struct Rows {                                  // of x
+// y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw numbers
+template <int M, class Weight, class Number>
+static void tile(const Weight* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
+                 bool add) {
+  vf acc[M][2];
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(y + m * ldy + v * LANES) : vf{};
+  for (int k = 0; k < n; k++)
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++)
+        acc[m][v] = add_product(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
+}
+
+template <int M, class Weight, class Number>
+static void tile_of(int m, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
+                    long ldy, bool add) {
+  if (m == M) return tile<M>(w, ldw, n, x, ldx, y, ldy, add);
+  if constexpr (M > 1) tile_of<M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
+}
+
+template <class Weight, class Number>
+static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
+                  long ldy, bool add) {
+  int n_tile = (M + TILE - 1) / TILE;
+  for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
+    int height = (M - m + n_tile - i - 1) / (n_tile - i);
+    tile_of<TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
+    m += height;
+  }
+}
+
+// - Weights as they lie in memory, by up to TILE rows at a time
+
+static bool by_integers(const Linear& op) { return op.format >= INT8; }
+
+static bool is_by_stored(const Linear& op) {   // as measured
+  if (HAS_BF16) return op.M <= 8;
+  return by_integers(op) || op.M <= (op.format == BF16 ? 128 : 8);
+}
+
+struct Rows {                                  // of x, as floats or as integers
   float *x, *scale, *sum;                      // [M, K]; [M, K / GROUP], of q; of q's values
   int16_t* q;                                  // [M, K]
   int K;
 
-  Rows(float* memory, int M, int K) : x(memory), K(K) {
-    scale = x + (long)M * K;
-    sum = scale + M * (K / GROUP);
-    q = (int16_t*)(sum + M * (K / GROUP));
+  Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K) {
+    sum = scale + (long)M * (K / GROUP);
+    q = (int16_t*)(sum + (long)M * (K / GROUP));
   }
 
-  static size_t floats(int M, int K) { return (size_t)M * (K + K / 2 + 2 * (K / GROUP)); }
+  static size_t floats(int M, int K) { return (size_t)M * K; }
 
   Rows from(int m) const {
     Rows rest = *this;
     rest.x += (long)m * K;
     rest.q += (long)m * K;
-    rest.scale += m * (K / GROUP);
-    rest.sum += m * (K / GROUP);
+    rest.scale += (long)m * (K / GROUP);
+    rest.sum += (long)m * (K / GROUP);
     return rest;
   }
 
@@ -358,10 +406,10 @@ struct Rows {                                  // of x
     return two;
   }
 
-  // x of row m as 16-bit integers; by_fours: input 4 + i beside input i, as int4 has them
-  void quantize(int m, bool by_fours) {
+  // row m from floats [K]; by_fours: input 4 + i beside input i, as int4 has them
+  void quantize(int m, const float* row, bool by_fours) {
     for (int g = 0; g < K / GROUP; g++) {
-      const float* from = x + (long)m * K + g * GROUP;
+      const float* from = row + g * GROUP;
       vf top = {};
       for (int i = 0; i < GROUP; i += LANES) {
         vf v = load<vf>(from + i);
@@ -387,8 +435,8 @@ struct Rows {                                  // of x
       } else {
         for (int i = 0; i < GROUP; i++) to[i] = rounded[i];
       }
-      scale[m * (K / GROUP) + g] = unit;
-      sum[m * (K / GROUP) + g] = total * unit;
+      scale[(long)m * (K / GROUP) + g] = unit;
+      sum[(long)m * (K / GROUP) + g] = total * unit;
     }
   }
 };
@@ -435,22 +483,37 @@ template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* 
     }
 }
 
-template <int M> static void by_int8(const int8_t* w, const Rows& rows, float* y) {
+static inline vs load_codes(const int8_t* p) { return load_int8(p); }
+static inline vs load_codes(const int16_t* p) { return load<vs>(p); }
+
+// int8, or int4 that has been decoded; scales [K / GROUP, ROWS], or null: ones
+template <int M, class Code>
+static void by_codes(const Code* w, const float* scales, const Rows& rows, float* y) {
   int n_group = rows.K / GROUP;
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {
     vi acc[M][2] = {};
-    for (int p = 0; p < GROUP / 2; p++) {
-      const int8_t* at = w + (g * GROUP / 2 + p) * ROWS * 2;
-      if (p % 2 == 0) __builtin_prefetch(at + AHEAD);
-      vs codes[2] = {load_int8(at), load_int8(at + 2 * LANES)};
+    auto meet = [&](int p) {
+      const Code* at = w + (g * GROUP / 2 + p) * ROWS * 2;
+      if (sizeof(Code) == 1 && p % 2 == 0) __builtin_prefetch(at + AHEAD);
+      vs codes[2] = {load_codes(at), load_codes(at + 2 * LANES)};
       for (int m = 0; m < M; m++) {
         int32_t x = rows.pair(m, g * GROUP / 2 + p);
         for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], x);
       }
+    };
+    if constexpr (M == 1) {
+      for (int p = 0; p < GROUP / 2; p++) meet(p);
+    } else {
+#pragma GCC unroll 2
+      for (int p = 0; p < GROUP / 2; p++) meet(p);
     }
+    vf scale[2] = {vf{} + 1.0f, vf{} + 1.0f};
+    if (scales)
+      for (int v = 0; v < 2; v++) scale[v] = load<vf>(scales + g * ROWS + v * LANES);
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * rows.scale[m * n_group + g];
+      for (int v = 0; v < 2; v++)
+        sum[m][v] += to_float(acc[m][v]) * (scale[v] * rows.scale[m * n_group + g]);
   }
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
@@ -478,10 +541,10 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
             for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], x);
           }
         };
-        if constexpr (M < 4) {
+        if constexpr (M < 2) {
           for (int b = 0; b < 4; b++) meet(b);
         } else {                               // else its products wait in memory for their sums
-#pragma GCC unroll 1
+#pragma GCC unroll 2
           for (int b = 0; b < 4; b++) meet(b);
         }
       }
@@ -501,17 +564,45 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
 }
 
+// A block of int4 as 16-bit integers, ordered as x is, which several tiles share
+struct Decoded {
+  int16_t* codes;                              // [K / 2, ROWS, 2]
+  float *scales, *terms;                       // [K / GROUP, ROWS]
+
+  Decoded(float* memory, int K) {
+    codes = (int16_t*)memory;
+    scales = memory + (size_t)K / 2 * ROWS;
+    terms = scales + (size_t)K / GROUP * ROWS;
+  }
+
+  static size_t floats(int K) { return (size_t)(K / 2 + 2 * (K / GROUP)) * ROWS; }
+
+  void decode(const int32_t* w, const int32_t* words, int group, int K) {
+    for (int i = 0; i < K / 8 * ROWS; i += LANES) {
+      int16_t* to = codes + (i / ROWS * 4 * ROWS + i % ROWS) * 2;
+      for (int b = 0; b < 4; b++)
+        store(to + b * ROWS * 2, (vi)(load<vu>(w + i) >> (4 * b)) & 0x000f000f);
+    }
+    for (int g = 0; g < K / GROUP; g++)
+      for (int v = 0; v < ROWS; v += LANES) {
+        vf scale, term;
+        scale_and_term(words + g * GROUP / group * ROWS + v, &scale, &term);
+        store(scales + g * ROWS + v, scale);
+        store(terms + g * ROWS + v, term);
+      }
+  }
+};
+
 template <int M>
-static void block_by(const Linear& op, int i, const Rows& rows, float* y) {
+static void block_by(const Linear& op, int i, const Rows& rows, float* y, const Decoded* decoded) {
   const char* w = block(op, i, rows.K);
   if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
   if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
-  if (op.format == INT4) {
-    const int32_t* scales = (const int32_t*)op.scales + (long)i * (rows.K / op.group) * ROWS;
-    by_int4<M>((const int32_t*)w, scales, op.group, rows, y);
-  }
+  if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
+  if (op.format == INT4 && !decoded)
+    by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
   if (op.format == INT8) {
-    by_int8<M>((const int8_t*)w, rows, y);
+    by_codes<M>((const int8_t*)w, nullptr, rows, y);
     for (int m = 0; m < M; m++)
       for (int v = 0; v < 2; v++) {
         float* sum = y + m * ROWS + v * LANES;
@@ -521,18 +612,27 @@ static void block_by(const Linear& op, int i, const Rows& rows, float* y) {
 }
 
 template <int M>
-static void block_by_some(int m, const Linear& op, int i, const Rows& rows, float* y) {
-  if (m == M) return block_by<M>(op, i, rows, y);
-  if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y);
+static void block_by_some(int m, const Linear& op, int i, const Rows& rows, float* y,
+                          const Decoded* decoded) {
+  if (m == M) return block_by<M>(op, i, rows, y, decoded);
+  if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y, decoded);
 }
 
-static void block_by_few(const Linear& op, int i, const Rows& rows, float* y) {
-  int n = (op.M + TILE - 1) / TILE;
+// y [M, ROWS]; memory: Decoded::floats(K)
+static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, float* memory) {
+  int n = (op.M + TILE - 1) / TILE, n_group = rows.K / GROUP;
+  Decoded decoded(memory, rows.K);
+  bool is_decoded = op.format == INT4 && n > 1;
+  if (is_decoded)
+    decoded.decode((const int32_t*)block(op, i, rows.K), int4_scales(op, i, rows.K), op.group,
+                   rows.K);
   for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
     int height = (op.M - m + n - j - 1) / (n - j);
-    block_by_some<TILE>(height, op, i, rows.from(m), y + m * ROWS);
+    float* to = y + (long)m * ROWS;
+    block_by_some<TILE>(height, op, i, rows.from(m), to, is_decoded ? &decoded : nullptr);
     m += height;
   }
+  if (is_decoded) tiles(op.M, decoded.terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
 }
 
 static void read_row(const Linear& op, int m, int K, float* to) {
@@ -541,38 +641,39 @@ static void read_row(const Linear& op, int m, int K, float* to) {
   std::fill(to + op.K, to + K, 0.0f);
 }
 
-static void few_rows(const Linear& op, Phase* phase, int n_thread) {
+static void by_stored(const Linear& op, Phase* phase, int n_thread) {
   int K = padded(op.K, GROUP);
-  auto read = [&](Rows& rows, int m) {
-    read_row(op, m, K, rows.x + (long)m * K);
-    if (op.format >= INT8) rows.quantize(m, op.format == INT4);
-  };
   bool is_shared = op.M > 1, is_read = false;  // one row: each thread reads it, and waits for none
   int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
-  int step = std::max(1, n_block / (8 * n_thread));              // blocks of a task, one after another
-  size_t n_float = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)op.M * ROWS;
-  float* memory = memory_of(own, n_float + LANES + 2 * step * n_y);
-  Rows rows(is_shared ? memory_of(shared, 0) : memory, op.M, K);
-  float *y = memory + padded(n_float, LANES), *up = y + step * n_y;
-  if (is_shared) do_tasks(phase[0], op.M, 1, [&](int m) { read(rows, m); });
+  int step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));        // blocks of a task
+  size_t n_row = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)step * op.M * ROWS;
+  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + Decoded::floats(K));
+  Rows rows(is_shared ? memory_of(shared, 0) : row + K, op.M, K);
+  float *y = row + padded(K + n_row, LANES), *up = y + n_y, *decoded = up + n_y;
+  auto read = [&](int m) {
+    read_row(op, m, K, by_integers(op) ? row : rows.x + (long)m * K);
+    if (by_integers(op)) rows.quantize(m, row, op.format == INT4);
+  };
+  if (is_shared) do_tasks(phase[0], op.M, 1, read);
   do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {
-    if (!is_shared && !is_read) read(rows, 0);
+    if (!is_shared && !is_read) read(0);
     is_read = true;
     int first = task * step, last = std::min(n_block, first + step);
     for (int half = 0; half <= op.gated; half++)
       for (int i = first; i < last; i++)
-        block_by_few(op, i + half * n_block, rows, (half ? up : y) + (i - first) * n_y);
+        block_by_all(op, i + half * n_block, rows, (half ? up : y) + (i - first) * op.M * ROWS,
+                     decoded);
     for (int i = first; i < last; i++) {
       int n = std::min(ROWS, n_out - i * ROWS);
       for (int m = 0; m < op.M; m++) {
-        long at = (i - first) * n_y + m * ROWS;
+        long at = ((long)(i - first) * op.M + m) * ROWS;
         finish(op, m, i * ROWS, n, y + at, op.gated ? up + at : nullptr);
       }
     }
   });
 }
 
-// - Many rows: a block of weights becomes floats [DEPTH, ROWS], which all rows of x share.
+// - Many rows: a block of weights becomes floats [DEPTH, ROWS], or pairs of bf16, which all share
 
 static void to_floats(const Linear& op, int i, int K, int from, int n, float* to) {
   const char* w = block(op, i, K);
@@ -592,7 +693,7 @@ static void to_floats(const Linear& op, int i, int K, int from, int n, float* to
         store(column + (k + 1) * ROWS, to_float(words >> 16));
       }
     if (op.format == INT4) {
-      const int32_t* scales = (const int32_t*)op.scales + (long)i * (K / op.group) * ROWS;
+      const int32_t* scales = int4_scales(op, i, K);
       for (int k = 0; k < n; k += GROUP) {
         vf scale, term;
         scale_and_term(scales + (from + k) / op.group * ROWS + v * LANES, &scale, &term);
@@ -620,46 +721,6 @@ static const int32_t* to_pairs(const Linear& op, int i, int K, int from, int n, 
       store(to + k / 2 * ROWS + v, (vi)((vu)even >> 16) | (odd & (int32_t)0xffff0000));
     }
   return to;
-}
-
-// A step of a product: weights by one number of x, or by two of bf16
-static inline vf add_product(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
-static inline vf add_product(vf acc, const uint16_t* w, float x) { return acc + x * load_bf16(w); }
-static inline vf add_product(vf acc, const int32_t* w, int32_t x) {
-  return dot2_bf16(acc, load<vi>(w), x);
-}
-
-// y [M, ROWS] (+)= x [M, n] by w [n, ROWS]; a row of w begins every ldw numbers
-template <int M, class Weight, class Number>
-static void tile(const Weight* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
-                 bool add) {
-  vf acc[M][2];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(y + m * ldy + v * LANES) : vf{};
-  for (int k = 0; k < n; k++)
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++)
-        acc[m][v] = add_product(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
-}
-
-template <int M, class Weight, class Number>
-static void tile_of(int m, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
-                    long ldy, bool add) {
-  if (m == M) return tile<M>(w, ldw, n, x, ldx, y, ldy, add);
-  if constexpr (M > 1) tile_of<M - 1>(m, w, ldw, n, x, ldx, y, ldy, add);
-}
-
-template <class Weight, class Number>
-static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
-                  long ldy, bool add) {
-  int n_tile = (M + TILE - 1) / TILE;
-  for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
-    int height = (M - m + n_tile - i - 1) / (n_tile - i);
-    tile_of<TILE>(height, w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
-    m += height;
-  }
 }
 
 static bool by_pairs(const Linear& op) { return HAS_BF16 && !op.exact && op.format != FP32; }
@@ -697,9 +758,9 @@ static void block_by_rows(const Linear& op, int i, int n_block, const float* x, 
     finish(op, first + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
 }
 
-constexpr int MOST_ROWS = 512;                 // of x at a time
+constexpr int MOST_ROWS = 192;                 // of x at a time: they stay in the L2
 
-static void many_rows(const Linear& op, Phase* phase) {
+static void by_panels(const Linear& op, Phase* phase) {
   int K = padded(op.K, GROUP), width = by_pairs(op) ? K / 2 : K;  // of a row of x, in floats
   float* x = memory_of(shared, 0);
   do_tasks(phase[0], op.M, 4, [&](int m) {
@@ -1119,8 +1180,7 @@ extern "C" int rows_in_a_block() { return ROWS; }
 static size_t shared_floats(const int32_t* op, int n_thread) {
   if (*op == LINEAR) {
     const Linear& linear = *(const Linear*)op;
-    int K = padded(linear.K, GROUP);
-    return is_few(linear) ? Rows::floats(linear.M, K) : (size_t)linear.M * K;
+    return Rows::floats(linear.M, padded(linear.K, GROUP));
   }
   if (*op != ATTENTION) return 0;
   Plan plan(*(const Attention*)op, n_thread);
@@ -1128,9 +1188,9 @@ static size_t shared_floats(const int32_t* op, int n_thread) {
 }
 
 static void do_op(const int32_t* op, Phase* phase, int n_thread) {
-  if (*op == LINEAR && is_few(*(const Linear*)op))
-    few_rows(*(const Linear*)op, phase, n_thread);
-  else if (*op == LINEAR) many_rows(*(const Linear*)op, phase);
+  if (*op == LINEAR && is_by_stored(*(const Linear*)op))
+    by_stored(*(const Linear*)op, phase, n_thread);
+  else if (*op == LINEAR) by_panels(*(const Linear*)op, phase);
   else if (*op == ATTENTION) attention(*(const Attention*)op, phase, n_thread);
   else if (*op == ADD_NORM) add_norm(*(const AddNorm*)op, phase);
   else if (*op == EMBED) embed(*(const Embed*)op, phase);
