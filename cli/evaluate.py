@@ -21,6 +21,7 @@ import torch
 from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
+from cli.flags import add_adapter
 from cli.ranks import as_rank, local_device
 from cli.report import weight_bytes
 from cli.sequence import Sequence
@@ -314,6 +315,7 @@ def build_parser() -> Parser:
                formatter_class=Help)
     add = p.add_argument_group("model").add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
+    add_adapter(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     quantized.add_flags(add)
@@ -343,7 +345,7 @@ def run(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     device = pick_device(local_device(args.device))
     engine = pick_engine(args, device)
-    source, tokenizer = open_model(args.checkpoint_path)
+    source, tokenizer = open_model(args.checkpoint_path, adapter=args.adapter)
     cfg = source.cfg
     dtype = pick_dtype(args.dtype, device, cfg)
     length = args.max_seq_length or (min(cfg.context, 1024) if args.perplexity else cfg.context)

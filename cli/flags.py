@@ -37,6 +37,7 @@ def build_parser() -> Parser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+    add_adapter(add)
     quantized.add_flags(add)
     add("--max_seq_length", type=number(int, 2),
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
@@ -97,6 +98,13 @@ def build_parser() -> Parser:
     add("--profile", type=Path, metavar="FILE",
         help="write a Chrome trace of the last sample to FILE.json")
     return p
+
+
+def add_adapter(add) -> None:
+    """For every command that loads a model."""
+    add("--adapter", metavar="PATH_OR_NAME",
+        help="a LoRA adapter (adapter_config.json, adapter_model.safetensors), added to the "
+             "weights while loading, before they are rounded")
 
 
 def json_object(text: str) -> dict:

@@ -43,11 +43,11 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
 
 
 def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None where they are not kept: on a GPU, of several ranks, of random numbers."""
+    """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted."""
     tensors = source.tensors.values()
     if device.type != "cpu" or tp.world() > 1 or any(t.read_rows is None for t in tensors):
         return None
-    if source.quantization and source.quantization.get("gptq"):
+    if source.adapter or source.quantization and source.quantization.get("gptq"):
         return None
     asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
     files = [content(path) for path in files_of(source.path)]

@@ -11,6 +11,7 @@ import torch
 
 from cli.calibration_text import calibration_text
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from cli.flags import add_adapter
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
 from formats.hub import output_path, resolve
@@ -30,6 +31,7 @@ def build_parser() -> Parser:
     add = p.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
         help="anything that generate.py reads; default: the model that quickstart.sh fetched")
+    add_adapter(add)
     add("--mode", choices=[*MODES, "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
     add_choices(add)
@@ -63,7 +65,7 @@ def run(argv=None) -> int:
     args = build_parser().parse_args(argv)
     device = pick_device(args.device)
     path = resolve(args.checkpoint_path)
-    source = read_checkpoint(path)
+    source = read_checkpoint(path, resolve(args.adapter) if args.adapter else None)
     mode = args.mode.removesuffix("-gptq")
     gptq = mode != args.mode
     scheme = scheme_named(mode, args.groupsize)

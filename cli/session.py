@@ -59,7 +59,7 @@ def run(argv: list[str] | None) -> int:
     results = batch.Results(None if tp.rank() else args.output, args.json)
 
     start = time.perf_counter()
-    source, tokenizer = open_model(args.checkpoint_path, args.random)
+    source, tokenizer = open_model(args.checkpoint_path, args.random, args.adapter)
     parser.set_defaults(**source.defaults)                 # the model's, where the user is silent
     args = parser.parse_args(argv)
     limit = args.max_seq_length or source.cfg.context
@@ -101,7 +101,7 @@ def read_work(args) -> tuple[list, list, set]:
 
 # ---- The model that the flags ask for -----------------------------------------------------------
 
-def open_model(path: str | None = None, shape: str | None = None):
+def open_model(path: str | None = None, shape: str | None = None, adapter: str | None = None):
     """A path or hub name, None for the default model, or a known shape -> checkpoint, tokenizer.
 
     No weight is read yet. FileNotFoundError, ValueError or OSError say in one line what was found
@@ -109,9 +109,11 @@ def open_model(path: str | None = None, shape: str | None = None):
     """
     if shape is not None and path is not None:
         raise ValueError("--random and --checkpoint_path exclude each other")
+    if shape is not None and adapter is not None:
+        raise ValueError("--random has no weights that --adapter could be added to")
     if shape is not None:
         return random_checkpoint(shape), tokenizers.NullTokenizer()
-    source = open_checkpoint(path)
+    source = open_checkpoint(path, adapter)
     return source, tokenizers.load(source.tokenizer)
 
 

@@ -47,6 +47,7 @@ class Checkpoint:
     defaults: dict = field(default_factory=dict)   # sampling values of generation_config.json
     tokenizer: Path | dict | None = None           # what tokenizer.load() takes
     quantization: dict | None = None               # how, for people; the tensors say what
+    adapter: Path | None = None                    # whose changes the tensors have
 
 
 def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -> Scheme | None:

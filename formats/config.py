@@ -7,8 +7,9 @@ and Meta's files are put into config.json's words first. Reads no file and no we
 """
 
 import math
+from dataclasses import replace
 
-from formats.families import FAMILIES, OTHER_KINDS, Family
+from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
 from layers.feed_forward import GATED, UNGATED
 from layers.rope import Rope
 from model import ModelConfig
@@ -20,7 +21,7 @@ NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "re
            "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
            "shared_expert_intermediate_size", "rms_norm_eps")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-               "gelu": "gelu"}
+               "gelu": "gelu", "relu2": "relu2"}
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
@@ -45,8 +46,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
 
 def _complete(c: dict) -> tuple[Family, dict]:
     """The family, and config.json in one spelling with the family's defaults filled in."""
-    if "text_config" in c:                         # multimodal wrappers: the text part
-        c = {"model_type": c.get("model_type", "").split("_")[0] + "_text", **c["text_config"]}
+    c = _text_part(c)
     kind = c.get("model_type")
     for what, kinds in OTHER_KINDS.items():
         if kind in kinds.split():
@@ -59,9 +59,17 @@ def _complete(c: dict) -> tuple[Family, dict]:
                **family.key_aliases}
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
-    if kind == "gpt2" and c.get("intermediate_size") is None:
-        c["intermediate_size"] = 4 * _count(c, "hidden_size")
-    return family, c
+    return family, family.respell(c)
+
+
+def _text_part(c: dict) -> dict:
+    """Of a multimodal model's config.json."""
+    kind = c.get("model_type")
+    if "text_config" in c:
+        return {"model_type": TEXT_PARTS.get(kind, f"{kind}_text"), **c["text_config"]}
+    if "vision_config" in c:                       # Qwen2-VL as released: one level for all
+        return {**c, "model_type": f"{kind}_text"}
+    return c
 
 
 def _check(c: dict) -> None:
@@ -108,7 +116,8 @@ def _widths(c: dict) -> dict:
 
 def _biases(c: dict) -> dict:
     bias = bool(c.get("attention_bias", False))
-    return dict(qkv_bias=bool(c.get("qkv_bias", bias)), o_bias=bias,
+    return dict(qkv_bias=bool(c.get("qkv_bias", bias)),
+                o_bias=bool(c.get("attention_out_bias", bias)),
                 mlp_bias=bool(c.get("mlp_bias", False)))
 
 
@@ -140,10 +149,15 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     window = [sliding_window if kind == "sliding_attention" else None for kind in kinds]
     rope = [ropes[kind] if family.has_rope(c, i) else Rope(kind="none")
             for i, kind in enumerate(kinds)]
+    if thetas := c.get("layer_rope_theta"):        # 0: none there
+        rope = [replace(r, theta=float(t)) if t else Rope(kind="none")
+                for r, t in zip(rope, thetas, strict=True)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
+    context = max([_count(c, "max_position_embeddings"), *stretched])
+    if "llama_4_scaling_beta" in (c.get("rope_parameters") or c.get("rope_scaling") or {}):
+        context = min(context, rope[0].original_context)   # queries are scaled only beyond that
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
-    return dict(context=max([_count(c, "max_position_embeddings"), *stretched]), rope=_tile(rope),
-                window=_tile(window), sparse=_tile(sparse))
+    return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
 
 
 def _tile(values: list) -> tuple:
@@ -179,6 +193,7 @@ def _ropes(c: dict, family: Family) -> dict[str, Rope]:
 def _rope(c: dict, rope: dict, theta) -> Rope:
     """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind  # axes of an image, which are one in text
     theta = float(rope.get("rope_theta") or theta)
     if not theta > 1:
         raise ValueError(f"'rope_theta' is {theta}, expected a number above 1")

@@ -18,7 +18,7 @@ class Folds:
 
     norm_offset: float = 0.0                       # norms multiply by offset + weight (Gemma)
     logits_divisor: float = 1.0                    # goes into the last norm (Granite)
-    interleaved_rope: bool = False                 # Meta's and llama.cpp's order of rows
+    interleaved_rope: bool = False                 # RoPE turns neighbours (Meta, llama.cpp, GLM)
 
 
 def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict[str, LazyTensor]:
@@ -28,14 +28,15 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         if folds.norm_offset and "norm" in name:
             tensors[name] = offset(t, folds.norm_offset)
     rotated = int(cfg.head_dim * cfg.rope[0].partial)
+    if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
+        turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
+        _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))
     if rotated < cfg.head_dim:
         _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
     if folds.logits_divisor != 1:
         for name in ("norm.weight", "norm.bias"):
             if name in tensors:
                 tensors[name] = scaled(tensors[name], 1 / folds.logits_divisor)
-    if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + H/2)
-        _reorder_heads(tensors, torch.arange(cfg.head_dim).view(-1, 2).T.flatten())
     return tensors
 
 

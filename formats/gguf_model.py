@@ -53,12 +53,17 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "llama": "llama", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
     "phi3": "phi3", "smollm3": "smollm3", "olmo2": "olmo2", "olmoe": "olmoe", "granite": "granite",
-    "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "gpt2": "gpt2",
+    "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "gpt2": "gpt2", "qwen2vl": "qwen2_vl_text",
+    "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mellum": "mellum",
+    "seed_oss": "seed_oss", "exaone4": "exaone4", "starcoder2": "starcoder2", "arcee": "arcee",
+    "ernie4_5": "ernie4_5", "glm4": "glm4",
 }
-GGUF_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")          # q and k: RoPE interleaved
+GGUF_INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4")           # RoPE turns neighbours
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
+    "seed_oss": {"post_attention_norm": "ffn_norm"},
+    "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
 }
 
 
@@ -77,7 +82,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
     c["tie_word_embeddings"] = "output.weight" not in tensors
     c["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    c["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    c["use_bias"] = c["attention_bias"]
+    c["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if arch == "llama" and c.get("num_experts"):
         c["model_type"] = "mixtral"
     elif arch == "llama" and c.get("sliding_window"):
@@ -91,6 +97,15 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
                                       else c.get("head_dim", 256))
         c["sliding_window_pattern"] = metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
+
+    pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):                  # True: a window
+        c["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+    if arch == "exaone4":
+        c.setdefault("sliding_window", None)
+    if arch == "mellum":
+        c["mlp_layer_types"] = ["sparse" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "dense"
+                                for i in range(c["num_hidden_layers"])]
 
     scaling = {hf: metadata[f"{arch}.rope.scaling.{key}"] for hf, key in GGUF_ROPE_KEYS.items()
                if f"{arch}.rope.scaling.{key}" in metadata}
@@ -127,7 +142,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
     folds = Folds(logits_divisor=c.get("logits_scaling") or 1,         # its converter has added
-                  interleaved_rope=arch in GGUF_PERMUTED)              # the norms' offset
+                  interleaved_rope=arch in GGUF_INTERLEAVED)              # the norms' offset
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     return RawCheckpoint(path, cfg, tensors, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, folds,
                          eos_ids=_eos_ids(metadata), tokenizer=tokenizer)

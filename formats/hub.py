@@ -29,7 +29,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         except Exception:                                  # no network: the cache may have it all
             names = ["model.safetensors"]
         old = not any(name.endswith(".safetensors") for name in names)
-        return "pytorch_model*.bin" if old else "*.safetensors"
+        return "*_model*.bin" if old else "*.safetensors"
 
     try:
         return Path(snapshot_download(

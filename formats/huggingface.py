@@ -1,6 +1,7 @@
 """Hugging Face directories: config.json, weights and generation_config.json -> a RawCheckpoint."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
@@ -24,7 +25,11 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         cfg, c = config_from_hf(config)
     except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
+    if "vision_config" in config:
+        print("note: of this multimodal model only the text part is read", file=sys.stderr)
     tensors = hub_weights(directory, weights)
+    if "text_config" in config:                    # both levels say whether it is tied
+        cfg = replace(cfg, tied=not any(t.name.endswith("lm_head.weight") for t in tensors))
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
     if quantization and c["model_type"] == "gpt2":
@@ -36,7 +41,7 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
             raise ValueError(f"{path}: quantization_config: {first_line(e)}") from None
     family = FAMILIES[c["model_type"]]
     names = {**HF_NAMES, **family.names}
-    folds = Folds(family.norm_offset, c.get("logits_scaling") or 1)
+    folds = Folds(family.norm_offset, c.get("logits_scaling") or 1, family.interleaved_rope)
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):
         names, folds = OUR_NAMES, None             # our .pth with its config beside it
     eos_ids, defaults = generation_defaults(directory, config)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear
 
+from formats import lora
 from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at
 from formats.config import BAD_CONFIG
 from formats.fold import fold
@@ -44,20 +45,23 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_mo
 
 # ---- A path -> a Checkpoint ---------------------------------------------------------------------
 
-def open_checkpoint(name: str | None) -> Checkpoint:
+def open_checkpoint(name: str | None, adapter: str | None = None) -> Checkpoint:
     """A path or a hub name, None for the default model -> its checkpoint, no weight read yet.
 
+    adapter: a path or a hub name too, of a LoRA adapter.
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
-    return read_checkpoint(resolve(name))
+    return read_checkpoint(resolve(name), resolve(adapter) if adapter is not None else None)
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     """Whatever checkpoint is at `path`, checked by name and shape, no weight read yet.
 
     FileNotFoundError or ValueError say in one line what was found and what was expected.
     """
     raw = read(path)
+    if adapter is not None:
+        raw.tensors = lora.merged(raw.tensors, adapter)
     try:
         tensors = rename(raw.tensors, raw.names, raw.cfg)
     except BAD_CONFIG as e:
@@ -67,7 +71,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if raw.hub_quantized:
         tensors = quantized_alike(tensors, raw.cfg)
     source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
-                        raw.quantization)
+                        raw.quantization, adapter)
     check(source)
     return source
 

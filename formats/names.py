@@ -24,6 +24,7 @@ class Fused:
     into: tuple[str, ...]                          # query, key and value, or equal shares
     transposed: bool = False                       # [in, out] (of each expert)
     interleaved: bool = False                      # shares take turns row by row
+    maybe_transposed: bool = False                 # told by the width of experts' inputs
 
 
 HF_NAMES = {
@@ -42,6 +43,10 @@ MOE_NAMES = {
     "mlp.shared_expert.gate_proj": "ffn.shared.gate", "mlp.shared_expert.up_proj": "ffn.shared.up",
     "mlp.shared_expert.down_proj": "ffn.shared.down",
     "mlp.shared_expert_gate": "ffn.shared_expert_gate",
+}
+QWEN3_VL_MOE_NAMES = MOE_NAMES | {
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), maybe_transposed=True),
+    "mlp.experts.down_proj": Fused(("ffn.down.weight",), maybe_transposed=True),
 }
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -71,7 +76,13 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "ffn.router", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
-    r"|(^|\.)(vision_tower|vision_model|multi_modal_projector)\.|^(v|mm)\.|\.attn\.(masked_)?bias$")
+    r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."
+    r"|\.attn\.(masked_)?bias$")
+
+
+def bare(name: str) -> str:
+    """Without the names of the modules around the text model's."""
+    return re.sub(r"^((model|language_model|text_model|transformer|_orig_mod)\.)+", "", name)
 
 
 def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
@@ -80,7 +91,7 @@ def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
     None where the table has no such parameter. layers.3.mlp.experts.7.up_proj.weight ->
     "layers.3.", 7, Fused(("ffn.up.weight",)).
     """
-    name = re.sub(r"^((model|language_model|transformer|_orig_mod)\.)+", "", name)
+    name = bare(name)
     match = re.fullmatch(r"(?:layers|blk|h)\.(\d+)\.(.+)", name)
     prefix, inner = (f"layers.{match[1]}.", match[2]) if match else ("", name)
     expert = re.search(r"(?<=\.)(\d+)(?=\.)", inner)
@@ -134,7 +145,10 @@ def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
 
 
 def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
-    t, n = transpose(t) if fused.transposed else t, len(fused.into)
+    n = len(fused.into)
+    n_in = cfg.dim if n == 2 else cfg.expert_dim
+    if fused.transposed or fused.maybe_transposed and t.shape[-1] != n_in:
+        t = transpose(t)
     if n == 1:
         return [t]
     size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]

@@ -246,7 +246,7 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
 
 // ---- Products -----------------------------------------------------------------------------------
 
-enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
+enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU2 };
 
 // x [M, K], perhaps normalized, by weight -> out [M, N]: + bias, activated (gated: the first half
 // of the outputs by the second; out is [M, N / 2]), times factor, + residual. Experts have a weight
@@ -264,6 +264,7 @@ struct Linear {
 
 static inline vf activated(int activation, vf x) {
   if (activation == SILU) return x / (1.0f + exp_of(-x));
+  if (activation == RELU2) return x < 0.0f ? vf{} : x * x;
   if (activation == CLAMPED_SILU) {
     x = x > 7.0f ? vf{} + 7.0f : x;
     return x / (1.0f + exp_of(x * -1.702f));

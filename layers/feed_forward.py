@@ -19,12 +19,16 @@ def gelu_tanh(up):
     return F.gelu(up, approximate="tanh")
 
 
+def relu2(up):
+    return F.relu(up).square()
+
+
 def geglu_tanh(gate, up):
     return gelu_tanh(gate) * up
 
 
 GATED = {"silu": swiglu, "clamped_silu": clamped_swiglu, "gelu_tanh": geglu_tanh}
-UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh}
+UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 class UngatedFeedForward(nn.Module):

@@ -162,6 +162,18 @@ def test_spellings_of_the_hub(families, name, changes, tmp_path):
     close(our_logits(tmp_path / name, tokens()), tiny.logits(model, tokens()))
 
 
+def test_experts_either_way_round(families, tmp_path):
+    """Qwen3-VL's lie [E, in, out] on the Hub, transformers 5 writes [E, out, in]."""
+    from safetensors.torch import load_file, save_file
+    directory, model = families("qwen3_vl_moe")
+    shutil.copytree(directory, tmp_path / "hub")
+    disk = load_file(directory / "model.safetensors")
+    disk = {k: w.mT.contiguous() if ".experts." in k else w for k, w in disk.items()}
+    assert disk["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 48, 64)
+    save_file(disk, tmp_path / "hub/model.safetensors")
+    close(our_logits(tmp_path / "hub", tokens()), tiny.logits(model, tokens()))
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_keys_that_config_json_leaves_out(kind):
     """Gemma 3 4B's names seven keys. The others mean what transformers' class says."""
@@ -170,8 +182,10 @@ def test_keys_that_config_json_leaves_out(kind):
                model_type=kind)
     if kind == "gpt2":
         few = dict(n_embd=256, n_layer=8, n_head=16, vocab_size=99, model_type=kind)
+    if kind == "granitemoehybrid":                         # its default has state-space layers and experts
+        few.update(layer_types=["attention"] * 8, num_local_experts=0)
     full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
-    if kind in ("mistral", "qwen2", "qwen3"):              # these state both always
+    if kind in ("mistral", "qwen2", "qwen3", "qwen3_vl_text", "exaone4", "helium"):     # these state both always
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
     if kind != "gpt2":
         few["max_position_embeddings"] = full["max_position_embeddings"]

@@ -99,8 +99,11 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2",
                  "gemma3_text": "gemma3", "phi3": "phi3", "phi3-longrope": "phi3", "gpt2": "gpt2",
                  "smollm3": "smollm3", "olmo2": "olmo2", "olmoe": "olmoe", "granite": "granite",
-                 "granitemoe": "granitemoe", "gpt_oss": "gpt-oss"}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+                 "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl",
+                 "qwen3_vl_moe": "qwen3vlmoe", "mistral3": "llama", "mellum": "mellum", "granitemoehybrid": "granite",
+                 "seed_oss": "seed_oss", "exaone4": "exaone4", "exaone4-full": "exaone4", "internlm3": "llama",
+                 "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "arcee": "arcee", "starcoder2": "starcoder2"}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 KEYS = {                                                   # after the architecture's name: config attribute
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
@@ -119,17 +122,21 @@ INSTEAD = {                                                # HF's name where ggu
     "mlp.experts.down_proj": ("ffn_down_exps.weight",), "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
     "block_sparse_moe.experts.down_proj": ("ffn_down_exps.weight",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",), "self_attn.sinks": ("attn_sinks.weight",),
+    "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "shared_mlp.output_linear.weight": ("ffn_down.weight",),
 }
 
 
 def as_llama_cpp(model, arch):
     """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
-    c = model.config
+    c = getattr(model.config, "text_config", model.config)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], c.num_hidden_layers)
+    known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known.get(arch, known["dots1"]), c.num_hidden_layers)    # Mellum is younger
     for name, t in model.state_dict().items():
-        if name == "lm_head.weight" and c.tie_word_embeddings:
+        if name == "lm_head.weight" and model.config.tie_word_embeddings or "vis" in name or "projector" in name:
             continue
+        name = name.replace("language_model.", "")
         if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             t = interleave(t, head_dim)
         if arch.startswith("gemma") and "norm" in name:
@@ -143,13 +150,13 @@ def as_llama_cpp(model, arch):
         if arch == "gpt-oss" and len(into) == 2:
             pieces = (t[:, ::2], t[:, 1::2])               # gate and up take turns
         else:
-            pieces = t.chunk(max(len(into), 1), dim=1) if into and t.ndim > 1 else (t,)
+            pieces = t.chunk(max(len(into), 1), dim=-2) if into and t.ndim > 1 else (t,)
         theirs = [f"blk.{prefix[2]}.{n}" for n in into] or [names.get_name(name, (".weight", ".bias"))]
         yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
 
 
 def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
-    c, w = model.config, gguf.GGUFWriter(str(path), arch)
+    c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     for key, attribute in KEYS.items():
         value = getattr(c, attribute, None)
@@ -161,10 +168,14 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
         w.add_expert_count(n_expert)
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c.intermediate_size)
+    if arch == "starcoder2":
+        w.add_layer_norm_eps(c.norm_epsilon)
     if getattr(c, "sliding_window", None) and not arch.startswith(("qwen", "smollm")):
         w.add_sliding_window(c.sliding_window)
+        if arch in ("exaone4", "mellum"):
+            w.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
     rope = getattr(c, "rope_parameters", None) or dict(rope_type="default", rope_theta=1e4)
-    if arch == "gemma3":
+    if arch in ("gemma3", "mellum"):
         w.add_float64(f"{arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if arch != "gpt2":
@@ -227,6 +238,8 @@ def test_gguf(families, name, tmp_path):
         model = variant(name, query_pre_attn_scalar=24)
     if name == "smollm3":                                  # every fourth layer has no RoPE
         model = variant(name, no_rope_layers=[1, 1, 1, 0])
+    if name == "qwen2_5_vl":                               # no key of its window
+        model = tiny.make("qwen2_vl")
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")

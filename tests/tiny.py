@@ -19,6 +19,14 @@ GEMMA = dict(SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20, rms_
              layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
              rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
                                   sliding_attention=dict(rope_type="default", rope_theta=1e4)))
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
+QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
+MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])                     # axes of an image
+HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] * 4, num_local_experts=0, embedding_multiplier=3.0,
+              logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
+STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
+del STARCODER["rms_norm_eps"]
+
 
 FAMILIES = {
     "llama2": lambda: hf.LlamaConfig(**{**SIZE, "num_key_value_heads": 4}),
@@ -72,9 +80,51 @@ FAMILIES = {
                                       attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3_text": lambda: hf.Gemma3TextConfig(**GEMMA),
     "gemma3": lambda: hf.Gemma3Config(
-        text_config=GEMMA, vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                              num_attention_heads=1, image_size=28, patch_size=14),
-        mm_tokens_per_image=4),
+        text_config=GEMMA, vision_config=VISION, mm_tokens_per_image=4),
+    "qwen2_vl": lambda: hf.Qwen2VLConfig(
+        text_config=dict(SIZE, rope_parameters=MROPE), vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=64)),
+    "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
+        text_config=dict(SIZE, rope_parameters=MROPE, use_sliding_window=True, sliding_window=8, max_window_layers=2),
+        vision_config=QWEN_VISION),
+    "qwen3_vl": lambda: hf.Qwen3VLConfig(
+        text_config=dict(SIZE, head_dim=24, rope_parameters=dict(MROPE, mrope_section=[4, 4, 4])),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0])),
+    "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
+        text_config=dict(SIZE, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16, num_experts=4,
+                         rope_parameters=MROPE, tie_word_embeddings=False),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]), tie_word_embeddings=False),
+    "mistral3": lambda: hf.Mistral3Config(
+        text_config=dict(SIZE, model_type="mistral", head_dim=24, sliding_window=None),
+        vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
+    "mellum": lambda: hf.MellumConfig(
+        **SIZE, **MOE, num_experts=4, head_dim=24, sliding_window=8, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]),
+    "vaultgemma": lambda: hf.VaultGemmaConfig(**SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20,
+                                              attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "flex_olmo": lambda: hf.FlexOlmoConfig(**{**SIZE, "intermediate_size": 32}, num_experts=5, num_experts_per_tok=3,
+                                           pad_token_id=0, eos_token_id=2),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(**HYBRID, position_embedding_type="rope"),
+    "granitemoehybrid-nope": lambda: hf.GraniteMoeHybridConfig(**HYBRID),
+    "granite_swa": lambda: hf.GraniteSWAConfig(
+        **SIZE, bos_token_id=1, eos_token_id=2, sliding_window=8, layer_rope_theta=[0, 1e4, 1e4, 5e5], embedding_multiplier=3.0,
+        logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1),
+    "seed_oss": lambda: hf.SeedOssConfig(**SIZE, head_dim=24),
+    "exaone4": lambda: hf.Exaone4Config(**SIZE, sliding_window=8),
+    "exaone4-full": lambda: hf.Exaone4Config(**SIZE, sliding_window=None, layer_types=["full_attention"] * 4),
+    "ministral": lambda: hf.MinistralConfig(**SIZE, head_dim=24, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
+    "ministral3": lambda: hf.Ministral3Config(**SIZE, head_dim=24, rope_parameters=dict(
+        YARN, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
+    "cwm": lambda: hf.CwmConfig(**SIZE, head_dim=24, sliding_window=8, rope_parameters=LLAMA3, bos_token_id=1, eos_token_id=2),
+    "internlm3": lambda: hf.AutoConfig.for_model("internlm3", **SIZE, attention_bias=True, mlp_bias=True, head_dim=24),
+    "iquestcoder": lambda: hf.AutoConfig.for_model("iquestcoder", **SIZE, head_dim=24),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**SIZE, head_dim=24, use_bias=True),
+    "glm": lambda: hf.GlmConfig(**SIZE, pad_token_id=0, head_dim=24, rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "glm4": lambda: hf.Glm4Config(**SIZE, pad_token_id=0, head_dim=24, rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "helium": lambda: hf.HeliumConfig(**SIZE, head_dim=16),
+    "arcee": lambda: hf.ArceeConfig(**SIZE, bos_token_id=1, eos_token_id=2, mlp_bias=True),
+    "starcoder2": lambda: hf.Starcoder2Config(**STARCODER, sliding_window=8, bos_token_id=1, eos_token_id=2),
 }
 
 
@@ -89,6 +139,12 @@ MODELS = {                                                 # for docs/models.md:
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
+    "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
+    "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
+    "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m",
+    "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
+    "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5, to 16,384 tokens", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
+    "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
     "phi3": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "smollm3": "SmolLM3",
     "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "granite": "Granite 3.x", "granitemoe": "Granite 3.x MoE",
     "gpt_oss": "gpt-oss 20b, 120b", "gpt2": "GPT-2",
@@ -99,7 +155,7 @@ def make(name: str, seed: int = 0):
     """A transformers model with weights as large as trained ones, so that no error can hide."""
     torch.manual_seed(seed)
     config = FAMILIES[name]()
-    kind = hf.AutoModelForImageTextToText if name == "gemma3" else hf.AutoModelForCausalLM
+    kind = hf.AutoModelForImageTextToText if hasattr(config, "vision_config") else hf.AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32).eval()
     for key, p in model.named_parameters():
         if "norm" in key or ".ln_" in key:
@@ -119,8 +175,8 @@ def old_spelling(directory) -> None:
     whole = json.loads(path.read_text())
     c = whole.get("text_config", whole)
     rope = c.pop("rope_parameters", None)
-    if rope is None:
-        return                                             # GPT-2 is spelled as ever
+    if rope is None or c["model_type"] == "mellum":
+        return                                             # GPT-2 is spelled as ever, Mellum is young
     if "full_attention" in rope and c["model_type"] == "olmo3":
         rope = rope["full_attention"]
     elif "full_attention" in rope:
@@ -136,8 +192,11 @@ def old_spelling(directory) -> None:
     rope["type"] = rope.pop("rope_type").replace("longrope", "su")
     c["rope_scaling"] = None if rope["type"] == "default" else rope
     whole["torch_dtype"] = whole.pop("dtype", "float32")
-    if c.get("head_dim") == c["hidden_size"] // c["num_attention_heads"]:
+    if c.get("head_dim") == c["hidden_size"] // c["num_attention_heads"] and c["model_type"] != "helium":
         del c["head_dim"]
+    if whole["model_type"] in ("qwen2_vl", "qwen2_5_vl"):  # had one level
+        whole = {**whole.pop("text_config"), **whole}
+        whole["rope_scaling"] = dict(type="mrope", mrope_section=[4, 2, 2])
     path.write_text(json.dumps(whole))
 
 
