@@ -8,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from formats.names import (
-    GPT2_NAMES, GPT_OSS_NAMES, MOE_NAMES, QWEN3_VL_MOE_NAMES, SANDWICH_NAMES, Fused)
+    GPT2_NAMES,
+    GPT_OSS_NAMES,
+    MOE_NAMES,
+    QWEN3_VL_MOE_NAMES,
+    SANDWICH_NAMES,
+    Fused,
+)
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,8 @@ FAMILIES = {
     "glm4": Family(
         overrides=dict(o_bias=False, post_norm=True), defaults=_GLM, interleaved_rope=True,
         names={"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up")),
-               "post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"}),
+               "post_self_attn_layernorm": "post_attn_norm",
+               "post_mlp_layernorm": "post_ffn_norm"}),
     "helium": Family(
         overrides=dict(o_bias=False),
         defaults=dict(num_key_value_heads=20, head_dim=128, rope_theta=1e5, rms_norm_eps=1e-8,

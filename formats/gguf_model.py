@@ -58,7 +58,8 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "seed_oss": "seed_oss", "exaone4": "exaone4", "starcoder2": "starcoder2", "arcee": "arcee",
     "ernie4_5": "ernie4_5", "glm4": "glm4",
 }
-GGUF_INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4")           # RoPE turns neighbours
+GGUF_INTERLEAVED = (                               # RoPE turns neighbours
+    "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4")
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
