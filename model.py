@@ -61,7 +61,13 @@ class ModelConfig:
     expert_dim: int = 0                            # width of each
     norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
     router_bias: bool = False
+    scores: str = "softmax"                        # of layers.moe, SCORES
+    choice_bias: bool = False                      # added for the choice of experts only
+    n_group: int = 1                               # of experts, of which topk_group may be chosen
+    topk_group: int = 1
+    routed_scale: float = 1.0                      # of what the chosen experts give
     shared_dim: int = 0                            # width of the expert that serves every token
+    shared_gate: bool = True                       # which weighs that one
 
 
 def at(layer: int, tiled: tuple):

@@ -19,7 +19,8 @@ BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, Arith
 NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
            "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
            "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
-           "shared_expert_intermediate_size", "rms_norm_eps")
+           "shared_expert_intermediate_size", "rms_norm_eps", "n_shared_experts",
+           "routed_scaling_factor")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu2": "relu2"}
 
@@ -38,6 +39,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
              "activation": _activation(c, family), "norm_eps": float(c["rms_norm_eps"]),
              "vocab_size": _count(c, "vocab_size"),
              "tied": bool(c.get("tie_word_embeddings", False))}
+    if c.get("use_qk_norm"):
+        facts["qk_norm"] = "head"
     facts.update(_layers(c, family, n_layer))
     if any(facts["sparse"]):
         facts.update(_experts(c))
@@ -56,6 +59,7 @@ def _complete(c: dict) -> tuple[Family, dict]:
         raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[kind]
     aliases = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
+               "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts",
                **family.key_aliases}
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
@@ -169,10 +173,16 @@ def _experts(c: dict) -> dict:
     n_expert, n_active = _count(c, "num_experts"), _count(c, "num_experts_per_tok")
     if n_active > n_expert:
         raise ValueError(f"{n_active} active of {n_expert} experts")
-    return dict(n_expert=n_expert, n_active=n_active,
-                expert_dim=_count(c, "moe_intermediate_size", _count(c, "intermediate_size")),
+    expert_dim = _count(c, "moe_intermediate_size", _count(c, "intermediate_size"))
+    shared_dim = (c.get("n_shared_experts") or 0) * expert_dim
+    n_group, topk_group = _count(c, "n_group", 1), _count(c, "topk_group", 1)
+    if n_expert % n_group or topk_group > n_group or n_active > n_expert // n_group * topk_group:
+        raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
+    return dict(n_expert=n_expert, n_active=n_active, expert_dim=expert_dim,
                 norm_topk_prob=bool(c.get("norm_topk_prob", True)),
-                shared_dim=int(c.get("shared_expert_intermediate_size") or 0))
+                n_group=n_group, topk_group=topk_group,
+                routed_scale=float(c.get("routed_scaling_factor") or 1),
+                shared_dim=int(c.get("shared_expert_intermediate_size") or shared_dim))
 
 
 # ---- RoPE ---------------------------------------------------------------------------------------

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from formats.names import (
     GPT2_NAMES,
     GPT_OSS_NAMES,
+    MINIMAX_NAMES,
+    MIXTRAL_NAMES,
     MOE_NAMES,
     QWEN3_VL_MOE_NAMES,
     SANDWICH_NAMES,
+    SIGMOID_NAMES,
     Fused,
 )
 
@@ -66,6 +69,11 @@ def _all_but_every_fourth(c, i):
     return i % 4 != 0
 
 
+def _is_sparse_after_first(c, i):
+    stated = c.get("mlp_layer_types")
+    return stated[i] == "sparse" if stated else i >= c.get("first_k_dense_replace", 0)
+
+
 def _always(c, i):
     return True
 
@@ -85,6 +93,12 @@ def _granite_hybrid_respelled(c):
     return {**c, "layer_types": kinds, "intermediate_size": c["shared_intermediate_size"]}
 
 
+def _minimax_respelled(c):
+    if "rotary_dim" in c:
+        c = {**c, "partial_rotary_factor": c["rotary_dim"] / c["head_dim"]}
+    return c
+
+
 def _biased_respelled(c):
     return {**c, "attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]}
 
@@ -95,6 +109,7 @@ _QWEN2_VL = dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
 _GLM = dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7,
             max_position_embeddings=131072, partial_rotary_factor=0.5)
+_SIGMOID = dict(scores="sigmoid", choice_bias=True, shared_gate=False)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
 FAMILIES = {
@@ -103,10 +118,7 @@ FAMILIES = {
     "mixtral": Family(
         defaults=dict(rope_theta=1e6, num_key_value_heads=8, num_experts=8,
                       num_experts_per_tok=2, max_position_embeddings=131072, rms_norm_eps=1e-5),
-        names={"block_sparse_moe.gate": "ffn.router", "block_sparse_moe.experts.*.w1": "ffn.gate",
-               "block_sparse_moe.experts.*.w3": "ffn.up",
-               "block_sparse_moe.experts.*.w2": "ffn.down"},
-        is_sliding=_always, is_sparse=_always),
+        names=MIXTRAL_NAMES, is_sliding=_always, is_sparse=_always),
     "qwen2": Family(overrides=dict(qkv_bias=True, o_bias=False), defaults=_QWEN,
                     is_sliding=_qwen_is_sliding),
     "qwen2_moe": Family(
@@ -144,8 +156,46 @@ FAMILIES = {
         defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, num_experts=64,
                       num_experts_per_tok=8, moe_intermediate_size=896,
                       max_position_embeddings=131072, rope_theta=5e5, rope_local_base_freq=1e4),
-        names=MOE_NAMES,
-        is_sparse=lambda c, i: (c.get("mlp_layer_types") or {i: "sparse"})[i] == "sparse"),
+        names=MOE_NAMES, is_sparse=_is_sparse_after_first),
+    "glm4_moe": Family(
+        overrides=dict(_SIGMOID, o_bias=False),
+        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072,
+                      partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
+                      moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first),
+    "dots1": Family(
+        overrides=dict(_SIGMOID, qk_norm="head"),
+        defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
+                      moe_intermediate_size=1408, norm_topk_prob=False),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
+        is_sliding=lambda c, i: i >= c["max_window_layers"]),
+    "solar_open": Family(
+        overrides=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=128,
+                      max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
+                      intermediate_size=1280, moe_intermediate_size=1280, rope_theta=1e6),
+        names=SIGMOID_NAMES, is_sparse=_always),
+    "exaone_moe": Family(
+        overrides=dict(_SIGMOID, qk_norm="head"),
+        defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
+                      rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+                      moe_intermediate_size=1024, n_shared_experts=1, routed_scaling_factor=2.5,
+                      first_k_dense_replace=1),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_exaone4_is_sliding,
+        has_rope=_exaone4_has_rope),
+    "hy_v3": Family(
+        overrides=dict(_SIGMOID, qk_norm="head"),
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,
+                      max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
+                      moe_intermediate_size=1536, routed_scaling_factor=2.826,
+                      first_k_dense_replace=1, rope_theta=11158840.0),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
+        key_aliases=dict(router_scaling_factor="routed_scaling_factor")),
+    "minimax_m2": Family(
+        overrides=dict(_SIGMOID, qk_norm="wide"),
+        defaults=dict(num_key_value_heads=8, head_dim=128, num_experts=256, num_experts_per_tok=8,
+                      max_position_embeddings=196608, rope_theta=5e6),
+        names=MINIMAX_NAMES, is_sparse=_always, respell=_minimax_respelled),
     "gemma": Family(
         overrides=dict(activation="gelu_tanh"),        # "gelu" in config.json means this too
         defaults=dict(_GEMMA, num_key_value_heads=16), norm_offset=1.0, scaled_embed=True),

@@ -12,7 +12,7 @@ from formats.hub_quantized import dequantized
 from formats.json_file import read_json
 from formats.lazy import LazyTensor
 from formats.messages import first_line
-from formats.names import HF_NAMES, OUR_NAMES, look_up
+from formats.names import HF_NAMES, OUR_NAMES, layer_of, look_up
 from formats.safetensors_file import read_safetensors
 from formats.torch_file import lazy_tensors, read_torch
 
@@ -28,6 +28,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if "vision_config" in config:
         print("note: of this multimodal model only the text part is read", file=sys.stderr)
     tensors = hub_weights(directory, weights)
+    if c.get("num_nextn_predict_layers") or c.get("num_mtp_layers"):   # of the head that drafts
+        tensors = [t for t in tensors if layer_of(t.name) < cfg.n_layer]
     if "text_config" in config:                    # both levels say whether it is tied
         cfg = replace(cfg, tied=not any(t.name.endswith("lm_head.weight") for t in tensors))
     quantization = (config.get("quantization_config") or config.get("compression_config")

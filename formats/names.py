@@ -35,6 +35,11 @@ HF_NAMES = {
     "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
     "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
 }
+MIXTRAL_NAMES = {
+    "block_sparse_moe.gate": "ffn.router", "block_sparse_moe.experts.*.w1": "ffn.gate",
+    "block_sparse_moe.experts.*.w3": "ffn.up", "block_sparse_moe.experts.*.w2": "ffn.down",
+}
+MINIMAX_NAMES = MIXTRAL_NAMES | {"block_sparse_moe.e_score_correction_bias": "ffn.choice_bias"}
 MOE_NAMES = {
     "mlp.gate": "ffn.router", "mlp.experts.*.gate_proj": "ffn.gate",
     "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
@@ -47,6 +52,15 @@ MOE_NAMES = {
 QWEN3_VL_MOE_NAMES = MOE_NAMES | {
     "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), maybe_transposed=True),
     "mlp.experts.down_proj": Fused(("ffn.down.weight",), maybe_transposed=True),
+}
+SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as others spell it too
+    "mlp.gate.e_score_correction_bias": "ffn.choice_bias",
+    "mlp.e_score_correction_bias": "ffn.choice_bias", "mlp.expert_bias": "ffn.choice_bias",
+    "mlp.router.gate": "ffn.router",
+    "mlp.shared_experts.gate_proj": "ffn.shared.gate", "mlp.shared_mlp.gate_proj": "ffn.shared.gate",
+    "mlp.shared_experts.up_proj": "ffn.shared.up", "mlp.shared_mlp.up_proj": "ffn.shared.up",
+    "mlp.shared_experts.down_proj": "ffn.shared.down",
+    "mlp.shared_mlp.down_proj": "ffn.shared.down",
 }
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -73,7 +87,7 @@ OLD_NAMES = {                                      # as files of the first relea
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
-    "ffn.router", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
+    "ffn.router", "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."
@@ -83,6 +97,12 @@ NOT_WEIGHTS = re.compile(
 def bare(name: str) -> str:
     """Without the names of the modules around the text model's."""
     return re.sub(r"^((model|language_model|text_model|transformer|_orig_mod)\.)+", "", name)
+
+
+def layer_of(name: str) -> int:
+    """-1 outside the layers."""
+    match = re.match(r"layers\.(\d+)\.", bare(name))
+    return int(match[1]) if match else -1
 
 
 def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:

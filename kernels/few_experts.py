@@ -17,7 +17,7 @@ from kernels.cuda import INT4_CUDA, INT8_CUDA
 from kernels.linear import PackedLinear
 from kernels.matvec import FUSED_ACTIVATIONS, matvec
 from layers.feed_forward import GATED
-from layers.moe import ExpertLinear, MoE
+from layers.moe import SCORES, ExpertLinear, MoE
 
 
 def leaves(linear: nn.Module) -> tuple | None:
@@ -37,7 +37,10 @@ class StackedGates:
 
 
 def stack_gates(moe: MoE) -> StackedGates | None:
-    """None where the kernels know no such weights or activation. In place."""
+    """None where the kernels know no such weights, activation or router. In place."""
+    plain = moe.scores is SCORES["softmax"] and moe.choice_bias is None and moe.routed_scale == 1
+    if not plain or moe.n_group > 1:
+        return None
     name = next(name for name, function in GATED.items() if function is moe.activation)
     if name not in FUSED_ACTIVATIONS or not all(map(leaves, (moe.router, moe.down))):
         return None
@@ -71,7 +74,7 @@ def few_experts(moe: MoE, x: Tensor, norm: nn.Module | None) -> Tensor:
     if moe.shared is None:
         return y
     flat = x if norm is None else norm(x)
-    return y + moe.shared(flat) * torch.sigmoid(moe.shared_expert_gate(flat))
+    return y + moe.share(flat)
 
 
 @torch.library.custom_op("gpt_faster::route", mutates_args=())

@@ -49,11 +49,26 @@ class ExpertLinear(nn.Module):
         return (self.weight[ids] @ x[..., None]).squeeze(-1)
 
 
+def softmax(logits):
+    return logits.softmax(-1)
+
+
+SCORES = {"softmax": softmax, "sigmoid": torch.sigmoid}
+
+
+def best_groups(choice, n_group: int, n_chosen: int):
+    """choice [n, E], -inf outside of the groups whose two best experts have the largest sums."""
+    groups = choice.unflatten(-1, (n_group, -1))                           # [n, G, E / G]
+    worth = groups.topk(2).values.sum(-1)
+    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(n_chosen).indices, True)
+    return torch.where(chosen[..., None], groups, -torch.inf).flatten(-2)
+
+
 class MoE(nn.Module):
     """The router picks n_active experts for each token, whose outputs are summed by probability.
 
     Softmax over the router's top k equals softmax over all, top k, normalized: one form for both.
-    shared: a feed-forward layer that serves every token, weighted by a gate of its own.
+    shared: a feed-forward layer that serves every token, perhaps weighted by a gate of its own.
     """
 
     def __init__(self, cfg, shared: nn.Module | None = None):
@@ -62,13 +77,32 @@ class MoE(nn.Module):
         self.n_expert = E
         self.n_active = cfg.n_active
         self.norm_topk_prob = cfg.norm_topk_prob
+        self.scores = SCORES[cfg.scores]
+        self.n_group, self.topk_group = cfg.n_group, cfg.topk_group
+        self.routed_scale = cfg.routed_scale
         self.router = nn.Linear(D, E, bias=cfg.router_bias)
+        self.choice_bias = None
+        if cfg.choice_bias:
+            self.choice_bias = nn.Parameter(torch.zeros(E, dtype=torch.float32))
         self.gate = ExpertLinear(E, D, width, cfg.mlp_bias)
         self.up = ExpertLinear(E, D, width, cfg.mlp_bias)
         self.down = ExpertLinear(E, width, D, cfg.mlp_bias)
         self.activation = GATED[cfg.activation]
         self.shared = shared
-        self.shared_expert_gate = nn.Linear(D, 1, bias=False) if shared else None
+        gated = shared and cfg.shared_gate
+        self.shared_expert_gate = nn.Linear(D, 1, bias=False) if gated else None
+
+    def route(self, x):
+        """x [n, D] -> each token's experts' weights, fp32, and ids [n, n_active]."""
+        scores = self.scores(self.router(x).float())
+        choice = scores if self.choice_bias is None else scores + self.choice_bias
+        if self.n_group > 1:
+            choice = best_groups(choice, self.n_group, self.topk_group)
+        ids = choice.topk(self.n_active).indices
+        prob = scores.gather(-1, ids)
+        if self.norm_topk_prob:
+            prob = prob / prob.sum(-1, keepdim=True)
+        return prob * self.routed_scale, ids
 
     def takes_rows_one_by_one(self, x, n_row: int) -> bool:
         """Whether n_row rows each read their own expert; x [B, T, D].
@@ -79,10 +113,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         flat = x.flatten(0, 1)                                             # [n, D]
-        prob, ids = self.router(flat).float().softmax(-1).topk(self.n_active)
-        if self.norm_topk_prob:
-            prob = prob / prob.sum(-1, keepdim=True)
-        prob, ids = prob.flatten(), ids.flatten()                          # [M], M = n * n_active
+        prob, ids = (t.flatten() for t in self.route(flat))                # [M], M = n * n_active
         if self.takes_rows_one_by_one(x, len(ids)):
             order = torch.arange(len(ids), device=x.device)
             y = self.experts(flat[order // self.n_active], ids, None)
@@ -94,8 +125,14 @@ class MoE(nn.Module):
             y = torch.empty_like(y).index_copy(0, order, y)
         y = (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
         if self.shared is not None:
-            y = y + self.shared(flat) * torch.sigmoid(self.shared_expert_gate(flat))
+            y = y + self.share(flat)
         return y.view_as(x)
+
+    def share(self, x):
+        y = self.shared(x)
+        if self.shared_expert_gate is None:
+            return y
+        return y * torch.sigmoid(self.shared_expert_gate(x))
 
     def experts(self, x, ids, ends):
         """x [M, D], a row for each pair of a token and its expert -> [M, D]; see ExpertLinear."""

@@ -184,8 +184,10 @@ def test_keys_that_config_json_leaves_out(kind):
         few = dict(n_embd=256, n_layer=8, n_head=16, vocab_size=99, model_type=kind)
     if kind == "granitemoehybrid":                         # its default has state-space layers and experts
         few.update(layer_types=["attention"] * 8, num_local_experts=0)
+    if kind == "dots1":                                    # has no default
+        few.update(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1)
     full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
-    if kind in ("mistral", "qwen2", "qwen3", "qwen3_vl_text", "exaone4", "helium"):     # these state both always
+    if kind in ("mistral", "qwen2", "qwen3") or full.get("num_key_value_heads", 16) > 16:          # these state both always
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
     if kind != "gpt2":
         few["max_position_embeddings"] = full["max_position_embeddings"]

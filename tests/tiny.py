@@ -99,6 +99,19 @@ FAMILIES = {
     "mellum": lambda: hf.MellumConfig(
         **SIZE, **MOE, num_experts=4, head_dim=24, sliding_window=8, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1,
+        routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "dots1": lambda: hf.Dots1Config(**SIZE, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
+                                    sliding_window=8, max_window_layers=2, norm_topk_prob=True, routed_scaling_factor=2.5),
+    "solar_open": lambda: hf.SolarOpenConfig(
+        **{k: v for k, v in SIZE.items() if k != "intermediate_size"}, **MOE, head_dim=24, n_routed_experts=8),
+    "exaone_moe": lambda: hf.ExaoneMoeConfig(**SIZE, **MOE, num_experts=8, sliding_window=8, first_k_dense_replace=2),
+    "hy_v3": lambda: hf.HYV3Config(**SIZE, **MOE, head_dim=24, num_experts=8),
+    "minimax_m2": lambda: hf.MiniMaxM2Config(
+        **{**SIZE, "intermediate_size": 32}, head_dim=24, num_local_experts=8, num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
     "vaultgemma": lambda: hf.VaultGemmaConfig(**SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20,
                                               attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "flex_olmo": lambda: hf.FlexOlmoConfig(**{**SIZE, "intermediate_size": 32}, num_experts=5, num_experts_per_tok=3,
@@ -141,7 +154,8 @@ MODELS = {                                                 # for docs/models.md:
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
-    "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
+    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5, to 16,384 tokens", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
@@ -166,6 +180,9 @@ def make(name: str, seed: int = 0):
             p.data = 0.3 * torch.randn_like(p)
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)
+    for key, buffer in model.named_buffers():              # routers': of the choice alone
+        if key.endswith("bias"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 
