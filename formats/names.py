@@ -57,7 +57,8 @@ SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as other
     "mlp.gate.e_score_correction_bias": "ffn.choice_bias",
     "mlp.e_score_correction_bias": "ffn.choice_bias", "mlp.expert_bias": "ffn.choice_bias",
     "mlp.router.gate": "ffn.router",
-    "mlp.shared_experts.gate_proj": "ffn.shared.gate", "mlp.shared_mlp.gate_proj": "ffn.shared.gate",
+    "mlp.shared_experts.gate_proj": "ffn.shared.gate",
+    "mlp.shared_mlp.gate_proj": "ffn.shared.gate",
     "mlp.shared_experts.up_proj": "ffn.shared.up", "mlp.shared_mlp.up_proj": "ffn.shared.up",
     "mlp.shared_experts.down_proj": "ffn.shared.down",
     "mlp.shared_mlp.down_proj": "ffn.shared.down",
@@ -87,7 +88,8 @@ OLD_NAMES = {                                      # as files of the first relea
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
-    "ffn.router", "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate")}
+    "ffn.router", "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
+    "ffn.shared_expert_gate")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."

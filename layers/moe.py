@@ -60,7 +60,8 @@ def best_groups(choice, n_group: int, n_chosen: int):
     """choice [n, E], -inf outside of the groups whose two best experts have the largest sums."""
     groups = choice.unflatten(-1, (n_group, -1))                           # [n, G, E / G]
     worth = groups.topk(2).values.sum(-1)
-    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(n_chosen).indices, True)
+    chosen = torch.zeros_like(worth, dtype=torch.bool)
+    chosen = chosen.scatter(-1, worth.topk(n_chosen).indices, True)
     return torch.where(chosen[..., None], groups, -torch.inf).flatten(-2)
 
 

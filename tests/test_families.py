@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -169,9 +170,44 @@ def test_experts_either_way_round(families, tmp_path):
     shutil.copytree(directory, tmp_path / "hub")
     disk = load_file(directory / "model.safetensors")
     disk = {k: w.mT.contiguous() if ".experts." in k else w for k, w in disk.items()}
-    assert disk["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 48, 64)
+    assert disk["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 96, 64)
     save_file(disk, tmp_path / "hub/model.safetensors")
     close(our_logits(tmp_path / "hub", tokens()), tiny.logits(model, tokens()))
+
+
+def test_the_head_that_drafts_is_left_out(families, tmp_path):
+    """GLM-4.5 has it as a layer after the last, with matrices of its own."""
+    from safetensors.torch import load_file, save_file
+    directory, model = families("glm4_moe")
+    shutil.copytree(directory, tmp_path / "glm")
+    disk = load_file(directory / "model.safetensors")
+    disk |= {k.replace("layers.3.", "layers.4."): w.clone() for k, w in disk.items() if "layers.3." in k}
+    disk |= {"model.layers.4.eh_proj.weight": torch.ones(64, 128), "model.layers.4.enorm.weight": torch.ones(64)}
+    save_file(disk, tmp_path / "glm/model.safetensors")
+    with pytest.raises(ValueError, match="tensors that"):
+        read_checkpoint(tmp_path / "glm")
+    config = json.loads((tmp_path / "glm/config.json").read_text())
+    (tmp_path / "glm/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    close(our_logits(tmp_path / "glm", tokens()), tiny.logits(model, tokens()))
+
+
+def test_only_the_text_part_and_a_line_that_says_so(families, capsys):
+    read_checkpoint(families("qwen3_vl")[0])
+    assert capsys.readouterr().err == "note: of this multimodal model only the text part is read\n"
+
+
+@pytest.mark.parametrize("changes", [
+    dict(scores="softmax"), dict(routed_scale=1.0), dict(n_group=1, topk_group=1), dict(topk_group=3),
+    dict(norm_topk_prob=False), dict(qk_norm=None)])
+def test_planted_errors_of_a_router(families, changes):
+    """Each part of GLM-4.5's shows in the logits."""
+    directory, model = families("glm4_moe")
+    source = read_checkpoint(directory)
+    source.cfg = replace(source.cfg, **changes)
+    source.tensors = {k: t for k, t in source.tensors.items() if "qk_norm" not in changes or "_norm.weight" not in k or "attn." not in k}
+    wrong = load_model(source, torch.float32, "cpu")(tokens(), torch.arange(24), logits_to_keep=24)
+    expected = tiny.logits(model, tokens())
+    assert (wrong - expected).norm() > 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

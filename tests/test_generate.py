@@ -211,7 +211,7 @@ def test_the_context_ends_generation(capsys, families, tmp_path):
 def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypatch):
     read = session.open_checkpoint
 
-    def with_defaults(path):
+    def with_defaults(path, *more):
         source = read(path)
         source.defaults = dict(temperature=0.0, top_k=5)
         return source

@@ -90,7 +90,7 @@ FAMILIES = {
         text_config=dict(SIZE, head_dim=24, rope_parameters=dict(MROPE, mrope_section=[4, 4, 4])),
         vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0])),
     "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
-        text_config=dict(SIZE, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16, num_experts=4,
+        text_config=dict(SIZE, num_experts_per_tok=2, moe_intermediate_size=96, head_dim=16, num_experts=4,
                          rope_parameters=MROPE, tie_word_embeddings=False),
         vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]), tie_word_embeddings=False),
     "mistral3": lambda: hf.Mistral3Config(
@@ -143,7 +143,7 @@ FAMILIES = {
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3")
+         "smollm3", "glm4_moe")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -206,6 +206,8 @@ def old_spelling(directory) -> None:
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if c["model_type"] == "phi3" and key in rope:      # beside it, not in it
             c[key] = rope.pop(key)
+    if c["model_type"] == "minimax_m2":
+        c["rotary_dim"] = int(rope.pop("partial_rotary_factor") * c["head_dim"])
     rope["type"] = rope.pop("rope_type").replace("longrope", "su")
     c["rope_scaling"] = None if rope["type"] == "default" else rope
     whole["torch_dtype"] = whole.pop("dtype", "float32")
