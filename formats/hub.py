@@ -69,7 +69,7 @@ def resolve(name: str | None) -> Path:
                                 "default one, or give --checkpoint_path")
     name = str(DEFAULT_MODEL if name is None else name)
     if not name.strip():
-        raise ValueError("--checkpoint_path is empty: an unset variable?")
+        raise ValueError("a path or name is empty: an unset variable?")
     path = Path(name).expanduser()
     if path.exists():
         return path

@@ -293,7 +293,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
     (["--frobnicate"], "unrecognized arguments"),
     (["--profile", "/nowhere/trace"], "a file in a directory that exists is needed"),
-    (["-m", " "], "--checkpoint_path is empty: an unset variable?"),
+    (["-m", " "], "a path or name is empty: an unset variable?"),
     (["--interactive", "--json"], "--interactive cannot be combined with --json"),
     (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
 ], ids=" ".join)
