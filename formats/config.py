@@ -154,8 +154,10 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     rope = [ropes[kind] if family.has_rope(c, i) else Rope(kind="none")
             for i, kind in enumerate(kinds)]
     if thetas := c.get("layer_rope_theta"):        # 0: none there
+        if not isinstance(thetas, list) or len(thetas) != n_layer:
+            raise ValueError(f"'layer_rope_theta' is {thetas!r}, expected {n_layer} numbers")
         rope = [replace(r, theta=float(t)) if t else Rope(kind="none")
-                for r, t in zip(rope, thetas, strict=True)]
+                for r, t in zip(rope, thetas)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
     context = max([_count(c, "max_position_embeddings"), *stretched])
     if "llama_4_scaling_beta" in (c.get("rope_parameters") or c.get("rope_scaling") or {}):
@@ -176,7 +178,9 @@ def _experts(c: dict) -> dict:
     expert_dim = _count(c, "moe_intermediate_size", _count(c, "intermediate_size"))
     shared_dim = (c.get("n_shared_experts") or 0) * expert_dim
     n_group, topk_group = _count(c, "n_group", 1), _count(c, "topk_group", 1)
-    if n_expert % n_group or topk_group > n_group or n_active > n_expert // n_group * topk_group:
+    size = n_expert // n_group                     # two of a group say what it is worth
+    if (n_expert % n_group or topk_group > n_group or n_active > size * topk_group
+            or n_group > 1 and size < 2):
         raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
     return dict(n_expert=n_expert, n_active=n_active, expert_dim=expert_dim,
                 norm_topk_prob=bool(c.get("norm_topk_prob", True)),

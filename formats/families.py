@@ -104,8 +104,11 @@ def _biased_respelled(c):
 
 
 _QWEN = dict(sliding_window=4096)
-_QWEN2_VL = dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
-                 max_position_embeddings=32768, max_window_layers=80)
+_QWEN2_VL = Family(
+    overrides=dict(qkv_bias=True, o_bias=False),
+    defaults=dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
+                  max_position_embeddings=32768, max_window_layers=80),
+    is_sliding=_qwen_is_sliding)
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
 _GLM = dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7,
             max_position_embeddings=131072, partial_rotary_factor=0.5)
@@ -137,10 +140,7 @@ FAMILIES = {
                       moe_intermediate_size=768, norm_topk_prob=False),
         names=MOE_NAMES, is_sparse=_qwen_is_sparse,
         is_sliding=lambda c, i: bool(c.get("use_sliding_window"))),
-    "qwen2_vl_text": Family(overrides=dict(qkv_bias=True, o_bias=False), defaults=_QWEN2_VL,
-                            is_sliding=_qwen_is_sliding),
-    "qwen2_5_vl_text": Family(overrides=dict(qkv_bias=True, o_bias=False), defaults=_QWEN2_VL,
-                              is_sliding=_qwen_is_sliding),
+    "qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": Family(
         overrides=dict(qk_norm="head"),
         defaults=dict(num_key_value_heads=32, head_dim=128, rope_theta=5e5,

@@ -65,8 +65,15 @@ def _config(directory: Path) -> dict:
     for key in VARIANTS:
         if config.get(key):
             raise ValueError(f"{path}: '{key}' is not supported")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise ValueError(f"{path}: 'lora_alpha' is {config.get('lora_alpha')!r}, expected a number")
+    alphas = config.get("alpha_pattern") or {}
+    try:
+        for pattern in alphas:
+            re.compile(pattern)
+        values = [config.get("lora_alpha"), *alphas.values()]
+    except (AttributeError, TypeError, re.error):
+        raise ValueError(f"{path}: 'alpha_pattern' is {alphas!r}, expected patterns") from None
+    if bad := [value for value in values if type(value) not in (int, float)]:
+        raise ValueError(f"{path}: 'lora_alpha' is {bad[0]!r}, expected a number")
     return config
 
 
@@ -94,6 +101,9 @@ def _changed(t: LazyTensor, parts: dict, scale: float, config: dict) -> LazyTens
     if missing := [f"lora_{name}" for name in names if name not in parts]:
         raise ValueError(f"{t.name} has no {' and '.join(missing)}")
     left, right = (parts[name] for name in names)  # [out, r], [r, in]
+    if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
+        raise ValueError(f"{t.name}: lora_A and lora_B are {list(right.shape)} and "
+                         f"{list(left.shape)}")
     magnitude = parts.get("magnitude_vector")      # DoRA: of each output's weights
     if embedding or config.get("fan_in_fan_out"):
         left, right = transpose(right), transpose(left)

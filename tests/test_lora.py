@@ -100,6 +100,9 @@ def change(path, **values):
     (dict(peft_type="IA3"), "'peft_type' is 'IA3', only LORA is supported"),
     (dict(lora_bias=True), "'lora_bias' is not supported"),
     (dict(lora_alpha="8"), "'lora_alpha' is '8', expected a number"),
+    (dict(lora_alpha=True), "'lora_alpha' is True, expected a number"),
+    (dict(alpha_pattern=3), "'alpha_pattern' is 3, expected patterns"),
+    (dict(alpha_pattern={"(": 3}), "'alpha_pattern' is .*, expected patterns"),
 ])
 def test_other_kinds_are_refused(families, values, said, tmp_path):
     path, _ = adapter(families, "llama3", KINDS["all"], tmp_path)
