@@ -10,7 +10,7 @@
 // so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
 // filled up with zeros. Sums are in fp32. x meets int8 and int4 as 16-bit integers, each 32 inputs
 // with a scale of their own: finer than bf16, and two products in an instruction. Where a CPU has
-// products of bf16, many rows take these.
+// products of bf16, bf16 weights take these, and int4 ones that meet many rows.
 
 #include <algorithm>
 #include <atomic>
@@ -22,6 +22,7 @@
 #include <mutex>
 #include <omp.h>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -60,6 +61,10 @@ template <class V> static inline V load(const void* p) {
 }
 
 template <class V> static inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+
+static inline void prefetch(const void* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + AHEAD + i);
+}
 
 static inline vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -137,12 +142,18 @@ static inline vf tanh_of(vf x) {
 }
 
 static inline float sum_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   float y = 0;
   for (int i = 0; i < LANES; i++) y += x[i];
   return y;
 }
 
 static inline float largest_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
   float y = x[0];
   for (int i = 1; i < LANES; i++) y = std::max(y, x[i]);
   return y;
@@ -205,7 +216,12 @@ static void read_floats(const void* from, int type, long at, int n, float* to) {
 static void write_floats(const float* from, int n, void* to, int type, long at) {
   if (type == FP32) return copy_floats(from, n, (float*)to + at);
   uint16_t* bits = (uint16_t*)to + at;
-  for (int i = 0; i < n; i++) bits[i] = float_to_bf16(from[i]);
+  int i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + LANES <= n; i += LANES)
+    store(bits + i, _mm512_cvtneps_pbh((__m512)load<vf>(from + i)));
+#endif
+  for (; i < n; i++) bits[i] = float_to_bf16(from[i]);
 }
 
 // ---- Norms --------------------------------------------------------------------------------------
@@ -343,12 +359,17 @@ template <int M, class Weight, class Number>
 static void tile(const Weight* w, long ldw, int n, const Number* x, long ldx, float* y, long ldy,
                  bool add) {
   vf acc[M][2];
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(y + m * ldy + v * LANES) : vf{};
-  for (int k = 0; k < n; k++)
+  for (int k = 0; k < n; k++) {
+    if (M >= 8 && std::is_same<Weight, int32_t>::value) prefetch(w + k * ldw, 4 * ROWS);
+#pragma GCC unroll 16
     for (int m = 0; m < M; m++)
       for (int v = 0; v < 2; v++)
         acc[m][v] = add_product(acc[m][v], w + k * ldw + v * LANES, x[m * ldx + k]);
+  }
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
 }
@@ -373,16 +394,21 @@ static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long
 
 // - Weights as they lie in memory, by up to TILE rows at a time
 
-static bool by_integers(const Linear& op) { return op.format >= INT8; }
+enum Numbers { FLOATS, PAIRS, INTEGERS };      // what x meets them as; pairs of bf16
 
-static bool is_by_stored(const Linear& op) {   // as measured
-  if (HAS_BF16) return op.M <= 8;
-  return by_integers(op) || op.M <= (op.format == BF16 ? 128 : 8);
+static Numbers numbers(const Linear& op) {
+  bool by_pairs = op.format == BF16 || (op.format == INT4 && op.M > 32);
+  if (HAS_BF16 && by_pairs && !op.exact) return PAIRS;
+  return op.format >= INT8 ? INTEGERS : FLOATS;
 }
 
-struct Rows {                                  // of x, as floats or as integers
+static bool is_by_stored(const Linear& op) {   // as measured
+  return numbers(op) != FLOATS || op.M <= (op.format == BF16 ? 128 : 8);
+}
+
+struct Rows {                                  // of x, as floats, as bf16 or as integers
   float *x, *scale, *sum;                      // [M, K]; [M, K / GROUP], of q; of q's values
-  int16_t* q;                                  // [M, K]
+  int16_t* q;                                  // [M, K], integers or bf16
   int K;
 
   Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K) {
@@ -465,8 +491,7 @@ template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* 
   for (int p = 0; p < rows.K / 2; p += U)
     for (int u = 0; u < U; u++) {
       const int32_t* at = w + (p + u) * ROWS;
-      __builtin_prefetch((const char*)at + AHEAD);
-      if (LANES > 8) __builtin_prefetch((const char*)(at + LANES) + AHEAD);
+      prefetch(at, 4 * ROWS);
       for (int odd = 0; odd < 2; odd++) {
         vi pairs[2] = {load<vi>(at), load<vi>(at + LANES)};
         vf halves[2];                          // both meet x while it is in a register
@@ -490,13 +515,14 @@ static inline vs load_codes(const int16_t* p) { return load<vs>(p); }
 // int8, or int4 that has been decoded; scales [K / GROUP, ROWS], or null: ones
 template <int M, class Code>
 static void by_codes(const Code* w, const float* scales, const Rows& rows, float* y) {
+  constexpr bool is_ahead = sizeof(Code) == 1 && (M > 1 || LANES == 8);      // as measured
   int n_group = rows.K / GROUP;
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {
     vi acc[M][2] = {};
     auto meet = [&](int p) {
       const Code* at = w + (g * GROUP / 2 + p) * ROWS * 2;
-      if (sizeof(Code) == 1 && p % 2 == 0) __builtin_prefetch(at + AHEAD);
+      if (is_ahead && p % (32 / ROWS) == 0) prefetch(at, 64);
       vs codes[2] = {load_codes(at), load_codes(at + 2 * LANES)};
       for (int m = 0; m < M; m++) {
         int32_t x = rows.pair(m, g * GROUP / 2 + p);
@@ -532,7 +558,7 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
 #pragma GCC unroll 1
       for (int j = 0; j < GROUP / 8; j++) {
         const int32_t* at = w + (i * GROUP / 8 + j) * ROWS;
-        __builtin_prefetch((const char*)at + AHEAD);
+        prefetch(at, 4 * ROWS);
         auto meet = [&](int b) {               // both halves meet x while it is in a register
           vs codes[2];
           for (int v = 0; v < 2; v++)
@@ -565,29 +591,79 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
 }
 
-// A block of int4 as 16-bit integers, ordered as x is, which several tiles share
+// Weights of inputs [from, from + n) as floats [n, ROWS]
+static void to_floats(const Linear& op, int i, int K, int from, int n, float* to) {
+  const char* w = block(op, i, K);
+  if (op.format == FP32) memcpy(to, (const float*)w + (long)from * ROWS, 4 * (size_t)n * ROWS);
+  for (int v = 0; v < 2; v++) {
+    float* column = to + v * LANES;
+    if (op.format == BF16)
+      for (int k = 0; k < n; k += 2) {
+        vi pair = load<vi>((const int32_t*)w + (from + k) / 2 * ROWS + v * LANES);
+        store(column + k * ROWS, low_bf16(pair));
+        store(column + (k + 1) * ROWS, high_bf16(pair));
+      }
+    if (op.format == INT4) {
+      const int32_t* scales = int4_scales(op, i, K);
+      for (int k = 0; k < n; k += GROUP) {
+        vf scale, term;
+        scale_and_term(scales + (from + k) / op.group * ROWS + v * LANES, &scale, &term);
+        for (int j = k; j < k + GROUP; j += 8) {
+          const int32_t* codes = (const int32_t*)w + (from + j) / 8 * ROWS + v * LANES;
+          prefetch(codes, 4 * LANES);
+          vu words = load<vu>(codes);
+          for (int b = 0; b < 8; b++) {
+            vf code = to_float((vi)(words >> (4 * b) & 15));
+            store(column + (j + b) * ROWS, code * scale + term);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same as pairs of bf16 [K / 2, ROWS, 2]; memory: [DEPTH, ROWS]
+static void to_pairs(const Linear& op, int i, int K, float* memory, int32_t* to) {
+  for (int from = 0; from < K; from += DEPTH, to += DEPTH / 2 * ROWS) {
+    int n = std::min(DEPTH, K - from);
+    to_floats(op, i, K, from, n, memory);
+    for (int k = 0; k < n; k += 2)
+      for (int v = 0; v < ROWS; v += LANES) {
+        vi even = load<vi>(memory + k * ROWS + v) + 0x8000;       // rounded
+        vi odd = load<vi>(memory + (k + 1) * ROWS + v) + 0x8000;
+        store(to + k / 2 * ROWS + v, (vi)((vu)even >> 16) | (odd & (int32_t)0xffff0000));
+      }
+  }
+}
+
+// A block of int4 as 16-bit numbers, which several tiles share
 struct Decoded {
-  int16_t* codes;                              // [K / 2, ROWS, 2]
-  float *scales, *terms;                       // [K / GROUP, ROWS]
+  int16_t* codes;                              // [K / 2, ROWS, 2] as x is: bf16 or integers
+  float *scales, *terms;                       // [K / GROUP, ROWS], of integers
+  float* floats;                               // [DEPTH, ROWS]
 
   Decoded(float* memory, int K) {
     codes = (int16_t*)memory;
     scales = memory + (size_t)K / 2 * ROWS;
     terms = scales + (size_t)K / GROUP * ROWS;
+    floats = terms + (size_t)K / GROUP * ROWS;
   }
 
-  static size_t floats(int K) { return (size_t)(K / 2 + 2 * (K / GROUP)) * ROWS; }
+  static size_t size(int K) { return (size_t)(K / 2 + 2 * (K / GROUP) + DEPTH) * ROWS; }
 
-  void decode(const int32_t* w, const int32_t* words, int group, int K) {
-    for (int i = 0; i < K / 8 * ROWS; i += LANES) {
-      int16_t* to = codes + (i / ROWS * 4 * ROWS + i % ROWS) * 2;
+  void decode(const Linear& op, int i, int K) {
+    if (numbers(op) == PAIRS) return to_pairs(op, i, K, floats, (int32_t*)codes);
+    const int32_t *w = (const int32_t*)block(op, i, K), *words = int4_scales(op, i, K);
+    for (int k = 0; k < K / 8 * ROWS; k += LANES) {
+      int16_t* to = codes + (k / ROWS * 4 * ROWS + k % ROWS) * 2;
+      prefetch(w + k, 4 * LANES);
       for (int b = 0; b < 4; b++)
-        store(to + b * ROWS * 2, (vi)(load<vu>(w + i) >> (4 * b)) & 0x000f000f);
+        store(to + b * ROWS * 2, (vi)(load<vu>(w + k) >> (4 * b)) & 0x000f000f);
     }
     for (int g = 0; g < K / GROUP; g++)
       for (int v = 0; v < ROWS; v += LANES) {
         vf scale, term;
-        scale_and_term(words + g * GROUP / group * ROWS + v, &scale, &term);
+        scale_and_term(words + g * GROUP / op.group * ROWS + v, &scale, &term);
         store(scales + g * ROWS + v, scale);
         store(terms + g * ROWS + v, term);
       }
@@ -597,6 +673,9 @@ struct Decoded {
 template <int M>
 static void block_by(const Linear& op, int i, const Rows& rows, float* y, const Decoded* decoded) {
   const char* w = block(op, i, rows.K);
+  if (numbers(op) == PAIRS)
+    return tile<M>(decoded ? (const int32_t*)decoded->codes : (const int32_t*)w, ROWS, rows.K / 2,
+                   (const int32_t*)rows.q, rows.K / 2, y, ROWS, false);
   if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
   if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
   if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
@@ -619,21 +698,20 @@ static void block_by_some(int m, const Linear& op, int i, const Rows& rows, floa
   if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y, decoded);
 }
 
-// y [M, ROWS]; memory: Decoded::floats(K)
+// y [M, ROWS]; memory: Decoded::size(K)
 static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, float* memory) {
   int n = (op.M + TILE - 1) / TILE, n_group = rows.K / GROUP;
   Decoded decoded(memory, rows.K);
-  bool is_decoded = op.format == INT4 && n > 1;
-  if (is_decoded)
-    decoded.decode((const int32_t*)block(op, i, rows.K), int4_scales(op, i, rows.K), op.group,
-                   rows.K);
+  bool is_decoded = op.format == INT4 && n > (LANES > 8 ? 2 : 1);  // as measured
+  if (is_decoded) decoded.decode(op, i, rows.K);
   for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
     int height = (op.M - m + n - j - 1) / (n - j);
     float* to = y + (long)m * ROWS;
     block_by_some<TILE>(height, op, i, rows.from(m), to, is_decoded ? &decoded : nullptr);
     m += height;
   }
-  if (is_decoded) tiles(op.M, decoded.terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
+  if (is_decoded && numbers(op) == INTEGERS)
+    tiles(op.M, decoded.terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
 }
 
 static void read_row(const Linear& op, int m, int K, float* to) {
@@ -648,12 +726,13 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
   int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
   int step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));        // blocks of a task
   size_t n_row = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)step * op.M * ROWS;
-  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + Decoded::floats(K));
+  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + Decoded::size(K));
   Rows rows(is_shared ? memory_of(shared, 0) : row + K, op.M, K);
   float *y = row + padded(K + n_row, LANES), *up = y + n_y, *decoded = up + n_y;
   auto read = [&](int m) {
-    read_row(op, m, K, by_integers(op) ? row : rows.x + (long)m * K);
-    if (by_integers(op)) rows.quantize(m, row, op.format == INT4);
+    read_row(op, m, K, numbers(op) == FLOATS ? rows.x + (long)m * K : row);
+    if (numbers(op) == INTEGERS) rows.quantize(m, row, op.format == INT4);
+    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * K);
   };
   if (is_shared) do_tasks(phase[0], op.M, 1, read);
   do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {
@@ -674,86 +753,19 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
   });
 }
 
-// - Many rows: a block of weights becomes floats [DEPTH, ROWS], or pairs of bf16, which all share
+// - Many rows as floats: a block of weights becomes floats [DEPTH, ROWS], which all share
 
-static void to_floats(const Linear& op, int i, int K, int from, int n, float* to) {
-  const char* w = block(op, i, K);
-  if (op.format == FP32) memcpy(to, (const float*)w + (long)from * ROWS, 4 * (size_t)n * ROWS);
-  for (int v = 0; v < 2; v++) {
-    float* column = to + v * LANES;
-    if (op.format == BF16)
-      for (int k = 0; k < n; k += 2) {
-        vi pair = load<vi>((const int32_t*)w + (from + k) / 2 * ROWS + v * LANES);
-        store(column + k * ROWS, low_bf16(pair));
-        store(column + (k + 1) * ROWS, high_bf16(pair));
-      }
-    if (op.format == INT8)
-      for (int k = 0; k < n; k += 2) {
-        vi words = (vi)load_int8(w + ((from + k) / 2 * ROWS + v * LANES) * 2);
-        store(column + k * ROWS, to_float(words << 16 >> 16));
-        store(column + (k + 1) * ROWS, to_float(words >> 16));
-      }
-    if (op.format == INT4) {
-      const int32_t* scales = int4_scales(op, i, K);
-      for (int k = 0; k < n; k += GROUP) {
-        vf scale, term;
-        scale_and_term(scales + (from + k) / op.group * ROWS + v * LANES, &scale, &term);
-        for (int j = k; j < k + GROUP; j += 8) {
-          vu words = load<vu>((const int32_t*)w + (from + j) / 8 * ROWS + v * LANES);
-          for (int b = 0; b < 8; b++) {
-            vf code = to_float((vi)(words >> (4 * b) & 15));
-            store(column + (j + b) * ROWS, code * scale + term);
-          }
-        }
-      }
-    }
-  }
-}
-
-// The same as pairs of bf16 [DEPTH / 2, ROWS, 2], where a CPU multiplies these
-static const int32_t* to_pairs(const Linear& op, int i, int K, int from, int n, float* as_floats,
-                               int32_t* to) {
-  if (op.format == BF16) return (const int32_t*)block(op, i, K) + from / 2 * ROWS;
-  to_floats(op, i, K, from, n, as_floats);
-  for (int k = 0; k < n; k += 2)
-    for (int v = 0; v < ROWS; v += LANES) {
-      vi even = load<vi>(as_floats + k * ROWS + v) + 0x8000;      // rounded; codes are exact
-      vi odd = load<vi>(as_floats + (k + 1) * ROWS + v) + 0x8000;
-      store(to + k / 2 * ROWS + v, (vi)((vu)even >> 16) | (odd & (int32_t)0xffff0000));
-    }
-  return to;
-}
-
-static bool by_pairs(const Linear& op) { return HAS_BF16 && !op.exact && op.format != FP32; }
-
-// One block of outputs for rows [first, first + M), which are x [M, K], floats or pairs
+// One block of outputs for rows [first, first + M), which are x [M, K]
 static void block_by_rows(const Linear& op, int i, int n_block, const float* x, int K, int first,
                           int M) {
-  float* w = memory_of(own, 2 * DEPTH * ROWS + 2 * (size_t)M * ROWS);
-  int32_t* pairs = (int32_t*)(w + DEPTH * ROWS);
-  float* y[2] = {w + 2 * DEPTH * ROWS, w + 2 * DEPTH * ROWS + M * ROWS};
-  for (int half = 0; half <= op.gated; half++) {
-    int at = i + half * n_block;
+  float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)M * ROWS);
+  float* y[2] = {w + DEPTH * ROWS, w + DEPTH * ROWS + M * ROWS};
+  for (int half = 0; half <= op.gated; half++)
     for (int k = 0; k < K; k += DEPTH) {
       int n = std::min(DEPTH, K - k);
-      if (by_pairs(op)) {
-        const int32_t* of_weights = to_pairs(op, at, K, k, n, w, pairs);
-        tiles(M, of_weights, ROWS, n / 2, (const int32_t*)x + k / 2, K / 2, y[half], ROWS,
-                     k > 0);
-      } else {
-        to_floats(op, at, K, k, n, w);
-        tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
-      }
+      to_floats(op, i + half * n_block, K, k, n, w);
+      tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
     }
-    if (op.format == INT8)
-      for (int v = 0; v < 2; v++) {
-        vf scale = int8_scale(op, at, v);
-        for (int m = 0; m < M; m++) {
-          float* sum = y[half] + m * ROWS + v * LANES;
-          store(sum, load<vf>(sum) * scale);
-        }
-      }
-  }
   int n = std::min(ROWS, (op.gated ? op.N / 2 : op.N) - i * ROWS);
   for (int m = 0; m < M; m++)
     finish(op, first + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
@@ -762,20 +774,14 @@ static void block_by_rows(const Linear& op, int i, int n_block, const float* x, 
 constexpr int MOST_ROWS = 192;                 // of x at a time: they stay in the L2
 
 static void by_panels(const Linear& op, Phase* phase) {
-  int K = padded(op.K, GROUP), width = by_pairs(op) ? K / 2 : K;  // of a row of x, in floats
+  int K = padded(op.K, GROUP);
   float* x = memory_of(shared, 0);
-  do_tasks(phase[0], op.M, 4, [&](int m) {
-    float* to = x + (long)m * width;
-    if (!by_pairs(op)) return read_row(op, m, K, to);
-    float* row = memory_of(own, K);
-    read_row(op, m, K, row);
-    write_floats(row, K, to, BF16, 0);
-  });
+  do_tasks(phase[0], op.M, 4, [&](int m) { read_row(op, m, K, x + (long)m * K); });
   int n_block = padded(op.gated ? op.N / 2 : op.N, ROWS) / ROWS;
   int n_part = (op.M + MOST_ROWS - 1) / MOST_ROWS;
   do_tasks(phase[1], n_block * n_part, 1, [&](int task) {
     int first = task / n_block * MOST_ROWS;
-    block_by_rows(op, task % n_block, n_block, x + (long)first * width, K, first,
+    block_by_rows(op, task % n_block, n_block, x + (long)first * K, K, first,
                   std::min(MOST_ROWS, op.M - first));
   });
 }
@@ -801,7 +807,7 @@ struct Attention {
   void *k_cache, *v_cache, *out;
 };
 
-constexpr int KEYS = 64;                       // at a time
+constexpr int KEYS = HAS_BF16 ? 256 : 64;      // at a time
 constexpr int QUERIES = 96;                    // heads that share keys are queries side by side
 constexpr int FEW = 4;                         // of which each takes its own sums over a key
 
@@ -918,31 +924,40 @@ static void few_scores_of(int n_query, const float* q, const Key* k, int n, int 
   if constexpr (R > 1) few_scores_of<R - 1>(n_query, q, k, n, H, score);
 }
 
-// k [KEYS, Hp] -> [KEYS / ROWS][Hp][ROWS]
-static void transpose_keys(const float* k, int Hp, float* to) {
-  for (int j = 0; j < KEYS; j += ROWS)
-    for (int h0 = 0; h0 < Hp; h0 += 8)
+// k [keys, n], floats or pairs -> [keys / ROWS][n][ROWS]
+template <class Number>
+static void transpose_keys(const Number* k, int n_key, int n, Number* to) {
+  for (int j = 0; j < n_key; j += ROWS)
+    for (int h0 = 0; h0 < n; h0 += 8)
       for (int i = 0; i < ROWS; i++)
-        for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * Hp + h) * ROWS + i] = k[(j + i) * Hp + h];
+        for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * n + h) * ROWS + i] = k[(j + i) * n + h];
+}
+
+// v [n, H] of bf16 -> pairs [n / 2, Hp], neighbours in a word; zeros from n on
+static void pair_values(const uint16_t* v, int n, int H, int Hp, int32_t* to) {
+  for (int j = 0; j < n; j += 2)
+    for (int h = 0; h < H; h++)
+      to[j / 2 * Hp + h] = v[j * H + h] | (j + 1 < n ? v[(j + 1) * H + h] : 0) << 16;
 }
 
 // s [KEYS], scores of n keys -> their weights; what is masked has none
 static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, float* top, float* sum,
                   float* out, int Hp) {
+  int end = padded(n, LANES);
   if (op.cap)
-    for (int j = 0; j < KEYS; j += LANES) store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
+    for (int j = 0; j < end; j += LANES) store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
   if (memchr(mask, 0, n))
     for (int j = 0; j < n; j++) s[j] = mask[j] ? s[j] : -INFINITY;
-  for (int j = n; j < KEYS; j++) s[j] = -INFINITY;
+  for (int j = n; j < end; j++) s[j] = -INFINITY;
   vf tops = load<vf>(s);
-  for (int j = LANES; j < KEYS; j += LANES) tops = larger(tops, load<vf>(s + j));
+  for (int j = LANES; j < end; j += LANES) tops = larger(tops, load<vf>(s + j));
   float new_top = std::max(*top, largest_of(tops));
   if (new_top == -INFINITY) {                  // it sees none of these, and saw none before
-    memset(s, 0, 4 * KEYS);
+    memset(s, 0, 4 * end);
     return;
   }
   vf sums = {};
-  for (int j = 0; j < KEYS; j += LANES) {
+  for (int j = 0; j < end; j += LANES) {
     vf p = exp_of(load<vf>(s + j) - new_top);
     sums += p;
     store(s + j, p);
@@ -958,11 +973,12 @@ static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, flo
 
 template <class Key>
 static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
+  bool by_pairs = HAS_BF16 && sizeof(Key) == 2 && op.out_type == BF16;
   int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = (op.N + 2 * op.K) * H;
   int n_query = (task.t1 - task.t0) * share;
-  float* q = memory_of(own, (size_t)n_query * (Hp + KEYS) + 3 * KEYS * Hp);
+  float* q = memory_of(own, (size_t)n_query * (2 * Hp + KEYS) + 3 * KEYS * Hp);
   float *score = q + n_query * Hp, *k = score + n_query * KEYS, *v = k + KEYS * Hp;
-  float* turned = v + KEYS * Hp;
+  float *turned = v + KEYS * Hp, *q_pairs = turned + KEYS * Hp;
   for (int r = 0; r < n_query; r++) {
     int t = task.t0 + r / share, head = task.head * share + r % share;
     const float* from = op.qkv + ((long)task.b * op.T + t) * W + head * H;
@@ -971,6 +987,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     softmax.top[r] = -INFINITY;
     softmax.sum[r] = 0;
   }
+  if (by_pairs) write_floats(q, n_query * Hp, q_pairs, BF16, 0);
   memset(softmax.out, 0, 4 * (size_t)n_query * Hp);
   if (H < Hp) memset(k, 0, 8 * (size_t)KEYS * Hp);
   for (int key = task.key0; key < task.key1; key += KEYS) {
@@ -980,26 +997,38 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     if (n_row == 0) continue;
     long at = cache_at(op, task.b, task.head, key);
     const Key *keys = (const Key*)op.k_cache + at, *values = (const Key*)op.v_cache + at;
+    float *s = score + from * KEYS, *out = softmax.out + from * Hp;
     bool few = n_row <= FEW && H == Hp;        // straight from the cache
     if (few) {
-      few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, score + from * KEYS);
+      few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, s);
+    } else if (by_pairs) {
+      for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
+      pair_values((const uint16_t*)values, n, H, Hp, (int32_t*)v);
+      transpose_keys((const int32_t*)k, n, Hp / 2, (int32_t*)turned);
+      for (int j = 0; j < n; j += ROWS)
+        tiles(n_row, (const int32_t*)turned + j * Hp / 2, ROWS, Hp / 2,
+              (const int32_t*)q_pairs + from * Hp / 2, Hp / 2, s + j, KEYS, false);
     } else {
       for (int j = 0; j < n; j++) {
         read_floats(op.k_cache, op.cache_type, at + (long)j * H, H, k + j * Hp);
         read_floats(op.v_cache, op.cache_type, at + (long)j * H, H, v + j * Hp);
       }
-      transpose_keys(k, Hp, turned);
+      transpose_keys(k, n, Hp, turned);
       for (int j = 0; j < n; j += ROWS)
-        tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, score + from * KEYS + j, KEYS,
-              false);
+        tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, s + j, KEYS, false);
     }
-    for (int r = from; r < n_query; r++)
-      weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, score + r * KEYS,
-            softmax.top + r, softmax.sum + r, softmax.out + r * Hp, Hp);
+    for (int r = from; r < n_query; r++) {
+      float* weights = score + r * KEYS;
+      weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, weights, softmax.top + r,
+            softmax.sum + r, softmax.out + r * Hp, Hp);
+      if (by_pairs && !few) write_floats(weights, padded(n, LANES), weights, BF16, 0);
+    }
     for (int h = 0; h < Hp; h += ROWS) {
-      float *p = score + from * KEYS, *out = softmax.out + from * Hp + h;
-      if (few) tiles(n_row, values + h, H, n, p, KEYS, out, Hp, true);
-      else tiles(n_row, v + h, Hp, n, p, KEYS, out, Hp, true);
+      if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Hp, true);
+      else if (by_pairs)
+        tiles(n_row, (const int32_t*)v + h, Hp, (n + 1) / 2, (const int32_t*)s, KEYS, out + h, Hp,
+              true);
+      else tiles(n_row, v + h, Hp, n, s, KEYS, out + h, Hp, true);
     }
   }
 }
@@ -1068,8 +1097,8 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
   do_tasks(phase[1], plan.n_task * plan.n_part, 1, [&](int i) {
     Task task = plan.task(op, i / plan.n_part);
     int n_key = (task.key1 - task.key0 + plan.n_part - 1) / plan.n_part;
-    task.key0 += i % plan.n_part * padded(n_key, KEYS);
-    task.key1 = std::min(task.key1, task.key0 + padded(n_key, KEYS));
+    task.key0 += i % plan.n_part * padded(n_key, ROWS);
+    task.key1 = std::min(task.key1, task.key0 + padded(n_key, ROWS));
     Softmax softmax = plan.softmax(memory, plan.n_part > 1 ? i : omp_get_thread_num());
     if (op.cache_type == FP32) attend<float>(op, task, softmax);
     else attend<uint16_t>(op, task, softmax);

@@ -193,7 +193,7 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
     if short or n_in % to:
         weight = F.pad(weight, (0, -n_in % to, 0, short))
     word = {FP32: torch.float32, BF16: torch.int32, INT8: torch.int16, INT4: torch.int32}[kind]
-    words = weight.view(word).unflatten(0, (-1, block_rows())).mT.contiguous()
+    words = weight.contiguous().view(word).unflatten(0, (-1, block_rows())).mT.contiguous()
     group = 0
     if kind == INT8:
         scales = F.pad(scales.float(), (0, short))
