@@ -973,7 +973,7 @@ static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, flo
 
 template <class Key>
 static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
-  bool by_pairs = HAS_BF16 && sizeof(Key) == 2 && op.out_type == BF16;
+  constexpr bool BY_PAIRS = HAS_BF16 && sizeof(Key) == 2;
   int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = (op.N + 2 * op.K) * H;
   int n_query = (task.t1 - task.t0) * share;
   float* q = memory_of(own, (size_t)n_query * (2 * Hp + KEYS) + 3 * KEYS * Hp);
@@ -987,7 +987,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     softmax.top[r] = -INFINITY;
     softmax.sum[r] = 0;
   }
-  if (by_pairs) write_floats(q, n_query * Hp, q_pairs, BF16, 0);
+  if (BY_PAIRS) write_floats(q, n_query * Hp, q_pairs, BF16, 0);
   memset(softmax.out, 0, 4 * (size_t)n_query * Hp);
   if (H < Hp) memset(k, 0, 8 * (size_t)KEYS * Hp);
   for (int key = task.key0; key < task.key1; key += KEYS) {
@@ -1001,7 +1001,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     bool few = n_row <= FEW && H == Hp;        // straight from the cache
     if (few) {
       few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, s);
-    } else if (by_pairs) {
+    } else if (BY_PAIRS) {
       for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
       pair_values((const uint16_t*)values, n, H, Hp, (int32_t*)v);
       transpose_keys((const int32_t*)k, n, Hp / 2, (int32_t*)turned);
@@ -1021,11 +1021,11 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
       float* weights = score + r * KEYS;
       weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, weights, softmax.top + r,
             softmax.sum + r, softmax.out + r * Hp, Hp);
-      if (by_pairs && !few) write_floats(weights, padded(n, LANES), weights, BF16, 0);
+      if (BY_PAIRS && !few) write_floats(weights, padded(n, LANES), weights, BF16, 0);
     }
     for (int h = 0; h < Hp; h += ROWS) {
       if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Hp, true);
-      else if (by_pairs)
+      else if (BY_PAIRS)
         tiles(n_row, (const int32_t*)v + h, Hp, (n + 1) / 2, (const int32_t*)s, KEYS, out + h, Hp,
               true);
       else tiles(n_row, v + h, Hp, n, s, KEYS, out + h, Hp, true);

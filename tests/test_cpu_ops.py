@@ -112,12 +112,11 @@ def test_the_layout_of_wider_vectors(tmp_path, monkeypatch):
             assert error_of(kind, 96, 128, n_row) < TOLERANCE[kind], (kind, n_row)
             assert error_of(kind, 96, 640, n_row, torch.bfloat16) < 5e-3, (kind, n_row)    # by pairs of bf16
     for case in range(12):
-        half = {} if case < 6 else {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
-        check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False, **half)
+        dtype = torch.float32 if case < 6 else torch.bfloat16
+        check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False, dtype=dtype)
 
 
-def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtype=torch.float32, start=None,
-                    out_dtype=torch.float32):
+def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtype=torch.float32, start=None):
     """RoPE, the write and the attention of T tokens that go on after `start`, by both."""
     random = torch.Generator().manual_seed(seed)
     start = seed * 7 % 90 if start is None else start
@@ -133,14 +132,14 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
     cos, sin = angle.cos(), angle.sin()
     mask = visible(pos, torch.arange(kv_len), window).contiguous()
     sink = torch.randn(N, generator=random) if sinks else None
-    out = torch.empty(n_row, T, N * H, dtype=out_dtype)
+    out = torch.empty(n_row, T, N * H)
     todo = [pos.contiguous(), mask, cos, sin, rows, qkv.clone(), sink]
     at = cpu_ops.Positions(
         n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = cpu_ops.Attention(
-        kind=cpu_ops.ATTENTION, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype],
-        out_type=cpu_ops.TYPES[out_dtype], scale=0.3, cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
+        kind=cpu_ops.ATTENTION, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+        cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
     cpu_ops.run([ctypes.addressof(op)])
 
@@ -157,8 +156,8 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
     attend.sinks = sink if sink is None else torch.nn.Parameter(sink)
     k, v = (cache[rows, :, :kv_len].float() for cache in ours)
     expected = attend(q, k, v, mask).transpose(1, 2).reshape(n_row, T, -1)
-    error = 2e-5 if out_dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.float(), expected, atol=error, rtol=error)
+    error = 2e-5 if dtype == torch.float32 else 1e-2               # products of bf16, where a CPU has them
+    torch.testing.assert_close(out, expected, atol=error, rtol=error)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -170,7 +169,7 @@ def test_attention(window, cap, sinks, threads):
         for T in (*range(1, 9), 16, 33, 70, 129):
             check_attention(T, 1 + T % 3, T, window, cap, sinks)
             for start in (0, 250):
-                check_attention(T, 2, T, window, cap, sinks, start=start, dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+                check_attention(T, 2, T, window, cap, sinks, start=start, dtype=torch.bfloat16)
         for start in (0, 1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1500):
             for share in (1, 3, 8):
                 check_attention(start, 1, 1, window, cap, sinks, share=share, start=start, H=64)
