@@ -35,6 +35,7 @@ from layers.moe import MoE
 from layers.norms import Scale, SoftCap, WideNorm
 
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
+NARROW = "hidden", "attended"                      # buffers that one product alone reads
 
 
 # ---- What the operations know -------------------------------------------------------------------
@@ -76,12 +77,14 @@ def activation_of(ffn: nn.Module) -> str | None:
 class Call:
     """The operations that were asked for and not done yet, and the memory between them.
 
-    Layers take turns with the same memory. widths: name -> floats for a row.
+    Layers take turns with the same memory. widths: name -> numbers for a row, which are fp32 or,
+    of what one product alone reads, in the model's dtype.
     """
 
-    def __init__(self, widths: dict[str, int]):
+    def __init__(self, widths: dict[str, int], dtype: torch.dtype):
         self.widths = widths
-        self.buffers = {}                          # name -> fp32; another dict where they grew
+        self.dtypes = {name: torch.float32 for name in widths} | dict.fromkeys(NARROW, dtype)
+        self.buffers = {}                          # by name; another dict where they grew
         self.n_row = 0                             # that they have room for
         self.shape = None                          # B, T
         self.structs = []                          # of the first mask and RoPE of a call, …
@@ -106,7 +109,8 @@ class Call:
     def _make_room(self, n_row: int) -> None:
         if n_row > self.n_row:
             self.n_row = 1 << (n_row - 1).bit_length()
-            self.buffers = {name: torch.empty(self.n_row * n) for name, n in self.widths.items()}
+            self.buffers = {name: torch.empty(self.n_row * n, dtype=self.dtypes[name])
+                            for name, n in self.widths.items()}
 
     def take(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None) -> None:
         """Have self.positions describe these."""
@@ -151,6 +155,7 @@ class Operations:
         self.layer, self.call, self.cache, self.buffers = layer, call, cache, call.buffers
         self.x = self.positions = self.shape = self.attention = None
         self.at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
+        self.types = {name: cpu_ops.TYPES[dtype] for name, dtype in call.dtypes.items()}
         self.reads_x, self.adds_x, self.by_rows, self.steps = [], [], [], []
         parts = layer.layer
         if layer.has_attention:
@@ -180,7 +185,8 @@ class Operations:
         packed, bias = self.layer.linears[name]
         weights = arguments(packed.weight, packed.scales, packed.shape[1])
         op = cpu_ops.linear(
-            *weights, packed.shape, bias, x=self.at.get(x), out=self.at[out],
+            *weights, packed.shape, bias, x=self.at.get(x), x_type=self.types.get(x, 0),
+            out=self.at[out], out_type=self.types[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
             exact=self.cache.k.dtype == torch.float32, **more)
         if x is None:
@@ -218,7 +224,8 @@ class Operations:
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm),
             qkv=self.at["qkv"], sinks=None if sinks is None else sinks.data_ptr(),
-            k_cache=cache.k.data_ptr(), v_cache=cache.v.data_ptr(), out=self.at["attended"])
+            k_cache=cache.k.data_ptr(), v_cache=cache.v.data_ptr(), out=self.at["attended"],
+            out_type=self.types["attended"])
         self.add(self.attention)
         return self.attention
 
@@ -353,7 +360,7 @@ def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
     old = layer.attn.cache
     dtype, shape = old.k.dtype, (1, old.k.shape[1], 8, old.k.shape[3])
     random = torch.Generator().manual_seed(0)
-    new.call, new.operations = Call(new.widths()), None
+    new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
     layer.attn.cache, new.attn.cache = (type(old)(shape, dtype, "cpu") for _ in range(2))
     try:
@@ -410,7 +417,7 @@ def use_operations(model: nn.Module) -> bool:
             layer.forward = made[-1]
     widths = [new.widths() for new in made]
     names = {name for width in widths for name in width}
-    call = Call({name: max(width.get(name, 0) for width in widths) for name in names})
+    call = Call({name: max(width.get(name, 0) for width in widths) for name in names}, model.dtype)
     for new in made:
         new.call = call
     use_packed_head(model)
