@@ -27,7 +27,7 @@ from cli.flags import ENGINES, PREFILL_CHUNK
 from cli.report import follow
 from cli.sequence import Sequence
 from generate import Batch, generate
-from kernels import sort_free
+from kernels import cpu_ops, sort_free
 from model import KVCache, Transformer
 from sampling import SamplingParams, keep_top_p
 
@@ -54,6 +54,15 @@ def compiled_layout_bytes(name: str, model: Transformer) -> int:
     if model.freq.device.type != "cpu" or not is_compiled(name):
         return 0
     return sum(p.nbytes for p in model.parameters())
+
+
+def activations(name: str, model: Transformer) -> str | None:
+    """What an engine's products with int8 or int4 weights round activations to, where they do."""
+    if model.freq.device.type != "cpu" or not is_compiled(name):
+        return None
+    if model.dtype == torch.float32 or cpu_ops.activation_bits() == 16:
+        return "activations of 16 bits in groups of 32"
+    return "activations of 8 bits in groups of 32 where many rows meet the weights, of 16 elsewhere"
 
 
 class Engine:

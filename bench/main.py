@@ -30,9 +30,11 @@ from bench.tables import OUTPUTS, PEERS
 from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from cli.flags import add_activation_bits
 from cli.ranks import as_rank, local_device
 from cli.session import open_model
 from formats.shapes import SHAPES
+from kernels import cpu_ops
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]
 EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of a row: not a failed command
@@ -68,6 +70,7 @@ def add_model_flags(add: Callable) -> None:
              "file that is quantized already stays as it is with none")
     add("--device", default="auto", help="auto, cpu, cuda")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add_activation_bits(add)
 
 
 def add_workload_flags(add: Callable) -> None:
@@ -239,6 +242,7 @@ def run(argv: list[str] | None = None) -> int:
 
 def run_benchmark(args, device: torch.device, command: str) -> int:
     """Time everything that the flags ask for and print it -> exit status."""
+    cpu_ops.set_activation_bits(args.activation_bits)
     is_nano_gpt = bool(re.search(r"--init[-_]from\b", command))
     engines = read_engines(args, is_nano_gpt)
     models = read_models(args)

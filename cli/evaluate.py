@@ -21,7 +21,7 @@ import torch
 from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
-from cli.flags import add_adapter
+from cli.flags import add_activation_bits, add_adapter
 from cli.ranks import as_rank, local_device
 from cli.report import weight_bytes
 from cli.sequence import Sequence
@@ -316,6 +316,7 @@ def build_parser() -> Parser:
     add = p.add_argument_group("model").add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
     add_adapter(add)
+    add_activation_bits(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     quantized.add_flags(add)

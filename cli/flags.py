@@ -77,6 +77,7 @@ def build_parser() -> Parser:
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true",
         help="compile prefill too (on a CPU --compile does already); implies --compile")
+    add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
         help="a smaller model of the same vocabulary that drafts tokens")
     add("--speculate", choices=["ngram", "int8", "int4"],
@@ -105,6 +106,14 @@ def add_adapter(add) -> None:
     add("--adapter", metavar="PATH_OR_NAME",
         help="a LoRA adapter (adapter_config.json, adapter_model.safetensors), added to the "
              "weights while loading, before they are rounded")
+
+
+def add_activation_bits(add) -> None:
+    """For every command that compiles."""
+    add("--activation_bits", type=int, choices=[8, 16], default=8,
+        help="what --compile rounds a prompt's activations to before products with int8 or int4 "
+             "weights, in groups of 32, where the CPU multiplies bytes (AVX-512 VNNI); 16 is finer "
+             "and slower; float32 models always take it")
 
 
 def json_object(text: str) -> dict:

@@ -118,7 +118,8 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
 
 
 def pick_engine(args, device: torch.device) -> str:
-    """One of ENGINES. ValueError where the flags contradict each other or the device."""
+    """One of ENGINES, set up. ValueError where the flags contradict each other or the device."""
+    cpu_ops.set_activation_bits(args.activation_bits)
     wants_compile = args.compile or args.compile_prefill
     engine = args.engine or ("compile" if wants_compile else "kv_cache")
     if wants_compile and engine != "compile":

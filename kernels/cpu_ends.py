@@ -97,7 +97,7 @@ class Leave:
         head, norm = model.head, norm_struct(model.norm)
         weights = arguments(head.weight, head.scales, head.shape[1])
         self.op = cpu_ops.linear(*weights, head.shape, norm=norm,
-                                 exact=model.dtype == torch.float32)
+                                 x_bits=cpu_ops.x_bits(model.dtype))
         self.addresses = [ctypes.addressof(self.op)]
 
     def __call__(self, x: Tensor) -> Tensor:

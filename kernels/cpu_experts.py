@@ -73,5 +73,5 @@ def product(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> cpu_o
     weights = arguments(linear.weight, linear.scales, shape[1])
     return cpu_ops.linear(
         *weights, shape, linear.bias, M=len(x), x=x.data_ptr(), x_type=cpu_ops.TYPES[x.dtype],
-        out=out.data_ptr(), out_type=cpu_ops.TYPES[out.dtype], exact=out.dtype == torch.float32,
+        out=out.data_ptr(), out_type=cpu_ops.TYPES[out.dtype], x_bits=cpu_ops.x_bits(out.dtype),
         n_expert=n_expert, ends=ends.data_ptr())

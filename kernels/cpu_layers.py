@@ -188,7 +188,7 @@ class Operations:
             *weights, packed.shape, bias, x=self.at.get(x), x_type=self.types.get(x, 0),
             out=self.at[out], out_type=self.types[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
-            exact=self.cache.k.dtype == torch.float32, **more)
+            x_bits=cpu_ops.x_bits(self.cache.k.dtype), **more)
         if x is None:
             self.reads_x.append(op)
         self.add(op)

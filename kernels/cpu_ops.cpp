@@ -10,7 +10,8 @@
 // so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
 // filled up with zeros. Sums are in fp32. x meets int8 and int4 as 16-bit integers, each 32 inputs
 // with a scale of their own: finer than bf16, and two products in an instruction. Where a CPU has
-// products of bf16, bf16 weights take these, and int4 ones that meet many rows.
+// products of bf16, bf16 weights take these. Many rows may meet int8 and int4 as bytes, where it has
+// products of these, or int4 as bf16.
 
 #include <algorithm>
 #include <atomic>
@@ -34,6 +35,11 @@
 constexpr bool HAS_BF16 = true;                // products of bf16, two in an instruction
 #else
 constexpr bool HAS_BF16 = false;
+#endif
+#if defined(__AVX512VNNI__) || defined(WIDE)
+constexpr bool HAS_BYTES = true;               // products of bytes, four in an instruction
+#else
+constexpr bool HAS_BYTES = false;
 #endif
 #if defined(__AVX512F__) || defined(WIDE)
 constexpr int LANES = 16;
@@ -112,6 +118,16 @@ static inline vi dot2(vi acc, vs a, int32_t pair) {
   return acc + (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair));
 #else
   return acc + ((vi)a << 16 >> 16) * (int32_t)(int16_t)pair + ((vi)a >> 16) * (pair >> 16);
+#endif
+}
+
+// acc + the products of neighbouring bytes, four and four; a: from 0 to 255, x: from -127 to 127
+static inline vi dot4(vi acc, vi a, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(x));
+#else
+  for (int i = 0; i < 32; i += 8) acc += ((a >> i) & 255) * (int32_t)(int8_t)(x >> i);
+  return acc;
 #endif
 }
 
@@ -268,7 +284,8 @@ enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU2 };
 // of the outputs by the second; out is [M, N / 2]), times factor, + residual. Experts have a weight
 // and a bias each, one after the other, and none of the residual; e's rows of x end before ends[e].
 struct Linear {
-  int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type, exact;
+  int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type;
+  int32_t x_bits;                              // that x must have: 32, 16, or 8 for many rows
   int32_t n_expert;                            // or 0
   float factor;
   Norm norm;
@@ -394,11 +411,13 @@ static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long
 
 // - Weights as they lie in memory, by up to TILE rows at a time
 
-enum Numbers { FLOATS, PAIRS, INTEGERS };      // what x meets them as; pairs of bf16
+enum Numbers { FLOATS, PAIRS, INTEGERS, BYTES };     // what x meets them as; pairs of bf16
 
-static Numbers numbers(const Linear& op) {
+static Numbers numbers(const Linear& op) {     // as measured
   bool by_pairs = op.format == BF16 || (op.format == INT4 && op.M > 32);
-  if (HAS_BF16 && by_pairs && !op.exact) return PAIRS;
+  bool by_bytes = op.M > (op.format == INT4 ? TILE : 16) && op.format >= INT8;
+  if (HAS_BYTES && by_bytes && op.x_bits <= 8) return BYTES;
+  if (HAS_BF16 && by_pairs && op.x_bits <= 16) return PAIRS;
   return op.format >= INT8 ? INTEGERS : FLOATS;
 }
 
@@ -408,20 +427,23 @@ static bool is_by_stored(const Linear& op) {   // as measured
 
 struct Rows {                                  // of x, as floats, as bf16 or as integers
   float *x, *scale, *sum;                      // [M, K]; [M, K / GROUP], of q; of q's values
-  int16_t* q;                                  // [M, K], integers or bf16
-  int K;
+  int32_t* total;                              // [M, K / GROUP], of q
+  int16_t* q;                                  // [M, ldq], integers or bf16; or bytes
+  int K, ldq;                                  // a line more than K: no power of two
 
-  Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K) {
+  Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K), ldq(K + 32) {
     sum = scale + (long)M * (K / GROUP);
-    q = (int16_t*)(sum + (long)M * (K / GROUP));
+    total = (int32_t*)sum + (long)M * (K / GROUP);
+    q = (int16_t*)(total + (long)M * (K / GROUP));
   }
 
-  static size_t floats(int M, int K) { return (size_t)M * K; }
+  static size_t floats(int M, int K) { return (size_t)M * (K + 32); }
 
   Rows from(int m) const {
     Rows rest = *this;
     rest.x += (long)m * K;
-    rest.q += (long)m * K;
+    rest.q += (long)m * ldq;
+    rest.total += (long)m * (K / GROUP);
     rest.scale += (long)m * (K / GROUP);
     rest.sum += (long)m * (K / GROUP);
     return rest;
@@ -429,12 +451,18 @@ struct Rows {                                  // of x, as floats, as bf16 or as
 
   int32_t pair(int m, int i) const {           // q at 2i and 2i + 1
     int32_t two;
-    memcpy(&two, q + (long)m * K + 2 * i, 4);
+    memcpy(&two, q + (long)m * ldq + 2 * i, 4);
     return two;
   }
 
-  // row m from floats [K]; by_fours: input 4 + i beside input i, as int4 has them
-  void quantize(int m, const float* row, bool by_fours) {
+  int32_t four(int m, int i) const {           // bytes at 4i to 4i + 3
+    int32_t four;
+    memcpy(&four, (int8_t*)(q + (long)m * ldq) + 4 * i, 4);
+    return four;
+  }
+
+  // row m from floats [K]; most: 32767, or 127 for bytes; by_words: in the order of int4's words
+  void quantize(int m, const float* row, int most, bool by_words) {
     for (int g = 0; g < K / GROUP; g++) {
       const float* from = row + g * GROUP;
       vf top = {};
@@ -442,7 +470,7 @@ struct Rows {                                  // of x, as floats, as bf16 or as
         vf v = load<vf>(from + i);
         top = larger(top, larger(v, -v));
       }
-      float unit = largest_of(top) / 32767, inverse = unit > 0 ? 1 / unit : 0;
+      float unit = largest_of(top) / most, inverse = unit > 0 ? 1 / unit : 0;
       int32_t rounded[GROUP], total = 0;
       vi totals = {};
       for (int i = 0; i < GROUP; i += LANES) {
@@ -452,18 +480,17 @@ struct Rows {                                  // of x, as floats, as bf16 or as
         store(rounded + i, bits);
       }
       for (int i = 0; i < LANES; i++) total += totals[i];
-      int16_t* to = q + (long)m * K + g * GROUP;
-      if (by_fours) {
-        for (int i = 0; i < GROUP; i += 8)
-          for (int j = i; j < i + 4; j++) {
-            int32_t two = (rounded[j] & 0xffff) | rounded[j + 4] << 16;
-            memcpy(to + i + 2 * (j - i), &two, 4);
-          }
-      } else {
-        for (int i = 0; i < GROUP; i++) to[i] = rounded[i];
+      int16_t* to = q + (long)m * ldq + g * GROUP;
+      int8_t* bytes = (int8_t*)(q + (long)m * ldq) + g * GROUP;
+      for (int i = 0; i < GROUP; i++) {
+        int of_8 = i % 8;
+        if (most > 127) to[by_words ? i - of_8 + of_8 % 4 * 2 + of_8 / 4 : i] = rounded[i];
+        else bytes[by_words ? i - of_8 + of_8 % 2 * 4 + of_8 / 2 : i] = rounded[i];
       }
-      scale[(long)m * (K / GROUP) + g] = unit;
-      sum[(long)m * (K / GROUP) + g] = total * unit;
+      long at = (long)m * (K / GROUP) + g;
+      scale[at] = unit;
+      sum[at] = total * unit;
+      this->total[at] = total;
     }
   }
 };
@@ -591,6 +618,33 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
 }
 
+// Bytes [K / 4, ROWS, 4], those of int8 with 128 added
+template <int M>
+static void by_bytes(const int32_t* w, bool is_int8, const float* scales, const Rows& rows, float* y) {
+  int n_group = rows.K / GROUP;
+  vf sum[M][2] = {};
+  for (int g = 0; g < n_group; g++) {
+    vi acc[M][2];
+    for (int m = 0; m < M; m++)
+      acc[m][0] = acc[m][1] = vi{} - (is_int8 ? 128 * rows.total[m * n_group + g] : 0);
+    for (int p = 0; p < GROUP / 4; p++) {
+      const int32_t* at = w + (g * GROUP / 4 + p) * ROWS;
+      vi bytes[2] = {load<vi>(at), load<vi>(at + LANES)};
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < 2; v++)
+          acc[m][v] = dot4(acc[m][v], bytes[v], rows.four(m, g * GROUP / 4 + p));
+    }
+    vf scale[2] = {vf{} + 1.0f, vf{} + 1.0f};
+    if (!is_int8)
+      for (int v = 0; v < 2; v++) scale[v] = load<vf>(scales + g * ROWS + v * LANES);
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++)
+        sum[m][v] += to_float(acc[m][v]) * (scale[v] * rows.scale[m * n_group + g]);
+  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
+}
+
 // Weights of inputs [from, from + n) as floats [n, ROWS]
 static void to_floats(const Linear& op, int i, int K, int from, int n, float* to) {
   const char* w = block(op, i, K);
@@ -636,10 +690,10 @@ static void to_pairs(const Linear& op, int i, int K, float* memory, int32_t* to)
   }
 }
 
-// A block of int4 as 16-bit numbers, which several tiles share
+// A block of int8 or int4 as several tiles share it
 struct Decoded {
-  int16_t* codes;                              // [K / 2, ROWS, 2] as x is: bf16 or integers
-  float *scales, *terms;                       // [K / GROUP, ROWS], of integers
+  int16_t* codes;                              // [K / 2, ROWS, 2] as x is: bf16, integers or bytes
+  float *scales, *terms;                       // [K / GROUP, ROWS], of int4's integers
   float* floats;                               // [DEPTH, ROWS]
 
   Decoded(float* memory, int K) {
@@ -653,12 +707,14 @@ struct Decoded {
 
   void decode(const Linear& op, int i, int K) {
     if (numbers(op) == PAIRS) return to_pairs(op, i, K, floats, (int32_t*)codes);
+    if (op.format == INT8) return take_bytes((const uint16_t*)block(op, i, K), K);
     const int32_t *w = (const int32_t*)block(op, i, K), *words = int4_scales(op, i, K);
+    bool by_bytes = numbers(op) == BYTES;
     for (int k = 0; k < K / 8 * ROWS; k += LANES) {
-      int16_t* to = codes + (k / ROWS * 4 * ROWS + k % ROWS) * 2;
       prefetch(w + k, 4 * LANES);
-      for (int b = 0; b < 4; b++)
-        store(to + b * ROWS * 2, (vi)(load<vu>(w + k) >> (4 * b)) & 0x000f000f);
+      int n = by_bytes ? 2 : 4, mask = by_bytes ? 0x0f0f0f0f : 0x000f000f;
+      int32_t* to = (int32_t*)codes + k / ROWS * n * ROWS + k % ROWS;
+      for (int b = 0; b < n; b++) store(to + b * ROWS, (vi)(load<vu>(w + k) >> (4 * b)) & mask);
     }
     for (int g = 0; g < K / GROUP; g++)
       for (int v = 0; v < ROWS; v += LANES) {
@@ -668,6 +724,15 @@ struct Decoded {
         store(terms + g * ROWS + v, term);
       }
   }
+
+  void take_bytes(const uint16_t* w, int K) {  // pairs [K / 2, ROWS] of int8
+    for (int k = 0; k < K / 2 * ROWS; k += 2 * ROWS)
+      for (int v = 0; v < ROWS; v += LANES) {
+        prefetch(w + k + 2 * v, 4 * LANES);
+        vu pair = (vu)load_bf16(w + k + v) >> 16, next = (vu)load_bf16(w + k + ROWS + v);
+        store((int32_t*)codes + k / 2 + v, (vi)(pair | next) ^ (int32_t)0x80808080);
+      }
+  }
 };
 
 template <int M>
@@ -675,20 +740,20 @@ static void block_by(const Linear& op, int i, const Rows& rows, float* y, const 
   const char* w = block(op, i, rows.K);
   if (numbers(op) == PAIRS)
     return tile<M>(decoded ? (const int32_t*)decoded->codes : (const int32_t*)w, ROWS, rows.K / 2,
-                   (const int32_t*)rows.q, rows.K / 2, y, ROWS, false);
+                   (const int32_t*)rows.q, rows.ldq / 2, y, ROWS, false);
+  if (numbers(op) == BYTES)
+    by_bytes<M>((const int32_t*)decoded->codes, op.format == INT8, decoded->scales, rows, y);
+  else if (op.format == INT8) by_codes<M>((const int8_t*)w, nullptr, rows, y);
+  else if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
+  else if (op.format == INT4)
+    by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
   if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
   if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
-  if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
-  if (op.format == INT4 && !decoded)
-    by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
-  if (op.format == INT8) {
-    by_codes<M>((const int8_t*)w, nullptr, rows, y);
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++) {
-        float* sum = y + m * ROWS + v * LANES;
-        store(sum, load<vf>(sum) * int8_scale(op, i, v));
-      }
-  }
+  for (int m = 0; m < M && op.format == INT8; m++)
+    for (int v = 0; v < 2; v++) {
+      float* sum = y + m * ROWS + v * LANES;
+      store(sum, load<vf>(sum) * int8_scale(op, i, v));
+    }
 }
 
 template <int M>
@@ -703,6 +768,7 @@ static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, fl
   int n = (op.M + TILE - 1) / TILE, n_group = rows.K / GROUP;
   Decoded decoded(memory, rows.K);
   bool is_decoded = op.format == INT4 && n > (LANES > 8 ? 2 : 1);  // as measured
+  is_decoded = is_decoded || numbers(op) == BYTES;
   if (is_decoded) decoded.decode(op, i, rows.K);
   for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
     int height = (op.M - m + n - j - 1) / (n - j);
@@ -710,7 +776,7 @@ static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, fl
     block_by_some<TILE>(height, op, i, rows.from(m), to, is_decoded ? &decoded : nullptr);
     m += height;
   }
-  if (is_decoded && numbers(op) == INTEGERS)
+  if (is_decoded && op.format == INT4 && numbers(op) != PAIRS)
     tiles(op.M, decoded.terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
 }
 
@@ -731,8 +797,9 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
   float *y = row + padded(K + n_row, LANES), *up = y + n_y, *decoded = up + n_y;
   auto read = [&](int m) {
     read_row(op, m, K, numbers(op) == FLOATS ? rows.x + (long)m * K : row);
-    if (numbers(op) == INTEGERS) rows.quantize(m, row, op.format == INT4);
-    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * K);
+    if (numbers(op) >= INTEGERS)
+      rows.quantize(m, row, numbers(op) == BYTES ? 127 : 32767, op.format == INT4);
+    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq);
   };
   if (is_shared) do_tasks(phase[0], op.M, 1, read);
   do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {
@@ -1205,6 +1272,7 @@ static void masks(const Mask& op, Phase* phase) {
 enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK };
 
 extern "C" int rows_in_a_block() { return ROWS; }
+extern "C" int has_bytes() { return HAS_BYTES; }
 
 // What threads share within an operation
 static size_t shared_floats(const int32_t* op, int n_thread) {

@@ -128,7 +128,7 @@ def fields(ints: str, *rest) -> list:
 
 class Linear(Structure):
     _fields_ = fields(
-        "kind format M N K group activation gated x_type out_type residual_type exact n_expert",
+        "kind format M N K group activation gated x_type out_type residual_type x_bits n_expert",
         ("factor", c_float), ("norm", Norm), ("x", c_void_p), ("weight", c_void_p),
         ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p),
         ("ends", c_void_p))
@@ -214,10 +214,28 @@ def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: 
     x = x.contiguous()
     out = x.new_empty(x.shape[0], shape[0])
     op = linear(kind, weight, scales, group, shape, bias, x=x.data_ptr(), out=out.data_ptr(),
-                M=x.shape[0], exact=x.dtype == torch.float32)
+                M=x.shape[0], x_bits=x_bits(x.dtype))
     op.x_type = op.out_type = TYPES[x.dtype]
     run([ctypes.addressof(op)])
     return out
+
+
+_narrowest = [8]                                   # bits of x
+
+
+def set_activation_bits(bits: int) -> None:
+    """Of what many rows are rounded to, in models that are not fp32, before they meet int8 or int4:
+    8, in groups of 32 with a scale of their own, where the CPU multiplies bytes; or 16."""
+    _narrowest[0] = bits
+
+
+def activation_bits() -> int:
+    return _narrowest[0] if library().has_bytes() else 16
+
+
+def x_bits(dtype: torch.dtype) -> int:
+    """That numbers of x must have in a product."""
+    return 32 if dtype == torch.float32 else _narrowest[0]
 
 
 def linear(kind: int, weight: Tensor, scales: Tensor | None, group: int, shape: tuple[int, int],

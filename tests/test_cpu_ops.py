@@ -98,22 +98,70 @@ def test_inputs_that_fill_no_group():
         assert error_of("bf16", 48, n_in, 5) < 1e-5 and error_of("bf16", 48, n_in, 1) < 1e-5
 
 
-def test_the_layout_of_wider_vectors(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def wide_library(tmp_path_factory):
     """As on a CPU with AVX-512, by instructions that every CPU has."""
-    path = tmp_path / "wide.so"
+    path = tmp_path_factory.mktemp("wide") / "wide.so"
     options = [o for o in cpu_ops.OPTIONS if o != "-march=native"]
     subprocess.run([cpu_ops.compiler(), *options, "-DWIDE", "-O1", "-o", path, cpu_ops.SOURCE], check=True)
-    wide = ctypes.CDLL(str(path))
-    assert wide.rows_in_a_block() == 32
-    monkeypatch.setattr(cpu_ops, "library", lambda: wide)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def wide(wide_library, monkeypatch):
+    assert wide_library.rows_in_a_block() == 32
+    monkeypatch.setattr(cpu_ops, "library", lambda: wide_library)
     monkeypatch.setattr(cpu_ops, "block_rows", lambda: 32)
+
+
+def test_the_layout_of_wider_vectors(wide):
     for kind in FORMATS:
-        for n_row in (1, 2, 5, 13):
+        for n_row in (1, 2, 5, 13, 40):
             assert error_of(kind, 96, 128, n_row) < TOLERANCE[kind], (kind, n_row)
             assert error_of(kind, 96, 640, n_row, torch.bfloat16) < 5e-3, (kind, n_row)    # by pairs of bf16
     for case in range(12):
         dtype = torch.float32 if case < 6 else torch.bfloat16
         check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False, dtype=dtype)
+
+
+def in_8_bits(x):
+    """x in groups of 32, each with a scale of its own."""
+    groups = x.unflatten(-1, (-1, 32))
+    unit = groups.abs().amax(-1, keepdim=True) / 127
+    return (unit * (groups * (1 / unit)).round()).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4-g32", "int4-g64", "int4-g128"])
+def test_many_rows_as_bytes(wide, monkeypatch, kind):
+    monkeypatch.setattr(cpu_ops, "x_bits", lambda dtype: 8)                  # though it is fp32
+    stored, exact = leaves(torch.randn(96, 640), kind)
+    packed = cpu_ops.pack_weight(*stored)
+    for n_row in (17, 24, 25, 70):
+        x = torch.randn(n_row, 640) * torch.rand(640).exp()
+        y = cpu_ops.product(x, *packed, (96, 640))
+        expected, finer = in_8_bits(x).double() @ exact.T, x.double() @ exact.T
+        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-3)
+        assert (y - finer).abs().max() > 5 * (y - expected).abs().max()
+
+
+def test_activation_bits(wide):
+    """16 for a model that asks for them; one in fp32 has finer ones always."""
+    errors = {}
+    try:
+        for bits in (8, 16):
+            cpu_ops.set_activation_bits(bits)
+            assert cpu_ops.activation_bits() == bits and cpu_ops.x_bits(torch.float32) == 32
+            for kind in ("int8", "int4-g64"):
+                random = torch.Generator().manual_seed(7)
+                stored, exact = leaves(torch.randn(64, 640, generator=random), kind)
+                x = torch.randn(40, 640, generator=random).bfloat16()
+                y = cpu_ops.product(x, *cpu_ops.pack_weight(*stored), (64, 640))
+                errors[kind, bits] = (y - x.double() @ exact.T).abs().mean()
+                assert error_of(kind, 64, 640, 40) < TOLERANCE[kind]         # fp32
+    finally:
+        cpu_ops.set_activation_bits(8)
+    for kind in ("int8", "int4-g64"):
+        assert 0 < errors[kind, 16] < 0.7 * errors[kind, 8], errors
 
 
 def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtype=torch.float32, start=None):
