@@ -199,21 +199,13 @@ class CaseRun:
             model_bytes=model_bytes, ranks=tp.world(),
             sent_bytes=sent_bytes(weights.cfg, weights.dtype), test=str(workload),
             n_prompt=workload.n_prompt, n_new=workload.n_new if workload.n_new > 1 else 0,
-            batch=workload.batch_size, version=self._version(),
+            batch=workload.batch_size, version=getattr(self.runner, "version", None),
             error=self.error)
         row |= dict.fromkeys(FIGURES)
         if self.rounds and not self.error:
             row |= self._figures(bandwidths)
             row["compared"] = None if self.case.start_peer else tokens_agree(self, runs)
         return row
-
-    def _version(self) -> str | None:
-        """What a peer is and computes in; of ours, what its products do."""
-        if self.case.start_peer:
-            return getattr(self.runner, "version", None)
-        weights = self.case.weights
-        is_quantized = weights.quantization != "none"
-        return engines.activations(self.case.engine, weights.model) if is_quantized else None
 
     def _figures(self, bandwidths: list[float]) -> dict:
         """All of FIGURES that can be measured here."""

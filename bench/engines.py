@@ -28,6 +28,8 @@ from cli.report import follow
 from cli.sequence import Sequence
 from generate import Batch, generate
 from kernels import cpu_ops, sort_free
+from kernels.cpu_layers import uses_operations
+from kernels.linear import PackedLinear
 from model import KVCache, Transformer
 from sampling import SamplingParams, keep_top_p
 
@@ -54,15 +56,6 @@ def compiled_layout_bytes(name: str, model: Transformer) -> int:
     if model.freq.device.type != "cpu" or not is_compiled(name):
         return 0
     return sum(p.nbytes for p in model.parameters())
-
-
-def activations(name: str, model: Transformer) -> str | None:
-    """What an engine's products with int8 or int4 weights round activations to, where they do."""
-    if model.freq.device.type != "cpu" or not is_compiled(name):
-        return None
-    if model.dtype == torch.float32 or cpu_ops.activation_bits() == 16:
-        return "activations of 16 bits in groups of 32"
-    return "activations of 8 bits in groups of 32 where many rows meet the weights, of 16 elsewhere"
 
 
 class Engine:
@@ -111,6 +104,16 @@ class Engine:
         warm_up(self.batch, prompts[:workload.batch_size], lengths)
         if name == NGRAM:
             measure_drafts(self.batch, workload.n_prompt + 1)
+
+    @property
+    def version(self) -> str | None:
+        """What products with int8 or int4 weights round activations to, where they do."""
+        packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
+        if not uses_operations(self.model) or all(m.scales is None for m in packed):
+            return None
+        if self.model.dtype == torch.float32 or cpu_ops.activation_bits() == 16:
+            return "activations of 16 bits"
+        return "activations of 8 bits where many rows meet the weights, of 16 elsewhere"
 
     @property
     def is_greedy(self) -> bool:

@@ -429,20 +429,22 @@ struct Rows {                                  // of x, as floats, as bf16 or as
   float *x, *scale, *sum;                      // [M, K]; [M, K / GROUP], of q; of q's values
   int32_t* total;                              // [M, K / GROUP], of q
   int16_t* q;                                  // [M, ldq], integers or bf16; or bytes
-  int K, ldq;                                  // a line more than K: no power of two
+  int K;
 
-  Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K), ldq(K + 32) {
+  Rows(float* memory, int M, int K) : x(memory), scale(memory), K(K) {
     sum = scale + (long)M * (K / GROUP);
     total = (int32_t*)sum + (long)M * (K / GROUP);
     q = (int16_t*)(total + (long)M * (K / GROUP));
   }
+
+  int ldq() const { return K + 32; }           // a line more than K: no power of two
 
   static size_t floats(int M, int K) { return (size_t)M * (K + 32); }
 
   Rows from(int m) const {
     Rows rest = *this;
     rest.x += (long)m * K;
-    rest.q += (long)m * ldq;
+    rest.q += (long)m * ldq();
     rest.total += (long)m * (K / GROUP);
     rest.scale += (long)m * (K / GROUP);
     rest.sum += (long)m * (K / GROUP);
@@ -451,14 +453,24 @@ struct Rows {                                  // of x, as floats, as bf16 or as
 
   int32_t pair(int m, int i) const {           // q at 2i and 2i + 1
     int32_t two;
-    memcpy(&two, q + (long)m * ldq + 2 * i, 4);
+    memcpy(&two, q + (long)m * ldq() + 2 * i, 4);
     return two;
   }
 
   int32_t four(int m, int i) const {           // bytes at 4i to 4i + 3
     int32_t four;
-    memcpy(&four, (int8_t*)(q + (long)m * ldq) + 4 * i, 4);
+    memcpy(&four, (int8_t*)(q + (long)m * ldq()) + 4 * i, 4);
     return four;
+  }
+
+  // by_words: numbers that a shift of int4's words gives together beside each other
+  template <class To>
+  static void put(const int32_t* from, To* to, bool by_words) {
+    constexpr int n = 4 / sizeof(To);          // together
+    if (by_words)
+      for (int i = 0; i < GROUP; i++) to[i] = from[i / 8 * 8 + i % n * (8 / n) + i % 8 / n];
+    else
+      for (int i = 0; i < GROUP; i++) to[i] = from[i];
   }
 
   // row m from floats [K]; most: 32767, or 127 for bytes; by_words: in the order of int4's words
@@ -480,13 +492,10 @@ struct Rows {                                  // of x, as floats, as bf16 or as
         store(rounded + i, bits);
       }
       for (int i = 0; i < LANES; i++) total += totals[i];
-      int16_t* to = q + (long)m * ldq + g * GROUP;
-      int8_t* bytes = (int8_t*)(q + (long)m * ldq) + g * GROUP;
-      for (int i = 0; i < GROUP; i++) {
-        int of_8 = i % 8;
-        if (most > 127) to[by_words ? i - of_8 + of_8 % 4 * 2 + of_8 / 4 : i] = rounded[i];
-        else bytes[by_words ? i - of_8 + of_8 % 2 * 4 + of_8 / 2 : i] = rounded[i];
-      }
+      int16_t* to = q + (long)m * ldq() + g * GROUP;
+      int8_t* bytes = (int8_t*)(q + (long)m * ldq()) + g * GROUP;
+      if (most > 127) put(rounded, to, by_words);
+      else put(rounded, bytes, by_words);
       long at = (long)m * (K / GROUP) + g;
       scale[at] = unit;
       sum[at] = total * unit;
@@ -495,9 +504,11 @@ struct Rows {                                  // of x, as floats, as bf16 or as
   }
 };
 
-// y [M][ROWS] = x by a block of weights. Few rows have several sums of each under way.
+// y [M][ROWS] = x by a block of weights. Few rows have several sums of each under way. Each is
+// compiled by itself: in line, a change to one of them made another a fifth slower.
 
-template <int M> static void by_fp32(const float* w, const Rows& rows, float* y) {
+template <int M>
+[[gnu::noinline]] static void by_fp32(const float* w, const Rows& rows, float* y) {
   constexpr int U = M == 1 ? 4 : M == 2 ? 2 : 1;
   vf acc[U][M][2] = {};
   for (int k = 0; k < rows.K; k += U)
@@ -512,7 +523,8 @@ template <int M> static void by_fp32(const float* w, const Rows& rows, float* y)
     }
 }
 
-template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* y) {
+template <int M>
+[[gnu::noinline]] static void by_bf16(const int32_t* w, const Rows& rows, float* y) {
   constexpr int U = M == 1 ? 2 : 1;
   vf acc[U][2][M][2] = {};                     // few rows have sums of their own for odd inputs
   for (int p = 0; p < rows.K / 2; p += U)
@@ -539,9 +551,22 @@ template <int M> static void by_bf16(const int32_t* w, const Rows& rows, float* 
 static inline vs load_codes(const int8_t* p) { return load_int8(p); }
 static inline vs load_codes(const int16_t* p) { return load<vs>(p); }
 
-// int8, or int4 that has been decoded; scales [K / GROUP, ROWS], or null: ones
+// sum + a group's whole numbers, as what they stand for; scales [K / GROUP, ROWS], or null: ones
+template <int M>
+static inline void add_group(vf sum[M][2], const vi acc[M][2], const float* scales,
+                             const Rows& rows, int g) {
+  vf scale[2] = {vf{} + 1.0f, vf{} + 1.0f};
+  if (scales)
+    for (int v = 0; v < 2; v++) scale[v] = load<vf>(scales + g * ROWS + v * LANES);
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++)
+      sum[m][v] += to_float(acc[m][v]) * (scale[v] * rows.scale[m * (rows.K / GROUP) + g]);
+}
+
+// int8, or int4 that has been decoded and has scales.
 template <int M, class Code>
-static void by_codes(const Code* w, const float* scales, const Rows& rows, float* y) {
+[[gnu::noinline]] static void by_codes(const Code* w, const float* scales, const Rows& rows,
+                                      float* y) {
   constexpr bool is_ahead = sizeof(Code) == 1 && (M > 1 || LANES == 8);      // as measured
   int n_group = rows.K / GROUP;
   vf sum[M][2] = {};
@@ -562,19 +587,15 @@ static void by_codes(const Code* w, const float* scales, const Rows& rows, float
 #pragma GCC unroll 2
       for (int p = 0; p < GROUP / 2; p++) meet(p);
     }
-    vf scale[2] = {vf{} + 1.0f, vf{} + 1.0f};
-    if (scales)
-      for (int v = 0; v < 2; v++) scale[v] = load<vf>(scales + g * ROWS + v * LANES);
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++)
-        sum[m][v] += to_float(acc[m][v]) * (scale[v] * rows.scale[m * n_group + g]);
+    add_group<M>(sum, acc, scales, rows, g);
   }
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
 }
 
 template <int M>
-static void by_int4(const int32_t* w, const int32_t* scales, int group, const Rows& rows, float* y) {
+[[gnu::noinline]] static void by_int4(const int32_t* w, const int32_t* scales, int group,
+                                     const Rows& rows, float* y) {
   int n_group = rows.K / GROUP, steps = group / GROUP;
   vf total[M][2] = {};
   for (int g = 0; g < rows.K / group; g++) {
@@ -618,15 +639,16 @@ static void by_int4(const int32_t* w, const int32_t* scales, int group, const Ro
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
 }
 
-// Bytes [K / 4, ROWS, 4], those of int8 with 128 added
+// The same as bytes [K / 4, ROWS, 4]; int8 has 128 added to each
 template <int M>
-static void by_bytes(const int32_t* w, bool is_int8, const float* scales, const Rows& rows, float* y) {
+[[gnu::noinline]] static void by_bytes(const int32_t* w, const float* scales, const Rows& rows,
+                                      float* y) {
   int n_group = rows.K / GROUP;
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {
     vi acc[M][2];
     for (int m = 0; m < M; m++)
-      acc[m][0] = acc[m][1] = vi{} - (is_int8 ? 128 * rows.total[m * n_group + g] : 0);
+      acc[m][0] = acc[m][1] = vi{} - (scales ? 0 : 128 * rows.total[m * n_group + g]);
     for (int p = 0; p < GROUP / 4; p++) {
       const int32_t* at = w + (g * GROUP / 4 + p) * ROWS;
       vi bytes[2] = {load<vi>(at), load<vi>(at + LANES)};
@@ -634,12 +656,7 @@ static void by_bytes(const int32_t* w, bool is_int8, const float* scales, const 
         for (int v = 0; v < 2; v++)
           acc[m][v] = dot4(acc[m][v], bytes[v], rows.four(m, g * GROUP / 4 + p));
     }
-    vf scale[2] = {vf{} + 1.0f, vf{} + 1.0f};
-    if (!is_int8)
-      for (int v = 0; v < 2; v++) scale[v] = load<vf>(scales + g * ROWS + v * LANES);
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++)
-        sum[m][v] += to_float(acc[m][v]) * (scale[v] * rows.scale[m * n_group + g]);
+    add_group<M>(sum, acc, scales, rows, g);
   }
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
@@ -740,20 +757,23 @@ static void block_by(const Linear& op, int i, const Rows& rows, float* y, const 
   const char* w = block(op, i, rows.K);
   if (numbers(op) == PAIRS)
     return tile<M>(decoded ? (const int32_t*)decoded->codes : (const int32_t*)w, ROWS, rows.K / 2,
-                   (const int32_t*)rows.q, rows.ldq / 2, y, ROWS, false);
-  if (numbers(op) == BYTES)
-    by_bytes<M>((const int32_t*)decoded->codes, op.format == INT8, decoded->scales, rows, y);
-  else if (op.format == INT8) by_codes<M>((const int8_t*)w, nullptr, rows, y);
+                   (const int32_t*)rows.q, rows.ldq() / 2, y, ROWS, false);
+  if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
+  if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
+  if (op.format == INT4 && numbers(op) == BYTES)
+    by_bytes<M>((const int32_t*)decoded->codes, decoded->scales, rows, y);
   else if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
   else if (op.format == INT4)
     by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
-  if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
-  if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
-  for (int m = 0; m < M && op.format == INT8; m++)
-    for (int v = 0; v < 2; v++) {
-      float* sum = y + m * ROWS + v * LANES;
-      store(sum, load<vf>(sum) * int8_scale(op, i, v));
-    }
+  if (op.format == INT8) {
+    if (decoded) by_bytes<M>((const int32_t*)decoded->codes, nullptr, rows, y);
+    else by_codes<M>((const int8_t*)w, nullptr, rows, y);
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++) {
+        float* sum = y + m * ROWS + v * LANES;
+        store(sum, load<vf>(sum) * int8_scale(op, i, v));
+      }
+  }
 }
 
 template <int M>
@@ -767,8 +787,8 @@ static void block_by_some(int m, const Linear& op, int i, const Rows& rows, floa
 static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, float* memory) {
   int n = (op.M + TILE - 1) / TILE, n_group = rows.K / GROUP;
   Decoded decoded(memory, rows.K);
-  bool is_decoded = op.format == INT4 && n > (LANES > 8 ? 2 : 1);  // as measured
-  is_decoded = is_decoded || numbers(op) == BYTES;
+  bool is_shared = op.format == INT4 && n > (LANES > 8 ? 2 : 1);   // as measured
+  bool is_decoded = is_shared || numbers(op) == BYTES;
   if (is_decoded) decoded.decode(op, i, rows.K);
   for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
     int height = (op.M - m + n - j - 1) / (n - j);
@@ -799,7 +819,7 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
     read_row(op, m, K, numbers(op) == FLOATS ? rows.x + (long)m * K : row);
     if (numbers(op) >= INTEGERS)
       rows.quantize(m, row, numbers(op) == BYTES ? 127 : 32767, op.format == INT4);
-    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq);
+    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq());
   };
   if (is_shared) do_tasks(phase[0], op.M, 1, read);
   do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {

@@ -285,6 +285,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--device", "abacus"], "no device 'abacus' on this machine, which has: "),
     (["--device", "cpu:7"], "no device 'cpu:7'"),
     (["--dtype", "int4"], "invalid choice: 'int4'"),
+    (["--activation_bits", "4"], "invalid choice: 4 (choose from 8, 16)"),
     (["--engine", "steam"], "invalid choice: 'steam'"),
     (["--engine", "recompute", "--compile"], "--engine recompute contradicts --compile"),
     (["--random", "Llama-9"], "no such shape (known: stories15M"),
