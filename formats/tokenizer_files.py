@@ -173,7 +173,7 @@ def from_gguf(metadata: dict) -> dict:
     fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
                       list(control.values()), added, whole_words=whole,
                       nfc=GGUF_SPLITS[pre] == (QWEN2,))
-    backend = TokenizersBackend(fast.to_str())
+    backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)
 
