@@ -666,7 +666,7 @@ template <int M>
         x_sum[m] += rows.sum[m * n_group + i];
       }
     }
-    __builtin_prefetch((const char*)(scales + g * ROWS) + AHEAD / 4);
+    prefetch(scales + g * ROWS, 4 * ROWS);
     for (int v = 0; v < 2; v++) {
       vf scale, term;
       scale_and_term(scales + g * ROWS + v * LANES, &scale, &term);
