@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.attention import ScoredAttention
+from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
-from layers.moe import MoE
+from layers.moe import MoE, MoEConfig
 from layers.norms import LayerNorm, Scale, SoftCap, WideNorm
 from layers.rope import Rope, dynamic_theta, stretch
+from layers.window import Ring, n_slots, row_index
 
 
 @dataclass(frozen=True)
@@ -49,25 +50,13 @@ class ModelConfig:
     embed_scale: float = 1.0                       # Gemma: sqrt(dim)
     residual_scale: float = 1.0                    # Granite: of what each branch adds
     attn_scale: float | None = None                # None: head_dim ** -0.5
-    attn_cap: float | None = None                  # scores end at cap * tanh(score / cap)
-    logit_cap: float | None = None                 # and logits
-    sinks: bool = False                            # a learned score per head that no key has
+    scores: Scores = Scores()                      # how they differ from q k' attn_scale
+    logit_cap: float | None = None                 # logits end at cap * tanh(logit / cap)
     learned_pos: bool = False                      # an embedding per position, added to the token's
     rope: tuple[Rope, ...] = (Rope(),)             # tiled over layers
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
     sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
-    n_expert: int = 0
-    n_active: int = 0                              # experts per token
-    expert_dim: int = 0                            # width of each
-    norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
-    router_bias: bool = False
-    scores: str = "softmax"                        # of layers.moe, SCORES
-    choice_bias: bool = False                      # added for the choice of experts only
-    n_group: int = 1                               # of experts, of which topk_group may be chosen
-    topk_group: int = 1
-    routed_scale: float = 1.0                      # of what the chosen experts give
-    shared_dim: int = 0                            # width of the expert that serves every token
-    shared_gate: bool = True                       # which weighs that one
+    moe: MoEConfig | None = None
 
 
 def at(layer: int, tiled: tuple):
@@ -103,17 +92,6 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     return mask if mask.dim() == 2 else mask[:, None]
 
 
-def n_slots(window: int | None, length: int, longest_call: int) -> int:
-    """Cache slots of a layer. A window's are a ring, in which position p is at p mod n_slots.
-
-    One call's tokens, padding and rejected drafts among them, must not overwrite a key that its
-    first query still sees:
-
-        window 3, calls of 2: 4 slots    | 4 5 2 3 |    4 and 5 replaced 0 and 1; 4 sees 2, 3, 4
-    """
-    return length if window is None else min(length, window + longest_call - 1)
-
-
 def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype) -> int:
     """What setup_cache will allocate."""
     slots = sum(n_slots(at(i, cfg.window), length, longest_call) for i in range(cfg.n_layer))
@@ -132,32 +110,6 @@ class RMSNorm(nn.Module):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * self.weight).type_as(x)
-
-
-class Ring(nn.Module):
-    """Which position each slot of a window's layers has: the same in all of them."""
-
-    def __init__(self, batch_size: int, n_slot: int, device):
-        super().__init__()
-        positions = torch.full((batch_size, n_slot), torch.iinfo(torch.int64).max, device=device)
-        self.register_buffer("slot_positions", positions, persistent=False)
-
-    def forward(self, pos, kv_len, batch_idx):
-        """pos [T] or [B, T] -> its slots, and the positions in the first kv_len slots [B, S]."""
-        slot = pos % self.slot_positions.shape[1]
-        if slot.dim() == 1:
-            self.slot_positions[:, slot] = pos
-        else:
-            self.slot_positions[row_index(slot, batch_idx), slot] = pos
-        positions = self.slot_positions if batch_idx is None else self.slot_positions[batch_idx]
-        return slot, positions[:, :kv_len]
-
-
-def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
-    """Rows of the cache [B, 1], to index it together with slot [B, T]."""
-    if batch_idx is None:
-        batch_idx = torch.arange(len(slot), device=slot.device)
-    return batch_idx[:, None]
 
 
 class KVCache(nn.Module):
@@ -213,9 +165,7 @@ class Attention(nn.Module):
         self.q_norm = query_key_norm(cfg, n)
         self.k_norm = query_key_norm(cfg, k)
         scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
-        self.attend = SDPA(scale)
-        if cfg.attn_cap or cfg.sinks:
-            self.attend = ScoredAttention(scale, n, cfg.attn_cap, cfg.sinks)
+        self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
 
     def forward(self, x, rope, slot, mask, batch_idx):
@@ -255,7 +205,8 @@ class FeedForward(nn.Module):
 
 def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
     if at(layer, cfg.sparse):
-        return MoE(cfg, FeedForward(cfg, cfg.shared_dim) if cfg.shared_dim else None)
+        shared = cfg.moe.shared_dim
+        return MoE(cfg, FeedForward(cfg, shared) if shared else None)
     dense = FeedForward if cfg.gated else UngatedFeedForward
     return dense(cfg, cfg.ffn_dim)
 

@@ -59,15 +59,20 @@ def shard_config(cfg, n: int):
             f"and a {widths}: possible are {', '.join(possible) or 'no number above 1'}")
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
-                   ffn_dim=cfg.ffn_dim // n, expert_dim=cfg.expert_dim // n,
-                   shared_dim=cfg.shared_dim // n,
+                   ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_experts(cfg.moe, n),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
+def shard_experts(moe, n: int):
+    """Each rank has a part of every expert."""
+    return replace(moe, expert_dim=moe.expert_dim // n, shared_dim=moe.shared_dim // n)
+
+
 def shared_widths(cfg) -> dict[str, int]:
-    widths = {"experts' width": cfg.expert_dim, "shared expert's width": cfg.shared_dim}
-    if not all(cfg.sparse):
-        widths = {"feed-forward width": cfg.ffn_dim, **widths}
+    widths = {} if all(cfg.sparse) else {"feed-forward width": cfg.ffn_dim}
+    if cfg.moe:
+        widths["experts' width"] = cfg.moe.expert_dim
+        widths["shared expert's width"] = cfg.moe.shared_dim
     return {name: width for name, width in widths.items() if width}
 
 

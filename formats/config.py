@@ -10,7 +10,9 @@ import math
 from dataclasses import replace
 
 from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
+from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
 
@@ -43,7 +45,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
         facts["qk_norm"] = "head"
     facts.update(_layers(c, family, n_layer))
     if any(facts["sparse"]):
-        facts.update(_experts(c))
+        facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
     return ModelConfig(**{**facts, **family.overrides}), c
 
 
@@ -137,7 +139,7 @@ def _scales(c: dict, family: Family) -> dict:
         embed_scale = c["hidden_size"]**0.5
     return dict(attn_scale=attn_scale, embed_scale=embed_scale,
                 residual_scale=float(c.get("residual_multiplier") or 1),
-                attn_cap=c.get("attn_logit_softcapping"),
+                scores=Scores(c.get("attn_logit_softcapping"), **family.scores),
                 logit_cap=c.get("final_logit_softcapping"))
 
 

@@ -25,6 +25,8 @@ class Family:
     """How a model_type differs from Llama."""
 
     overrides: dict = field(default_factory=dict)      # ModelConfig fields it never states
+    moe: dict = field(default_factory=dict)        # and MoEConfig's
+    scores: dict = field(default_factory=dict)     # and Scores'
     defaults: dict = field(default_factory=dict)     # config.json keys it may leave out
     names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise
     norm_offset: float = 0.0                       # norms multiply by offset + weight
@@ -158,25 +160,25 @@ FAMILIES = {
                       max_position_embeddings=131072, rope_theta=5e5, rope_local_base_freq=1e4),
         names=MOE_NAMES, is_sparse=_is_sparse_after_first),
     "glm4_moe": Family(
-        overrides=dict(_SIGMOID, o_bias=False),
+        overrides=dict(o_bias=False), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072,
                       partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
                       moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first),
     "dots1": Family(
-        overrides=dict(_SIGMOID, qk_norm="head"),
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
                       moe_intermediate_size=1408, norm_topk_prob=False),
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
         is_sliding=lambda c, i: i >= c["max_window_layers"]),
     "solar_open": Family(
-        overrides=_SIGMOID,
+        moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=128,
                       max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
                       intermediate_size=1280, moe_intermediate_size=1280, rope_theta=1e6),
         names=SIGMOID_NAMES, is_sparse=_always),
     "exaone_moe": Family(
-        overrides=dict(_SIGMOID, qk_norm="head"),
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
                       rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
                       moe_intermediate_size=1024, n_shared_experts=1, routed_scaling_factor=2.5,
@@ -184,7 +186,7 @@ FAMILIES = {
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_exaone4_is_sliding,
         has_rope=_exaone4_has_rope),
     "hy_v3": Family(
-        overrides=dict(_SIGMOID, qk_norm="head"),
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,
                       max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
                       moe_intermediate_size=1536, routed_scaling_factor=2.826,
@@ -192,7 +194,7 @@ FAMILIES = {
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
         key_aliases=dict(router_scaling_factor="routed_scaling_factor")),
     "minimax_m2": Family(
-        overrides=dict(_SIGMOID, qk_norm="wide"),
+        overrides=dict(qk_norm="wide"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, num_experts=256, num_experts_per_tok=8,
                       max_position_embeddings=196608, rope_theta=5e6),
         names=MINIMAX_NAMES, is_sparse=_always, respell=_minimax_respelled),
@@ -253,7 +255,7 @@ FAMILIES = {
         has_rope=lambda c, i: c.get("position_embedding_type") == "rope",
         respell=_granite_hybrid_respelled),
     "granite_swa": Family(
-        overrides=dict(sinks=True),
+        scores=dict(sinks=True),
         defaults=dict(attention_multiplier=1.0, num_key_value_heads=4, sliding_window=128,
                       rms_norm_eps=1e-5, max_position_embeddings=8192, tie_word_embeddings=True),
         names={"self_attn.sinks": "attn.attend.sinks"}, is_sliding=_all_but_every_fourth),
@@ -264,7 +266,8 @@ FAMILIES = {
                "block_sparse_moe.output_linear": "ffn.down"},
         is_sparse=_always),
     "gpt_oss": Family(
-        overrides=dict(activation="clamped_silu", sinks=True, mlp_bias=True, router_bias=True),
+        overrides=dict(activation="clamped_silu", mlp_bias=True),
+        moe=dict(router_bias=True), scores=dict(sinks=True),
         defaults=dict(attention_bias=True, head_dim=64, num_key_value_heads=8, sliding_window=128,
                       num_experts=128, num_experts_per_tok=4, rms_norm_eps=1e-5,
                       max_position_embeddings=131072, rope_theta=150000.0,

@@ -168,8 +168,10 @@ def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
 
 def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
     n = len(fused.into)
-    n_in = cfg.dim if n == 2 else cfg.expert_dim
-    if fused.transposed or fused.maybe_transposed and t.shape[-1] != n_in:
+    transposed = fused.transposed
+    if fused.maybe_transposed:
+        transposed = t.shape[-1] != (cfg.dim if n == 2 else cfg.moe.expert_dim)
+    if transposed:
         t = transpose(t)
     if n == 1:
         return [t]

@@ -43,7 +43,7 @@ class FewRows:
         self.eps = cfg.norm_eps
         self.activation = cfg.activation if cfg.activation in FUSED_ACTIVATIONS else ""
         self.scale = attn.attend.scale
-        self.cap = cfg.attn_cap
+        self.cap = cfg.scores.cap
 
     def fits(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape

@@ -3,10 +3,28 @@
 It is called as model.SDPA is. Without cap and sinks it is plain attention, written out.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from layers.norms import SoftCap
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of q k' scale before and in the softmax, where it is not simply taken."""
+
+    cap: float | None = None                       # they end at cap * tanh(score / cap)
+    sinks: bool = False                            # a learned score per head that no key has
+
+
+def attention(cfg, plain: nn.Module) -> nn.Module:
+    """`plain`, or what takes its place where a config's scores are not plain ones."""
+    scores = cfg.scores
+    if scores.cap or scores.sinks:
+        return ScoredAttention(plain.scale, cfg.n_head, scores.cap, scores.sinks)
+    return plain
 
 
 class ScoredAttention(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from formats.config import config_from_hf
 from formats.families import FAMILIES
 from formats.load import load_model, read_checkpoint
+from formats.parameters import tensor_shapes
 from formats.pth import save_checkpoint
 
 
@@ -80,6 +81,19 @@ def test_index_left_over_from_shards(families, tmp_path):
     shutil.copytree(directory, tmp_path / "merged")
     (tmp_path / "merged/model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
     close(our_logits(tmp_path / "merged", tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe", "gemma2"])
+def test_pth_with_experts_and_scores_among_the_rest(families, name, tmp_path):
+    """As it was before they had dataclasses of their own."""
+    source = read_checkpoint(families(name)[0])
+    save_checkpoint(source, tmp_path / "model.pth", None)
+    content = torch.load(tmp_path / "model.pth")
+    config = content["config"]
+    scores, moe = config.pop("scores"), config.pop("moe")
+    flat = dict(attn_cap=scores["cap"], sinks=scores["sinks"], **(moe or dict(n_expert=0, n_active=0, expert_dim=0)))
+    torch.save({**content, "config": config | flat}, tmp_path / "model.pth")
+    assert read_checkpoint(tmp_path / "model.pth").cfg == source.cfg
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -196,15 +210,26 @@ def test_only_the_text_part_and_a_line_that_says_so(families, capsys):
     assert capsys.readouterr().err == "note: of this multimodal model only the text part is read\n"
 
 
-@pytest.mark.parametrize("changes", [
-    dict(scores="softmax"), dict(routed_scale=1.0), dict(n_group=1, topk_group=1), dict(topk_group=3),
-    dict(norm_topk_prob=False), dict(qk_norm=None)])
-def test_planted_errors_of_a_router(families, changes):
-    """Each part of GLM-4.5's shows in the logits."""
-    directory, model = families("glm4_moe")
+def with_changes(cfg, changes):
+    """A config with other values; "moe.n_group": of a field within a field."""
+    for key, value in changes.items():
+        field, _, inner = key.partition(".")
+        cfg = replace(cfg, **{field: replace(getattr(cfg, field), **{inner: value}) if inner else value})
+    return cfg
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("glm4_moe", {"moe.scores": "softmax"}), ("glm4_moe", {"moe.routed_scale": 1.0}),
+    ("glm4_moe", {"moe.n_group": 1, "moe.topk_group": 1}), ("glm4_moe", {"moe.topk_group": 3}),
+    ("glm4_moe", {"moe.norm_topk_prob": False}), ("glm4_moe", {"qk_norm": None}),
+])
+def test_planted_errors(families, name, changes):
+    """Each part of what a family has shows in the logits."""
+    directory, model = families(name)
     source = read_checkpoint(directory)
-    source.cfg = replace(source.cfg, **changes)
-    source.tensors = {k: t for k, t in source.tensors.items() if "qk_norm" not in changes or "_norm.weight" not in k or "attn." not in k}
+    source.cfg = with_changes(source.cfg, changes)
+    needed = tensor_shapes(source.cfg)                     # no more: a quirk left out leaves its weights out
+    source.tensors = {k: t for k, t in source.tensors.items() if k in needed}
     wrong = load_model(source, torch.float32, "cpu")(tokens(), torch.arange(24), logits_to_keep=24)
     expected = tiny.logits(model, tokens())
     assert (wrong - expected).norm() > 0.01 * expected.norm()

@@ -734,7 +734,7 @@ def test_gptq_of_a_model(families, name):
     assert {n.replace(".zeros", ".weight") for n in linears} == {n for n in plain.tensors if QUANTIZED.match(n.removesuffix(".weight"))}
 
     model = load_model(meant_checkpoint(source), FP32, "cpu")
-    inputs, n_expert = {}, plain.cfg.n_expert
+    inputs, n_expert = {}, plain.cfg.moe.n_expert
     for (i, module) in solver.seen:
         def see(_, args, key=(i, module)):
             x = args[0]
@@ -776,7 +776,7 @@ def test_gptq_of_a_model(families, name):
 
     ratios = solver.ratios
     assert len(ratios) == sum(1 for m in blank_model(plain.cfg, FP32).layers.modules()
-                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.shared_dim))
+                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.moe.shared_dim))
     assert sum(ratios) / len(ratios) < 1 and "median ratio" in solver.summary()
 
 
