@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoE, MoEConfig
-from layers.norms import LayerNorm, Scale, SoftCap, WideNorm
+from layers.norms import Clip, LayerNorm, Scale, SoftCap, WideNorm
 from layers.rope import Rope, dynamic_theta, stretch
 from layers.window import Ring, n_slots, row_index
 
@@ -40,6 +40,9 @@ class ModelConfig:
     layer_norm: bool = False                       # LayerNorm with bias instead of RMSNorm
     pre_norm: bool = True                          # normalize what goes into a branch
     post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
+    post_norm_eps: float | None = None             # None: norm_eps
+    embed_norm: bool = False                       # normalize embeddings (BLOOM)
+    parallel: bool = False                         # both branches read the same x (GPT-NeoX)
     qk_norm: str | None = None                     # before RoPE: "head", each; "wide", all as one
     activation: str = "silu"                       # of layers.feed_forward, GATED or UNGATED
     gated: bool = True                             # act(gate) * up, else act(up)
@@ -47,6 +50,9 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    clip_qkv: float | None = None                  # queries, keys and values end there (OLMo)
+    attn_gate: bool = False                        # what attention gives * sigmoid(gate(x))
     embed_scale: float = 1.0                       # Gemma: sqrt(dim)
     residual_scale: float = 1.0                    # Granite: of what each branch adds
     attn_scale: float | None = None                # None: head_dim ** -0.5
@@ -162,6 +168,8 @@ class Attention(nn.Module):
         self.split = (n * h, k * h, k * h)
         self.wqkv = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
         self.wo = nn.Linear(n * h, cfg.dim, bias=cfg.o_bias)
+        self.clip = Clip(cfg.clip_qkv) if cfg.clip_qkv else nn.Identity()
+        self.gate = nn.Linear(cfg.dim, n * h, bias=False) if cfg.attn_gate else None
         self.q_norm = query_key_norm(cfg, n)
         self.k_norm = query_key_norm(cfg, k)
         scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
@@ -170,7 +178,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, slot, mask, batch_idx):
         B, T, _ = x.shape
-        q, k, v = self.wqkv(x).split(self.split, dim=-1)
+        q, k, v = self.clip(self.wqkv(x)).split(self.split, dim=-1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -178,7 +186,10 @@ class Attention(nn.Module):
         if self.cache is not None:
             k, v = self.cache(slot, k, v, mask.shape[-1], batch_idx)
         y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
-        return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+        y = y.transpose(1, 2).reshape(B, T, -1)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x))
+        return self.wo(y)
 
 
 def query_key_norm(cfg: ModelConfig, n_head: int) -> nn.Module:
@@ -211,9 +222,10 @@ def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
     return dense(cfg, cfg.ffn_dim)
 
 
-def full_norm(cfg: ModelConfig) -> nn.Module:
+def full_norm(cfg: ModelConfig, eps: float | None = None) -> nn.Module:
     """Over the whole width D."""
-    return (LayerNorm if cfg.layer_norm else RMSNorm)(cfg.dim, cfg.norm_eps)
+    kind = LayerNorm if cfg.layer_norm else RMSNorm
+    return kind(cfg.dim, eps or cfg.norm_eps)
 
 
 class Block(nn.Module):
@@ -227,7 +239,7 @@ class Block(nn.Module):
 
         def after():
             if cfg.post_norm:
-                return full_norm(cfg)
+                return full_norm(cfg, cfg.post_norm_eps)
             return Scale(cfg.residual_scale) if cfg.residual_scale != 1 else nn.Identity()
 
         self.attn_norm, self.ffn_norm = before(), before()
@@ -236,6 +248,14 @@ class Block(nn.Module):
     def forward(self, x, rope, slot, mask, batch_idx=None):
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
         return x + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
+
+
+class ParallelBlock(Block):
+    """x + attention(x) + feed-forward(x)"""
+
+    def forward(self, x, rope, slot, mask, batch_idx=None):
+        y = self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
+        return x + y + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
 
 
 class Transformer(nn.Module):
@@ -250,9 +270,11 @@ class Transformer(nn.Module):
         self.pos_embed = None
         if cfg.learned_pos:
             self.pos_embed = nn.Embedding.from_pretrained(torch.empty(cfg.context, cfg.dim))
-        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.embed_norm = full_norm(cfg) if cfg.embed_norm else nn.Identity()
+        block = ParallelBlock if cfg.parallel else Block
+        self.layers = nn.ModuleList(block(cfg, i) for i in range(cfg.n_layer))
         self.norm = full_norm(cfg)
-        self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+        self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
             self.head.weight = self.embed.weight
         self.cap = SoftCap(cfg.logit_cap) if cfg.logit_cap else nn.Identity()
@@ -316,6 +338,7 @@ class Transformer(nn.Module):
         x = x * x.new_full((), self.cfg.embed_scale)                       # rounded to x's dtype
         if self.pos_embed is not None:
             x = x + self.pos_embed(pos)
+        x = self.embed_norm(x)
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
         if pos.dim() == 2:
             angles = [a[:, None] for a in angles]                          # broadcast over heads

@@ -22,9 +22,13 @@ NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "re
            "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
            "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
            "shared_expert_intermediate_size", "rms_norm_eps", "n_shared_experts",
-           "routed_scaling_factor")
+           "routed_scaling_factor", "logit_scale", "clip_qkv", "post_norm_eps", "alibi_bias_max",
+           "qk_scale_factor", "output_multiplier")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-               "gelu": "gelu", "relu2": "relu2"}
+               "gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}
+NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
+            "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
+            "add_cross_attention")
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
@@ -40,7 +44,9 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     facts = {"n_layer": n_layer, **_widths(c), **_biases(c), **_scales(c, family),
              "activation": _activation(c, family), "norm_eps": float(c["rms_norm_eps"]),
              "vocab_size": _count(c, "vocab_size"),
-             "tied": bool(c.get("tie_word_embeddings", False))}
+             "tied": bool(c.get("tie_word_embeddings", False)),
+             "parallel": bool(c.get("use_parallel_residual", False)),
+             "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
     if c.get("use_qk_norm"):
         facts["qk_norm"] = "head"
     facts.update(_layers(c, family, n_layer))
@@ -84,7 +90,7 @@ def _check(c: dict) -> None:
         value = c.get(key) or 0
         if type(value) not in (int, float) or value < 0:
             raise ValueError(f"'{key}' is {value!r}, expected a positive number")
-    for key in ("use_bidirectional_attention", "clip_qkv", "scale_attn_by_inverse_layer_idx"):
+    for key in NOT_READ:
         if c.get(key):
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
@@ -139,8 +145,22 @@ def _scales(c: dict, family: Family) -> dict:
         embed_scale = c["hidden_size"]**0.5
     return dict(attn_scale=attn_scale, embed_scale=embed_scale,
                 residual_scale=float(c.get("residual_multiplier") or 1),
-                scores=Scores(c.get("attn_logit_softcapping"), **family.scores),
+                scores=Scores(**{"cap": c.get("attn_logit_softcapping"), **_growth(c),
+                                 "alibi": bool(c.get("alibi")), **family.scores}),
                 logit_cap=c.get("final_logit_softcapping"))
+
+
+def _growth(c: dict) -> dict:
+    """How queries are scaled by position (Ministral 3), which counts the keys that they see."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    growth = rope.get("llama_4_scaling_beta") or 0.0
+    if not growth:
+        return {}
+    if c.get("sliding_window"):
+        raise ValueError("'llama_4_scaling_beta' is not supported beside 'sliding_window'")
+    original = _count({**c, **rope}, "original_max_position_embeddings",
+                      _count(c, "max_position_embeddings"))
+    return dict(growth=float(growth), growth_from=original)
 
 
 def _layers(c: dict, family: Family, n_layer: int) -> dict:
@@ -162,8 +182,6 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
                 for r, t in zip(rope, thetas)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
     context = max([_count(c, "max_position_embeddings"), *stretched])
-    if "llama_4_scaling_beta" in (c.get("rope_parameters") or c.get("rope_scaling") or {}):
-        context = min(context, rope[0].original_context)   # queries are scaled only beyond that
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
     return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
 
@@ -219,6 +237,9 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
                 or rope.get("original_max_position_embeddings") or longest)
     original = longest if kind == "dynamic" else original
     factor = float(rope.get("factor") or longest / original)
+    if kind == "dynamic" and rope.get("alpha"):    # Hunyuan's: the base alone, whatever the length
+        n = int(head_dim(c) * partial)
+        kind, theta = "default", theta * float(rope["alpha"]) ** (n / (n - 2))
     facts = dict(theta=theta, partial=float(partial), original_context=int(original))
     divisors = rope.get("divisors")                # only from a GGUF
     if divisors:

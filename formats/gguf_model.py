@@ -8,6 +8,7 @@ from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
 from formats.config import BAD_CONFIG, config_from_hf, head_dim
+from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
 from formats.lazy import LazyTensor
@@ -142,8 +143,9 @@ def read_gguf(path: Path) -> RawCheckpoint:
         cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
     except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
-    folds = Folds(logits_divisor=c.get("logits_scaling") or 1,         # its converter has added
-                  interleaved_rope=arch in GGUF_INTERLEAVED)              # the norms' offset
+    folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
+                     "norm_offset": 0.0,           # its converter has added it
+                     "interleaved_rope": arch in GGUF_INTERLEAVED})
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     return RawCheckpoint(path, cfg, tensors, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, folds,
                          eos_ids=_eos_ids(metadata), tokenizer=tokenizer)

@@ -47,7 +47,9 @@ def fits_attention(layer: nn.Module) -> bool:
     if None in linears or not hasattr(attend, "scale"):
         return False
     has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-    norms = layer.attn_norm, attn.q_norm, attn.k_norm, layer.post_attn_norm
+    if getattr(attend, "slopes", None) is not None or getattr(attn, "gate", None) is not None:
+        return False
+    norms = layer.attn_norm, attn.clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
     return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
 

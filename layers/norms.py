@@ -45,6 +45,17 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Clip(nn.Module):
+    """Numbers end at limit and -limit (OLMo)."""
+
+    def __init__(self, limit: float):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        return x.clamp(-self.limit, self.limit)
+
+
 class SoftCap(nn.Module):
     """Scores or logits end at cap * tanh(x / cap) (Gemma 2)."""
 

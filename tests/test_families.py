@@ -235,22 +235,32 @@ def test_planted_errors(families, name, changes):
     assert (wrong - expected).norm() > 0.01 * expected.norm()
 
 
+GPT2_WORDS = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size=None)
+OTHER_WORDS = {
+    "gpt2": GPT2_WORDS, "gptj": GPT2_WORDS, "gpt_bigcode": GPT2_WORDS, "bloom": GPT2_WORDS | dict(hidden_size="hidden_size"),
+    "mpt": dict(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads", intermediate_size=None),
+    "gpt_neo": dict(num_hidden_layers="num_layers", num_attention_heads="num_heads"),
+    "falcon": dict(intermediate_size=None)}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_keys_that_config_json_leaves_out(kind):
     """Gemma 3 4B's names seven keys. The others mean what transformers' class says."""
     from transformers import CONFIG_MAPPING
     few = dict(hidden_size=256, intermediate_size=96, num_hidden_layers=8, num_attention_heads=16, vocab_size=99,
                model_type=kind)
-    if kind == "gpt2":
-        few = dict(n_embd=256, n_layer=8, n_head=16, vocab_size=99, model_type=kind)
+    words = OTHER_WORDS.get(kind, {})
+    few = {words.get(key, key): value for key, value in few.items() if words.get(key, key)}
     if kind == "granitemoehybrid":                         # its default has state-space layers and experts
         few.update(layer_types=["attention"] * 8, num_local_experts=0)
     if kind == "dots1":                                    # has no default
         few.update(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1)
+    if kind == "gpt_neo":                                  # the default is of 24 layers
+        few.update(attention_types=[[["global", "local"], 4]])
     full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
-    if kind in ("mistral", "qwen2", "qwen3") or full.get("num_key_value_heads", 16) > 16:          # these state both always
+    if kind in ("mistral", "qwen2", "qwen3") or (full.get("num_key_value_heads") or 16) > 16:      # these state both always
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
-    if kind != "gpt2":
+    if "max_position_embeddings" in full:
         few["max_position_embeddings"] = full["max_position_embeddings"]
     ours, theirs = config_from_hf(few)[0], config_from_hf(full)[0]
     assert ours == theirs
