@@ -182,7 +182,7 @@ FAMILIES = {
     "ministral3-long": lambda: hf.Ministral3Config(**SIZE, head_dim=24, rope_parameters=dict(
         YARN, original_max_position_embeddings=6, llama_4_scaling_beta=0.4)),
     "bloom": lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=160, **IDS),
-    "mpt": lambda: hf.MptConfig(d_model=96, n_heads=6, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
+    "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
     "gpt_neo": lambda: hf.GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]],
                                        vocab_size=160, max_position_embeddings=128, **IDS),
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
