@@ -37,7 +37,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     -> the config, and config.json with what it leaves out filled in, for the folds.
     """
     family, c = _complete(c)
-    _check(c)
+    _check(c, family)
     n_layer = _count(c, "num_hidden_layers")
     if n_layer > 1000:                             # the model is built before it is compared
         raise ValueError(f"'num_hidden_layers' is {n_layer}, expected at most 1000")
@@ -57,12 +57,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
 
 def _complete(c: dict) -> tuple[Family, dict]:
     """The family, and config.json in one spelling with the family's defaults filled in."""
+    _refuse_other_kinds(c)
     c = _text_part(c)
+    _refuse_other_kinds(c)
     kind = c.get("model_type")
-    for what, kinds in OTHER_KINDS.items():
-        if kind in kinds.split():
-            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
-                             "another kind of model")
     if kind not in FAMILIES:
         raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[kind]
@@ -72,6 +70,14 @@ def _complete(c: dict) -> tuple[Family, dict]:
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
     return family, family.respell(c)
+
+
+def _refuse_other_kinds(c: dict) -> None:
+    kind = c.get("model_type")
+    for what, kinds in OTHER_KINDS.items():
+        if kind in kinds.split():
+            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
+                             "another kind of model")
 
 
 def _text_part(c: dict) -> dict:
@@ -84,13 +90,14 @@ def _text_part(c: dict) -> dict:
     return c
 
 
-def _check(c: dict) -> None:
+def _check(c: dict, family: Family) -> None:
     """ValueError names what is no number, or asks for what the model does not have."""
     for key in NUMBERS:
         value = c.get(key) or 0
         if type(value) not in (int, float) or value < 0:
             raise ValueError(f"'{key}' is {value!r}, expected a positive number")
-    for key in NOT_READ:
+    unread = NOT_READ if "clip_qkv" in family.defaults else (*NOT_READ, "clip_qkv")
+    for key in unread:
         if c.get(key):
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):

@@ -538,7 +538,7 @@ FAMILIES = {
                                         original_max_position_embeddings=8192)),
         names=APERTUS_NAMES),
     "olmo": Family(
-        overrides=dict(layer_norm=True, norm_eps=1e-5),
+        overrides=dict(layer_norm=True, norm_eps=1e-5), defaults=dict(clip_qkv=None),
         folds=dict(constants=_NO_BIAS | {r"norm\.weight$": 1.0})),
     "hunyuan_v1_dense": Family(
         overrides=dict(qk_norm="head"), scores=dict(gains=True), defaults=dict(rms_norm_eps=1e-5),
@@ -588,7 +588,8 @@ FAMILIES = {
         respell=_gpt2_respelled),
     "mpt": Family(
         overrides=dict(layer_norm=True, gated=False), scores=dict(alibi=True),
-        defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True),
+        defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True,
+                      clip_qkv=None),
         names=MPT_NAMES, folds=dict(constants=_NO_BIAS), has_rope=_never,
         key_aliases=dict(d_model="hidden_size", n_layers="num_hidden_layers",
                          n_heads="num_attention_heads", max_seq_len="max_position_embeddings",
@@ -610,6 +611,11 @@ FAMILIES = {
                       rms_norm_eps=1e-5, tie_word_embeddings=True, multi_query=True),
         names=GPT_BIGCODE_NAMES, has_rope=_never, key_aliases=_GPT2_KEYS,
         respell=_gpt_bigcode_respelled),
+    "jais2": Family(
+        overrides=dict(layer_norm=True, gated=False),
+        defaults=dict(hidden_act="relu2", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5,
+                      max_position_embeddings=8192),
+        key_aliases=dict(layer_norm_eps="rms_norm_eps")),
     "gpt2": Family(
         overrides=dict(_BIASED, layer_norm=True, learned_pos=True, gated=False),
         defaults=dict(hidden_act="gelu_new", max_position_embeddings=1024, rms_norm_eps=1e-5,
@@ -627,15 +633,41 @@ OTHER_KINDS = {                                    # another block than this Tra
         "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
         "falcon_h1 plamo2 recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
-        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp olmo_hybrid "
-        "kimi_linear minimax bailing_hybrid",
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text "
+        "olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
     "multi-head latent attention (MLA)":
         "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 glm4_moe_lite mistral4 minicpm3 "
-        "kimi_k2 kimi_k25 longcat_flash",
-    "convolution layers": "lfm2 lfm2_moe lfm3",
+        "kimi_k2 kimi_k25 longcat_flash glm_moe_dsa axk1 axk2 hy_v4 youtu dots3_note "
+        "dots3_note_text mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
+    "convolution layers": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text zaya",
     "an encoder and a decoder":
-        "t5 t5gemma t5gemma2 mt5 umt5 bart mbart pegasus marian m2m_100 led whisper",
-    "an encoder, which does not generate": "bert roberta xlm-roberta deberta-v2 modernbert electra",
+        "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
+        "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "
+        "blip_text_model pix2struct pix2struct_text_model florence2 udop pp_formulanet "
+        "pp_formulanet_text vision-encoder-decoder",
+    "an encoder, which does not generate":
+        "bert bert-generation roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xlm xlnet "
+        "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
+        "megatron-bert reformer rembert roc_bert roformer xmod",
     "per-layer embeddings and shared key/value layers":
-        "gemma3n gemma3n_text gemma4 gemma4_text",
+        "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text "
+        "gemma4_assistant gemma4_unified_assistant diffusion_gemma diffusion_gemma_text",
+    "attention in chunks, and experts whose inputs are scaled": "llama4 llama4_text",
+    "attention from text to images":
+        "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",
+    "attention over a picture and its prompt in both directions": "paligemma",
+    "tokens of sound or images": "moshi musicgen musicgen_melody chameleon pi0",
+    "experts, or a router to them, of another kind":
+        "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
+        "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
+    "norms, positions or projections of another kind":
+        "opt xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon nanochat "
+        "hyperclovax bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
+    "attention by differences or with a learned mask": "diffllama doge",
+    "layers that it runs through several times": "hrm_text",
+    "bytes instead of tokens": "blt",
+    "adapters of its own for images and sound": "phi4_multimodal",
+    "a text part that lies between parts for images in its own way":
+        "glm4v_text glm4v_moe_text glm_ocr_text granite4_vision_text granite_docling_text "
+        "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
 }

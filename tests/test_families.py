@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as FROM_IMAGES,
+)
 
 from formats.config import config_from_hf
-from formats.families import FAMILIES
+from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import load_model, read_checkpoint
 from formats.parameters import tensor_shapes
 from formats.pth import save_checkpoint
@@ -233,6 +237,29 @@ def test_planted_errors(families, name, changes):
     wrong = load_model(source, torch.float32, "cpu")(tokens(), torch.arange(24), logits_to_keep=24)
     expected = tiny.logits(model, tokens())
     assert (wrong - expected).norm() > 0.01 * expected.norm()
+
+
+WITHOUT_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1")     # transformers' class has no default config of these
+
+
+@pytest.mark.parametrize("kind", sorted({*CAUSAL, *FROM_IMAGES}))
+def test_every_kind_that_transformers_lists(kind):
+    """Is read, or refused by name with the kind of model that it is."""
+    from transformers import CONFIG_MAPPING
+    if kind in WITHOUT_DEFAULTS:
+        config = dict(model_type=kind)
+    else:
+        config = CONFIG_MAPPING[kind]().to_dict()
+    try:
+        cfg = config_from_hf(config)[0]
+        assert cfg.n_layer > 0
+    except ValueError as e:
+        assert "another kind of model" in str(e) or kind == "dots1"
+
+
+def test_no_kind_is_both_read_and_refused():
+    refused = " ".join(OTHER_KINDS.values()).split()
+    assert len(refused) == len(set(refused)) and not set(refused) & (set(FAMILIES) | set(TEXT_PARTS.values()))
 
 
 GPT2_WORDS = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size=None)

@@ -181,6 +181,7 @@ FAMILIES = {
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)),
     "ministral3-long": lambda: hf.Ministral3Config(**SIZE, head_dim=24, rope_parameters=dict(
         YARN, original_max_position_embeddings=6, llama_4_scaling_beta=0.4)),
+    "jais2": lambda: hf.Jais2Config(**LAYER_NORM, **IDS),
     "bloom": lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=160, **IDS),
     "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
     "gpt_neo": lambda: hf.GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]],
@@ -217,7 +218,7 @@ MODELS = {                                                 # for docs/models.md:
     "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
-    "bloom": "BLOOM, BLOOMZ", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
+    "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }
 
 
