@@ -12,11 +12,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as FROM_IMAGES,
 )
 
+from formats import load
 from formats.config import config_from_hf
 from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import load_model, read_checkpoint
+from formats.names import Fused
 from formats.parameters import tensor_shapes
 from formats.pth import save_checkpoint
+from layers.rope import Rope
 
 
 def tokens(n=24, batch=2, vocab=160):
@@ -226,6 +229,22 @@ def with_changes(cfg, changes):
     ("glm4_moe", {"moe.scores": "softmax"}), ("glm4_moe", {"moe.routed_scale": 1.0}),
     ("glm4_moe", {"moe.n_group": 1, "moe.topk_group": 1}), ("glm4_moe", {"moe.topk_group": 3}),
     ("glm4_moe", {"moe.norm_topk_prob": False}), ("glm4_moe", {"qk_norm": None}),
+    ("gpt_neox", {"parallel": False}), ("gpt_neox-sequential", {"parallel": True}), ("falcon", {"parallel": False}),
+    ("phi", {"head_bias": False}), ("gptj", {"head_bias": False}), ("cohere", {"layer_norm": False}),
+    ("cohere2", {"rope": (Rope(),)}), ("cohere2", {"window": (8,)}), ("nemotron", {"activation": "gelu"}),
+    ("apertus", {"activation": "relu2"}), ("apertus", {"qk_norm": None}), ("olmo", {"clip_qkv": None}),
+    ("olmo", {"clip_qkv": 0.5}), ("olmo", {"layer_norm": False}), ("mpt", {"clip_qkv": None}),
+    ("hunyuan_v1_dense", {"scores.gains": False}), ("hunyuan_v1_dense", {"rope": (Rope(),)}),
+    ("afmoe", {"attn_gate": False}), ("afmoe", {"embed_scale": 1.0}), ("afmoe", {"moe.routed_scale": 1.0}),
+    ("muse_glimmer", {"attn_gate": False}), ("muse_glimmer", {"embed_norm": False}), ("muse_glimmer", {"attn_scale": None}),
+    ("muse_glimmer", {"post_norm_eps": 1.0}), ("muse_glimmer", {"logit_cap": None}),
+    ("ministral3-long", {"scores.growth": 0.0}), ("ministral3-long", {"scores.growth_from": 7}),
+    ("bloom", {"scores.alibi": False}), ("bloom", {"embed_norm": False}), ("mpt", {"scores.alibi": False}),
+    ("gpt_neo", {"attn_scale": None}), ("gpt_neo", {"window": (None,)}), ("gpt_bigcode", {"learned_pos": False}),
+    ("ernie4_5_moe", {"moe.choice_bias": False}), ("ernie4_5_moe", {"moe.shared_dim": 0}),
+    ("ernie4_5_moe", {"moe.scores": "sigmoid"}), ("granitemoeshared", {"moe.shared_dim": 0}),
+    ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
+    ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
 ])
 def test_planted_errors(families, name, changes):
     """Each part of what a family has shows in the logits."""
@@ -240,6 +259,47 @@ def test_planted_errors(families, name, changes):
 
 
 WITHOUT_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1")     # transformers' class has no default config of these
+
+
+def swapped(names, a, b):
+    other = {a: b, b: a}
+    return {theirs: other.get(ours, ours) if isinstance(ours, str) else ours for theirs, ours in names.items()}
+
+
+def not_by_group(names):
+    return {theirs: replace(ours, by_group=False) if isinstance(ours, Fused) else ours for theirs, ours in names.items()}
+
+
+@pytest.mark.parametrize("name, folds, names", [
+    ("gpt_neox", {}, not_by_group), ("falcon-new", {}, not_by_group), ("bloom", {}, not_by_group),
+    ("gpt_bigcode-heads", {}, not_by_group),
+    ("gpt_neox", {}, lambda names: swapped(names, "attn_norm", "ffn_norm")),
+    ("apertus", {}, lambda names: swapped(names, "ffn.activation.alpha_p", "ffn.activation.alpha_n")),
+    ("apertus", {}, lambda names: swapped(names, "attn_norm", "ffn_norm")),
+    ("gptj", dict(interleaved_rope=False), dict), ("cohere", dict(interleaved_rope=False), dict),
+    ("ernie4_5_moe", dict(interleaved_rope=False), dict), ("cohere", dict(logits_divisor=1.0), dict),
+    ("cohere2", dict(constants={r"norm\.bias$": 0.1}), dict), ("olmo", dict(constants={r"norm\.bias$": 0.0, r"norm\.weight$": 1.1}), dict),
+    ("nemotron", dict(norm_offset=0.0), dict), ("nemotron", dict(norm_offset=0.9), dict),
+    ("muse_glimmer", dict(norm_offset_of="norm"), dict), ("muse_glimmer", dict(norm_offset=0.0), dict),
+    ("falcon-alibi", dict(slopes_scale=1.0), dict), ("bloom", dict(slopes_base=7.0), dict), ("mpt", dict(slopes_base=7.0), dict),
+])
+def test_planted_errors_while_loading(families, name, folds, names, monkeypatch):
+    """Each thing that is folded into weights, or said of their order, shows in the logits."""
+    directory, model = families(name)
+    raw = load.read(directory)
+    wrong = replace(raw, folds=replace(raw.folds, **folds), names=names(raw.names))
+    monkeypatch.setattr(load, "read", lambda path: wrong)
+    found, expected = our_logits(directory, tokens()), tiny.logits(model, tokens())
+    assert (found - expected).norm() > 0.01 * expected.norm()
+
+
+def test_norms_after_rope_are_not_before_it(families, monkeypatch):
+    directory, model = families("hunyuan_v1_dense")
+    raw = load.read(directory)
+    cfg = with_changes(raw.cfg, {"scores.gains": False})
+    monkeypatch.setattr(load, "read", lambda path: replace(raw, cfg=cfg, folds=replace(raw.folds, norm_after_rope=False)))
+    found, expected = our_logits(directory, tokens()), tiny.logits(model, tokens())
+    assert (found - expected).norm() > 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", sorted({*CAUSAL, *FROM_IMAGES}))

@@ -193,7 +193,7 @@ FAMILIES = {
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3", "glm4_moe")
+         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
