@@ -225,7 +225,7 @@ def with_changes(cfg, changes):
     return cfg
 
 
-@pytest.mark.parametrize("name, changes", [
+@pytest.mark.parametrize("family, changes", [
     ("glm4_moe", {"moe.scores": "softmax"}), ("glm4_moe", {"moe.routed_scale": 1.0}),
     ("glm4_moe", {"moe.n_group": 1, "moe.topk_group": 1}), ("glm4_moe", {"moe.topk_group": 3}),
     ("glm4_moe", {"moe.norm_topk_prob": False}), ("glm4_moe", {"qk_norm": None}),
@@ -246,9 +246,9 @@ def with_changes(cfg, changes):
     ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
     ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
 ])
-def test_planted_errors(families, name, changes):
+def test_planted_errors(families, family, changes):
     """Each part of what a family has shows in the logits."""
-    directory, model = families(name)
+    directory, model = families(family)
     source = read_checkpoint(directory)
     source.cfg = with_changes(source.cfg, changes)
     needed = tensor_shapes(source.cfg)                     # no more: a quirk left out leaves its weights out
@@ -270,7 +270,7 @@ def not_by_group(names):
     return {theirs: replace(ours, by_group=False) if isinstance(ours, Fused) else ours for theirs, ours in names.items()}
 
 
-@pytest.mark.parametrize("name, folds, names", [
+@pytest.mark.parametrize("family, folds, names", [
     ("gpt_neox", {}, not_by_group), ("falcon-new", {}, not_by_group), ("bloom", {}, not_by_group),
     ("gpt_bigcode-heads", {}, not_by_group),
     ("gpt_neox", {}, lambda names: swapped(names, "attn_norm", "ffn_norm")),
@@ -283,9 +283,9 @@ def not_by_group(names):
     ("muse_glimmer", dict(norm_offset_of="norm"), dict), ("muse_glimmer", dict(norm_offset=0.0), dict),
     ("falcon-alibi", dict(slopes_scale=1.0), dict), ("bloom", dict(slopes_base=7.0), dict), ("mpt", dict(slopes_base=7.0), dict),
 ])
-def test_planted_errors_while_loading(families, name, folds, names, monkeypatch):
+def test_planted_errors_while_loading(families, family, folds, names, monkeypatch):
     """Each thing that is folded into weights, or said of their order, shows in the logits."""
-    directory, model = families(name)
+    directory, model = families(family)
     raw = load.read(directory)
     wrong = replace(raw, folds=replace(raw.folds, **folds), names=names(raw.names))
     monkeypatch.setattr(load, "read", lambda path: wrong)
