@@ -168,7 +168,7 @@ def bare(name: str) -> str:
 
 def layer_of(name: str) -> int:
     """-1 outside the layers."""
-    match = re.match(r"layers\.(\d+)\.", bare(name))
+    match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
     return int(match[1]) if match else -1
 
 
