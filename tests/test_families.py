@@ -17,7 +17,7 @@ from formats.config import config_from_hf
 from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import load_model, read_checkpoint
 from formats.names import Fused
-from formats.parameters import tensor_shapes
+from formats.parameters import count_parameters, tensor_shapes
 from formats.pth import save_checkpoint
 from layers.rope import Rope
 
@@ -256,6 +256,72 @@ def test_planted_errors(families, family, changes):
     wrong = load_model(source, torch.float32, "cpu")(tokens(), torch.arange(24), logits_to_keep=24)
     expected = tiny.logits(model, tokens())
     assert (wrong - expected).norm() > 0.01 * expected.norm()
+
+
+def shape(kind, dim, ffn, n_layer, n_head, n_kv_head, vocab, **more):
+    return dict(model_type=kind, hidden_size=dim, intermediate_size=ffn, num_hidden_layers=n_layer, num_attention_heads=n_head,
+                num_key_value_heads=n_kv_head, vocab_size=vocab, **more)
+
+
+PUBLIC = {                                                 # config.json as its authors wrote it -> parameters, as they say
+    "pythia-410m": (shape("gpt_neox", 1024, 4096, 24, 16, None, 50304, layer_norm_eps=1e-5, rotary_pct=0.25, rotary_emb_base=10000,
+                          use_parallel_residual=True, hidden_act="gelu", max_position_embeddings=2048), 405_334_016),
+    "gpt-j-6b": (dict(model_type="gptj", n_embd=4096, n_layer=28, n_head=16, rotary_dim=64, n_inner=None, n_positions=2048, vocab_size=50400,
+                      activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False), 6_050_882_784),
+    "phi-2": (shape("phi", 2560, 10240, 32, 32, 32, 51200, layer_norm_eps=1e-5, partial_rotary_factor=0.4, rope_theta=10000.0,
+                    rope_scaling=None, hidden_act="gelu_new", qk_layernorm=False, max_position_embeddings=2048), 2_779_683_840),
+    "c4ai-command-r-v01": (shape("cohere", 8192, 22528, 40, 64, 64, 256000, layer_norm_eps=1e-5, rope_theta=8000000.0, logit_scale=0.0625,
+                                 use_qk_norm=False, max_position_embeddings=8192), 34_980_831_232),
+    "c4ai-command-r7b": (shape("cohere2", 4096, 14336, 32, 32, 8, 256000, layer_norm_eps=1e-5, rope_theta=50000, logit_scale=0.25,
+                               sliding_window=4096, sliding_window_pattern=4, rotary_pct=1.0, max_position_embeddings=8192), 8.03e9),
+    "falcon-7b": (dict(model_type="falcon", hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, vocab_size=65024, alibi=False,
+                       bias=False, multi_query=True, new_decoder_architecture=False, parallel_attn=True, layer_norm_epsilon=1e-5), 6_921_720_704),
+    "falcon-40b": (dict(model_type="falcon", hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8, vocab_size=65024,
+                        alibi=False, bias=False, new_decoder_architecture=True, parallel_attn=True, layer_norm_epsilon=1e-5), 41.3e9),
+    "stablelm-3b-4e1t": (shape("stablelm", 2560, 6912, 32, 32, 32, 50304, layer_norm_eps=1e-5, partial_rotary_factor=0.25, rope_theta=10000,
+                               use_qkv_bias=False, hidden_act="silu", max_position_embeddings=4096), 2_795_443_200),
+    "stablelm-2-1_6b": (shape("stablelm", 2048, 5632, 24, 32, 32, 100352, layer_norm_eps=1e-5, partial_rotary_factor=0.25, rope_theta=10000,
+                              use_qkv_bias=True, hidden_act="silu", max_position_embeddings=4096), 1_644_515_328),
+    "Minitron-4B": (shape("nemotron", 3072, 9216, 32, 24, 8, 256000, head_dim=128, norm_eps=1e-5, partial_rotary_factor=0.5, hidden_act="relu2",
+                          rope_theta=10000, max_position_embeddings=4096), 4.19e9),
+    "Apertus-8B": (shape("apertus", 4096, 21504, 32, 32, 8, 131072, rms_norm_eps=1e-5, hidden_act="xielu", qk_norm=True, rope_theta=12000000,
+                         max_position_embeddings=65536, rope_scaling=dict(
+                             rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=8192)), 8.05e9),
+    "OLMo-7B-hf": (shape("olmo", 4096, 11008, 32, 32, 32, 50304, clip_qkv=None, rope_theta=10000.0, max_position_embeddings=2048), 6.89e9),
+    "Hunyuan-A13B": (shape("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=[8] * 32, rms_norm_eps=1e-5,
+                           moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32, rope_theta=10000.0, tie_word_embeddings=True,
+                           rope_scaling=dict(type="dynamic", alpha=1000.0, factor=1.0), max_position_embeddings=32768), 80.4e9),
+    "ERNIE-4.5-21B-A3B": (shape("ernie4_5_moe", 2560, 12288, 28, 20, 4, 103424, rope_theta=500000.0, rms_norm_eps=1e-5, use_bias=False,
+                                moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_interval=1,
+                                moe_layer_start_index=1, moe_layer_end_index=-1, tie_word_embeddings=True,
+                                max_position_embeddings=131072), 21.8e9),
+    "GLM-4.5-Air": (shape("glm4_moe", 4096, 10944, 46, 96, 8, 151552, head_dim=128, partial_rotary_factor=0.5, rope_theta=1000000,
+                          n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1, n_group=1, topk_group=1,
+                          first_k_dense_replace=1, routed_scaling_factor=1.0, norm_topk_prob=True, use_qk_norm=False, attention_bias=True,
+                          rms_norm_eps=1e-5, max_position_embeddings=131072), 106.8e9),
+    "bloom-560m": (dict(model_type="bloom", hidden_size=1024, n_layer=24, num_attention_heads=16, vocab_size=250880, layer_norm_epsilon=1e-5,
+                        apply_residual_connection_post_layernorm=False), 559_214_592),
+    "mpt-7b": (dict(model_type="mpt", d_model=4096, n_heads=32, n_layers=32, expansion_ratio=4, max_seq_len=2048, vocab_size=50432, no_bias=True,
+                    learned_pos_emb=True, logit_scale=None, attn_config=dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False,
+                                                                             prefix_lm=False)), 6_649_286_656),
+    "gpt-neo-125m": (dict(model_type="gpt_neo", hidden_size=768, num_layers=12, num_heads=12, vocab_size=50257, window_size=256,
+                          attention_types=[[["global", "local"], 6]], intermediate_size=None, max_position_embeddings=2048,
+                          activation_function="gelu_new", layer_norm_epsilon=1e-5), 125_198_592),
+    "starcoder": (dict(model_type="gpt_bigcode", n_embd=6144, n_layer=40, n_head=48, n_inner=24576, n_positions=8192, vocab_size=49152,
+                       multi_query=True, activation_function="gelu_pytorch_tanh", layer_norm_epsilon=1e-5), 15_517_456_384),
+}
+
+
+@pytest.mark.parametrize("public", PUBLIC)
+def test_public_configs(public):
+    """As transformers reads them, and of the size that is published."""
+    from transformers import AutoConfig
+    config, n_parameter = PUBLIC[public]
+    ours = config_from_hf(config)[0]
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert ours == config_from_hf(theirs)[0]
+    assert count_parameters(ours) == pytest.approx(n_parameter, rel=0.005)
 
 
 WITHOUT_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1")     # transformers' class has no default config of these
