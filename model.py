@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoE, MoEConfig
-from layers.norms import Clip, LayerNorm, Scale, SoftCap, WideNorm
+from layers.norms import HEAD_NORMS, Clip, LayerNorm, Scale, SoftCap
 from layers.rope import Rope, dynamic_theta, stretch
 from layers.window import Ring, n_slots, row_index
 
@@ -43,7 +43,7 @@ class ModelConfig:
     post_norm_eps: float | None = None             # None: norm_eps
     embed_norm: bool = False                       # normalize embeddings (BLOOM)
     parallel: bool = False                         # both branches read the same x (GPT-NeoX)
-    qk_norm: str | None = None                     # before RoPE: "head", each; "wide", all as one
+    qk_norm: str | None = None                     # before RoPE: "head", or of norms.HEAD_NORMS
     activation: str = "silu"                       # of layers.feed_forward, GATED or UNGATED
     gated: bool = True                             # act(gate) * up, else act(up)
     tied: bool = False                             # the head is the embedding, transposed
@@ -176,17 +176,16 @@ class Attention(nn.Module):
         self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
 
-    def forward(self, x, rope, slot, mask, batch_idx):
+    def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
-        q, k, v = self.clip(self.wqkv(x)).split(self.split, dim=-1)
+        q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
             k, v = self.cache(slot, k, v, mask.shape[-1], batch_idx)
-        y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
-        y = y.transpose(1, 2).reshape(B, T, -1)
+        y = self.attend(q, k, v, mask).transpose(1, 2).reshape(B, T, -1)   # [B, T, N H]
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return self.wo(y)
@@ -196,8 +195,8 @@ def query_key_norm(cfg: ModelConfig, n_head: int) -> nn.Module:
     """What n_head queries or keys [B, T, n_head, H] go through before RoPE."""
     if cfg.qk_norm == "head":
         return RMSNorm(cfg.head_dim, cfg.norm_eps)
-    if cfg.qk_norm == "wide":
-        return WideNorm(n_head * cfg.head_dim, cfg.norm_eps)
+    if cfg.qk_norm:
+        return HEAD_NORMS[cfg.qk_norm](n_head * cfg.head_dim, cfg.norm_eps)
     return nn.Identity()
 
 
@@ -253,8 +252,8 @@ class Block(nn.Module):
 class ParallelBlock(Block):
     """x + attention(x) + feed-forward(x)"""
 
-    def forward(self, x, rope, slot, mask, batch_idx=None):
-        y = self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
+    def forward(self, x, *inputs):
+        y = self.post_attn_norm(self.attn(self.attn_norm(x), *inputs))
         return x + y + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
 
 

@@ -60,11 +60,11 @@ def shard_config(cfg, n: int):
             f"and a {widths}: possible are {', '.join(possible) or 'no number above 1'}")
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
-                   ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_experts(cfg.moe, n),
+                   ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
-def shard_experts(moe, n: int):
+def shard_moe(moe, n: int):
     """Each rank has a part of every expert."""
     return replace(moe, expert_dim=moe.expert_dim // n, shared_dim=moe.shared_dim // n)
 
@@ -99,7 +99,7 @@ def shard(source, n: int | None = None, me: int | None = None):
     split = dict(SPLIT)
     if cfg.vocab_size < source.cfg.vocab_size:
         split |= VOCABULARY
-    if cfg.qk_norm == "wide":
+    if cfg.qk_norm in ("wide", "layer"):
         split |= WIDE_NORMS
     tensors = dict(source.tensors)
     for name, t in source.tensors.items():

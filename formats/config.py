@@ -28,7 +28,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "ge
                "gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}
 NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
             "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
-            "add_cross_attention")
+            "add_cross_attention", "clip_qkv")
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
@@ -47,8 +47,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
              "tied": bool(c.get("tie_word_embeddings", False)),
              "parallel": bool(c.get("use_parallel_residual", False)),
              "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
-    if c.get("use_qk_norm"):
-        facts["qk_norm"] = "head"
+    if c.get("use_qk_norm") or c.get("qk_layernorm"):
+        facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
     facts.update(_layers(c, family, n_layer))
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
@@ -96,9 +96,8 @@ def _check(c: dict, family: Family) -> None:
         value = c.get(key) or 0
         if type(value) not in (int, float) or value < 0:
             raise ValueError(f"'{key}' is {value!r}, expected a positive number")
-    unread = NOT_READ if "clip_qkv" in family.defaults else (*NOT_READ, "clip_qkv")
-    for key in unread:
-        if c.get(key):
+    for key in NOT_READ:
+        if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
         raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")

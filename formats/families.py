@@ -164,10 +164,8 @@ def _hunyuan_moe_respelled(c):
 
 
 def _cohere_respelled(c):
-    if c.get("use_qk_norm"):
-        raise ValueError("'use_qk_norm' is not supported with model_type 'cohere': a norm of its "
-                         "own for each head")
-    return {**c, "logits_scaling": 1 / c["logit_scale"], "one_norm": True}
+    return {**c, "logits_scaling": 1 / c["logit_scale"], "one_norm": True,
+            "qk_layernorm": c.get("use_qk_norm"), "use_qk_norm": None}
 
 
 def _gptj_respelled(c):
@@ -250,7 +248,7 @@ _GPT2_KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num
                   layer_norm_epsilon="rms_norm_eps", activation_function="hidden_act")
 _NO_BIAS = {r"norm\.bias$": 0.0}                   # of a LayerNorm
 _BIASED = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
-_COHERE = dict(logit_scale=0.0625, rope_theta=5e5, max_position_embeddings=8192,
+_COHERE = dict(logit_scale=0.0625, qk_layernorm=False, rope_theta=5e5, max_position_embeddings=8192,
                rms_norm_eps=1e-5, tie_word_embeddings=True)
 _SIGMOID = dict(scores="sigmoid", choice_bias=True, shared_gate=False)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
@@ -520,7 +518,10 @@ FAMILIES = {
     "stablelm": Family(
         overrides=dict(layer_norm=True, o_bias=False),
         defaults=dict(num_key_value_heads=32, partial_rotary_factor=0.25, rms_norm_eps=1e-5,
-                      max_position_embeddings=4096, use_parallel_residual=False),
+                      max_position_embeddings=4096, use_parallel_residual=False,
+                      qk_layernorm=False),
+        names={"self_attn.q_layernorm.norms.*": "attn.q_norm",
+               "self_attn.k_layernorm.norms.*": "attn.k_norm"},
         key_aliases=dict(layer_norm_eps="rms_norm_eps", use_qkv_bias="qkv_bias",
                          rope_pct="partial_rotary_factor"),
         respell=_stablelm_respelled),

@@ -33,9 +33,10 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     """The tensors, by our names, as the model takes them; nothing is read yet."""
     tensors = dict(tensors)
     for name, t in tensors.items():
-        if name.endswith("choice_bias") and len(t.shape) > 1:          # ERNIE 4.5's lies as [1, E]
+        if len(t.shape) > 1 and re.search(r"choice_bias|\.[qk]_norm\.", name):   # [1, E], [N, H]
             n = math.prod(t.shape)
-            tensors[name] = cached(name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
+            t = cached(t.name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
+            tensors[name] = t
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)

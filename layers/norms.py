@@ -1,9 +1,10 @@
-"""Norms and factors that a Llama does not have: LayerNorm, a norm over all heads, caps, scales.
+"""Norms and factors that a Llama does not have: LayerNorm, norms with weights for all heads, caps.
 
 Each is a module that model.py picks by its config; none has a choice of its own.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -22,6 +23,22 @@ class WideNorm(nn.Module):
         h = x.flatten(-2).float()
         h = h * torch.rsqrt(self.mean_square(h) + self.eps)
         return (h * self.weight).type_as(x).view_as(x)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm without bias over each head [..., N, H], whose weights are its own (Command R+)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))   # [N H]
+
+    def forward(self, x):
+        h = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (h.flatten(-2) * self.weight).type_as(x).view_as(x)
+
+
+HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # ModelConfig.qk_norm: with N H weights
 
 
 class LayerNorm(nn.LayerNorm):

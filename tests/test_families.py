@@ -244,7 +244,7 @@ def with_changes(cfg, changes):
     ("ernie4_5_moe", {"moe.choice_bias": False}), ("ernie4_5_moe", {"moe.shared_dim": 0}),
     ("ernie4_5_moe", {"moe.scores": "sigmoid"}), ("granitemoeshared", {"moe.shared_dim": 0}),
     ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
-    ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
+    ("cohere-plus", {"qk_norm": None}), ("cohere-plus", {"qk_norm": "wide"}), ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
 ])
 def test_planted_errors(families, family, changes):
     """Each part of what a family has shows in the logits."""

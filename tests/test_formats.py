@@ -103,7 +103,7 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "qwen3_vl_moe": "qwen3vlmoe", "mistral3": "llama", "mellum": "mellum", "granitemoehybrid": "granite",
                  "seed_oss": "seed_oss", "exaone4": "exaone4", "exaone4-full": "exaone4", "internlm3": "llama",
                  "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "arcee": "arcee", "starcoder2": "starcoder2",
-                 "gpt_neox": "gptneox", "gpt_neox-sequential": "gptneox", "phi": "phi2", "cohere": "command-r",
+                 "gpt_neox": "gptneox", "gpt_neox-sequential": "gptneox", "phi": "phi2", "cohere": "command-r", "cohere-plus": "command-r", "stablelm-norms": "stablelm",
                  "cohere2": "cohere2", "falcon": "falcon", "falcon-new": "falcon", "falcon-one_norm": "falcon", "stablelm": "stablelm",
                  "stablelm-parallel": "stablelm", "nemotron": "nemotron", "apertus": "apertus", "olmo": "olmo",
                  "ministral3-long": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
@@ -210,6 +210,13 @@ def as_llama_cpp(model, arch):
             continue
         if inner.endswith("e_score_correction_bias"):
             t = t.flatten()
+        if arch == "stablelm" and "layernorm.norms." in inner:         # all heads' in one
+            if ".0." in inner:
+                head = dict(model.state_dict())
+                heads = [head[name.replace(".0.weight", f".{i}.weight")] for i in range(c.num_attention_heads) if name.replace(
+                    ".0.weight", f".{i}.weight") in head]
+                yield f"blk.{prefix[2]}.attn_{inner[10]}_norm.weight", torch.stack(heads).numpy()
+            continue
         if arch == "granitemoe" and "shared_mlp" in inner:
             into = tuple(n.replace(".weight", "_shexp.weight") for n in into)
         if arch == "muse-glimmer" and inner == "self_attn.q_proj.weight":
