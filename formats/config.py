@@ -50,6 +50,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if c.get("use_qk_norm") or c.get("qk_layernorm"):
         facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
     facts.update(_layers(c, family, n_layer))
+    if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
+        raise ValueError("RoPE that makes queries longer is not supported before their norms")
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
     return ModelConfig(**{**facts, **family.overrides}), c

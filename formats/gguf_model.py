@@ -103,9 +103,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     c["attention_bias"] = any(f"blk.0.{q}.bias" in tensors for q in ("attn_q", "attn_qkv"))
     c["use_bias"] = c["attention_bias"]
     c["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    if "blk.0.ffn_up_shexp.weight" in tensors or "n_shared_experts" in c:
-        shared = [t.shape[0] for name, t in tensors.items() if "ffn_up_shexp" in name]
-        c["shared_expert_intermediate_size"] = shared[0] if shared else 0
+    if shared := [t.shape[0] for name, t in tensors.items() if "ffn_up_shexp" in name]:
+        c["shared_expert_intermediate_size"] = shared[0]   # some converters state another
     if arch == "llama" and c.get("num_experts"):
         c["model_type"] = "mixtral"
     elif arch == "llama" and c.get("sliding_window"):

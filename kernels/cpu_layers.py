@@ -49,7 +49,8 @@ def fits_attention(layer: nn.Module) -> bool:
     has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
     if getattr(attend, "slopes", None) is not None or getattr(attn, "gate", None) is not None:
         return False
-    norms = layer.attn_norm, attn.clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
+    clip = getattr(attn, "clip", nn.Identity())
+    norms = layer.attn_norm, clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
     return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
 
