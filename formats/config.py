@@ -25,7 +25,7 @@ NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "re
            "routed_scaling_factor", "logit_scale", "clip_qkv", "post_norm_eps", "alibi_bias_max",
            "qk_scale_factor", "output_multiplier")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-               "gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}
+               "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
             "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
             "add_cross_attention", "clip_qkv")
@@ -46,6 +46,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
              "vocab_size": _count(c, "vocab_size"),
              "tied": bool(c.get("tie_word_embeddings", False)),
              "parallel": bool(c.get("use_parallel_residual", False)),
+             "post_norm": bool(c.get("use_post_norm", False)),
              "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
     if c.get("use_qk_norm") or c.get("qk_layernorm"):
         facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"

@@ -25,6 +25,7 @@ from formats.names import (
     MIXTRAL_NAMES,
     MOE_NAMES,
     MPT_NAMES,
+    OPT_NAMES,
     PHI_NAMES,
     QWEN3_VL_MOE_NAMES,
     SANDWICH_NAMES,
@@ -62,7 +63,8 @@ def stated_folds(c: dict) -> dict:
     """Folds' fields that a config.json states."""
     return dict(logits_divisor=c.get("logits_scaling") or 1, one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
-                slopes_scale=float(c.get("alibi_scale") or 1))
+                slopes_scale=float(c.get("alibi_scale") or 1),
+                post_norm_scale=float(c.get("post_norm_scale") or 1))
 
 
 def _qwen_is_sliding(c, i):
@@ -207,6 +209,25 @@ def _mpt_respelled(c):
                          "'logit_scale' only")
     known = ("clip_qkv", "qk_ln", "prefix_lm", "alibi_bias_max")
     return _gpt2_respelled({**c, **{key: attention.get(key) for key in known}})
+
+
+def _hyperclovax_respelled(c):
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    c = {**c, "logits_scaling": 1 / (c.get("logits_scaling") or 1),
+         "attention_multiplier": c.get("attention_multiplier") or head_dim ** -0.5}
+    if not c["use_post_norm"]:
+        return c
+    return {**c, "post_norm_scale": c.get("residual_multiplier"), "residual_multiplier": None}
+
+
+def _opt_respelled(c):
+    usual = (c.get("do_layer_norm_before", True), c.get("layer_norm_elementwise_affine", True),
+             c.get("word_embed_proj_dim") in (None, c["hidden_size"]),
+             not c.get("_remove_final_layer_norm"))
+    if not all(usual):
+        raise ValueError("model_type 'opt' is supported with norms before each branch and "
+                         "embeddings as wide as the model only (not 350M)")
+    return {**c, "attention_bias": c["enable_bias"], "mlp_bias": c["enable_bias"]}
 
 
 def _stablelm_respelled(c):
@@ -612,6 +633,22 @@ FAMILIES = {
                       rms_norm_eps=1e-5, tie_word_embeddings=True, multi_query=True),
         names=GPT_BIGCODE_NAMES, has_rope=_never, key_aliases=_GPT2_KEYS,
         respell=_gpt_bigcode_respelled),
+    "nanochat": Family(
+        overrides=dict(gated=False, qk_norm="head", embed_norm=True),
+        defaults=dict(hidden_act="relu2", final_logit_softcapping=15.0),
+        names=PHI_NAMES,
+        folds=dict(reversed_rope=True, constants={r"norm\.weight$": 1.0})),
+    "hyperclovax": Family(
+        defaults=dict(use_post_norm=True),
+        names={"post_norm1": "post_attn_norm", "post_norm2": "post_ffn_norm"},
+        respell=_hyperclovax_respelled),
+    "opt": Family(
+        overrides=dict(layer_norm=True, learned_pos=True, gated=False),
+        defaults=dict(hidden_act="relu", rms_norm_eps=1e-5, tie_word_embeddings=True,
+                      enable_bias=True),
+        names=OPT_NAMES, folds=dict(first_pos=2), has_rope=_never,
+        key_aliases=dict(ffn_dim="intermediate_size", activation_function="hidden_act"),
+        respell=_opt_respelled),
     "jais2": Family(
         overrides=dict(layer_norm=True, gated=False),
         defaults=dict(hidden_act="relu2", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5,
@@ -662,8 +699,8 @@ OTHER_KINDS = {                                    # another block than this Tra
         "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
         "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
     "norms, positions or projections of another kind":
-        "opt xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon nanochat "
-        "hyperclovax bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
+        "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "
+        "bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
     "attention by differences or with a learned mask": "diffllama doge",
     "layers that it runs through several times": "hrm_text",
     "bytes instead of tokens": "blt",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from formats.lazy import LazyTensor, cached, constant, index_select, offset, scaled
+from formats.lazy import LazyTensor, cached, constant, index_select, narrow, offset, scaled
 from formats.parameters import tensor_shapes
 from model import ModelConfig
 
@@ -22,7 +22,10 @@ class Folds:
     norm_offset_of: str = "norm"                   # whose names have this (a pattern)
     logits_divisor: float = 1.0                    # goes into the last norm (Granite)
     interleaved_rope: bool = False                 # RoPE turns neighbours (Meta, llama.cpp, GLM)
+    reversed_rope: bool = False                    # RoPE turns the other way (nanochat)
     norm_after_rope: bool = False                  # of queries and keys (Hunyuan)
+    post_norm_scale: float = 1.0                   # what norms behind a branch are multiplied by
+    first_pos: int = 0                             # which learned position is the first (OPT)
     one_norm: bool = False                         # of both branches of a parallel block
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
@@ -44,11 +47,18 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
         turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
         _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))
+    if folds.reversed_rope:                        # (a, b) turned back is (b, a) turned on
+        _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2))
     if rotated < cfg.head_dim:
         _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
     if folds.one_norm:
         for name in [name for name in tensors if ".attn_norm." in name]:
             tensors.setdefault(name.replace("attn_norm", "ffn_norm"), tensors[name])
+    if folds.first_pos:
+        table = tensors["pos_embed.weight"]
+        tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
+    for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
+        tensors[name] = scaled(tensors[name], folds.post_norm_scale)
     _add_constants(tensors, cfg, folds)
     if folds.norm_after_rope:
         _norm_before_rope(tensors)

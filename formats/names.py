@@ -122,6 +122,11 @@ PHI_NAMES = {
     "final_layernorm": "norm", "self_attn.dense": "attn.wo",
     "mlp.fc1": "ffn.up", "mlp.fc2": "ffn.down",
 }
+OPT_NAMES = {
+    "embed_positions": "pos_embed", "final_layer_norm": "norm",
+    "self_attn_layer_norm": "attn_norm", "layers.*.final_layer_norm": "ffn_norm",
+    "self_attn.out_proj": "attn.wo", "fc1": "ffn.up", "fc2": "ffn.down",
+}
 APERTUS_NAMES = {
     "attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
     "mlp.act_fn.alpha_p": "ffn.activation.alpha_p", "mlp.act_fn.alpha_n": "ffn.activation.alpha_n",
@@ -162,7 +167,7 @@ NOT_WEIGHTS = re.compile(
 
 def bare(name: str) -> str:
     """Without the names of the modules around the text model's."""
-    around = "model|language_model|text_model|transformer|gpt_neox|_orig_mod"
+    around = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
     return re.sub(rf"^(({around})\.)+", "", name)
 
 
@@ -185,6 +190,8 @@ def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
     if expert:
         inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
     stem, _, kind = inner.rpartition(".")          # kind: weight | bias
+    if prefix and f"layers.*.{stem}" in table:     # a name that means something else outside
+        stem = f"layers.*.{stem}"
     entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
     if entry is None:
         return None

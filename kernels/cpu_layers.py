@@ -72,7 +72,8 @@ def name_of_up(ffn: nn.Module) -> str:
 
 def activation_of(ffn: nn.Module) -> str | None:
     known = GATED if hasattr(ffn, "gate_up") else UNGATED
-    return next((name for name, f in known.items() if f is ffn.activation), None)
+    return next((name for name, f in known.items()
+                 if f is ffn.activation and name in cpu_ops.ACTIVATIONS), None)
 
 
 # ---- A call of the model ------------------------------------------------------------------------

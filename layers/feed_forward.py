@@ -48,7 +48,7 @@ class XIELU(nn.Module):
         return (torch.where(x > 0, above, below) + 0.5 * x).type_as(up)
 
 
-UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu2": relu2, "xielu": XIELU}
+UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "relu2": relu2, "xielu": XIELU}
 
 
 class UngatedFeedForward(nn.Module):

@@ -244,7 +244,8 @@ def with_changes(cfg, changes):
     ("ernie4_5_moe", {"moe.choice_bias": False}), ("ernie4_5_moe", {"moe.shared_dim": 0}),
     ("ernie4_5_moe", {"moe.scores": "sigmoid"}), ("granitemoeshared", {"moe.shared_dim": 0}),
     ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
-    ("cohere-plus", {"qk_norm": None}), ("cohere-plus", {"qk_norm": "wide"}), ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
+    ("opt", {"activation": "gelu"}), ("opt", {"learned_pos": False}), ("nanochat", {"embed_norm": False}),
+    ("hyperclovax", {"post_norm": False}), ("cohere-plus", {"qk_norm": None}), ("cohere-plus", {"qk_norm": "wide"}), ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
 ])
 def test_planted_errors(families, family, changes):
     """Each part of what a family has shows in the logits."""
@@ -300,6 +301,8 @@ PUBLIC = {                                                 # config.json as its 
                           n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1, n_group=1, topk_group=1,
                           first_k_dense_replace=1, routed_scaling_factor=1.0, norm_topk_prob=True, use_qk_norm=False, attention_bias=True,
                           rms_norm_eps=1e-5, max_position_embeddings=131072), 106.8e9),
+    "opt-125m": (dict(model_type="opt", hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12, vocab_size=50272,
+                      word_embed_proj_dim=768, do_layer_norm_before=True, activation_function="relu", max_position_embeddings=2048), 125_239_296),
     "bloom-560m": (dict(model_type="bloom", hidden_size=1024, n_layer=24, num_attention_heads=16, vocab_size=250880, layer_norm_epsilon=1e-5,
                         apply_residual_connection_post_layernorm=False), 559_214_592),
     "mpt-7b": (dict(model_type="mpt", d_model=4096, n_heads=32, n_layers=32, expansion_ratio=4, max_seq_len=2048, vocab_size=50432, no_bias=True,
@@ -347,6 +350,7 @@ def not_by_group(names):
     ("cohere2", dict(constants={r"norm\.bias$": 0.1}), dict), ("olmo", dict(constants={r"norm\.bias$": 0.0, r"norm\.weight$": 1.1}), dict),
     ("nemotron", dict(norm_offset=0.0), dict), ("nemotron", dict(norm_offset=0.9), dict),
     ("muse_glimmer", dict(norm_offset_of="norm"), dict), ("muse_glimmer", dict(norm_offset=0.0), dict),
+    ("nanochat", dict(reversed_rope=False), dict), ("hyperclovax", dict(post_norm_scale=1.0), dict),
     ("falcon-alibi", dict(slopes_scale=1.0), dict), ("bloom", dict(slopes_base=7.0), dict), ("mpt", dict(slopes_base=7.0), dict),
 ])
 def test_planted_errors_while_loading(families, family, folds, names, monkeypatch):
@@ -391,6 +395,7 @@ def test_no_kind_is_both_read_and_refused():
 GPT2_WORDS = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size=None)
 OTHER_WORDS = {
     "gpt2": GPT2_WORDS, "gptj": GPT2_WORDS, "gpt_bigcode": GPT2_WORDS, "bloom": GPT2_WORDS | dict(hidden_size="hidden_size"),
+    "opt": dict(intermediate_size="ffn_dim"),
     "mpt": dict(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads", intermediate_size=None),
     "gpt_neo": dict(num_hidden_layers="num_layers", num_attention_heads="num_heads"),
     "falcon": dict(intermediate_size=None)}

@@ -183,6 +183,11 @@ FAMILIES = {
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)),
     "ministral3-long": lambda: hf.Ministral3Config(**SIZE, head_dim=24, rope_parameters=dict(
         YARN, original_max_position_embeddings=6, llama_4_scaling_beta=0.4)),
+    "nanochat": lambda: hf.NanoChatConfig(**SIZE, **PADDED, final_logit_softcapping=5.0),
+    "hyperclovax": lambda: hf.HyperCLOVAXConfig(**SIZE, embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.6, attention_multiplier=0.1),
+    "hyperclovax-plain": lambda: hf.HyperCLOVAXConfig(**SIZE, residual_multiplier=0.6, use_post_norm=False),
+    "opt": lambda: hf.OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=160, max_position_embeddings=128,
+                                **PADDED),
     "jais2": lambda: hf.Jais2Config(**LAYER_NORM, **IDS),
     "bloom": lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=160, **IDS),
     "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
@@ -220,7 +225,8 @@ MODELS = {                                                 # for docs/models.md:
     "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
-    "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
+    "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
+    "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }
 
 
