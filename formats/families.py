@@ -5,7 +5,7 @@ names.py renames with `names`, fold.py folds what `folds` says into the weights.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from formats.names import (
     AFMOE_NAMES,
@@ -272,6 +272,14 @@ _BIASED = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
 _COHERE = dict(logit_scale=0.0625, qk_layernorm=False, rope_theta=5e5, max_position_embeddings=8192,
                rms_norm_eps=1e-5, tie_word_embeddings=True)
 _SIGMOID = dict(scores="sigmoid", choice_bias=True, shared_gate=False)
+_GLM4_NAMES = {"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up")),
+               "post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"}
+_GLM4_MOE = Family(
+    overrides=dict(o_bias=False), moe=_SIGMOID,
+    defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072,
+                  partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
+                  moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
+    names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
 FAMILIES = {
@@ -316,12 +324,9 @@ FAMILIES = {
                       num_experts_per_tok=8, moe_intermediate_size=896,
                       max_position_embeddings=131072, rope_theta=5e5, rope_local_base_freq=1e4),
         names=MOE_NAMES, is_sparse=_is_sparse_after_first),
-    "glm4_moe": Family(
-        overrides=dict(o_bias=False), moe=_SIGMOID,
-        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072,
-                      partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
-                      moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
-        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first),
+    "glm4_moe": _GLM4_MOE,
+    "glm4v_moe_text": replace(_GLM4_MOE,
+                              defaults=dict(_GLM4_MOE.defaults, attention_bias=True)),
     "dots1": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
@@ -451,9 +456,11 @@ FAMILIES = {
         names={"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up"))}),
     "glm4": Family(
         overrides=dict(o_bias=False, post_norm=True), defaults=_GLM, folds=_INTERLEAVED,
-        names={"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up")),
-               "post_self_attn_layernorm": "post_attn_norm",
-               "post_mlp_layernorm": "post_ffn_norm"}),
+        names=_GLM4_NAMES),
+    "glm4v_text": Family(
+        overrides=dict(qkv_bias=True, o_bias=False, post_norm=True), folds=_INTERLEAVED,
+        defaults=dict(num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=32768),
+        names=_GLM4_NAMES),
     "helium": Family(
         overrides=dict(o_bias=False),
         defaults=dict(num_key_value_heads=20, head_dim=128, rope_theta=1e5, rms_norm_eps=1e-8,
@@ -706,6 +713,6 @@ OTHER_KINDS = {                                    # another block than this Tra
     "bytes instead of tokens": "blt",
     "adapters of its own for images and sound": "phi4_multimodal",
     "a text part that lies between parts for images in its own way":
-        "glm4v_text glm4v_moe_text glm_ocr_text granite4_vision_text granite_docling_text "
+        "glm_ocr_text granite4_vision_text granite_docling_text "
         "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
 }

@@ -112,6 +112,13 @@ FAMILIES = {
         **SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1,
         routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "glm4v": lambda: hf.Glm4vConfig(
+        text_config=dict(SIZE, rope_parameters=dict(HALF, mrope_section=[2, 1, 1])),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, image_size=28)),
+    "glm4v_moe": lambda: hf.Glm4vMoeConfig(
+        text_config=dict(SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
+                         rope_parameters=dict(HALF, mrope_section=[2, 2, 2])),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, image_size=28)),
     "dots1": lambda: hf.Dots1Config(**SIZE, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
                                     sliding_window=8, max_window_layers=2, norm_topk_prob=True, routed_scaling_factor=2.5),
     "solar_open": lambda: hf.SolarOpenConfig(
@@ -211,7 +218,7 @@ MODELS = {                                                 # for docs/models.md:
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
-    "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
@@ -271,7 +278,7 @@ def old_spelling(directory) -> None:
     if c["model_type"] == "gpt_neox":
         c["rotary_pct"] = rope.pop("partial_rotary_factor")
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if c["model_type"] == "phi3" and key in rope:      # beside it, not in it
+        if c["model_type"] in ("phi3", "glm4v_text") and key in rope:      # beside it, not in it
             c[key] = rope.pop(key)
     if c["model_type"] == "minimax_m2":
         c["rotary_dim"] = int(rope.pop("partial_rotary_factor") * c["head_dim"])
