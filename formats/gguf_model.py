@@ -97,6 +97,9 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
+    dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
+    if type(dim) is int and type(n_head) is int and n_head:            # not as the family's class
+        c.setdefault("head_dim", dim // n_head)
     c["model_type"] = GGUF_FAMILIES[arch]
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
     c["tie_word_embeddings"] = "output.weight" not in tensors
@@ -212,9 +215,10 @@ def read_gguf(path: Path) -> RawCheckpoint:
         cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
     except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
+    with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # its converter has added it
-                     "interleaved_rope": arch in GGUF_INTERLEAVED})
+                     "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
     names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS

@@ -102,7 +102,7 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl",
                  "qwen3_vl_moe": "qwen3vlmoe", "mistral3": "llama", "mellum": "mellum", "granitemoehybrid": "granite",
                  "seed_oss": "seed_oss", "exaone4": "exaone4", "exaone4-full": "exaone4", "internlm3": "llama",
-                 "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "arcee": "arcee", "starcoder2": "starcoder2",
+                 "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "glm4v": "glm4", "glm4v_moe": "glm4moe", "arcee": "arcee", "starcoder2": "starcoder2",
                  "gpt_neox": "gptneox", "gpt_neox-sequential": "gptneox", "phi": "phi2", "cohere": "command-r", "cohere-plus": "command-r", "stablelm-norms": "stablelm",
                  "cohere2": "cohere2", "falcon": "falcon", "falcon-new": "falcon", "falcon-one_norm": "falcon", "stablelm": "stablelm",
                  "stablelm-parallel": "stablelm", "nemotron": "nemotron", "apertus": "apertus", "olmo": "olmo",
@@ -192,6 +192,10 @@ def as_llama_cpp(model, arch):
         name = name.removeprefix("transformer.") if arch == "bloom" else name
         if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             t = interleave(t, head_dim)
+        if arch == "glm4" and hasattr(model.config, "text_config") and ("q_proj" in name or "k_proj" in name):
+            n = int(head_dim * c.rope_parameters["partial_rotary_factor"])             # for axes halves turn, not neighbours
+            order = torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2), torch.arange(n, head_dim)))
+            t = t.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
         if arch.startswith("gemma") and "norm" in name:
             t = t + 1
         if arch == "nemotron" and name.endswith("norm.weight") or arch == "muse-glimmer" and name.endswith("layernorm.weight"):
@@ -238,6 +242,8 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
         if value is not None:
             add = {bool: w.add_bool, float: w.add_float32, str: w.add_string}.get(type(value), w.add_uint32)
             add(f"{arch}.{key}", value)
+    if "mrope_section" in (getattr(c, "rope_parameters", None) or {}) and arch.startswith("glm4"):
+        w.add_rope_dimension_sections([*c.rope_parameters["mrope_section"], 0])
     if arch == "apertus":
         for alpha, add in (("alpha_p", w.add_xielu_alpha_p), ("alpha_n", w.add_xielu_alpha_n)):
             add([getattr(layer.mlp.act_fn, alpha).item() for layer in model.model.layers])
