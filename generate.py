@@ -6,15 +6,17 @@ same Batch where many prompts take turns.
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kernels.quick_import import import_torch
+
 try:
-    gc.disable()                                           # a fifth of the time that torch takes
+    if __name__ == "__main__":
+        import_torch()
     import torch
 except ModuleNotFoundError:                                # not the Python that quickstart made
     python = Path(__file__).parent / ".venv/bin/python"
@@ -37,9 +39,6 @@ from kernels.cuda_graph import CudaGraph
 from kernels.upload import to_device
 from model import Transformer
 from sampling import Sampler, SamplingParams
-
-gc.freeze()                                                # never looked through again
-gc.enable()
 
 # ---- The two steps ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoE, MoEConfig
-from layers.norms import HEAD_NORMS, Clip, LayerNorm, Scale, SoftCap
+from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap
 from layers.rope import Rope, dynamic_theta, stretch
 from layers.window import Ring, n_slots, row_index
 
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.split = (n * h, k * h, k * h)
         self.wqkv = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
         self.wo = nn.Linear(n * h, cfg.dim, bias=cfg.o_bias)
-        self.clip = Clip(cfg.clip_qkv) if cfg.clip_qkv else nn.Identity()
+        self.clip = clip(cfg.clip_qkv)
         self.gate = nn.Linear(cfg.dim, n * h, bias=False) if cfg.attn_gate else None
         self.q_norm = query_key_norm(cfg, n)
         self.k_norm = query_key_norm(cfg, k)
@@ -239,7 +239,7 @@ class Block(nn.Module):
         def after():
             if cfg.post_norm:
                 return full_norm(cfg, cfg.post_norm_eps)
-            return Scale(cfg.residual_scale) if cfg.residual_scale != 1 else nn.Identity()
+            return rescale(cfg.residual_scale)
 
         self.attn_norm, self.ffn_norm = before(), before()
         self.post_attn_norm, self.post_ffn_norm = after(), after()
@@ -276,7 +276,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
             self.head.weight = self.embed.weight
-        self.cap = SoftCap(cfg.logit_cap) if cfg.logit_cap else nn.Identity()
+        self.cap = soft_cap(cfg.logit_cap)
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
         amplitude = torch.ones(len(self.ropes), cfg.head_dim // 2, device="cpu")

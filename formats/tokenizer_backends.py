@@ -9,14 +9,14 @@ import re
 
 
 class TokenizersBackend:
-    """Hugging Face's tokenizers; data: the text of a tokenizer.json."""
+    """Hugging Face's tokenizers; data: the text of a tokenizer.json, or what it made of one."""
 
     kind = "json"
 
-    def __init__(self, data: str):
+    def __init__(self, data):
         from tokenizers import Tokenizer
         try:
-            self.fast = Tokenizer.from_str(data)
+            self.fast = Tokenizer.from_str(data) if isinstance(data, str) else data
         except Exception as e:                     # the library raises the bare class
             raise ValueError(f"not a readable tokenizer.json: {e}") from None
         self.data = data
@@ -59,10 +59,11 @@ class TokenizersBackend:
 
     def continued(self) -> "TokenizersBackend":
         """For text that goes on: some put a space in front of the first piece only."""
-        return TokenizersBackend(re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.data))
+        data = re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.state())
+        return TokenizersBackend(data)
 
     def state(self) -> str:
-        return self.data
+        return self.data if isinstance(self.data, str) else self.data.to_str()
 
 
 class SentencePieceBackend:

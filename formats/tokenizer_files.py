@@ -187,7 +187,7 @@ def from_gguf(metadata: dict) -> dict:
     fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
                       list(control.values()), added, whole_words=whole,
                       nfc=pre in COMPOSED)
-    backend = TokenizersBackend(fast.to_str())
+    backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)
 

@@ -48,6 +48,7 @@ constexpr int TILE = 12;                       // rows of x that share what is l
 constexpr int LANES = 8;
 constexpr int TILE = 6;
 #endif
+constexpr int BYTES_TILE = 8;                  // of those that are bytes: as many again for sums
 constexpr int ROWS = 2 * LANES;
 constexpr int GROUP = 32;                      // inputs that share a scale, of x
 constexpr int DEPTH = 256;                     // inputs of a block of weights as floats: in the L1
@@ -59,6 +60,8 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));       // twice as many numbers
 typedef int8_t vb __attribute__((vector_size(2 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int16_t vn __attribute__((vector_size(2 * LANES)));       // as many, narrower
+typedef int8_t vq __attribute__((vector_size(LANES)));
 
 template <class V> static inline V load(const void* p) {
   V v;
@@ -148,8 +151,20 @@ static inline vf exp_of(vf x) {                // 0 below -87, 1.6e38 from 88; r
   vf f = x - n * 0.693359375f + n * 2.12194440e-4f;
   vf p = ((((1.3981999e-3f * f + 8.3334519e-3f) * f + 4.1665796e-2f) * f + 1.6666665e-1f) * f
           + 0.5f) * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+  return x < -87.0f ? vf{} : (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   vf power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
   return x < -87.0f ? vf{} : p * power;
+#endif
+}
+
+static inline vf inverse_of(vf x) {            // of 1 to 1.6e38; relative error 2e-7
+#if defined(__AVX512F__)
+  vf y = (vf)_mm512_rcp14_ps((__m512)x);
+  return y * (2.0f - x * y);
+#endif
+  return 1.0f / x;
 }
 
 static inline vf tanh_of(vf x) {
@@ -166,6 +181,15 @@ static inline float sum_of(vf x) {
   return y;
 }
 
+static inline int32_t sum_of(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#endif
+  int32_t y = 0;
+  for (int i = 0; i < LANES; i++) y += x[i];
+  return y;
+}
+
 static inline float largest_of(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
@@ -173,6 +197,22 @@ static inline float largest_of(vf x) {
   float y = x[0];
   for (int i = 1; i < LANES; i++) y = std::max(y, x[i]);
   return y;
+}
+
+static inline vi permuted(vi x, vi order) {    // y[i] = x[order[i]]
+#ifdef __clang__
+  vi y;
+  for (int i = 0; i < LANES; i++) y[i] = x[order[i]];
+  return y;
+#else
+  return __builtin_shuffle(x, order);
+#endif
+}
+
+static inline vi order_of_words(int n) {       // of 8 numbers: n that lie 8 / n apart, the next n
+  vi order;
+  for (int i = 0; i < LANES; i++) order[i] = i / 8 * 8 + i % n * (8 / n) + i % 8 / n;
+  return order;
 }
 
 // ---- Threads and memory -------------------------------------------------------------------------
@@ -296,7 +336,7 @@ struct Linear {
 };
 
 static inline vf activated(int activation, vf x) {
-  if (activation == SILU) return x / (1.0f + exp_of(-x));
+  if (activation == SILU) return x * inverse_of(1.0f + exp_of(-x));
   if (activation == RELU2) return x < 0.0f ? vf{} : x * x;
   if (activation == CLAMPED_SILU) {
     x = x > 7.0f ? vf{} + 7.0f : x;
@@ -309,26 +349,33 @@ static inline vf activated(int activation, vf x) {
   return x;
 }
 
-// y [n] of the outputs that begin at `first`, up beside a gate -> out of row m
+// y [ROWS], up beside a gate; A: which one it is, if that is known
+template <int A>
+static inline void activate(float* y, float* up, int activation = A) {
+#pragma GCC unroll 2
+  for (int i = 0; i < ROWS; i += LANES) {
+    vf a = activated(activation, load<vf>(y + i));
+    if (up) {
+      vf b = load<vf>(up + i);
+      if (activation == CLAMPED_SILU) {
+        b = b > 7.0f ? vf{} + 7.0f : b;
+        b = (b < -7.0f ? vf{} - 7.0f : b) + 1.0f;
+      }
+      a *= b;
+    }
+    store(y + i, a);
+  }
+}
+
+// y [ROWS] of the n outputs that begin at `first`, up beside a gate -> out of row m
 static void finish(const Linear& op, int m, int first, int n, float* y, float* up) {
   if (op.bias)
     for (int i = 0; i < n; i++) {
       y[i] += op.bias[first + i];
       if (up) up[i] += op.bias[op.N / 2 + first + i];
     }
-  if (op.activation)
-    for (int i = 0; i < n; i += LANES) {       // whole vectors: n is ROWS, or the rest is not used
-      vf a = activated(op.activation, load<vf>(y + i));
-      if (up) {
-        vf b = load<vf>(up + i);
-        if (op.activation == CLAMPED_SILU) {
-          b = b > 7.0f ? vf{} + 7.0f : b;
-          b = (b < -7.0f ? vf{} - 7.0f : b) + 1.0f;
-        }
-        a *= b;
-      }
-      store(y + i, a);
-    }
+  if (op.activation == SILU) activate<SILU>(y, up);
+  else if (op.activation) activate<NONE>(y, up, op.activation);
   long at = (long)m * (op.gated ? op.N / 2 : op.N) + first;
   if (op.residual) {
     float old[ROWS];
@@ -463,43 +510,34 @@ struct Rows {                                  // of x, as floats, as bf16 or as
     return four;
   }
 
-  // by_words: numbers that a shift of int4's words gives together beside each other
-  template <class To>
-  static void put(const int32_t* from, To* to, bool by_words) {
-    constexpr int n = 4 / sizeof(To);          // together
-    if (by_words)
-      for (int i = 0; i < GROUP; i++) to[i] = from[i / 8 * 8 + i % n * (8 / n) + i % 8 / n];
-    else
-      for (int i = 0; i < GROUP; i++) to[i] = from[i];
-  }
-
-  // row m from floats [K]; most: 32767, or 127 for bytes; by_words: in the order of int4's words
+  // row m from floats [K]; most: 32767, or 127 for bytes; by_words: numbers that a shift of int4's
+  // words gives together beside each other
   void quantize(int m, const float* row, int most, bool by_words) {
+    static const vi orders[] = {order_of_words(2), order_of_words(4)};
+    vi order = orders[most == 127];
     for (int g = 0; g < K / GROUP; g++) {
       const float* from = row + g * GROUP;
-      vf top = {};
+      vf tops = {};
       for (int i = 0; i < GROUP; i += LANES) {
         vf v = load<vf>(from + i);
-        top = larger(top, larger(v, -v));
+        tops = larger(tops, larger(v, -v));
       }
-      float unit = largest_of(top) / most, inverse = unit > 0 ? 1 / unit : 0;
-      int32_t rounded[GROUP], total = 0;
-      vi totals = {};
-      for (int i = 0; i < GROUP; i += LANES) {
-        vi bits = (vi)(load<vf>(from + i) * inverse + 12582912.0f);
-        bits -= 0x4b400000;                    // of 12582912: what is left is the whole number
-        totals += bits;
-        store(rounded + i, bits);
-      }
-      for (int i = 0; i < LANES; i++) total += totals[i];
+      float top = largest_of(tops), unit = top * (1.0f / most), inverse = top > 0 ? most / top : 0;
       int16_t* to = q + (long)m * ldq() + g * GROUP;
       int8_t* bytes = (int8_t*)(q + (long)m * ldq()) + g * GROUP;
-      if (most > 127) put(rounded, to, by_words);
-      else put(rounded, bytes, by_words);
+      vi totals = {};
+      for (int i = 0; i < GROUP; i += LANES) {
+        vi whole = (vi)(load<vf>(from + i) * inverse + 12582912.0f);
+        whole -= 0x4b400000;                   // of 12582912: what is left is the whole number
+        totals += whole;
+        if (by_words) whole = permuted(whole, order);
+        if (most > 127) store(to + i, __builtin_convertvector(whole, vn));
+        else store(bytes + i, __builtin_convertvector(whole, vq));
+      }
       long at = (long)m * (K / GROUP) + g;
       scale[at] = unit;
-      sum[at] = total * unit;
-      this->total[at] = total;
+      total[at] = sum_of(totals);
+      sum[at] = total[at] * unit;
     }
   }
 };
@@ -647,11 +685,14 @@ template <int M>
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {
     vi acc[M][2];
+#pragma GCC unroll 16
     for (int m = 0; m < M; m++)
       acc[m][0] = acc[m][1] = vi{} - (scales ? 0 : 128 * rows.total[m * n_group + g]);
+#pragma GCC unroll 4
     for (int p = 0; p < GROUP / 4; p++) {
       const int32_t* at = w + (g * GROUP / 4 + p) * ROWS;
       vi bytes[2] = {load<vi>(at), load<vi>(at + LANES)};
+#pragma GCC unroll 16
       for (int m = 0; m < M; m++)
         for (int v = 0; v < 2; v++)
           acc[m][v] = dot4(acc[m][v], bytes[v], rows.four(m, g * GROUP / 4 + p));
@@ -783,21 +824,18 @@ static void block_by_some(int m, const Linear& op, int i, const Rows& rows, floa
   if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y, decoded);
 }
 
-// y [M, ROWS]; memory: Decoded::size(K)
-static void block_by_all(const Linear& op, int i, const Rows& rows, float* y, float* memory) {
-  int n = (op.M + TILE - 1) / TILE, n_group = rows.K / GROUP;
-  Decoded decoded(memory, rows.K);
-  bool is_shared = op.format == INT4 && n > (LANES > 8 ? 2 : 1);   // as measured
-  bool is_decoded = is_shared || numbers(op) == BYTES;
-  if (is_decoded) decoded.decode(op, i, rows.K);
-  for (int j = 0, m = 0; j < n; j++) {         // of nearly equal height
-    int height = (op.M - m + n - j - 1) / (n - j);
-    float* to = y + (long)m * ROWS;
-    block_by_some<TILE>(height, op, i, rows.from(m), to, is_decoded ? &decoded : nullptr);
-    m += height;
-  }
-  if (is_decoded && op.format == INT4 && numbers(op) != PAIRS)
-    tiles(op.M, decoded.terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
+// y [M, ROWS], M up to TILE
+static void block_by_tile(int M, const Linear& op, int i, const Rows& rows, float* y,
+                          const Decoded* decoded) {
+  int n_group = rows.K / GROUP;
+  block_by_some<TILE>(M, op, i, rows, y, decoded);
+  if (decoded && op.format == INT4 && numbers(op) != PAIRS)
+    tile_of<TILE>(M, decoded->terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
+}
+
+static bool is_decoded(const Linear& op) {     // once for all tiles
+  bool is_shared = op.format == INT4 && op.M > (LANES > 8 ? 2 : 1) * TILE;      // as measured
+  return is_shared || numbers(op) == BYTES;
 }
 
 static void read_row(const Linear& op, int m, int K, float* to) {
@@ -811,10 +849,13 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
   bool is_shared = op.M > 1, is_read = false;  // one row: each thread reads it, and waits for none
   int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
   int step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));        // blocks of a task
-  size_t n_row = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)step * op.M * ROWS;
-  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + Decoded::size(K));
+  int most = numbers(op) == BYTES ? BYTES_TILE : TILE, n_tile = (op.M + most - 1) / most;
+  size_t n_row = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)step * TILE * ROWS;
+  size_t n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
+  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + 2 * n_decoded);
   Rows rows(is_shared ? memory_of(shared, 0) : row + K, op.M, K);
-  float *y = row + padded(K + n_row, LANES), *up = y + n_y, *decoded = up + n_y;
+  float* y = row + padded(K + n_row, LANES);
+  Decoded decoded[2] = {{y + 2 * n_y, K}, {y + 2 * n_y + n_decoded, K}};
   auto read = [&](int m) {
     read_row(op, m, K, numbers(op) == FLOATS ? rows.x + (long)m * K : row);
     if (numbers(op) >= INTEGERS)
@@ -826,16 +867,21 @@ static void by_stored(const Linear& op, Phase* phase, int n_thread) {
     if (!is_shared && !is_read) read(0);
     is_read = true;
     int first = task * step, last = std::min(n_block, first + step);
-    for (int half = 0; half <= op.gated; half++)
+    if (n_decoded)
+      for (int half = 0; half <= op.gated; half++)
+        decoded[half].decode(op, first + half * n_block, K);
+    for (int j = 0, m = 0; j < n_tile; j++) {  // of nearly equal height
+      int height = (op.M - m + n_tile - j - 1) / (n_tile - j);
+      auto to = [&](int half, int i) { return y + half * n_y + (i - first) * height * ROWS; };
+      for (int half = 0; half <= op.gated; half++)
+        for (int i = first; i < last; i++)
+          block_by_tile(height, op, i + half * n_block, rows.from(m), to(half, i),
+                        n_decoded ? decoded + half : nullptr);
       for (int i = first; i < last; i++)
-        block_by_all(op, i + half * n_block, rows, (half ? up : y) + (i - first) * op.M * ROWS,
-                     decoded);
-    for (int i = first; i < last; i++) {
-      int n = std::min(ROWS, n_out - i * ROWS);
-      for (int m = 0; m < op.M; m++) {
-        long at = ((long)(i - first) * op.M + m) * ROWS;
-        finish(op, m, i * ROWS, n, y + at, op.gated ? up + at : nullptr);
-      }
+        for (int r = 0; r < height; r++)
+          finish(op, m + r, i * ROWS, std::min(ROWS, n_out - i * ROWS), to(0, i) + r * ROWS,
+                 op.gated ? to(1, i) + r * ROWS : nullptr);
+      m += height;
     }
   });
 }
@@ -1293,6 +1339,19 @@ enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes() { return HAS_BYTES; }
+
+template <class Word> static void blocks_of(const Word* from, long n_block, long n, Word* to) {
+#pragma omp parallel for
+  for (long i = 0; i < n_block; i++)
+    for (long k = 0; k < n; k++)
+      for (int r = 0; r < ROWS; r++) to[(i * n + k) * ROWS + r] = from[(i * ROWS + r) * n + k];
+}
+
+// Words of 2 or 4 bytes [n_block ROWS, n] -> [n_block, n, ROWS]
+extern "C" void lay_out(const void* from, long n_block, long n, int n_byte, void* to) {
+  if (n_byte == 2) blocks_of((const int16_t*)from, n_block, n, (int16_t*)to);
+  else blocks_of((const int32_t*)from, n_block, n, (int32_t*)to);
+}
 
 // What threads share within an operation
 static size_t shared_floats(const int32_t* op, int n_thread) {

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -193,7 +193,7 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
     if short or n_in % to:
         weight = F.pad(weight, (0, -n_in % to, 0, short))
     word = {FP32: torch.float32, BF16: torch.int32, INT8: torch.int16, INT4: torch.int32}[kind]
-    words = weight.contiguous().view(word).unflatten(0, (-1, block_rows())).mT.contiguous()
+    words = in_blocks(weight.contiguous().view(word))
     group = 0
     if kind == INT8:
         scales = F.pad(scales.float(), (0, short))
@@ -201,8 +201,17 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
         group = 2 * n_in // scales.shape[1]
         both = torch.stack((scales.bfloat16(), zeros.bfloat16()), -1).view(torch.int32)[..., 0]
         both = F.pad(both, (0, 0, 0, short))
-        scales = both.unflatten(0, (-1, block_rows())).mT.contiguous()
+        scales = in_blocks(both)
     return kind, words, scales, group
+
+
+def in_blocks(words: Tensor) -> Tensor:
+    """[out, n], contiguous, of 2 or 4 bytes each -> [out/ROWS, n, ROWS]."""
+    n_block, n = words.shape[0] // block_rows(), words.shape[1]
+    blocks = words.new_empty(n_block, n, block_rows())
+    library().lay_out(c_void_p(words.data_ptr()), c_long(n_block), c_long(n), words.itemsize,
+                      c_void_p(blocks.data_ptr()))
+    return blocks
 
 
 def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: int,

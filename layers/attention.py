@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layers.norms import SoftCap
+from layers.norms import soft_cap
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ScoredAttention(nn.Module):
                  alibi: bool = False):
         super().__init__()
         self.scale = scale
-        self.cap = SoftCap(cap) if cap else nn.Identity()
+        self.cap = soft_cap(cap)
         self.sinks = None
         if sinks:
             self.sinks = nn.Parameter(torch.zeros(n_head, dtype=torch.float32))

@@ -82,3 +82,17 @@ class SoftCap(nn.Module):
 
     def forward(self, x):
         return self.cap * torch.tanh(x / self.cap)
+
+
+# ---- The same, or nothing where a config has none ------------------------------------------------
+
+def rescale(factor: float) -> nn.Module:
+    return nn.Identity() if factor == 1 else Scale(factor)
+
+
+def clip(limit: float | None) -> nn.Module:
+    return Clip(limit) if limit else nn.Identity()
+
+
+def soft_cap(cap: float | None) -> nn.Module:
+    return SoftCap(cap) if cap else nn.Identity()
