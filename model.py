@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.attention import ScoredAttention
+from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
-from layers.moe import MoE
-from layers.norms import LayerNorm, Scale, SoftCap, WideNorm
+from layers.moe import MoE, MoEConfig
+from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap
 from layers.rope import Rope, dynamic_theta, stretch
+from layers.window import Ring, n_slots, row_index
 
 
 @dataclass(frozen=True)
@@ -39,35 +40,29 @@ class ModelConfig:
     layer_norm: bool = False                       # LayerNorm with bias instead of RMSNorm
     pre_norm: bool = True                          # normalize what goes into a branch
     post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
-    qk_norm: str | None = None                     # before RoPE: "head", each; "wide", all as one
+    post_norm_eps: float | None = None             # None: norm_eps
+    embed_norm: bool = False                       # normalize embeddings (BLOOM)
+    parallel: bool = False                         # both branches read the same x (GPT-NeoX)
+    qk_norm: str | None = None                     # before RoPE: "head", or of norms.HEAD_NORMS
     activation: str = "silu"                       # of layers.feed_forward, GATED or UNGATED
     gated: bool = True                             # act(gate) * up, else act(up)
     tied: bool = False                             # the head is the embedding, transposed
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    clip_qkv: float | None = None                  # queries, keys and values end there (OLMo)
+    attn_gate: bool = False                        # what attention gives * sigmoid(gate(x))
     embed_scale: float = 1.0                       # Gemma: sqrt(dim)
     residual_scale: float = 1.0                    # Granite: of what each branch adds
     attn_scale: float | None = None                # None: head_dim ** -0.5
-    attn_cap: float | None = None                  # scores end at cap * tanh(score / cap)
-    logit_cap: float | None = None                 # and logits
-    sinks: bool = False                            # a learned score per head that no key has
+    scores: Scores = Scores()                      # how they differ from q k' attn_scale
+    logit_cap: float | None = None                 # logits end at cap * tanh(logit / cap)
     learned_pos: bool = False                      # an embedding per position, added to the token's
     rope: tuple[Rope, ...] = (Rope(),)             # tiled over layers
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
     sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
-    n_expert: int = 0
-    n_active: int = 0                              # experts per token
-    expert_dim: int = 0                            # width of each
-    norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
-    router_bias: bool = False
-    scores: str = "softmax"                        # of layers.moe, SCORES
-    choice_bias: bool = False                      # added for the choice of experts only
-    n_group: int = 1                               # of experts, of which topk_group may be chosen
-    topk_group: int = 1
-    routed_scale: float = 1.0                      # of what the chosen experts give
-    shared_dim: int = 0                            # width of the expert that serves every token
-    shared_gate: bool = True                       # which weighs that one
+    moe: MoEConfig | None = None
 
 
 def at(layer: int, tiled: tuple):
@@ -103,17 +98,6 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     return mask if mask.dim() == 2 else mask[:, None]
 
 
-def n_slots(window: int | None, length: int, longest_call: int) -> int:
-    """Cache slots of a layer. A window's are a ring, in which position p is at p mod n_slots.
-
-    One call's tokens, padding and rejected drafts among them, must not overwrite a key that its
-    first query still sees:
-
-        window 3, calls of 2: 4 slots    | 4 5 2 3 |    4 and 5 replaced 0 and 1; 4 sees 2, 3, 4
-    """
-    return length if window is None else min(length, window + longest_call - 1)
-
-
 def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype) -> int:
     """What setup_cache will allocate."""
     slots = sum(n_slots(at(i, cfg.window), length, longest_call) for i in range(cfg.n_layer))
@@ -132,32 +116,6 @@ class RMSNorm(nn.Module):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * self.weight).type_as(x)
-
-
-class Ring(nn.Module):
-    """Which position each slot of a window's layers has: the same in all of them."""
-
-    def __init__(self, batch_size: int, n_slot: int, device):
-        super().__init__()
-        positions = torch.full((batch_size, n_slot), torch.iinfo(torch.int64).max, device=device)
-        self.register_buffer("slot_positions", positions, persistent=False)
-
-    def forward(self, pos, kv_len, batch_idx):
-        """pos [T] or [B, T] -> its slots, and the positions in the first kv_len slots [B, S]."""
-        slot = pos % self.slot_positions.shape[1]
-        if slot.dim() == 1:
-            self.slot_positions[:, slot] = pos
-        else:
-            self.slot_positions[row_index(slot, batch_idx), slot] = pos
-        positions = self.slot_positions if batch_idx is None else self.slot_positions[batch_idx]
-        return slot, positions[:, :kv_len]
-
-
-def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
-    """Rows of the cache [B, 1], to index it together with slot [B, T]."""
-    if batch_idx is None:
-        batch_idx = torch.arange(len(slot), device=slot.device)
-    return batch_idx[:, None]
 
 
 class KVCache(nn.Module):
@@ -210,33 +168,35 @@ class Attention(nn.Module):
         self.split = (n * h, k * h, k * h)
         self.wqkv = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
         self.wo = nn.Linear(n * h, cfg.dim, bias=cfg.o_bias)
+        self.clip = clip(cfg.clip_qkv)
+        self.gate = nn.Linear(cfg.dim, n * h, bias=False) if cfg.attn_gate else None
         self.q_norm = query_key_norm(cfg, n)
         self.k_norm = query_key_norm(cfg, k)
         scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
-        self.attend = SDPA(scale)
-        if cfg.attn_cap or cfg.sinks:
-            self.attend = ScoredAttention(scale, n, cfg.attn_cap, cfg.sinks)
+        self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
 
-    def forward(self, x, rope, slot, mask, batch_idx):
+    def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
-        q, k, v = self.wqkv(x).split(self.split, dim=-1)
+        q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
             k, v = self.cache(slot, k, v, mask.shape[-1], batch_idx)
-        y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
-        return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+        y = self.attend(q, k, v, mask).transpose(1, 2).reshape(B, T, -1)   # [B, T, N H]
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x))
+        return self.wo(y)
 
 
 def query_key_norm(cfg: ModelConfig, n_head: int) -> nn.Module:
     """What n_head queries or keys [B, T, n_head, H] go through before RoPE."""
     if cfg.qk_norm == "head":
         return RMSNorm(cfg.head_dim, cfg.norm_eps)
-    if cfg.qk_norm == "wide":
-        return WideNorm(n_head * cfg.head_dim, cfg.norm_eps)
+    if cfg.qk_norm:
+        return HEAD_NORMS[cfg.qk_norm](n_head * cfg.head_dim, cfg.norm_eps)
     return nn.Identity()
 
 
@@ -255,14 +215,16 @@ class FeedForward(nn.Module):
 
 def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
     if at(layer, cfg.sparse):
-        return MoE(cfg, FeedForward(cfg, cfg.shared_dim) if cfg.shared_dim else None)
+        shared = cfg.moe.shared_dim
+        return MoE(cfg, FeedForward(cfg, shared) if shared else None)
     dense = FeedForward if cfg.gated else UngatedFeedForward
     return dense(cfg, cfg.ffn_dim)
 
 
-def full_norm(cfg: ModelConfig) -> nn.Module:
+def full_norm(cfg: ModelConfig, eps: float | None = None) -> nn.Module:
     """Over the whole width D."""
-    return (LayerNorm if cfg.layer_norm else RMSNorm)(cfg.dim, cfg.norm_eps)
+    kind = LayerNorm if cfg.layer_norm else RMSNorm
+    return kind(cfg.dim, eps or cfg.norm_eps)
 
 
 class Block(nn.Module):
@@ -276,8 +238,8 @@ class Block(nn.Module):
 
         def after():
             if cfg.post_norm:
-                return full_norm(cfg)
-            return Scale(cfg.residual_scale) if cfg.residual_scale != 1 else nn.Identity()
+                return full_norm(cfg, cfg.post_norm_eps)
+            return rescale(cfg.residual_scale)
 
         self.attn_norm, self.ffn_norm = before(), before()
         self.post_attn_norm, self.post_ffn_norm = after(), after()
@@ -285,6 +247,14 @@ class Block(nn.Module):
     def forward(self, x, rope, slot, mask, batch_idx=None):
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
         return x + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
+
+
+class ParallelBlock(Block):
+    """x + attention(x) + feed-forward(x)"""
+
+    def forward(self, x, *inputs):
+        y = self.post_attn_norm(self.attn(self.attn_norm(x), *inputs))
+        return x + y + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
 
 
 class Transformer(nn.Module):
@@ -299,12 +269,14 @@ class Transformer(nn.Module):
         self.pos_embed = None
         if cfg.learned_pos:
             self.pos_embed = nn.Embedding.from_pretrained(torch.empty(cfg.context, cfg.dim))
-        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.embed_norm = full_norm(cfg) if cfg.embed_norm else nn.Identity()
+        block = ParallelBlock if cfg.parallel else Block
+        self.layers = nn.ModuleList(block(cfg, i) for i in range(cfg.n_layer))
         self.norm = full_norm(cfg)
-        self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+        self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
             self.head.weight = self.embed.weight
-        self.cap = SoftCap(cfg.logit_cap) if cfg.logit_cap else nn.Identity()
+        self.cap = soft_cap(cfg.logit_cap)
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
         amplitude = torch.ones(len(self.ropes), cfg.head_dim // 2, device="cpu")
@@ -365,6 +337,7 @@ class Transformer(nn.Module):
         x = x * x.new_full((), self.cfg.embed_scale)                       # rounded to x's dtype
         if self.pos_embed is not None:
             x = x + self.pos_embed(pos)
+        x = self.embed_norm(x)
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
         if pos.dim() == 2:
             angles = [a[:, None] for a in angles]                          # broadcast over heads

@@ -21,7 +21,8 @@ from kernels.collectives import all_gather, all_reduce
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
 OUT, IN = -2, -1
-SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.attend.sinks": OUT,
+SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
+         "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
          "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
@@ -59,15 +60,20 @@ def shard_config(cfg, n: int):
             f"and a {widths}: possible are {', '.join(possible) or 'no number above 1'}")
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
-                   ffn_dim=cfg.ffn_dim // n, expert_dim=cfg.expert_dim // n,
-                   shared_dim=cfg.shared_dim // n,
+                   ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
+def shard_moe(moe, n: int):
+    """Each rank has a part of every expert."""
+    return replace(moe, expert_dim=moe.expert_dim // n, shared_dim=moe.shared_dim // n)
+
+
 def shared_widths(cfg) -> dict[str, int]:
-    widths = {"experts' width": cfg.expert_dim, "shared expert's width": cfg.shared_dim}
-    if not all(cfg.sparse):
-        widths = {"feed-forward width": cfg.ffn_dim, **widths}
+    widths = {} if all(cfg.sparse) else {"feed-forward width": cfg.ffn_dim}
+    if cfg.moe:
+        widths["experts' width"] = cfg.moe.expert_dim
+        widths["shared expert's width"] = cfg.moe.shared_dim
     return {name: width for name, width in widths.items() if width}
 
 
@@ -93,7 +99,7 @@ def shard(source, n: int | None = None, me: int | None = None):
     split = dict(SPLIT)
     if cfg.vocab_size < source.cfg.vocab_size:
         split |= VOCABULARY
-    if cfg.qk_norm == "wide":
+    if cfg.qk_norm in ("wide", "layer"):
         split |= WIDE_NORMS
     tensors = dict(source.tensors)
     for name, t in source.tensors.items():

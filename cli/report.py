@@ -83,11 +83,11 @@ def weight_bytes(model: Transformer) -> tuple[int, int]:
     def size(parameters):
         return sum(p.numel() * p.element_size() for p in parameters)
 
-    cfg, total = model.cfg, size(model.parameters())
+    total = size(model.parameters())
     idle = 0 if model.head.weight is model.embed.weight else size(model.embed.parameters())
     for moe in (module for module in model.modules() if isinstance(module, MoE)):
         experts = size(p for part in (moe.gate, moe.up, moe.down) for p in part.parameters())
-        idle += experts * (cfg.n_expert - cfg.n_active) // cfg.n_expert
+        idle += experts * (moe.n_expert - moe.n_active) // moe.n_expert
     return total, total - idle
 
 

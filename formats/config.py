@@ -10,7 +10,9 @@ import math
 from dataclasses import replace
 
 from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
+from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
 
@@ -20,9 +22,13 @@ NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "re
            "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
            "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
            "shared_expert_intermediate_size", "rms_norm_eps", "n_shared_experts",
-           "routed_scaling_factor")
+           "routed_scaling_factor", "logit_scale", "clip_qkv", "post_norm_eps", "alibi_bias_max",
+           "qk_scale_factor", "output_multiplier")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-               "gelu": "gelu", "relu2": "relu2"}
+               "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
+NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
+            "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
+            "add_cross_attention", "clip_qkv")
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
@@ -31,30 +37,33 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     -> the config, and config.json with what it leaves out filled in, for the folds.
     """
     family, c = _complete(c)
-    _check(c)
+    _check(c, family)
     n_layer = _count(c, "num_hidden_layers")
     if n_layer > 1000:                             # the model is built before it is compared
         raise ValueError(f"'num_hidden_layers' is {n_layer}, expected at most 1000")
     facts = {"n_layer": n_layer, **_widths(c), **_biases(c), **_scales(c, family),
              "activation": _activation(c, family), "norm_eps": float(c["rms_norm_eps"]),
              "vocab_size": _count(c, "vocab_size"),
-             "tied": bool(c.get("tie_word_embeddings", False))}
-    if c.get("use_qk_norm"):
-        facts["qk_norm"] = "head"
+             "tied": bool(c.get("tie_word_embeddings", False)),
+             "parallel": bool(c.get("use_parallel_residual", False)),
+             "post_norm": bool(c.get("use_post_norm", False)),
+             "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
+    if c.get("use_qk_norm") or c.get("qk_layernorm"):
+        facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
     facts.update(_layers(c, family, n_layer))
+    if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
+        raise ValueError("RoPE that makes queries longer is not supported before their norms")
     if any(facts["sparse"]):
-        facts.update(_experts(c))
+        facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
     return ModelConfig(**{**facts, **family.overrides}), c
 
 
 def _complete(c: dict) -> tuple[Family, dict]:
     """The family, and config.json in one spelling with the family's defaults filled in."""
+    _refuse_other_kinds(c)
     c = _text_part(c)
+    _refuse_other_kinds(c)
     kind = c.get("model_type")
-    for what, kinds in OTHER_KINDS.items():
-        if kind in kinds.split():
-            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
-                             "another kind of model")
     if kind not in FAMILIES:
         raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[kind]
@@ -64,6 +73,14 @@ def _complete(c: dict) -> tuple[Family, dict]:
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
     return family, family.respell(c)
+
+
+def _refuse_other_kinds(c: dict) -> None:
+    kind = c.get("model_type")
+    for what, kinds in OTHER_KINDS.items():
+        if kind in kinds.split():
+            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
+                             "another kind of model")
 
 
 def _text_part(c: dict) -> dict:
@@ -76,14 +93,14 @@ def _text_part(c: dict) -> dict:
     return c
 
 
-def _check(c: dict) -> None:
+def _check(c: dict, family: Family) -> None:
     """ValueError names what is no number, or asks for what the model does not have."""
     for key in NUMBERS:
         value = c.get(key) or 0
         if type(value) not in (int, float) or value < 0:
             raise ValueError(f"'{key}' is {value!r}, expected a positive number")
-    for key in ("use_bidirectional_attention", "clip_qkv", "scale_attn_by_inverse_layer_idx"):
-        if c.get(key):
+    for key in NOT_READ:
+        if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
         raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")
@@ -137,8 +154,22 @@ def _scales(c: dict, family: Family) -> dict:
         embed_scale = c["hidden_size"]**0.5
     return dict(attn_scale=attn_scale, embed_scale=embed_scale,
                 residual_scale=float(c.get("residual_multiplier") or 1),
-                attn_cap=c.get("attn_logit_softcapping"),
+                scores=Scores(**{"cap": c.get("attn_logit_softcapping"), **_growth(c),
+                                 "alibi": bool(c.get("alibi")), **family.scores}),
                 logit_cap=c.get("final_logit_softcapping"))
+
+
+def _growth(c: dict) -> dict:
+    """How queries are scaled by position (Ministral 3), which counts the keys that they see."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    growth = rope.get("llama_4_scaling_beta") or 0.0
+    if not growth:
+        return {}
+    if c.get("sliding_window"):
+        raise ValueError("'llama_4_scaling_beta' is not supported beside 'sliding_window'")
+    original = _count({**c, **rope}, "original_max_position_embeddings",
+                      _count(c, "max_position_embeddings"))
+    return dict(growth=float(growth), growth_from=original)
 
 
 def _layers(c: dict, family: Family, n_layer: int) -> dict:
@@ -160,8 +191,6 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
                 for r, t in zip(rope, thetas)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
     context = max([_count(c, "max_position_embeddings"), *stretched])
-    if "llama_4_scaling_beta" in (c.get("rope_parameters") or c.get("rope_scaling") or {}):
-        context = min(context, rope[0].original_context)   # queries are scaled only beyond that
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
     return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
 
@@ -217,6 +246,9 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
                 or rope.get("original_max_position_embeddings") or longest)
     original = longest if kind == "dynamic" else original
     factor = float(rope.get("factor") or longest / original)
+    if kind == "dynamic" and rope.get("alpha"):    # Hunyuan's: the base alone, whatever the length
+        n = int(head_dim(c) * partial)
+        kind, theta = "default", theta * float(rope["alpha"]) ** (n / (n - 2))
     facts = dict(theta=theta, partial=float(partial), original_context=int(original))
     divisors = rope.get("divisors")                # only from a GGUF
     if divisors:

@@ -8,20 +8,24 @@ from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
 from formats.config import BAD_CONFIG, config_from_hf, head_dim
+from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
-from formats.lazy import LazyTensor
-from formats.names import Fused
+from formats.lazy import LazyTensor, constant
+from formats.names import Fused, layer_of
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
     "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",
+    "token_embd_norm": "embed_norm", "attn_gate": "attn.gate", "exp_probs_b": "ffn.choice_bias",
+    "exp_probs_b.bias": "ffn.choice_bias",
     "attn_norm": "attn_norm", "ffn_norm": "ffn_norm",
     "post_attention_norm": "post_attn_norm", "post_ffw_norm": "post_ffn_norm",
     "attn_q": "attn.wq", "attn_k": "attn.wk", "attn_v": "attn.wv", "attn_output": "attn.wo",
     "attn_qkv": Fused(("attn.wq", "attn.wk", "attn.wv")),
     "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
-    "attn_sinks.weight": "attn.attend.sinks",
+    "attn_sinks.weight": "attn.attend.sinks", "ffn.activation.alpha_p": "ffn.activation.alpha_p",
+    "ffn.activation.alpha_n": "ffn.activation.alpha_n",
     "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
     "ffn_gate_inp": "ffn.router", "ffn_gate_exps": "ffn.gate", "ffn_up_exps": "ffn.up",
     "ffn_down_exps": "ffn.down", "ffn_gate_up_exps": Fused(("ffn.gate", "ffn.up")),
@@ -35,14 +39,19 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base", "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window": "attention.sliding_window",
+    "sliding_window": "attention.sliding_window", "clip_qkv": "attention.clamp_kqv",
+    "alibi_bias_max": "attention.max_alibi_bias", "use_parallel_residual": "use_parallel_residual",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count", "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
 }
 GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
     "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
@@ -56,16 +65,25 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "granitemoe": "granitemoe", "gpt-oss": "gpt_oss", "gpt2": "gpt2", "qwen2vl": "qwen2_vl_text",
     "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mellum": "mellum",
     "seed_oss": "seed_oss", "exaone4": "exaone4", "starcoder2": "starcoder2", "arcee": "arcee",
-    "ernie4_5": "ernie4_5", "glm4": "glm4",
+    "ernie4_5": "ernie4_5", "glm4": "glm4", "gptneox": "gpt_neox", "phi2": "phi",
+    "command-r": "cohere", "cohere2": "cohere2", "falcon": "falcon", "stablelm": "stablelm",
+    "nemotron": "nemotron", "apertus": "apertus", "olmo": "olmo", "mistral3": "ministral3",
+    "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe", "afmoe": "afmoe",
+    "ernie4_5-moe": "ernie4_5_moe", "bloom": "bloom", "mpt": "mpt", "starcoder": "gpt_bigcode",
+    "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
+    "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
-    "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4")
+    "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
+    "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer")
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
     "seed_oss": {"post_attention_norm": "ffn_norm"},
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
+    "glm4moe": {"post_attention_norm": "ffn_norm"},
 }
+FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
 
 
 def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
@@ -79,16 +97,27 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
+    dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
+    if type(dim) is int and type(n_head) is int and n_head:            # not as the family's class
+        c.setdefault("head_dim", dim // n_head)
     c["model_type"] = GGUF_FAMILIES[arch]
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
     c["tie_word_embeddings"] = "output.weight" not in tensors
-    c["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    c["attention_bias"] = any(f"blk.0.{q}.bias" in tensors for q in ("attn_q", "attn_qkv"))
     c["use_bias"] = c["attention_bias"]
     c["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if shared := [t.shape[0] for name, t in tensors.items() if "ffn_up_shexp" in name]:
+        c["shared_expert_intermediate_size"] = shared[0]   # some converters state another
     if arch == "llama" and c.get("num_experts"):
         c["model_type"] = "mixtral"
     elif arch == "llama" and c.get("sliding_window"):
         c["model_type"] = "mistral"
+    elif arch == "granitemoe" and c.get("shared_expert_intermediate_size"):
+        c["model_type"] = "granitemoeshared"
+    c["shared_intermediate_size"] = c.get("shared_expert_intermediate_size", 0)
+    c["num_hidden_layers"] = c.get("num_hidden_layers", 0) - metadata.get(
+        f"{arch}.nextn_predict_layers", 0)         # of the head that drafts
+    c.update(_stated_otherwise(arch, c, metadata, tensors))
     if arch == "olmo2" and c.get("sliding_window"):
         raise ValueError("an Olmo 3 GGUF is not supported: use the original model")
     c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
@@ -104,7 +133,7 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
         c["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
     if arch == "exaone4":
         c.setdefault("sliding_window", None)
-    if arch == "mellum":
+    if c.get("num_experts"):
         c["mlp_layer_types"] = ["sparse" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "dense"
                                 for i in range(c["num_hidden_layers"])]
 
@@ -120,12 +149,55 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     if "factors_long" in factors:
         scaling.update(rope_type="longrope", short_factor=factors["factors_short"],
                        long_factor=factors["factors_long"])
+    if growth := metadata.get(f"{arch}.attention.temperature_scale"):
+        scaling["llama_4_scaling_beta"] = growth
+    multiplier = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
+    if multiplier is not None:
+        scaling.update(mscale=1.0, mscale_all_dim=multiplier)
     if arch == "gpt-oss":                          # the ramp is not rounded, and no key says so
         scaling["truncate"] = False
     c["rope_scaling"] = scaling
     if turning := metadata.get(f"{arch}.rope.dimension_count"):
         c["partial_rotary_factor"] = turning / head_dim(c)
     return c
+
+
+def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
+    """What an architecture's converter leaves unsaid, or calls by another's word."""
+    scale, n_head = c.get("logits_scaling"), c.get("num_attention_heads")
+    has_head_norms = "blk.0.attn_q_norm.weight" in tensors
+    if arch in ("command-r", "cohere2"):
+        return dict(logit_scale=scale, use_qk_norm=has_head_norms)
+    if arch == "muse-glimmer":                     # its norms' weights hold the factor
+        return dict(output_multiplier=scale, qk_scale_factor=1.0)
+    if arch == "glm4moe":
+        width = c.get("intermediate_size", c.get("moe_intermediate_size"))
+        return dict(use_qk_norm=has_head_norms, intermediate_size=width)
+    if arch == "stablelm":
+        return dict(qk_layernorm=has_head_norms)
+    if arch == "falcon":
+        two = "blk.0.attn_norm_2.weight" in tensors
+        n_kv_head = c.get("num_key_value_heads", 1)
+        return dict(new_decoder_architecture=two or n_kv_head > 1, num_kv_heads=n_kv_head,
+                    num_ln_in_parallel_attn=2 if two else 1)
+    if arch == "mpt":
+        attention = dict(clip_qkv=c.get("clip_qkv"), alibi_bias_max=c.get("alibi_bias_max"),
+                         alibi=bool(c.get("alibi_bias_max")))
+        return dict(attn_config=attention, no_bias=not c["mlp_bias"])
+    if arch == "starcoder":
+        return dict(multi_query=c.get("num_key_value_heads") != n_head)
+    if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
+        return dict(mup_enabled=True)
+    return {}
+
+
+def _activations(metadata: dict) -> list[LazyTensor]:
+    """xIELU's numbers, which are no tensors here but lists with one for each layer."""
+    found = []
+    for name in ("alpha_p", "alpha_n"):
+        for i, value in enumerate(metadata.get(f"xielu.{name}") or []):
+            found.append(constant(f"blk.{i}.ffn.activation.{name}", (1,), float(value)))
+    return found
 
 
 def read_gguf(path: Path) -> RawCheckpoint:
@@ -138,15 +210,23 @@ def read_gguf(path: Path) -> RawCheckpoint:
             raise FileNotFoundError(f"{part}: part {i + 1} of {n_part} is missing")
         tensors += read_gguf_tensors(part)[1]
     arch = metadata.get("general.architecture")
+    tensors += _activations(metadata)
     try:
         cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
     except BAD_CONFIG as e:
         raise ValueError(f"{path}: {e}") from None
-    folds = Folds(logits_divisor=c.get("logits_scaling") or 1,         # its converter has added
-                  interleaved_rope=arch in GGUF_INTERLEAVED)              # the norms' offset
+    with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
+    folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
+                     "norm_offset": 0.0,           # its converter has added it
+                     "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
+    names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
+    if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
+        names |= FALCON_NORMS
+    if metadata.get(f"{arch}.nextn_predict_layers"):
+        tensors = [t for t in tensors if layer_of(t.name) < cfg.n_layer]
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-    return RawCheckpoint(path, cfg, tensors, {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}, folds,
-                         eos_ids=_eos_ids(metadata), tokenizer=tokenizer)
+    return RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=_eos_ids(metadata),
+                         tokenizer=tokenizer)
 
 
 def _eos_ids(metadata: dict) -> list[int]:

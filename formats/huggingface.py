@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
 from formats.config import BAD_CONFIG, config_from_hf
-from formats.families import FAMILIES
+from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.hub_quantized import dequantized
 from formats.json_file import read_json
@@ -42,8 +42,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         except BAD_CONFIG as e:
             raise ValueError(f"{path}: quantization_config: {first_line(e)}") from None
     family = FAMILIES[c["model_type"]]
-    names = {**HF_NAMES, **family.names}
-    folds = Folds(family.norm_offset, c.get("logits_scaling") or 1, family.interleaved_rope)
+    names = {**HF_NAMES, **family.names_of(c)}
+    folds = Folds(**{**family.folds, **stated_folds(c)})
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):
         names, folds = OUR_NAMES, None             # our .pth with its config beside it
     eos_ids, defaults = generation_defaults(directory, config)

@@ -95,6 +95,11 @@ def cached(name: str, shape, dtype: torch.dtype, make: Callable[[], Tensor],
     return CachedTensor(name, shape, dtype, make, made_of)
 
 
+def constant(name: str, shape: tuple[int, ...], value: float) -> LazyTensor:
+    """A vector that no file holds."""
+    return cached(name, shape, torch.float32, lambda: torch.full(shape, value))
+
+
 def offset(t: LazyTensor, by: float) -> LazyTensor:
     return made_from(t, lambda a, b: t.read_rows(a, b).float() + by, dtype=torch.float32)
 

@@ -25,6 +25,7 @@ class Fused:
     transposed: bool = False                       # [in, out] (of each expert)
     interleaved: bool = False                      # shares take turns row by row
     maybe_transposed: bool = False                 # told by the width of experts' inputs
+    by_group: bool = False                         # the heads that share keys lie together: q, k, v
 
 
 HF_NAMES = {
@@ -63,6 +64,18 @@ SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as other
     "mlp.shared_experts.down_proj": "ffn.shared.down",
     "mlp.shared_mlp.down_proj": "ffn.shared.down",
 }
+HUNYUAN_NAMES = {
+    "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
+}
+ERNIE_MOE_NAMES = SIGMOID_NAMES | {
+    "mlp.moe_statics.e_score_correction_bias": "ffn.choice_bias",
+    "mlp.gate.moe_statics.e_score_correction_bias": "ffn.choice_bias",
+}
+HUNYUAN_MOE_NAMES = SIGMOID_NAMES | HUNYUAN_NAMES | {"mlp.gate.wg": "ffn.router"}
+AFMOE_NAMES = SIGMOID_NAMES | {
+    "self_attn.gate_proj": "attn.gate", "post_attention_layernorm": "post_attn_norm",
+    "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffn_norm",
+}
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffn_norm",
@@ -73,6 +86,60 @@ GPT2_NAMES = {
     "attn.c_proj": Fused(("attn.wo",), transposed=True),
     "mlp.c_fc": Fused(("ffn.up",), transposed=True),
     "mlp.c_proj": Fused(("ffn.down",), transposed=True),
+}
+GPT_BIGCODE_NAMES = GPT2_NAMES | {                 # its linears are not transposed
+    "attn.c_attn": Fused(("attn.wq", "attn.wk", "attn.wv"), by_group=True),
+    "attn.c_proj": "attn.wo", "mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down",
+}
+GPT_NEO_NAMES = GPT_BIGCODE_NAMES | {
+    "attn.attention.q_proj": "attn.wq", "attn.attention.k_proj": "attn.wk",
+    "attn.attention.v_proj": "attn.wv", "attn.attention.out_proj": "attn.wo",
+}
+GPTJ_NAMES = {
+    "wte": "embed", "ln_f": "norm", "ln_1": "attn_norm", "attn.q_proj": "attn.wq",
+    "attn.k_proj": "attn.wk", "attn.v_proj": "attn.wv", "attn.out_proj": "attn.wo",
+    "mlp.fc_in": "ffn.up", "mlp.fc_out": "ffn.down",
+}
+GPT_NEOX_NAMES = {
+    "embed_in": "embed", "embed_out": "head", "final_layer_norm": "norm",
+    "attention.query_key_value": Fused(("attn.wq", "attn.wk", "attn.wv"), by_group=True),
+    "attention.dense": "attn.wo",
+    "mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down",
+}
+FALCON_NAMES = {                                   # and BLOOM's
+    "word_embeddings": "embed", "word_embeddings_layernorm": "embed_norm", "ln_f": "norm",
+    "ln_attn": "attn_norm", "ln_mlp": "ffn_norm",
+    "self_attention.query_key_value": GPT_NEOX_NAMES["attention.query_key_value"],
+    "self_attention.dense": "attn.wo",
+    "mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down",
+}
+MPT_NAMES = {
+    "wte": "embed", "norm_f": "norm", "norm_1": "attn_norm", "norm_2": "ffn_norm",
+    "attn.Wqkv": Fused(("attn.wq", "attn.wk", "attn.wv")), "attn.out_proj": "attn.wo",
+    "ffn.up_proj": "ffn.up", "ffn.down_proj": "ffn.down",
+}
+PHI_NAMES = {
+    "final_layernorm": "norm", "self_attn.dense": "attn.wo",
+    "mlp.fc1": "ffn.up", "mlp.fc2": "ffn.down",
+}
+OPT_NAMES = {
+    "embed_positions": "pos_embed", "final_layer_norm": "norm",
+    "self_attn_layer_norm": "attn_norm", "layers.*.final_layer_norm": "ffn_norm",
+    "self_attn.out_proj": "attn.wo", "fc1": "ffn.up", "fc2": "ffn.down",
+}
+APERTUS_NAMES = {
+    "attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
+    "mlp.act_fn.alpha_p": "ffn.activation.alpha_p", "mlp.act_fn.alpha_n": "ffn.activation.alpha_n",
+}
+GRANITE_MOE_NAMES = {
+    "block_sparse_moe.router.layer": "ffn.router",
+    "block_sparse_moe.input_linear": Fused(("ffn.gate", "ffn.up")),
+    "block_sparse_moe.output_linear": "ffn.down",
+    "block_sparse_moe.router": "ffn.router",       # the same as transformers 5 writes some
+    "block_sparse_moe.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "block_sparse_moe.experts.down_proj": "ffn.down.weight",
+    "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
+    "shared_mlp.output_linear": "ffn.shared.down",
 }
 GPT_OSS_NAMES = {
     "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
@@ -88,22 +155,25 @@ OLD_NAMES = {                                      # as files of the first relea
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
-    "ffn.router", "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
-    "ffn.shared_expert_gate")}
+    "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "ffn.router",
+    "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
+    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."
-    r"|\.attn\.(masked_)?bias$")
+    r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
+    r"|\.act_fn\.(beta|eps)$")
 
 
 def bare(name: str) -> str:
     """Without the names of the modules around the text model's."""
-    return re.sub(r"^((model|language_model|text_model|transformer|_orig_mod)\.)+", "", name)
+    around = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
+    return re.sub(rf"^(({around})\.)+", "", name)
 
 
 def layer_of(name: str) -> int:
     """-1 outside the layers."""
-    match = re.match(r"layers\.(\d+)\.", bare(name))
+    match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
     return int(match[1]) if match else -1
 
 
@@ -114,12 +184,14 @@ def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
     "layers.3.", 7, Fused(("ffn.up.weight",)).
     """
     name = bare(name)
-    match = re.fullmatch(r"(?:layers|blk|h)\.(\d+)\.(.+)", name)
+    match = re.fullmatch(r"(?:layers|blk|h|blocks)\.(\d+)\.(.+)", name)
     prefix, inner = (f"layers.{match[1]}.", match[2]) if match else ("", name)
     expert = re.search(r"(?<=\.)(\d+)(?=\.)", inner)
     if expert:
         inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
     stem, _, kind = inner.rpartition(".")          # kind: weight | bias
+    if prefix and f"layers.*.{stem}" in table:     # a name that means something else outside
+        stem = f"layers.*.{stem}"
     entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
     if entry is None:
         return None
@@ -168,8 +240,10 @@ def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
 
 def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
     n = len(fused.into)
-    n_in = cfg.dim if n == 2 else cfg.expert_dim
-    if fused.transposed or fused.maybe_transposed and t.shape[-1] != n_in:
+    transposed = fused.transposed
+    if fused.maybe_transposed:
+        transposed = t.shape[-1] != (cfg.dim if n == 2 else cfg.moe.expert_dim)
+    if transposed:
         t = transpose(t)
     if n == 1:
         return [t]
@@ -180,4 +254,8 @@ def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
     sizes = (q, kv, kv) if n == 3 else [size // n] * n
     if sum(sizes) != size:
         raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} rows")
+    if fused.by_group:
+        groups = torch.arange(size).view(cfg.n_kv_head, -1, cfg.head_dim)
+        share = cfg.n_head // cfg.n_kv_head
+        return [index_select(t, heads.flatten()) for heads in groups.split((share, 1, 1), dim=1)]
     return [index_select(t, index) for index in torch.arange(size).split(list(sizes))]

@@ -22,6 +22,8 @@ from formats.lazy import LazyTensor
 from formats.names import OUR_NAMES
 from formats.parameters import blank_model
 from formats.torch_file import lazy_tensors
+from layers.attention import Scores
+from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
 from quantize import LEAVES
@@ -47,16 +49,29 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
 
 def config_from_dict(d: dict) -> ModelConfig:
     """The config as a .pth stores it."""
-    if "renormalize" in d:                         # its name in the first releases
-        d = {**d, "norm_topk_prob": d["renormalize"]}
-        del d["renormalize"]
+    d = _with_parts(d)
     unknown = set(d) - {f.name for f in dataclasses.fields(ModelConfig)}
     if unknown:
         raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
     if isinstance(d["qk_norm"], bool):             # before there were two ways to do it
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
-    return ModelConfig(**{**as_tuples(d), "rope": tuple(Rope(**as_tuples(r)) for r in d["rope"])})
+    parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
+             "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
+    return ModelConfig(**{**as_tuples(d), **parts})
+
+
+def _with_parts(d: dict) -> dict:
+    """What is said of experts and scores in dictionaries of their own: it was among the rest."""
+    if "moe" in d:
+        return d
+    d = dict(d)
+    if "renormalize" in d:                         # its name in the first releases
+        d["norm_topk_prob"] = d.pop("renormalize")
+    names = [f.name for f in dataclasses.fields(MoEConfig)]
+    experts = {name: d.pop(name) for name in names if name in d}
+    scores = dict(cap=d.pop("attn_cap", None), sinks=d.pop("sinks", False))
+    return {**d, "moe": experts if experts.get("n_expert") else None, "scores": scores}
 
 
 # ---- Writing ------------------------------------------------------------------------------------

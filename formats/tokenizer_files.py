@@ -21,15 +21,29 @@ TEKKEN, GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{tail}"
     rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for tail, number in (("", r"\p{N}"), (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")))
+DIGITS, THREES = r"\p{N}", r"\p{N}{1,3}"
+SEED = _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")
+BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
+DEEPSEEK3 = (
+    THREES, "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 # tokenizer.ggml.pre: how text is cut before merging, each pattern applied to the last one's pieces
 GGUF_SPLITS = {
-    "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (r"\p{N}", GPT2),
-    "starcoder": (r"\p{N}", GPT2), "refact": (r"\p{N}", GPT2), "dbrx": (LLAMA3,),
+    "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (DIGITS, GPT2),
+    "starcoder": (DIGITS, GPT2), "refact": (DIGITS, GPT2), "dbrx": (LLAMA3,),
+    "phi-2": (GPT2,), "mpt": (GPT2,), "mellum": (GPT2,), "exaone4": (GPT2,),
+    "command-r": (DIGITS, GPT2), "exaone": (DIGITS, GPT2), "falcon": FALCON, "bloom": (BLOOM,),
+    "stablelm2": (QWEN2,), "hunyuan": (QWEN2,), "solar-open": (QWEN2,), "seed-coder": (SEED,),
+    "glm4": (LLAMA3,), "chatglm-bpe": (LLAMA3,), "hunyuan-dense": DEEPSEEK3,
+    "deepseek-v3": DEEPSEEK3, "minimax-m2": (GPT4O,),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
     "llama4": (GPT4O,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
+COMPOSED = ("qwen2", "deepseek-r1-qwen")           # accents become one with their letters first
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -172,7 +186,7 @@ def from_gguf(metadata: dict) -> dict:
     whole = pre in WHOLE_WORDS
     fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
                       list(control.values()), added, whole_words=whole,
-                      nfc=GGUF_SPLITS[pre] == (QWEN2,))
+                      nfc=pre in COMPOSED)
     backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)

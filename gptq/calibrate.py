@@ -22,7 +22,7 @@ from layers.moe import ExpertLinear
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
+STAGES = (("attn.wqkv", "attn.gate"), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
           ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
 
 

@@ -7,7 +7,7 @@ written out; and cuDNN plans anew for each length of a prompt.
 import torch
 from torch import nn
 
-from layers.attention import ScoredAttention
+from layers.attention import ScaledQueries, ScoredAttention
 
 
 class RepeatedHeads(nn.Module):
@@ -30,6 +30,9 @@ def use_fused_attention(model: nn.Module) -> nn.Module:
     if model.freq.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
         for layer in model.layers:
-            if not isinstance(layer.attn.attend, ScoredAttention):
-                layer.attn.attend = RepeatedHeads(layer.attn.attend)
+            owner = layer.attn
+            if isinstance(owner.attend, ScaledQueries):
+                owner = owner.attend
+            if not isinstance(owner.attend, ScoredAttention):
+                owner.attend = RepeatedHeads(owner.attend)
     return model

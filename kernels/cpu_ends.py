@@ -96,7 +96,8 @@ class Leave:
         self.plain = model.unembed
         head, norm = model.head, norm_struct(model.norm)
         weights = arguments(head.weight, head.scales, head.shape[1])
-        self.op = cpu_ops.linear(*weights, head.shape, norm=norm,
+        bias = head.bias if head.bias is None else head.bias.detach().float()
+        self.op = cpu_ops.linear(*weights, head.shape, bias, norm=norm,
                                  x_bits=cpu_ops.x_bits(model.dtype))
         self.addresses = [ctypes.addressof(self.op)]
 

@@ -47,7 +47,10 @@ def fits_attention(layer: nn.Module) -> bool:
     if None in linears or not hasattr(attend, "scale"):
         return False
     has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-    norms = layer.attn_norm, attn.q_norm, attn.k_norm, layer.post_attn_norm
+    if getattr(attend, "slopes", None) is not None or getattr(attn, "gate", None) is not None:
+        return False
+    clip = getattr(attn, "clip", nn.Identity())
+    norms = layer.attn_norm, clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
     return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
 
@@ -69,7 +72,8 @@ def name_of_up(ffn: nn.Module) -> str:
 
 def activation_of(ffn: nn.Module) -> str | None:
     known = GATED if hasattr(ffn, "gate_up") else UNGATED
-    return next((name for name, f in known.items() if f is ffn.activation), None)
+    return next((name for name, f in known.items()
+                 if f is ffn.activation and name in cpu_ops.ACTIVATIONS), None)
 
 
 # ---- A call of the model ------------------------------------------------------------------------
@@ -165,7 +169,8 @@ class Operations:
         else:
             self.steps.append(self.plain_attention)
         if layer.has_feed_forward:
-            hidden = self.linear(layer.up, "x1", "hidden", parts.ffn_norm)
+            x = None if layer.parallel else "x1"
+            hidden = self.linear(layer.up, x, "hidden", parts.ffn_norm)
             hidden.activation = cpu_ops.ACTIVATIONS[layer.activation]
             hidden.gated = layer.up == "gate_up"
             self.branch("down", "hidden", "x1", "x2", parts.ffn, parts.post_ffn_norm)
@@ -242,9 +247,10 @@ class Operations:
         self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
 
     def plain_feed_forward(self, *_) -> None:
-        layer, x = self.layer.layer, self.call.rows("x1")
+        layer, attended = self.layer.layer, self.call.rows("x1")
+        x = self.x if self.layer.parallel else attended
         y = layer.ffn(layer.ffn_norm(x.to(self.cache.k.dtype)))
-        self.call.rows("x2").copy_(x + layer.post_ffn_norm(y))
+        self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
 
     # - What differs from call to call
 
@@ -266,12 +272,15 @@ class Operations:
 class OperationsLayer:
     """The forward of a layer with packed linears, in its place.
 
-    halves: which of attention and feed-forward are operations; first, last: of neighbours like it.
+    halves: which of attention and feed-forward are operations; parallel: both read the layer's x;
+    first, last: of neighbours like it.
     """
 
-    def __init__(self, layer: nn.Module, halves: tuple[bool, bool], first=True, last=True):
+    def __init__(self, layer: nn.Module, halves: tuple[bool, bool], parallel: bool, first=True,
+                 last=True):
         self.layer, self.first, self.last = layer, first, last
         self.attn, self.plain = layer.attn, layer.forward
+        self.parallel = parallel
         self.halves = self.has_attention, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
         if self.has_attention:
@@ -344,13 +353,13 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module) -> tuple[bool, bool]:
+def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
     """Which halves the operations do as the layer does: tried on a copy."""
     fits = fits_attention(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            if does_the_same(layer, OperationsLayer(copied, halves)):
+            if does_the_same(layer, OperationsLayer(copied, halves, parallel)):
                 return halves
     return False, False
 
@@ -402,7 +411,9 @@ def use_operations(model: nn.Module) -> bool:
     if not has_cache:                              # to try the layers with
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
-    halves = {kind: halves_alike(layer) for kind, layer in dict(zip(kinds, layers)).items()}
+    parallel = model.cfg.parallel
+    halves = {kind: halves_alike(layer, parallel)
+              for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)
     halves = [halves[kind] for kind in kinds]
@@ -413,7 +424,7 @@ def use_operations(model: nn.Module) -> bool:
         pack_modules(layer)
         if any(halves[i]):
             first, last = i == 0 or not any(halves[i - 1]), not any([*halves, ()][i + 1])
-            made.append(OperationsLayer(layer, halves[i], first, last))
+            made.append(OperationsLayer(layer, halves[i], parallel, first, last))
             layer.forward = made[-1]
     widths = [new.widths() for new in made]
     names = {name for width in widths for name in width}

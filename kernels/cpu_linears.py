@@ -10,7 +10,7 @@ from kernels import cpu_ops
 from kernels.cpu import unpack_int4_cpu, unpack_int8_cpu
 from kernels.linear import PackedLinear
 from kernels.plain import Kernel
-from layers.norms import LayerNorm, Scale, WideNorm
+from layers.norms import HeadLayerNorm, LayerNorm, Scale, WideNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -94,6 +94,8 @@ def packed(linear: nn.Module) -> PackedLinear:
 
 def fits_norm(norm: nn.Module) -> bool:
     known = (nn.Identity, LayerNorm, WideNorm, Scale)
+    if isinstance(norm, HeadLayerNorm):
+        return False
     shared = "mean_square" in vars(norm)           # by ranks
     return not shared and (type(norm) in known or hasattr(norm, "eps") and norm.weight.dim() == 1)
 

@@ -20,8 +20,10 @@ MOST_BATCH = 256
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
 def fuse_layers(model: nn.Module) -> None:
-    """Exchange the class of each of the model's layers. In place."""
+    """Exchange the class of each of the model's layers, where the kernels know them. In place."""
     cfg = model.cfg
+    if not knows(cfg):
+        return
     for i, layer in enumerate(model.layers):
         layer.few = FewRows(cfg, layer.attn, cfg.window[i % len(cfg.window)])
         arrivals = torch.zeros(MOST_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
@@ -29,6 +31,13 @@ def fuse_layers(model: nn.Module) -> None:
         if isinstance(layer.ffn, MoE):
             layer.ffn.stacked = stack_gates(layer.ffn)
         layer.__class__ = fused(type(layer))
+
+
+def knows(cfg) -> bool:
+    """Are attention and the order of a layer's parts as the kernels have them?"""
+    scores = cfg.scores
+    others = (cfg.parallel, cfg.attn_gate, cfg.clip_qkv, scores.alibi, scores.gains, scores.growth)
+    return not any(others) and cfg.qk_norm in (None, "head", "wide")
 
 
 class FewRows:
@@ -43,7 +52,7 @@ class FewRows:
         self.eps = cfg.norm_eps
         self.activation = cfg.activation if cfg.activation in FUSED_ACTIVATIONS else ""
         self.scale = attn.attend.scale
-        self.cap = cfg.attn_cap
+        self.cap = cfg.scores.cap
 
     def fits(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape

@@ -1,4 +1,7 @@
-"""Activations, and the feed-forward layer without a gate (GPT-2)."""
+"""Activations, and the feed-forward layer without a gate (GPT-2).
+
+An activation is a function, or a module where it has learned numbers of its own (xIELU).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +31,24 @@ def geglu_tanh(gate, up):
 
 
 GATED = {"silu": swiglu, "clamped_silu": clamped_swiglu, "gelu_tanh": geglu_tanh}
-UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+
+
+class XIELU(nn.Module):
+    """a x x + x / 2 above 0, b (exp(x) - 1 - x) + x / 2 below (arXiv 2411.13010)."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.alpha_n = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+
+    def forward(self, up):
+        x = up.float()
+        above = F.softplus(self.alpha_p) * x * x
+        below = (0.5 + F.softplus(self.alpha_n)) * (torch.expm1(x.clamp(max=-1e-6)) - x)
+        return (torch.where(x > 0, above, below) + 0.5 * x).type_as(up)
+
+
+UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "relu2": relu2, "xielu": XIELU}
 
 
 class UngatedFeedForward(nn.Module):
@@ -38,7 +58,8 @@ class UngatedFeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
         self.down = nn.Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
-        self.activation = UNGATED[cfg.activation]
+        activation = UNGATED[cfg.activation]
+        self.activation = activation() if isinstance(activation, type) else activation
 
     def forward(self, x):
         return self.down(self.activation(self.up(x)))

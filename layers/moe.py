@@ -4,11 +4,31 @@ A call with many tokens sorts them by expert and multiplies each expert's rows a
 of its own to be quick with few tokens: kernels/moe.py exchanges the classes for that.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.feed_forward import GATED
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """How many experts, of what width, and how the router chooses and weighs them."""
+
+    n_expert: int
+    n_active: int                                  # experts per token
+    expert_dim: int                                # width of each
+    norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
+    router_bias: bool = False
+    scores: str = "softmax"                        # of SCORES
+    choice_bias: bool = False                      # added for the choice of experts only
+    n_group: int = 1                               # of experts, of which topk_group may be chosen
+    topk_group: int = 1
+    routed_scale: float = 1.0                      # of what the chosen experts give
+    shared_dim: int = 0                            # width of the expert that serves every token
+    shared_gate: bool = True                       # which weighs that one
 
 
 @torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
@@ -74,23 +94,24 @@ class MoE(nn.Module):
 
     def __init__(self, cfg, shared: nn.Module | None = None):
         super().__init__()
-        E, D, width = cfg.n_expert, cfg.dim, cfg.expert_dim
+        moe = cfg.moe
+        E, D, width = moe.n_expert, cfg.dim, moe.expert_dim
         self.n_expert = E
-        self.n_active = cfg.n_active
-        self.norm_topk_prob = cfg.norm_topk_prob
-        self.scores = SCORES[cfg.scores]
-        self.n_group, self.topk_group = cfg.n_group, cfg.topk_group
-        self.routed_scale = cfg.routed_scale
-        self.router = nn.Linear(D, E, bias=cfg.router_bias)
+        self.n_active = moe.n_active
+        self.norm_topk_prob = moe.norm_topk_prob
+        self.scores = SCORES[moe.scores]
+        self.n_group, self.topk_group = moe.n_group, moe.topk_group
+        self.routed_scale = moe.routed_scale
+        self.router = nn.Linear(D, E, bias=moe.router_bias)
         self.choice_bias = None
-        if cfg.choice_bias:
+        if moe.choice_bias:
             self.choice_bias = nn.Parameter(torch.zeros(E, dtype=torch.float32))
         self.gate = ExpertLinear(E, D, width, cfg.mlp_bias)
         self.up = ExpertLinear(E, D, width, cfg.mlp_bias)
         self.down = ExpertLinear(E, width, D, cfg.mlp_bias)
         self.activation = GATED[cfg.activation]
         self.shared = shared
-        gated = shared and cfg.shared_gate
+        gated = shared and moe.shared_gate
         self.shared_expert_gate = nn.Linear(D, 1, bias=False) if gated else None
 
     def route(self, x):

@@ -1,9 +1,10 @@
-"""Norms and factors that a Llama does not have: LayerNorm, a norm over all heads, caps, scales.
+"""Norms and factors that a Llama does not have: LayerNorm, norms with weights for all heads, caps.
 
 Each is a module that model.py picks by its config; none has a choice of its own.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -22,6 +23,22 @@ class WideNorm(nn.Module):
         h = x.flatten(-2).float()
         h = h * torch.rsqrt(self.mean_square(h) + self.eps)
         return (h * self.weight).type_as(x).view_as(x)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm without bias over each head [..., N, H], whose weights are its own (Command R+)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))   # [N H]
+
+    def forward(self, x):
+        h = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (h.flatten(-2) * self.weight).type_as(x).view_as(x)
+
+
+HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # ModelConfig.qk_norm: with N H weights
 
 
 class LayerNorm(nn.LayerNorm):
@@ -45,6 +62,17 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Clip(nn.Module):
+    """Numbers end at limit and -limit (OLMo)."""
+
+    def __init__(self, limit: float):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        return x.clamp(-self.limit, self.limit)
+
+
 class SoftCap(nn.Module):
     """Scores or logits end at cap * tanh(x / cap) (Gemma 2)."""
 
@@ -54,3 +82,17 @@ class SoftCap(nn.Module):
 
     def forward(self, x):
         return self.cap * torch.tanh(x / self.cap)
+
+
+# ---- The same, or nothing where a config has none ------------------------------------------------
+
+def rescale(factor: float) -> nn.Module:
+    return nn.Identity() if factor == 1 else Scale(factor)
+
+
+def clip(limit: float | None) -> nn.Module:
+    return Clip(limit) if limit else nn.Identity()
+
+
+def soft_cap(cap: float | None) -> nn.Module:
+    return SoftCap(cap) if cap else nn.Identity()

@@ -7,6 +7,7 @@
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +34,8 @@ from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
 from kernels import plain as kernels
 from kernels.attention import use_fused_attention
+from layers.attention import Scores
+from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
@@ -46,7 +49,7 @@ MODELS = {
     "Llama": dict(),
     "Gemma 3": dict(window=(16, None), post_norm=True, qk_norm="head", activation="gelu_tanh",
                     embed_scale=2.0, rope=(Rope(), Rope(1e6, "linear", 8.0))),
-    "Gemma 2": dict(window=(16, None), post_norm=True, activation="gelu_tanh", attn_cap=50.0,
+    "Gemma 2": dict(window=(16, None), post_norm=True, activation="gelu_tanh", cap=50.0,
                     logit_cap=30.0, tied=True),
     "Mixtral": EXPERTS,
     "Qwen2-MoE": EXPERTS | dict(qkv_bias=True, shared_dim=128, norm_topk_prob=False),
@@ -62,9 +65,18 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(
              "penalty": SamplingParams(1.0, 50, 1.0, 0.02, 1.2)}
 
 
+def config(facts: dict) -> ModelConfig:
+    """Of ModelConfig's fields, MoEConfig's and Scores' in one dictionary."""
+    facts = dict(facts)
+    parts = {kind: {f.name: facts.pop(f.name) for f in fields(kind) if f.name in facts}
+             for kind in (MoEConfig, Scores)}
+    moe = MoEConfig(**parts[MoEConfig]) if facts.get("sparse") else None
+    return ModelConfig(**facts, moe=moe, scores=Scores(**parts[Scores]))
+
+
 def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
     """Weights so large that every layer matters. how: of formats.quantized.quantized()."""
-    cfg, draw = ModelConfig(**SMALL | MODELS[name]), torch.Generator().manual_seed(0)
+    cfg, draw = config(SMALL | MODELS[name]), torch.Generator().manual_seed(0)
 
     def lazy(name, shape):
         t = torch.randn(shape, generator=draw)

@@ -18,7 +18,8 @@ from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
 from formats.tokenizer import NullTokenizer
-from model import Ring, cache_bytes, n_slots
+from layers.window import Ring, n_slots
+from model import cache_bytes
 from sampling import SamplingParams
 
 LENGTHS, NEW = [20, 3, 11, 1, 7, 15, 2, 18], [6, 12, 3, 9, 1, 14, 5, 8]

@@ -7,11 +7,19 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as FROM_IMAGES,
+)
 
+from formats import load
 from formats.config import config_from_hf
-from formats.families import FAMILIES
+from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import load_model, read_checkpoint
+from formats.names import Fused
+from formats.parameters import count_parameters, tensor_shapes
 from formats.pth import save_checkpoint
+from layers.rope import Rope
 
 
 def tokens(n=24, batch=2, vocab=160):
@@ -80,6 +88,19 @@ def test_index_left_over_from_shards(families, tmp_path):
     shutil.copytree(directory, tmp_path / "merged")
     (tmp_path / "merged/model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
     close(our_logits(tmp_path / "merged", tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe", "gemma2"])
+def test_pth_with_experts_and_scores_among_the_rest(families, name, tmp_path):
+    """As it was before they had dataclasses of their own."""
+    source = read_checkpoint(families(name)[0])
+    save_checkpoint(source, tmp_path / "model.pth", None)
+    content = torch.load(tmp_path / "model.pth")
+    config = content["config"]
+    scores, moe = config.pop("scores"), config.pop("moe")
+    flat = dict(attn_cap=scores["cap"], sinks=scores["sinks"], **(moe or dict(n_expert=0, n_active=0, expert_dim=0)))
+    torch.save({**content, "config": config | flat}, tmp_path / "model.pth")
+    assert read_checkpoint(tmp_path / "model.pth").cfg == source.cfg
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -196,18 +217,188 @@ def test_only_the_text_part_and_a_line_that_says_so(families, capsys):
     assert capsys.readouterr().err == "note: of this multimodal model only the text part is read\n"
 
 
-@pytest.mark.parametrize("changes", [
-    dict(scores="softmax"), dict(routed_scale=1.0), dict(n_group=1, topk_group=1), dict(topk_group=3),
-    dict(norm_topk_prob=False), dict(qk_norm=None)])
-def test_planted_errors_of_a_router(families, changes):
-    """Each part of GLM-4.5's shows in the logits."""
-    directory, model = families("glm4_moe")
+def with_changes(cfg, changes):
+    """A config with other values; "moe.n_group": of a field within a field."""
+    for key, value in changes.items():
+        field, _, inner = key.partition(".")
+        cfg = replace(cfg, **{field: replace(getattr(cfg, field), **{inner: value}) if inner else value})
+    return cfg
+
+
+@pytest.mark.parametrize("family, changes", [
+    ("glm4_moe", {"moe.scores": "softmax"}), ("glm4_moe", {"moe.routed_scale": 1.0}),
+    ("glm4_moe", {"moe.n_group": 1, "moe.topk_group": 1}), ("glm4_moe", {"moe.topk_group": 3}),
+    ("glm4_moe", {"moe.norm_topk_prob": False}), ("glm4_moe", {"qk_norm": None}),
+    ("gpt_neox", {"parallel": False}), ("gpt_neox-sequential", {"parallel": True}), ("falcon", {"parallel": False}),
+    ("phi", {"head_bias": False}), ("gptj", {"head_bias": False}), ("cohere", {"layer_norm": False}),
+    ("cohere2", {"rope": (Rope(),)}), ("cohere2", {"window": (8,)}), ("nemotron", {"activation": "gelu"}),
+    ("apertus", {"activation": "relu2"}), ("apertus", {"qk_norm": None}), ("olmo", {"clip_qkv": None}),
+    ("olmo", {"clip_qkv": 0.5}), ("olmo", {"layer_norm": False}), ("mpt", {"clip_qkv": None}),
+    ("hunyuan_v1_dense", {"scores.gains": False}), ("hunyuan_v1_dense", {"rope": (Rope(),)}),
+    ("afmoe", {"attn_gate": False}), ("afmoe", {"embed_scale": 1.0}), ("afmoe", {"moe.routed_scale": 1.0}),
+    ("muse_glimmer", {"attn_gate": False}), ("muse_glimmer", {"embed_norm": False}), ("muse_glimmer", {"attn_scale": None}),
+    ("muse_glimmer", {"post_norm_eps": 1.0}), ("muse_glimmer", {"logit_cap": None}),
+    ("ministral3-long", {"scores.growth": 0.0}), ("ministral3-long", {"scores.growth_from": 7}),
+    ("bloom", {"scores.alibi": False}), ("bloom", {"embed_norm": False}), ("mpt", {"scores.alibi": False}),
+    ("gpt_neo", {"attn_scale": None}), ("gpt_neo", {"window": (None,)}), ("gpt_bigcode", {"learned_pos": False}),
+    ("ernie4_5_moe", {"moe.choice_bias": False}), ("ernie4_5_moe", {"moe.shared_dim": 0}),
+    ("ernie4_5_moe", {"moe.scores": "sigmoid"}), ("granitemoeshared", {"moe.shared_dim": 0}),
+    ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
+    ("opt", {"activation": "gelu"}), ("opt", {"learned_pos": False}), ("nanochat", {"embed_norm": False}),
+    ("hyperclovax", {"post_norm": False}), ("cohere-plus", {"qk_norm": None}), ("cohere-plus", {"qk_norm": "wide"}), ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
+])
+def test_planted_errors(families, family, changes):
+    """Each part of what a family has shows in the logits."""
+    directory, model = families(family)
     source = read_checkpoint(directory)
-    source.cfg = replace(source.cfg, **changes)
-    source.tensors = {k: t for k, t in source.tensors.items() if "qk_norm" not in changes or "_norm.weight" not in k or "attn." not in k}
+    source.cfg = with_changes(source.cfg, changes)
+    needed = tensor_shapes(source.cfg)                     # no more: a quirk left out leaves its weights out
+    source.tensors = {k: t for k, t in source.tensors.items() if k in needed}
     wrong = load_model(source, torch.float32, "cpu")(tokens(), torch.arange(24), logits_to_keep=24)
     expected = tiny.logits(model, tokens())
     assert (wrong - expected).norm() > 0.01 * expected.norm()
+
+
+def shape(kind, dim, ffn, n_layer, n_head, n_kv_head, vocab, **more):
+    return dict(model_type=kind, hidden_size=dim, intermediate_size=ffn, num_hidden_layers=n_layer, num_attention_heads=n_head,
+                num_key_value_heads=n_kv_head, vocab_size=vocab, **more)
+
+
+PUBLIC = {                                                 # config.json as its authors wrote it -> parameters, as they say
+    "pythia-410m": (shape("gpt_neox", 1024, 4096, 24, 16, None, 50304, layer_norm_eps=1e-5, rotary_pct=0.25, rotary_emb_base=10000,
+                          use_parallel_residual=True, hidden_act="gelu", max_position_embeddings=2048), 405_334_016),
+    "gpt-j-6b": (dict(model_type="gptj", n_embd=4096, n_layer=28, n_head=16, rotary_dim=64, n_inner=None, n_positions=2048, vocab_size=50400,
+                      activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False), 6_050_882_784),
+    "phi-2": (shape("phi", 2560, 10240, 32, 32, 32, 51200, layer_norm_eps=1e-5, partial_rotary_factor=0.4, rope_theta=10000.0,
+                    rope_scaling=None, hidden_act="gelu_new", qk_layernorm=False, max_position_embeddings=2048), 2_779_683_840),
+    "c4ai-command-r-v01": (shape("cohere", 8192, 22528, 40, 64, 64, 256000, layer_norm_eps=1e-5, rope_theta=8000000.0, logit_scale=0.0625,
+                                 use_qk_norm=False, max_position_embeddings=8192), 34_980_831_232),
+    "c4ai-command-r7b": (shape("cohere2", 4096, 14336, 32, 32, 8, 256000, layer_norm_eps=1e-5, rope_theta=50000, logit_scale=0.25,
+                               sliding_window=4096, sliding_window_pattern=4, rotary_pct=1.0, max_position_embeddings=8192), 8.03e9),
+    "falcon-7b": (dict(model_type="falcon", hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, vocab_size=65024, alibi=False,
+                       bias=False, multi_query=True, new_decoder_architecture=False, parallel_attn=True, layer_norm_epsilon=1e-5), 6_921_720_704),
+    "falcon-40b": (dict(model_type="falcon", hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8, vocab_size=65024,
+                        alibi=False, bias=False, new_decoder_architecture=True, parallel_attn=True, layer_norm_epsilon=1e-5), 41.3e9),
+    "stablelm-3b-4e1t": (shape("stablelm", 2560, 6912, 32, 32, 32, 50304, layer_norm_eps=1e-5, partial_rotary_factor=0.25, rope_theta=10000,
+                               use_qkv_bias=False, hidden_act="silu", max_position_embeddings=4096), 2_795_443_200),
+    "stablelm-2-1_6b": (shape("stablelm", 2048, 5632, 24, 32, 32, 100352, layer_norm_eps=1e-5, partial_rotary_factor=0.25, rope_theta=10000,
+                              use_qkv_bias=True, hidden_act="silu", max_position_embeddings=4096), 1_644_515_328),
+    "Minitron-4B": (shape("nemotron", 3072, 9216, 32, 24, 8, 256000, head_dim=128, norm_eps=1e-5, partial_rotary_factor=0.5, hidden_act="relu2",
+                          rope_theta=10000, max_position_embeddings=4096), 4.19e9),
+    "Apertus-8B": (shape("apertus", 4096, 21504, 32, 32, 8, 131072, rms_norm_eps=1e-5, hidden_act="xielu", qk_norm=True, rope_theta=12000000,
+                         max_position_embeddings=65536, rope_scaling=dict(
+                             rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=8192)), 8.05e9),
+    "OLMo-7B-hf": (shape("olmo", 4096, 11008, 32, 32, 32, 50304, clip_qkv=None, rope_theta=10000.0, max_position_embeddings=2048), 6.89e9),
+    "Hunyuan-A13B": (shape("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=[8] * 32, rms_norm_eps=1e-5,
+                           moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32, rope_theta=10000.0, tie_word_embeddings=True,
+                           rope_scaling=dict(type="dynamic", alpha=1000.0, factor=1.0), max_position_embeddings=32768), 80.4e9),
+    "ERNIE-4.5-21B-A3B": (shape("ernie4_5_moe", 2560, 12288, 28, 20, 4, 103424, rope_theta=500000.0, rms_norm_eps=1e-5, use_bias=False,
+                                moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_interval=1,
+                                moe_layer_start_index=1, moe_layer_end_index=-1, tie_word_embeddings=True,
+                                max_position_embeddings=131072), 21.8e9),
+    "GLM-4.5-Air": (shape("glm4_moe", 4096, 10944, 46, 96, 8, 151552, head_dim=128, partial_rotary_factor=0.5, rope_theta=1000000,
+                          n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1, n_group=1, topk_group=1,
+                          first_k_dense_replace=1, routed_scaling_factor=1.0, norm_topk_prob=True, use_qk_norm=False, attention_bias=True,
+                          rms_norm_eps=1e-5, max_position_embeddings=131072), 106.8e9),
+    "opt-125m": (dict(model_type="opt", hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12, vocab_size=50272,
+                      word_embed_proj_dim=768, do_layer_norm_before=True, activation_function="relu", max_position_embeddings=2048), 125_239_296),
+    "bloom-560m": (dict(model_type="bloom", hidden_size=1024, n_layer=24, num_attention_heads=16, vocab_size=250880, layer_norm_epsilon=1e-5,
+                        apply_residual_connection_post_layernorm=False), 559_214_592),
+    "mpt-7b": (dict(model_type="mpt", d_model=4096, n_heads=32, n_layers=32, expansion_ratio=4, max_seq_len=2048, vocab_size=50432, no_bias=True,
+                    learned_pos_emb=True, logit_scale=None, attn_config=dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False,
+                                                                             prefix_lm=False)), 6_649_286_656),
+    "gpt-neo-125m": (dict(model_type="gpt_neo", hidden_size=768, num_layers=12, num_heads=12, vocab_size=50257, window_size=256,
+                          attention_types=[[["global", "local"], 6]], intermediate_size=None, max_position_embeddings=2048,
+                          activation_function="gelu_new", layer_norm_epsilon=1e-5), 125_198_592),
+    "starcoder": (dict(model_type="gpt_bigcode", n_embd=6144, n_layer=40, n_head=48, n_inner=24576, n_positions=8192, vocab_size=49152,
+                       multi_query=True, activation_function="gelu_pytorch_tanh", layer_norm_epsilon=1e-5), 15_517_456_384),
+}
+
+
+@pytest.mark.parametrize("public", PUBLIC)
+def test_public_configs(public):
+    """As transformers reads them, and of the size that is published."""
+    from transformers import AutoConfig
+    config, n_parameter = PUBLIC[public]
+    ours = config_from_hf(config)[0]
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert ours == config_from_hf(theirs)[0]
+    assert count_parameters(ours) == pytest.approx(n_parameter, rel=0.005)
+
+
+WITHOUT_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1")     # transformers' class has no default config of these
+
+
+def swapped(names, a, b):
+    other = {a: b, b: a}
+    return {theirs: other.get(ours, ours) if isinstance(ours, str) else ours for theirs, ours in names.items()}
+
+
+def not_by_group(names):
+    return {theirs: replace(ours, by_group=False) if isinstance(ours, Fused) else ours for theirs, ours in names.items()}
+
+
+@pytest.mark.parametrize("family, folds, names", [
+    ("gpt_neox", {}, not_by_group), ("falcon-new", {}, not_by_group), ("bloom", {}, not_by_group),
+    ("gpt_bigcode-heads", {}, not_by_group),
+    ("gpt_neox", {}, lambda names: swapped(names, "attn_norm", "ffn_norm")),
+    ("apertus", {}, lambda names: swapped(names, "ffn.activation.alpha_p", "ffn.activation.alpha_n")),
+    ("apertus", {}, lambda names: swapped(names, "attn_norm", "ffn_norm")),
+    ("gptj", dict(interleaved_rope=False), dict), ("cohere", dict(interleaved_rope=False), dict),
+    ("ernie4_5_moe", dict(interleaved_rope=False), dict), ("cohere", dict(logits_divisor=1.0), dict),
+    ("cohere2", dict(constants={r"norm\.bias$": 0.1}), dict), ("olmo", dict(constants={r"norm\.bias$": 0.0, r"norm\.weight$": 1.1}), dict),
+    ("nemotron", dict(norm_offset=0.0), dict), ("nemotron", dict(norm_offset=0.9), dict),
+    ("muse_glimmer", dict(norm_offset_of="norm"), dict), ("muse_glimmer", dict(norm_offset=0.0), dict),
+    ("nanochat", dict(reversed_rope=False), dict), ("hyperclovax", dict(post_norm_scale=1.0), dict),
+    ("falcon-alibi", dict(slopes_scale=1.0), dict), ("bloom", dict(slopes_base=7.0), dict), ("mpt", dict(slopes_base=7.0), dict),
+])
+def test_planted_errors_while_loading(families, family, folds, names, monkeypatch):
+    """Each thing that is folded into weights, or said of their order, shows in the logits."""
+    directory, model = families(family)
+    raw = load.read(directory)
+    wrong = replace(raw, folds=replace(raw.folds, **folds), names=names(raw.names))
+    monkeypatch.setattr(load, "read", lambda path: wrong)
+    found, expected = our_logits(directory, tokens()), tiny.logits(model, tokens())
+    assert (found - expected).norm() > 0.01 * expected.norm()
+
+
+def test_norms_after_rope_are_not_before_it(families, monkeypatch):
+    directory, model = families("hunyuan_v1_dense")
+    raw = load.read(directory)
+    cfg = with_changes(raw.cfg, {"scores.gains": False})
+    monkeypatch.setattr(load, "read", lambda path: replace(raw, cfg=cfg, folds=replace(raw.folds, norm_after_rope=False)))
+    found, expected = our_logits(directory, tokens()), tiny.logits(model, tokens())
+    assert (found - expected).norm() > 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", sorted({*CAUSAL, *FROM_IMAGES}))
+def test_every_kind_that_transformers_lists(kind):
+    """Is read, or refused by name with the kind of model that it is."""
+    from transformers import CONFIG_MAPPING
+    if kind in WITHOUT_DEFAULTS:
+        config = dict(model_type=kind)
+    else:
+        config = CONFIG_MAPPING[kind]().to_dict()
+    try:
+        cfg = config_from_hf(config)[0]
+        assert cfg.n_layer > 0
+    except ValueError as e:
+        assert "another kind of model" in str(e) or kind == "dots1"
+
+
+def test_no_kind_is_both_read_and_refused():
+    refused = " ".join(OTHER_KINDS.values()).split()
+    assert len(refused) == len(set(refused)) and not set(refused) & (set(FAMILIES) | set(TEXT_PARTS.values()))
+
+
+GPT2_WORDS = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size=None)
+OTHER_WORDS = {
+    "gpt2": GPT2_WORDS, "gptj": GPT2_WORDS, "gpt_bigcode": GPT2_WORDS, "bloom": GPT2_WORDS | dict(hidden_size="hidden_size"),
+    "opt": dict(intermediate_size="ffn_dim"),
+    "mpt": dict(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads", intermediate_size=None),
+    "gpt_neo": dict(num_hidden_layers="num_layers", num_attention_heads="num_heads"),
+    "falcon": dict(intermediate_size=None)}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -216,16 +407,18 @@ def test_keys_that_config_json_leaves_out(kind):
     from transformers import CONFIG_MAPPING
     few = dict(hidden_size=256, intermediate_size=96, num_hidden_layers=8, num_attention_heads=16, vocab_size=99,
                model_type=kind)
-    if kind == "gpt2":
-        few = dict(n_embd=256, n_layer=8, n_head=16, vocab_size=99, model_type=kind)
+    words = OTHER_WORDS.get(kind, {})
+    few = {words.get(key, key): value for key, value in few.items() if words.get(key, key)}
     if kind == "granitemoehybrid":                         # its default has state-space layers and experts
         few.update(layer_types=["attention"] * 8, num_local_experts=0)
     if kind == "dots1":                                    # has no default
         few.update(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1)
+    if kind == "gpt_neo":                                  # the default is of 24 layers
+        few.update(attention_types=[[["global", "local"], 4]])
     full = CONFIG_MAPPING[kind](**{k: v for k, v in few.items() if k != "model_type"}).to_dict()
-    if kind in ("mistral", "qwen2", "qwen3") or full.get("num_key_value_heads", 16) > 16:          # these state both always
+    if kind in ("mistral", "qwen2", "qwen3") or (full.get("num_key_value_heads") or 16) > 16:      # these state both always
         few["num_key_value_heads"] = full["num_key_value_heads"] = 2
-    if kind != "gpt2":
+    if "max_position_embeddings" in full:
         few["max_position_embeddings"] = full["max_position_embeddings"]
     ours, theirs = config_from_hf(few)[0], config_from_hf(full)[0]
     assert ours == theirs

@@ -102,8 +102,16 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl",
                  "qwen3_vl_moe": "qwen3vlmoe", "mistral3": "llama", "mellum": "mellum", "granitemoehybrid": "granite",
                  "seed_oss": "seed_oss", "exaone4": "exaone4", "exaone4-full": "exaone4", "internlm3": "llama",
-                 "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "arcee": "arcee", "starcoder2": "starcoder2"}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+                 "iquestcoder": "llama", "ernie4_5": "ernie4_5", "glm4": "glm4", "glm4v": "glm4", "glm4v_moe": "glm4moe", "arcee": "arcee", "starcoder2": "starcoder2",
+                 "gpt_neox": "gptneox", "gpt_neox-sequential": "gptneox", "phi": "phi2", "cohere": "command-r", "cohere-plus": "command-r", "stablelm-norms": "stablelm",
+                 "cohere2": "cohere2", "falcon": "falcon", "falcon-new": "falcon", "falcon-one_norm": "falcon", "stablelm": "stablelm",
+                 "stablelm-parallel": "stablelm", "nemotron": "nemotron", "apertus": "apertus", "olmo": "olmo",
+                 "ministral3-long": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
+                 "afmoe": "afmoe", "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe", "bloom": "bloom",
+                 "mpt": "mpt", "gpt_bigcode": "starcoder", "jais2": "jais2", "glm4_moe": "glm4moe", "solar_open": "glm4moe",
+                 "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer"}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
+BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
 KEYS = {                                                   # after the architecture's name: config attribute
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
@@ -114,6 +122,37 @@ KEYS = {                                                   # after the architect
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "use_parallel_residual": "use_parallel_residual", "attention.clamp_kqv": "clip_qkv", "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+}
+OTHER_KEYS = {                                             # what a converter writes on its own account
+    "gptneox": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
+    "phi2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
+    "command-r": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps, "logit_scale": c.logit_scale},
+    "cohere2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps, "logit_scale": c.logit_scale},
+    "falcon": lambda c: {"feed_forward_length": 4 * c.hidden_size, "tensor_data_layout": "jploski",
+                         "attention.head_count_kv": c.num_kv_heads if c.new_decoder_architecture else 1},
+    "stablelm": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
+    "nemotron": lambda c: {"attention.layer_norm_epsilon": c.norm_eps},
+    "apertus": lambda c: {}, "olmo": lambda c: {"attention.layer_norm_epsilon": 1e-5},
+    "mistral3": lambda c: {"attention.temperature_scale": c.rope_parameters["llama_4_scaling_beta"]},
+    "hunyuan-moe": lambda c: {"expert_used_count": c.moe_topk, "expert_feed_forward_length": c.intermediate_size,
+                              "expert_shared_feed_forward_length": c.intermediate_size},
+    "afmoe": lambda c: {"expert_shared_count": c.num_shared_experts, "leading_dense_block_count": c.num_dense_layers,
+                        "expert_weights_scale": c.route_scale},
+    "ernie4_5-moe": lambda c: {"expert_used_count": c.moe_k, "interleave_moe_layer_step": c.moe_layer_interval,
+                               "leading_dense_block_count": c.moe_layer_start_index, "expert_shared_count": c.moe_num_shared_experts,
+                               "expert_shared_feed_forward_length": c.intermediate_size // c.num_key_value_heads},     # as it is there
+    "granitemoe": lambda c: {"expert_shared_feed_forward_length": getattr(c, "shared_intermediate_size", 0)},
+    "bloom": lambda c: {"feed_forward_length": 4 * c.hidden_size, "attention.head_count_kv": c.n_head},
+    "mpt": lambda c: {"feed_forward_length": 4 * c.hidden_size, "context_length": c.max_seq_len, "attention.layer_norm_epsilon": 1e-5,
+                      "attention.clamp_kqv": c.attn_config.clip_qkv, "attention.max_alibi_bias": float(c.attn_config.alibi_bias_max)},
+    "starcoder": lambda c: {"feed_forward_length": 4 * c.hidden_size},
+    "jais2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
+    "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
+    "muse-glimmer": lambda c: {"logit_scale": c.output_multiplier},
+    "exaone-moe": lambda c: {"expert_shared_count": c.num_shared_experts, "nextn_predict_layers": 1, "block_count": 5},
 }
 INSTEAD = {                                                # HF's name where gguf's own table has none
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -124,7 +163,19 @@ INSTEAD = {                                                # HF's name where ggu
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",), "self_attn.sinks": ("attn_sinks.weight",),
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down.weight",),
+    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",), "mlp.e_score_correction_bias": ("exp_probs_b.bias",),
+    "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",), "mlp.expert_bias": ("exp_probs_b.bias",),
+    "mlp.router.gate.weight": ("ffn_gate_inp.weight",), "mlp.gate.wg.weight": ("ffn_gate_inp.weight",),
+    "self_attn.gate_proj.weight": ("attn_gate.weight",), "self_attn.query_layernorm.weight": ("attn_q_norm.weight",),
+    "self_attn.key_layernorm.weight": ("attn_k_norm.weight",), "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
+    **{f"mlp.{part}.{kind}_proj.weight": (f"ffn_{kind}_shexp.weight",) for part in ("shared_experts", "shared_mlp")
+       for kind in ("gate", "up", "down")},
 }
+
+
+def is_tied(model):
+    config = model.config
+    return (config if hasattr(config, "tie_word_embeddings") else config.text_config).tie_word_embeddings
 
 
 def as_llama_cpp(model, arch):
@@ -132,21 +183,49 @@ def as_llama_cpp(model, arch):
     c = getattr(model.config, "text_config", model.config)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known.get(arch, known["dots1"]), c.num_hidden_layers)    # Mellum is younger
+    younger = {"mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
+    names = gguf.get_tensor_name_map(known.get(arch, younger.get(arch)), c.num_hidden_layers)
     for name, t in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings or "vis" in name or "projector" in name:
+        if name == "lm_head.weight" and is_tied(model) or "vis" in name or "projector" in name:
             continue
         name = name.replace("language_model.", "")
+        name = name.removeprefix("transformer.") if arch == "bloom" else name
         if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             t = interleave(t, head_dim)
+        if arch == "glm4" and hasattr(model.config, "text_config") and ("q_proj" in name or "k_proj" in name):
+            n = int(head_dim * c.rope_parameters["partial_rotary_factor"])             # for axes halves turn, not neighbours
+            order = torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2), torch.arange(n, head_dim)))
+            t = t.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
         if arch.startswith("gemma") and "norm" in name:
             t = t + 1
+        if arch == "nemotron" and name.endswith("norm.weight") or arch == "muse-glimmer" and name.endswith("layernorm.weight"):
+            t = t + 1
+        if arch in BY_GROUP and "query_key_value" in name:
+            K = c.num_kv_heads if getattr(c, "new_decoder_architecture", False) else 1 if arch == "falcon" else c.num_attention_heads
+            q, k, v = t.unflatten(0, (K, -1, head_dim)).split((c.num_attention_heads // K, 1, 1), dim=1)
+            t = torch.cat([part.flatten(0, 2) for part in (q, k, v)])
         if arch == "gpt2" and t.ndim == 2 and ".h." in name:
             t = t.T
         if arch == "gpt-oss" and t.ndim == 3:
             t = t.transpose(1, 2)                          # [E, in, out] in the checkpoint
         *prefix, inner = name.split(".", 3)
         into = INSTEAD.get(inner, ())
+        if "act_fn" in name:                               # lists, not tensors
+            continue
+        if inner.endswith("e_score_correction_bias"):
+            t = t.flatten()
+        if arch == "stablelm" and "layernorm.norms." in inner:         # all heads' in one
+            if ".0." in inner:
+                head = dict(model.state_dict())
+                heads = [head[name.replace(".0.weight", f".{i}.weight")] for i in range(c.num_attention_heads) if name.replace(
+                    ".0.weight", f".{i}.weight") in head]
+                yield f"blk.{prefix[2]}.attn_{inner[10]}_norm.weight", torch.stack(heads).numpy()
+            continue
+        if arch == "granitemoe" and "shared_mlp" in inner:
+            into = tuple(n.replace(".weight", "_shexp.weight") for n in into)
+        if arch == "muse-glimmer" and inner == "self_attn.q_proj.weight":
+            for kind, factor in (("q", c.qk_scale_factor), ("k", 1.0)):
+                yield f"blk.{prefix[2]}.attn_{kind}_norm.weight", np.full(head_dim, factor, np.float32)
         if arch == "gpt-oss" and len(into) == 2:
             pieces = (t[:, ::2], t[:, 1::2])               # gate and up take turns
         else:
@@ -158,10 +237,18 @@ def as_llama_cpp(model, arch):
 def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    for key, attribute in KEYS.items():
-        value = getattr(c, attribute, None)
+    values = {key: getattr(c, attribute, None) for key, attribute in KEYS.items()} | OTHER_KEYS.get(arch, lambda c: {})(c)
+    for key, value in values.items():
         if value is not None:
-            (w.add_float32 if isinstance(value, float) else w.add_uint32)(f"{arch}.{key}", value)
+            add = {bool: w.add_bool, float: w.add_float32, str: w.add_string}.get(type(value), w.add_uint32)
+            add(f"{arch}.{key}", value)
+    if "mrope_section" in (getattr(c, "rope_parameters", None) or {}) and arch.startswith("glm4"):
+        w.add_rope_dimension_sections([*c.rope_parameters["mrope_section"], 0])
+    if arch == "apertus":
+        for alpha, add in (("alpha_p", w.add_xielu_alpha_p), ("alpha_n", w.add_xielu_alpha_n)):
+            add([getattr(layer.mlp.act_fn, alpha).item() for layer in model.model.layers])
+    if arch == "exaone-moe":                               # its head that drafts, as a layer more
+        w.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((4, 4), np.float32))
     if head_dim != c.hidden_size // c.num_attention_heads:
         w.add_key_length(head_dim)
     if n_expert := getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None):
@@ -170,15 +257,17 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
         w.add_expert_feed_forward_length(c.intermediate_size)
     if arch == "starcoder2":
         w.add_layer_norm_eps(c.norm_epsilon)
-    if getattr(c, "sliding_window", None) and not arch.startswith(("qwen", "smollm")):
+    if getattr(c, "sliding_window", None) and not arch.startswith(("qwen", "smollm", "dots1")):
         w.add_sliding_window(c.sliding_window)
-        if arch in ("exaone4", "mellum"):
+        if arch in ("exaone4", "mellum", "exaone-moe", "muse-glimmer"):
             w.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
     rope = getattr(c, "rope_parameters", None) or dict(rope_type="default", rope_theta=1e4)
     if arch in ("gemma3", "mellum"):
         w.add_float64(f"{arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    if arch != "gpt2":
+    if rope.get("alpha"):                                  # the base that it makes
+        rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
+    if arch not in ("gpt2", "bloom", "mpt", "starcoder"):
         w.add_rope_freq_base(rope["rope_theta"])
         w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
     if rope["rope_type"] in ("linear", "yarn"):
@@ -240,12 +329,20 @@ def test_gguf(families, name, tmp_path):
         model = variant(name, no_rope_layers=[1, 1, 1, 0])
     if name == "qwen2_5_vl":                               # no key of its window
         model = tiny.make("qwen2_vl")
+    if name == "cohere2":                                  # every fourth is full, and zero biases are left out
+        model = variant(name, attention_bias=False, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    if name == "afmoe":
+        model = variant(name, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    if name == "dots1":                                    # no key of its window
+        model = variant(name, layer_types=["full_attention"] * 4)
+    if name in ("falcon-new", "falcon-one_norm"):          # no key of another width, no bias
+        model = variant(name, ffn_hidden_size=256, bias=False)
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
     source = read_checkpoint(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path
-    assert source.cfg.tied == model.config.tie_word_embeddings
+    assert source.cfg.tied == is_tied(model)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
 
 

@@ -14,7 +14,7 @@ import speculate
 from cli import engines, ngram
 from formats.load import load_model, read_checkpoint
 from kernels import cuda as kernels
-from kernels import matvec
+from kernels import few_rows, matvec
 from kernels.plain import Kernel, plain
 from sampling import SamplingParams
 
@@ -87,6 +87,21 @@ def test_few_rows_are_computed_as_the_plain_layers_do():
         results = {name: numbers.judge(most, **arguments) for name, arguments, most in numbers.cases()}
     assert len(results) > 30
     assert not {name: text for name, (ok, text) in results.items() if not ok}
+
+
+def test_layers_that_the_kernels_do_not_know_run_as_they_are():
+    """Parallel blocks, gates, clipped projections, scores that differ by more than a cap and sinks."""
+    others = {"parallel": dict(parallel=True, head_bias=True), "gate": dict(attn_gate=True, qk_norm="head"),
+              "clip": dict(clip_qkv=0.5), "ALiBi": dict(alibi=True), "gains": dict(gains=True, qk_norm="head"),
+              "growth": dict(growth=0.5, growth_from=7), "embeddings": dict(embed_norm=True, post_norm=True, post_norm_eps=0.1)}
+    with numbers.on_a_gpu():
+        gpu_check.MODELS.update(others)
+        for family in others:
+            cfg = gpu_check.config(gpu_check.SMALL | others[family])
+            assert few_rows.knows(cfg) == (family == "embeddings")
+            for case in ("decode", *numbers.ALWAYS):
+                ok, text = numbers.judge(numbers.MOST, family=family, case=case)
+                assert ok, (family, case, text)
 
 
 def test_heads_that_share_keys_whatever_strides_attention_returns(monkeypatch, families):

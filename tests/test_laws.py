@@ -207,11 +207,15 @@ def test_the_quick_tier_covers_every_field(families):
     import tiny
 
     from formats.load import read_checkpoint
+    from layers.attention import Scores
+    from layers.moe import MoEConfig
     from model import ModelConfig
     configs = [read_checkpoint(families(name)[0]).cfg for name in tiny.COVER]
-    optional = [f for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING]
-    for field in optional:
-        assert any(getattr(cfg, field.name) != field.default for cfg in configs), field.name
+    parts = {ModelConfig: configs, MoEConfig: [cfg.moe for cfg in configs if cfg.moe], Scores: [cfg.scores for cfg in configs]}
+    for kind, values in parts.items():
+        for field in dataclasses.fields(kind):
+            if field.default is not dataclasses.MISSING:
+                assert any(getattr(value, field.name) != field.default for value in values), f"{kind.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

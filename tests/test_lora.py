@@ -23,7 +23,7 @@ KINDS = {                                                  # what PEFT's config 
     "a trained head": dict(target_modules=["q_proj"], modules_to_save=["lm_head", "input_layernorm"]),
     "biases": dict(target_modules=["q_proj", "o_proj"], bias="all"),
 }
-FAMILIES = {"llama-biased": KINDS, "olmo2": ["all"], "glm": ["all"], "glm4": ["all"], "qwen2_vl": ["all"], "phi3": [], "gpt2": []}
+FAMILIES = {"llama-biased": KINDS, "olmo2": ["all"], "glm": ["all"], "glm4": ["all"], "qwen2_vl": ["all"], "cohere": ["all"], "phi3": [], "gpt2": []}
 CASES = [(name, kind) for name, kinds in FAMILIES.items() for kind in kinds]
 
 
@@ -57,6 +57,9 @@ def test_logits_equal_the_merged_model(families, name, kind, tmp_path):
 def test_fused_and_transposed_matrices(families, tmp_path):
     path, expected = adapter(families, "phi3", dict(target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), tmp_path / "phi3")
     close(our_logits(read_checkpoint(families("phi3")[0], path)), expected)
+    for name in ("gpt_neox", "falcon-new"):                # queries, keys and values group by group
+        path, expected = adapter(families, name, dict(target_modules=["query_key_value", "dense", "dense_h_to_4h"]), tmp_path / name)
+        close(our_logits(read_checkpoint(families(name)[0], path)), expected)
     config = dict(target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
     path, expected = adapter(families, "gpt2", config, tmp_path / "gpt2")
     close(our_logits(read_checkpoint(families("gpt2")[0], path)), expected)

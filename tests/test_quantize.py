@@ -330,7 +330,7 @@ def test_int8_functions_alone():
 HEADS = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none"), ("int8", "none"), ("int8", "int4")]
 EVERY = [(name, *mode) for name in tiny.FAMILIES for mode in HEADS[:2]]
 EVERY += [(name, *mode) for name in ("llama2", "llama3", "qwen2_moe", "gemma3_text", "gpt2") for mode in HEADS[2:]]
-QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo)|ffn\.(shared\.)?(gate|up|down))$")
+QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo|gate)|ffn\.(shared\.)?(gate|up|down))$")
 
 
 def quantized_source(families, name, mode, head="int8", groupsize=32, **more):
@@ -723,7 +723,7 @@ def gptq_source(families, name, act_order=False, dtype=FP32, **more):
     return replace(new, tensors={n: lazy(n, t) for n, t in held.items()}), solver
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2", "muse_glimmer"])
 def test_gptq_of_a_model(families, name):
     """Every linear solved for the inputs that the quantized model gives it, an expert for its own."""
     source, solver = gptq_source(families, name, head="none")              # int8 would round the embedding too
@@ -734,12 +734,12 @@ def test_gptq_of_a_model(families, name):
     assert {n.replace(".zeros", ".weight") for n in linears} == {n for n in plain.tensors if QUANTIZED.match(n.removesuffix(".weight"))}
 
     model = load_model(meant_checkpoint(source), FP32, "cpu")
-    inputs, n_expert = {}, plain.cfg.n_expert
+    inputs, moe = {}, plain.cfg.moe
     for (i, module) in solver.seen:
         def see(_, args, key=(i, module)):
             x = args[0]
             if len(args) > 1:                              # to an expert: which, the router says
-                x = [x[args[1] == e] for e in range(n_expert)]
+                x = [x[args[1] == e] for e in range(moe.n_expert)]
             inputs.setdefault(key, []).append(x)
         model.layers[i].get_submodule(module).register_forward_pre_hook(see)
     routed = {}
@@ -753,10 +753,10 @@ def test_gptq_of_a_model(families, name):
     for key, (hessian, held) in solver.seen.items():
         for found, own in ((hessian, [i for i in range(20) if i not in (8, 17)]), (held, [8, 17])):
             if isinstance(inputs[key][0], list):
-                xs = [torch.cat([inputs[key][i][e] for i in own]) for e in range(n_expert)]
+                xs = [torch.cat([inputs[key][i][e] for i in own]) for e in range(moe.n_expert)]
                 expected = torch.stack([x.T @ x for x in xs])
                 if key[1] == "ffn.gate":                   # the rows of one expert, picked by hand
-                    for e in range(n_expert):
+                    for e in range(moe.n_expert):
                         mine = torch.cat([x[(ids == e).any(-1)] for x, ids in (routed[key[0]][i] for i in own)])
                         assert sorted(mine.sum(-1).tolist()) == pytest.approx(sorted(xs[e].sum(-1).tolist()), abs=1e-4)
             else:
@@ -776,7 +776,7 @@ def test_gptq_of_a_model(families, name):
 
     ratios = solver.ratios
     assert len(ratios) == sum(1 for m in blank_model(plain.cfg, FP32).layers.modules()
-                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(plain.cfg.shared_dim))
+                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(moe and moe.shared_dim))
     assert sum(ratios) / len(ratios) < 1 and "median ratio" in solver.summary()
 
 

@@ -26,6 +26,15 @@ HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] 
               logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
 del STARCODER["rms_norm_eps"]
+LAYER_NORM = {k: v for k, v in SIZE.items() if k != "rms_norm_eps"}                             # whose eps is called otherwise
+MHA = {k: v for k, v in LAYER_NORM.items() if k != "num_key_value_heads"}
+IDS = dict(bos_token_id=1, eos_token_id=2)
+PADDED = dict(IDS, pad_token_id=0)
+GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
+FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
+GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
+QUARTER = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25)
+HALF = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 
 
 FAMILIES = {
@@ -103,6 +112,13 @@ FAMILIES = {
         **SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1,
         routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "glm4v": lambda: hf.Glm4vConfig(
+        text_config=dict(SIZE, rope_parameters=dict(HALF, mrope_section=[2, 1, 1])),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, image_size=28)),
+    "glm4v_moe": lambda: hf.Glm4vMoeConfig(
+        text_config=dict(SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
+                         rope_parameters=dict(HALF, mrope_section=[2, 2, 2])),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, image_size=28)),
     "dots1": lambda: hf.Dots1Config(**SIZE, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
                                     sliding_window=8, max_window_layers=2, norm_topk_prob=True, routed_scaling_factor=2.5),
     "solar_open": lambda: hf.SolarOpenConfig(
@@ -138,12 +154,60 @@ FAMILIES = {
     "helium": lambda: hf.HeliumConfig(**SIZE, head_dim=16),
     "arcee": lambda: hf.ArceeConfig(**SIZE, bos_token_id=1, eos_token_id=2, mlp_bias=True),
     "starcoder2": lambda: hf.Starcoder2Config(**STARCODER, sliding_window=8, bos_token_id=1, eos_token_id=2),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**MHA, **IDS, rope_parameters=QUARTER),
+    "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(**MHA, **IDS, rope_parameters=dict(QUARTER, rope_theta=5e4, partial_rotary_factor=1.0),
+                                                    use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True),
+    "gptj": lambda: hf.GPTJConfig(**GPT, rotary_dim=8),
+    "phi": lambda: hf.PhiConfig(**LAYER_NORM, **IDS, rope_parameters=HALF),
+    "cohere": lambda: hf.CohereConfig(**LAYER_NORM, **PADDED, logit_scale=0.25),
+    "cohere-plus": lambda: hf.CohereConfig(**LAYER_NORM, **PADDED, logit_scale=0.25, use_qk_norm=True),
+    "cohere2": lambda: hf.Cohere2Config(**LAYER_NORM, **PADDED, logit_scale=0.25, sliding_window=8, attention_bias=True,
+                                        layer_types=["sliding_attention", "full_attention"] * 2),
+    "falcon": lambda: hf.FalconConfig(**FALCON),
+    "falcon-new": lambda: hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=96),
+    "falcon-one_norm": lambda: hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True),
+    "falcon-alibi": lambda: hf.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "stablelm": lambda: hf.StableLmConfig(**LAYER_NORM, **IDS, rope_parameters=QUARTER, use_qkv_bias=True),
+    "stablelm-parallel": lambda: hf.StableLmConfig(**LAYER_NORM, **IDS, rope_parameters=QUARTER, use_parallel_residual=True),
+    "stablelm-norms": lambda: hf.StableLmConfig(**LAYER_NORM, **IDS, rope_parameters=QUARTER, use_parallel_residual=True, qk_layernorm=True),
+    "nemotron": lambda: hf.NemotronConfig(**LAYER_NORM, **IDS, rope_parameters=HALF),
+    "apertus": lambda: hf.ApertusConfig(**SIZE, **PADDED, rope_parameters=LLAMA3),
+    "olmo": lambda: hf.OlmoConfig(**LAYER_NORM, **PADDED, clip_qkv=1.0),
+    "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**SIZE, head_dim=24, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0)),
+    "hunyuan_v1_moe": lambda: hf.HunYuanMoEV1Config(**{**SIZE, "intermediate_size": 32}, head_dim=24, num_experts=4, moe_topk=2),
+    "afmoe": lambda: hf.AfmoeConfig(**SIZE, **MOE, head_dim=24, num_experts=8, num_shared_experts=2, num_dense_layers=1, route_scale=1.7,
+                                    global_attn_every_n_layers=2, sliding_window=8, mup_enabled=True),
+    "ernie4_5_moe": lambda: hf.Ernie4_5_MoeConfig(**SIZE, moe_k=2, moe_intermediate_size=32, moe_num_experts=8, moe_num_shared_experts=2,
+                                                  moe_layer_interval=2),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedConfig(**{**SIZE, "intermediate_size": 32}, **GRANITE, num_local_experts=6,
+                                                          num_experts_per_tok=2, shared_intermediate_size=64),
+    "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(**{**SIZE, "intermediate_size": 32}, **GRANITE, num_local_experts=6, num_experts_per_tok=2,
+                                                     sliding_window=8, layer_rope_theta=[0, 1e4, 1e4, 5e5]),
+    "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
+                                                                  num_experts_per_tok=2, position_embedding_type="rope"),
+    "muse_glimmer": lambda: hf.MuseGlimmerConfig(
+        text_config=dict(SIZE, head_dim=24, sliding_window=8, output_multiplier=0.5, final_logit_softcapping=5.0),
+        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)),
+    "ministral3-long": lambda: hf.Ministral3Config(**SIZE, head_dim=24, rope_parameters=dict(
+        YARN, original_max_position_embeddings=6, llama_4_scaling_beta=0.4)),
+    "nanochat": lambda: hf.NanoChatConfig(**SIZE, **PADDED, final_logit_softcapping=5.0),
+    "hyperclovax": lambda: hf.HyperCLOVAXConfig(**SIZE, embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.6, attention_multiplier=0.1),
+    "hyperclovax-plain": lambda: hf.HyperCLOVAXConfig(**SIZE, residual_multiplier=0.6, use_post_norm=False),
+    "opt": lambda: hf.OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=160, max_position_embeddings=128,
+                                **PADDED),
+    "jais2": lambda: hf.Jais2Config(**LAYER_NORM, **IDS),
+    "bloom": lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=160, **IDS),
+    "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
+    "gpt_neo": lambda: hf.GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]],
+                                       vocab_size=160, max_position_embeddings=128, **IDS),
+    "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
+    "gpt_bigcode-heads": lambda: hf.GPTBigCodeConfig(**GPT, multi_query=False, n_inner=96),
 }
 
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3", "glm4_moe")
+         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -154,14 +218,22 @@ MODELS = {                                                 # for docs/models.md:
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
-    "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
-    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
+    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
-    "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5, to 16,384 tokens", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
+    "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
     "phi3": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "smollm3": "SmolLM3",
     "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "granite": "Granite 3.x", "granitemoe": "Granite 3.x MoE",
     "gpt_oss": "gpt-oss 20b, 120b", "gpt2": "GPT-2",
+    "gpt_neox": "Pythia, GPT-NeoX-20B, Dolly 2, RedPajama-INCITE", "gptj": "GPT-J 6B", "phi": "Phi-1, 1.5, 2",
+    "cohere": "Command R, Aya 23, Aya Expanse, R+", "cohere2": "Command R7B, Command A", "falcon": "Falcon 7B, 40B, 180B, RW, Falcon 2 11B",
+    "stablelm": "StableLM 3B, StableLM 2 1.6B, 12B", "nemotron": "Nemotron-4, Minitron", "apertus": "Apertus 8B, 70B",
+    "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
+    "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
+    "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
+    "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
+    "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }
 
 
@@ -181,7 +253,7 @@ def make(name: str, seed: int = 0):
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)
     for key, buffer in model.named_buffers():              # routers': of the choice alone
-        if key.endswith("bias"):
+        if key.endswith("bias") and buffer.is_floating_point():
             buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
@@ -202,9 +274,11 @@ def old_spelling(directory) -> None:
         c["layer_types"] = c.pop("layer_types")            # its pattern is not a period here
     elif c["model_type"] in ("qwen2", "qwen2_moe"):
         c.pop("layer_types")
-    c["rope_theta"] = rope.pop("rope_theta")
+    c["rotary_emb_base" if c["model_type"] == "gpt_neox" else "rope_theta"] = rope.pop("rope_theta")
+    if c["model_type"] == "gpt_neox":
+        c["rotary_pct"] = rope.pop("partial_rotary_factor")
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if c["model_type"] == "phi3" and key in rope:      # beside it, not in it
+        if c["model_type"] in ("phi3", "glm4v_text") and key in rope:      # beside it, not in it
             c[key] = rope.pop(key)
     if c["model_type"] == "minimax_m2":
         c["rotary_dim"] = int(rope.pop("partial_rotary_factor") * c["head_dim"])
