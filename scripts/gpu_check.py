@@ -32,6 +32,7 @@ from formats.load import load_model
 from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
+from kernels import cpu_ops
 from kernels import plain as kernels
 from kernels.attention import use_fused_attention
 from layers.attention import Scores
@@ -280,6 +281,7 @@ def run(argv=None) -> int:
     p.add_argument("--only", help="names of checks, with commas")
     args = p.parse_args(argv)
     device, failed = pick_device(args.device), 0
+    cpu_ops.set_activation_bits(16)                # it is weights that are checked
     known = {check.__name__: check for check in CHECKS}
     for name in args.only.split(",") if args.only else known:
         if name not in known:
