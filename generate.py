@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.quick_import import import_torch
-
 try:
     if __name__ == "__main__":
+        from kernels.quick_import import import_torch
         import_torch()
     import torch
 except ModuleNotFoundError:                                # not the Python that quickstart made
