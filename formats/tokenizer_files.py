@@ -29,6 +29,11 @@ DEEPSEEK3 = (
     THREES, "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+# AFMoE's: digits by threes from the right, then what is written without spaces (Chinese, Thai, …)
+GROUPED = r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?:\P{Nd}|$))"
+UNSPACED = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
 # tokenizer.ggml.pre: how text is cut before merging, each pattern applied to the last one's pieces
 GGUF_SPLITS = {
     "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (DIGITS, GPT2),
@@ -37,7 +42,7 @@ GGUF_SPLITS = {
     "command-r": (DIGITS, GPT2), "exaone": (DIGITS, GPT2), "falcon": FALCON, "bloom": (BLOOM,),
     "stablelm2": (QWEN2,), "hunyuan": (QWEN2,), "solar-open": (QWEN2,), "seed-coder": (SEED,),
     "glm4": (LLAMA3,), "chatglm-bpe": (LLAMA3,), "hunyuan-dense": DEEPSEEK3,
-    "deepseek-v3": DEEPSEEK3, "minimax-m2": (GPT4O,),
+    "deepseek-v3": DEEPSEEK3, "minimax-m2": (GPT4O,), "afmoe": (GROUPED, UNSPACED, DEEPSEEK3[-1]),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
     "llama4": (GPT4O,),

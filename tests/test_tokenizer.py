@@ -128,6 +128,15 @@ def test_splits_equal_transformers():
                 assert [p for p, _ in pieces] == [p for p, _ in theirs.pre_tokenize_str(text)]
 
 
+@pytest.mark.parametrize("text, pieces", [
+    ("1234567", ["1", "234", "567"]), ("123456", ["123", "456"]), ("a12b3456.", ["a", "12", "b", "3", "456", "."]),
+    ("12", ["12"]), ("日本12345語です", ["日本", "12", "345", "語です"])])
+def test_digits_by_threes_from_the_right(text, pieces):
+    """AFMoE's; llama.cpp has code of its own for them, whose tests have the first of these."""
+    cuts = [pre_tokenizers.Split(Regex(split), "isolated") for split in tokenizer_files.GGUF_SPLITS["afmoe"]]
+    assert [p for p, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(text)] == pieces
+
+
 # ---- Directories ---------------------------------------------------------------------------------
 
 def test_sentencepiece(sp_model):
