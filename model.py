@@ -63,10 +63,12 @@ class ModelConfig:
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
     sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
     moe: MoEConfig | None = None
+    mixer: tuple = (None,)                         # tiled over layers: None = Attention, else what
+                                                   # makes a layer of layers/ in its place
 
 
 def at(layer: int, tiled: tuple):
-    """A layer's own entry of `rope`, `window` or `sparse`."""
+    """A layer's own entry of `rope`, `window`, `sparse` or `mixer`."""
     return tiled[layer % len(tiled)]
 
 
@@ -200,6 +202,12 @@ def query_key_norm(cfg: ModelConfig, n_head: int) -> nn.Module:
     return nn.Identity()
 
 
+def mixer(cfg: ModelConfig, layer: int) -> nn.Module:
+    """What exchanges information between positions."""
+    kind = at(layer, cfg.mixer)
+    return Attention(cfg) if kind is None else kind.make(cfg)
+
+
 class FeedForward(nn.Module):
     """down(act(gate(x)) * up(x))"""
 
@@ -230,7 +238,7 @@ def full_norm(cfg: ModelConfig, eps: float | None = None) -> nn.Module:
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.attn = Attention(cfg)
+        self.attn = mixer(cfg, layer)
         self.ffn = feed_forward(cfg, layer)
 
         def before():
