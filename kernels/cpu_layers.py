@@ -46,8 +46,10 @@ def fits_attention(layer: nn.Module) -> bool:
     linears = [getattr(attn, name, None) for name in ("wqkv", "wo")]
     if None in linears or not hasattr(attend, "scale"):
         return False
+    if attn.gate is not None:
+        linears.append(attn.gate)
     has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-    if getattr(attend, "slopes", None) is not None or getattr(attn, "gate", None) is not None:
+    if getattr(attend, "slopes", None) is not None:
         return False
     clip = getattr(attn, "clip", nn.Identity())
     norms = layer.attn_norm, clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
@@ -164,6 +166,8 @@ class Operations:
         parts = layer.layer
         if layer.has_attention:
             self.linear("wqkv", None, "qkv", parts.attn_norm)
+            if "gate" in layer.linears:
+                self.linear("gate", None, "gate", parts.attn_norm)
             self.attention = self.attend()
             self.branch("wo", "attended", None, "x1", parts.attn, parts.post_attn_norm)
         else:
@@ -229,6 +233,7 @@ class Operations:
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm),
             qkv=self.at["qkv"], sinks=None if sinks is None else sinks.data_ptr(),
+            gate=self.at["gate"] if "gate" in self.layer.linears else None,
             k_cache=cache.k.data_ptr(), v_cache=cache.v.data_ptr(), out=self.at["attended"],
             out_type=self.types["attended"])
         self.add(self.attention)
@@ -284,7 +289,8 @@ class OperationsLayer:
         self.halves = self.has_attention, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
         if self.has_attention:
-            self._add(layer.attn, "wqkv", "wo")
+            gate = [] if layer.attn.gate is None else ["gate"]
+            self._add(layer.attn, "wqkv", "wo", *gate)
         if self.has_feed_forward:
             self.up, self.activation = name_of_up(layer.ffn), activation_of(layer.ffn)
             self._add(layer.ffn, self.up, "down")
@@ -301,7 +307,7 @@ class OperationsLayer:
         widths = {}
         if self.has_attention:
             (width, _), (D, attended) = (self.linears[name][0].shape for name in ("wqkv", "wo"))
-            widths |= dict(qkv=width, attended=attended)
+            widths |= dict(qkv=width, attended=attended, gate=attended)
         if self.has_feed_forward:
             D, widths["hidden"] = self.linears["down"][0].shape
         return widths | dict(x1=D, x2=D, before=D)

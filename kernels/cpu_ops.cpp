@@ -922,7 +922,8 @@ static void by_panels(const Linear& op, Phase* phase) {
 // ---- Attention ----------------------------------------------------------------------------------
 
 // RoPE of qkv [B, T, N + 2 K, H], the write of keys and values to slots of the caches
-// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, H].
+// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, H], times
+// the sigmoid of a gate of its shape if there is one.
 struct Positions {                             // what layers share
   int64_t n_key, mask_b, mask_t, angle_b, slot_b;                 // the others are strides
   const float *cos, *sin;                      // [(B, 1,) T, H / 2]
@@ -935,7 +936,7 @@ struct Attention {
   float scale, cap;
   Norm q_norm, k_norm;
   const Positions* at;
-  const float* sinks;
+  const float *sinks, *gate;
   float* qkv;
   void *k_cache, *v_cache, *out;
 };
@@ -1174,7 +1175,7 @@ static void write_out(const Attention& op, const Task& task, int r, const Softma
   float top = op.sinks ? op.sinks[head] : -INFINITY, sum = 0;
   for (int i = 0; i < n_part; i++) top = std::max(top, first.top[r + i * step]);
   if (op.sinks) sum = std::exp(op.sinks[head] - top);
-  std::vector<float> y(Hp, 0.0f);
+  std::vector<float> y(2 * Hp, 0.0f);
   for (int i = 0; i < n_part; i++) {
     if (first.top[r + i * step] == -INFINITY) continue;
     float weight = std::exp(first.top[r + i * step] - top);
@@ -1182,8 +1183,14 @@ static void write_out(const Attention& op, const Task& task, int r, const Softma
     for (int h = 0; h < op.H; h++) y[h] += weight * first.out[r * Hp + h + i * step];
   }
   for (int h = 0; h < op.H; h++) y[h] /= sum;
-  write_floats(y.data(), op.H, op.out, op.out_type,
-               (((long)task.b * op.T + t) * op.N + head) * op.H);
+  long at = (((long)task.b * op.T + t) * op.N + head) * op.H;
+  if (op.gate) {
+    float* gate = y.data() + Hp;
+    copy_floats(op.gate + at, op.H, gate);
+    for (int h = 0; h < Hp; h += LANES)
+      store(&y[h], load<vf>(&y[h]) * inverse_of(1.0f + exp_of(-load<vf>(gate + h))));
+  }
+  write_floats(y.data(), op.H, op.out, op.out_type, at);
 }
 
 struct Plan {                                  // of an attention
@@ -1241,6 +1248,184 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     do_tasks(phase[2], plan.n_task, 1, [&](int i) {
       write(plan.task(op, i), plan.softmax(memory, i * plan.n_part), plan.n_part);
     });
+}
+
+// ---- Gated DeltaNet -----------------------------------------------------------------------------
+
+// The channels q, k [Nk, Dk], v [N, Dv] of x [B, T, ..] through a short convolution of their own and
+// SiLU; then for each of N heads a state S [Dk, Dv] over the tokens,
+//
+//     S = decay S + k (beta (v - decay S' k))'        out = S' q
+//
+// with q of length q_scale, k of length 1, beta [B, T, ..N] before its sigmoid, and decay
+// exp(-rate softplus(time + bias)); whose out is normalized, times SiLU(z) -> out [B, T, N, Dv].
+// x, z, beta and time are `width` floats a token apart. Rings hold the state after a position p
+// [rows, n_state, N, Dk, Dv] and the convolution's input at it [rows, n_input, channels], at p modulo
+// their lengths. A token that is not at its predecessor's position + 1 leaves the state as it is.
+struct Delta {
+  int32_t kind, B, T, Nk, N, Dk, Dv, width, n_tap, n_state, n_input, input_type, out_type;
+  float q_scale;
+  Norm norm;
+  const Positions* at;
+  const float *taps, *rates, *bias;            // [n_tap, channels], a token's own tap the last; [N]
+  float *x, *states;
+  const float *z, *beta, *time;
+  void *inputs, *out;
+};
+
+constexpr int CHANNELS = 64;                   // of a convolution at a time
+constexpr int COLUMNS = 2 * LANES;             // of a state at a time: they stay in the L1
+constexpr int TOKENS = 64;                     // at a time
+
+static long position(const Positions* at, int b, int t) { return at->slot[b * at->slot_b + t]; }
+
+static bool follows(const Positions* at, int b, int t) {
+  return t == 0 || position(at, b, t) == position(at, b, t - 1) + 1;
+}
+
+// Channels [c, c + n) of row b, in place, from the last token to the first
+static void convolve(const Delta& op, int b, int c, int n) {
+  int n_channel = 2 * op.Nk * op.Dk + op.N * op.Dv, before = op.n_tap - 1;
+  long row = op.at->rows ? op.at->rows[b] : b, first = position(op.at, b, 0);
+  float* x = op.x + (long)b * op.T * op.width + c;
+  float* past = memory_of(own, (size_t)op.n_tap * CHANNELS);      // [n_tap - 1, CHANNELS]
+  float* y = past + before * CHANNELS;
+  auto input_at = [&](long p) { return (row * op.n_input + p % op.n_input) * n_channel + c; };
+  for (int i = 0; i < before; i++) {
+    long p = first - before + i;
+    if (p < 0) std::fill(past + i * CHANNELS, past + i * CHANNELS + n, 0.0f);
+    else read_floats(op.inputs, op.input_type, input_at(p), n, past + i * CHANNELS);
+  }
+  long last = position(op.at, b, op.T - 1);
+  for (int t = 0; t < op.T; t++)
+    if (follows(op.at, b, t) && position(op.at, b, t) > last - op.n_input)
+      write_floats(x + (long)t * op.width, n, op.inputs, op.input_type,
+                   input_at(position(op.at, b, t)));
+  for (int t = op.T - 1; t >= 0; t--) {
+    std::fill(y, y + CHANNELS, 0.0f);
+    for (int i = 0; i < op.n_tap; i++) {
+      int from = t - before + i;
+      const float* in = from < 0 ? past + (from + before) * CHANNELS : x + (long)from * op.width;
+      const float* tap = op.taps + (long)i * n_channel + c;
+      for (int j = 0; j < n; j++) y[j] += tap[j] * in[j];
+    }
+    for (int j = 0; j < CHANNELS; j += LANES) store(y + j, activated(SILU, load<vf>(y + j)));
+    copy_floats(y, n, x + (long)t * op.width);
+  }
+}
+
+static float dot(const float* a, const float* b, int n) {         // n: whole vectors
+  vf sum = {};
+  for (int i = 0; i < n; i += LANES) sum += load<vf>(a + i) * load<vf>(b + i);
+  return sum_of(sum);
+}
+
+// x [n] as long as `length` -> to
+static void to_length(const float* x, int n, float length, float* to) {
+  float factor = length / std::sqrt(dot(x, x, n) + 1e-6f);
+  for (int i = 0; i < n; i += LANES) store(to + i, load<vf>(x + i) * factor);
+}
+
+struct Token {                                 // of a head
+  float decay, beta, kq;                       // kq: k' q
+  const float *k, *q, *v;
+  float* out;
+};
+
+// COLUMNS columns of S [Dk, COLUMNS] take one token
+static inline void update(const Token& token, int Dk, int column, float* S) {
+  vf sk[2][2] = {}, sq[2][2] = {};
+  for (int i = 0; i < Dk; i += 2)
+    for (int u = 0; u < 2; u++)
+      for (int j = 0; j < 2; j++) {
+        vf s = load<vf>(S + (i + u) * COLUMNS + j * LANES);
+        sk[u][j] += token.k[i + u] * s;
+        sq[u][j] += token.q[i + u] * s;
+      }
+  vf change[2];
+  for (int j = 0; j < 2; j++) {
+    vf v = load<vf>(token.v + column + j * LANES);
+    change[j] = token.beta * (v - token.decay * (sk[0][j] + sk[1][j]));
+    vf out = token.decay * (sq[0][j] + sq[1][j]) + token.kq * change[j];
+    store(token.out + column + j * LANES, out);
+  }
+  for (int i = 0; i < Dk; i++)
+    for (int j = 0; j < 2; j++) {
+      float* s = S + i * COLUMNS + j * LANES;
+      store(s, token.decay * load<vf>(s) + token.k[i] * change[j]);
+    }
+}
+
+// A head's tokens, one after the other, some columns of its state at a time
+static void recur(const Delta& op, int b, int head) {
+  int Dk = op.Dk, Dv = op.Dv, key_head = head / (op.N / op.Nk);
+  long row = op.at->rows ? op.at->rows[b] : b, size = (long)Dk * Dv;
+  long first = position(op.at, b, 0), last = position(op.at, b, op.T - 1);
+  float* S = memory_of(own, (size_t)size + TOKENS * (2 * Dk + 2 * Dv));
+  float *k = S + size, *q = k + TOKENS * Dk, *v = q + TOKENS * Dk, *out = v + TOKENS * Dv;
+  auto state_at = [&](long p) {
+    return op.states + ((row * op.n_state + p % op.n_state) * op.N + head) * size;
+  };
+  int n_block = Dv / COLUMNS;                  // S is [n_block, Dk, COLUMNS] here
+  for (long i = 0; i < size; i += COLUMNS) {
+    float* to = S + (i / Dv + i % Dv / COLUMNS * Dk) * COLUMNS;
+    if (first == 0) std::fill(to, to + COLUMNS, 0.0f);
+    else copy_floats(state_at(first - 1) + i, COLUMNS, to);
+  }
+  for (int t0 = 0; t0 < op.T; t0 += TOKENS) {
+    int n = std::min(TOKENS, op.T - t0);
+    Token tokens[TOKENS];
+    for (int t = 0; t < n; t++) {
+      long m = ((long)b * op.T + t0 + t) * op.width;
+      const float* x = op.x + m;
+      to_length(x + key_head * Dk, Dk, op.q_scale, q + t * Dk);
+      to_length(x + (op.Nk + key_head) * Dk, Dk, 1, k + t * Dk);
+      copy_floats(x + 2 * op.Nk * Dk + head * Dv, Dv, v + t * Dv);
+      float time = op.time[m + head] + op.bias[head];
+      time = time > 20 ? time : std::log1p(std::exp(time));
+      tokens[t] = {std::exp(-op.rates[head] * time), 1 / (1 + std::exp(-op.beta[m + head])),
+                   dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk, v + t * Dv,
+                   out + t * Dv};
+    }
+    for (int block = 0; block < n_block; block++)
+      for (int t = 0; t < n; t++) {
+        if (!follows(op.at, b, t0 + t)) {      // its out may be anything finite
+          std::fill(tokens[t].out + block * COLUMNS, tokens[t].out + (block + 1) * COLUMNS, 0.0f);
+          continue;
+        }
+        float* columns = S + (long)block * Dk * COLUMNS;
+        update(tokens[t], Dk, block * COLUMNS, columns);
+        long p = position(op.at, b, t0 + t);
+        if (p <= last - op.n_state) continue;
+        float* to = state_at(p) + block * COLUMNS;
+        for (int i = 0; i < Dk; i++)
+          copy_floats(columns + i * COLUMNS, COLUMNS, to + (long)i * Dv);
+      }
+    for (int t = 0; t < n; t++) {
+      long m = (long)b * op.T + t0 + t;
+      const float* z = op.z + m * op.width + head * Dv;
+      float* y = out + t * Dv;
+      normalize(op.norm, Dv, y);
+      for (int i = 0; i < Dv; i += LANES)
+        store(y + i, load<vf>(y + i) * activated(SILU, load<vf>(z + i)));
+      write_floats(y, Dv, op.out, op.out_type, (m * op.N + head) * Dv);
+    }
+  }
+}
+
+static void delta(const Delta& op, Phase* phase) {
+  int n_channel = 2 * op.Nk * op.Dk + op.N * op.Dv;
+  int n_block = (n_channel + CHANNELS - 1) / CHANNELS;
+  for (int b = 0; b < op.B; b++)
+    if (position(op.at, b, 0) < 0) {
+      out_of_range = true;
+      return;
+    }
+  do_tasks(phase[0], op.B * n_block, 4, [&](int i) {
+    int c = i % n_block * CHANNELS;
+    convolve(op, i / n_block, c, std::min(CHANNELS, n_channel - c));
+  });
+  do_tasks(phase[1], op.B * op.N, 1, [&](int i) { recur(op, i / op.N, i % op.N); });
 }
 
 // ---- The residual stream ------------------------------------------------------------------------
@@ -1335,7 +1520,7 @@ static void masks(const Mask& op, Phase* phase) {
 
 // ---- The entry ----------------------------------------------------------------------------------
 
-enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK };
+enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes() { return HAS_BYTES; }
@@ -1372,6 +1557,7 @@ static void do_op(const int32_t* op, Phase* phase, int n_thread) {
   else if (*op == ADD_NORM) add_norm(*(const AddNorm*)op, phase);
   else if (*op == EMBED) embed(*(const Embed*)op, phase);
   else if (*op == ANGLES) angles(*(const Angles*)op, phase);
+  else if (*op == DELTA) delta(*(const Delta*)op, phase);
   else masks(*(const Mask*)op, phase);
 }
 

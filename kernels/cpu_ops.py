@@ -30,7 +30,7 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
            "-fno-tree-reassoc")                    # else sums wait in memory for each other
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
-LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK = range(6)
+LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA = range(7)
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
 
 
@@ -143,7 +143,16 @@ class Attention(Structure):
     _fields_ = fields(
         "kind B T N K H S cache_type wide_norm out_type", ("scale", c_float), ("cap", c_float),
         ("q_norm", Norm), ("k_norm", Norm),
-        *[(name, c_void_p) for name in ("at", "sinks", "qkv", "k_cache", "v_cache", "out")])
+        *[(name, c_void_p) for name in (
+            "at", "sinks", "gate", "qkv", "k_cache", "v_cache", "out")])
+
+
+class Delta(Structure):
+    _fields_ = fields(
+        "kind B T Nk N Dk Dv width n_tap n_state n_input input_type out_type",
+        ("q_scale", c_float), ("norm", Norm),
+        *[(name, c_void_p) for name in ("at", "taps", "rates", "bias", "x", "states", "z", "beta",
+                                        "time", "inputs", "out")])
 
 
 class AddNorm(Structure):

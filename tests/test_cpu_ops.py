@@ -246,7 +246,7 @@ def test_every_family_by_operations(families, name):
     expected = logits_of(model, tokens, 6)
     assert cpu_layers.use_operations(model)
     cfg = model.cfg
-    other_attention = (cfg.attn_gate or cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
+    other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
     for layer in model.layers:
         known = not other_attention, not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
@@ -440,3 +440,103 @@ def test_speculation_runs_by_operations_too(families):
     batch = engines.build_speculative(model, sampler, steps, "compile", 4, True, draft)
     assert torch.cat(list(generate(batch, [prompt], 30)), 1)[0].tolist() == expected
     assert cpu_layers.uses_operations(draft)
+
+
+# ---- Gated DeltaNet -----------------------------------------------------------------------------
+
+class Recurrence:
+    """One row, token by token in float64; what it has seen may be cut back to any of its positions."""
+
+    def __init__(self, taps, rates, bias, weight, scale, Nk, N, Dk, Dv):
+        self.taps, self.rates, self.bias, self.weight = (t.double() for t in (taps, rates, bias, weight))
+        self.scale, self.shape = scale, (Nk, N, Dk, Dv)
+        self.inputs, self.states = [], [torch.zeros(N, Dk, Dv, dtype=torch.float64)]
+
+    def step(self, x, z, beta, time):
+        (Nk, N, Dk, Dv), n = self.shape, len(self.taps)
+        self.inputs.append(x.double())
+        past = [torch.zeros_like(self.inputs[0])] * n + self.inputs
+        y = torch.nn.functional.silu(sum(t * i for t, i in zip(self.taps, past[-n:])))
+        q, k, v = y.split((Nk * Dk, Nk * Dk, N * Dv))
+        q, k = (t.view(Nk, Dk) / (t.view(Nk, Dk).square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        q, k = (t.repeat_interleave(N // Nk, 0) for t in (self.scale * q, k))
+        decay = torch.exp(-self.rates * torch.nn.functional.softplus(time.double() + self.bias))
+        S = self.states[-1] * decay[:, None, None]
+        change = beta.double().sigmoid()[:, None] * (v.view(N, Dv) - torch.einsum("nkv,nk->nv", S, k))
+        self.states.append(S + k[..., None] * change[:, None])
+        out = torch.einsum("nkv,nk->nv", self.states[-1], q)
+        out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+        return (out * torch.nn.functional.silu(z.double().view(N, Dv))).flatten()
+
+    def cut(self, n):
+        del self.inputs[n:], self.states[n + 1:]
+
+
+class DeltaCase:
+    """Rows of a cache, by the operation and by Recurrence."""
+
+    def __init__(self, seed, n_row, Nk=2, N=4, Dk=32, Dv=64, n_state=6):
+        self.random = torch.Generator().manual_seed(seed)
+        self.shape, self.channels, self.n_state = (Nk, N, Dk, Dv), 2 * Nk * Dk + N * Dv, n_state
+        self.width = self.channels + N * Dv + 2 * N
+        self.weights = (self.randn(4, self.channels), self.randn(N).exp(), self.randn(N), self.randn(Dv))
+        self.rows = [Recurrence(*self.weights, 0.3, *self.shape) for _ in range(n_row + 1)]
+        self.states = self.randn(n_row + 1, n_state, N, Dk, Dv)              # of others before: not read
+        self.inputs = self.randn(n_row + 1, n_state + 2, self.channels)
+
+    def randn(self, *shape):
+        return torch.randn(*shape, generator=self.random)
+
+    def call(self, rows, first, T, padding=0):
+        """T tokens of each of `rows` from position `first` on, the last row with some of them padding."""
+        Nk, N, Dk, Dv = self.shape
+        x, out = self.randn(len(rows), T, self.width), torch.empty(len(rows), T, N * Dv)
+        pos = first + torch.arange(T).expand(len(rows), T)
+        stop = torch.full((len(rows), 1), first + T)
+        stop[-1] -= padding
+        pos = pos.minimum(stop).contiguous()
+        expected = torch.zeros(out.shape, dtype=torch.float64)
+        for b, row in enumerate(rows):
+            self.rows[row].cut(first)
+            for t in range(int(stop[b]) - first):
+                parts = x[b, t].split((self.channels, N * Dv, N, N))
+                expected[b, t] = self.rows[row].step(*parts)
+        index, todo = torch.tensor(rows), x.clone()
+        at = cpu_ops.Positions(slot=pos.data_ptr(), slot_b=T, rows=index.data_ptr())
+        z = todo.data_ptr() + 4 * self.channels
+        taps, rates, bias, weight = (t.data_ptr() for t in self.weights)
+        op = cpu_ops.Delta(
+            kind=cpu_ops.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, width=self.width, n_tap=4, q_scale=0.3,
+            n_state=self.n_state, n_input=self.inputs.shape[1], norm=cpu_ops.Norm(1, 1e-6, weight), taps=taps,
+            rates=rates, bias=bias, at=ctypes.addressof(at), x=todo.data_ptr(), z=z, beta=z + 4 * N * Dv,
+            time=z + 4 * N * (Dv + 1), states=self.states.data_ptr(), inputs=self.inputs.data_ptr(), out=out.data_ptr())
+        cpu_ops.run([ctypes.addressof(op)])
+        assert out.isfinite().all()
+        for b in range(len(rows)):
+            n = int(stop[b]) - first
+            torch.testing.assert_close(out[b, :n].double(), expected[b, :n], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_delta(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed, T in enumerate((*range(1, 8), 63, 64, 65, 130)):
+            case = DeltaCase(seed, 3)
+            case.call([2, 0, 3], 0, T, padding=min(T - 1, seed % 4))
+            n = T - min(T - 1, seed % 4)                                     # of the last row, which goes on alone
+            case.call([3], n, 1)
+            at = T
+            for kept in range(5):                                            # of 4 drafts
+                case.call([2, 0], at, 5)
+                at += 1 + kept
+            case.call([0], 0, 3)                                             # another text in the same row
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_delta_in_plain_instructions(wide):
+    case = DeltaCase(0, 2, Nk=1, N=3)
+    case.call([0, 2], 0, 70, padding=5)
+    case.call([0], 70, 1)
