@@ -1268,14 +1268,13 @@ struct Delta {
   Norm norm;
   const Positions* at;
   const float *taps, *rates, *bias;            // [n_tap, channels], a token's own tap the last; [N]
-  float *x, *states;
-  const float *z, *beta, *time;
+  const float *x, *z, *beta, *time;
+  float* states;
   void *inputs, *out;
 };
 
-constexpr int CHANNELS = 64;                   // of a convolution at a time
 constexpr int COLUMNS = 2 * LANES;             // of a state at a time: they stay in the L1
-constexpr int TOKENS = 64;                     // at a time
+constexpr int TOKENS = 32;                     // at a time
 
 static long position(const Positions* at, int b, int t) { return at->slot[b * at->slot_b + t]; }
 
@@ -1283,34 +1282,47 @@ static bool follows(const Positions* at, int b, int t) {
   return t == 0 || position(at, b, t) == position(at, b, t - 1) + 1;
 }
 
-// Channels [c, c + n) of row b, in place, from the last token to the first
-static void convolve(const Delta& op, int b, int c, int n) {
-  int n_channel = 2 * op.Nk * op.Dk + op.N * op.Dv, before = op.n_tap - 1;
-  long row = op.at->rows ? op.at->rows[b] : b, first = position(op.at, b, 0);
-  float* x = op.x + (long)b * op.T * op.width + c;
-  float* past = memory_of(own, (size_t)op.n_tap * CHANNELS);      // [n_tap - 1, CHANNELS]
-  float* y = past + before * CHANNELS;
-  auto input_at = [&](long p) { return (row * op.n_input + p % op.n_input) * n_channel + c; };
-  for (int i = 0; i < before; i++) {
-    long p = first - before + i;
-    if (p < 0) std::fill(past + i * CHANNELS, past + i * CHANNELS + n, 0.0f);
-    else read_floats(op.inputs, op.input_type, input_at(p), n, past + i * CHANNELS);
+static int channels_of(const Delta& op) { return 2 * op.Nk * op.Dk + op.N * op.Dv; }
+
+static long input_at(const Delta& op, int b, long p) {
+  long row = op.at->rows ? op.at->rows[b] : b;
+  return (row * op.n_input + p % op.n_input) * channels_of(op);
+}
+
+// Token t of row b, convolved -> mixed, where the n channels of a head's q, k or v from c on are
+// [T, n] at c T.
+static void convolve(const Delta& op, int b, int t, float* mixed) {
+  int n_channel = channels_of(op), before = op.n_tap - 1;
+  const float* in[8];                          // by tap
+  float* past = memory_of(own, (size_t)op.n_tap * n_channel);
+  for (int i = 0; i < op.n_tap; i++) {
+    int from = t - before + i;
+    long p = position(op.at, b, 0) + from;
+    in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * op.width;
+    if (from >= 0) continue;
+    if (p < 0) std::fill(past + (long)i * n_channel, past + (i + 1l) * n_channel, 0.0f);
+    else read_floats(op.inputs, op.input_type, input_at(op, b, p), n_channel, (float*)in[i]);
   }
-  long last = position(op.at, b, op.T - 1);
-  for (int t = 0; t < op.T; t++)
-    if (follows(op.at, b, t) && position(op.at, b, t) > last - op.n_input)
-      write_floats(x + (long)t * op.width, n, op.inputs, op.input_type,
-                   input_at(position(op.at, b, t)));
-  for (int t = op.T - 1; t >= 0; t--) {
-    std::fill(y, y + CHANNELS, 0.0f);
-    for (int i = 0; i < op.n_tap; i++) {
-      int from = t - before + i;
-      const float* in = from < 0 ? past + (from + before) * CHANNELS : x + (long)from * op.width;
-      const float* tap = op.taps + (long)i * n_channel + c;
-      for (int j = 0; j < n; j++) y[j] += tap[j] * in[j];
+  for (int c = 0, n; c < n_channel; c += n) {
+    n = c < 2 * op.Nk * op.Dk ? op.Dk : op.Dv;
+    float* to = mixed + (long)b * op.T * n_channel + (long)c * op.T + (long)t * n;
+    for (int j = 0; j < n; j += LANES) {
+      vf y = {};
+      for (int i = 0; i < op.n_tap; i++)
+        y += load<vf>(op.taps + (long)i * n_channel + c + j) * load<vf>(in[i] + c + j);
+      store(to + j, activated(SILU, y));
     }
-    for (int j = 0; j < CHANNELS; j += LANES) store(y + j, activated(SILU, load<vf>(y + j)));
-    copy_floats(y, n, x + (long)t * op.width);
+  }
+}
+
+// Those inputs that a call may go on from
+static void keep_inputs(const Delta& op, int b) {
+  long last = position(op.at, b, op.T - 1);
+  for (int t = 0; t < op.T; t++) {
+    long p = position(op.at, b, t);
+    if (p > last - op.n_input && follows(op.at, b, t))
+      write_floats(op.x + ((long)b * op.T + t) * op.width, channels_of(op), op.inputs,
+                   op.input_type, input_at(op, b, p));
   }
 }
 
@@ -1332,75 +1344,159 @@ struct Token {                                 // of a head
   float* out;
 };
 
-// COLUMNS columns of S [Dk, COLUMNS] take one token
-static inline void update(const Token& token, int Dk, int column, float* S) {
-  vf sk[2][2] = {}, sq[2][2] = {};
-  for (int i = 0; i < Dk; i += 2)
-    for (int u = 0; u < 2; u++)
-      for (int j = 0; j < 2; j++) {
-        vf s = load<vf>(S + (i + u) * COLUMNS + j * LANES);
-        sk[u][j] += token.k[i + u] * s;
-        sq[u][j] += token.q[i + u] * s;
+static inline void store_past_caches(float* to, vf x) {           // 64 bytes each, or 32
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)x);
+#elif defined(__AVX2__) && !defined(WIDE)
+  _mm256_stream_ps(to, (__m256)x);
+#else
+  store(to, x);
+#endif
+}
+
+// V vectors of columns of a state [Dk, Dv] take one token. from: the state before, null: zeros
+template <int V>
+static void step_columns(const Token& token, int Dk, int Dv, int column, const float* from, float* to) {
+  vf sk[V] = {}, sq[V] = {}, change[V];
+  if (from)
+    for (int i = 0; i < Dk; i++)
+      for (int j = 0; j < V; j++) {
+        vf s = load<vf>(from + (long)i * Dv + column + j * LANES);
+        sk[j] += token.k[i] * s;
+        sq[j] += token.q[i] * s;
       }
-  vf change[2];
-  for (int j = 0; j < 2; j++) {
+  for (int j = 0; j < V; j++) {
     vf v = load<vf>(token.v + column + j * LANES);
-    change[j] = token.beta * (v - token.decay * (sk[0][j] + sk[1][j]));
-    vf out = token.decay * (sq[0][j] + sq[1][j]) + token.kq * change[j];
-    store(token.out + column + j * LANES, out);
+    change[j] = token.beta * (v - token.decay * sk[j]);
+    store(token.out + column + j * LANES, token.decay * sq[j] + token.kq * change[j]);
   }
   for (int i = 0; i < Dk; i++)
-    for (int j = 0; j < 2; j++) {
-      float* s = S + i * COLUMNS + j * LANES;
-      store(s, token.decay * load<vf>(s) + token.k[i] * change[j]);
+    for (int j = 0; j < V; j++) {
+      long at = (long)i * Dv + column + j * LANES;
+      vf s = from ? load<vf>(from + at) : vf{};
+      store_past_caches(to + at, token.decay * s + token.k[i] * change[j]);
     }
 }
 
-// A head's tokens, one after the other, some columns of its state at a time
-static void recur(const Delta& op, int b, int head) {
+static void step(const Token& token, int Dk, int Dv, const float* from, float* to) {
+  int c = 0;
+  for (; c + 8 * LANES <= Dv; c += 8 * LANES) step_columns<8>(token, Dk, Dv, c, from, to);
+  for (; c < Dv; c += COLUMNS) step_columns<2>(token, Dk, Dv, c, from, to);
+}
+
+// What n tokens do to all columns at once, U being what each adds to the state for its k:
+//
+//     U_i = beta_i (v_i - G_i S' k_i - sum over j < i of G_i/G_j (k_j' k_i) U_j)
+//     out_i = G_i S' q_i + sum over j <= i of G_i/G_j (k_j' q_i) U_j
+//     S = G_n S + sum over j of G_n/G_j k_j U_j'
+//
+// with G_i the product of the decays up to i (arXiv 2412.06464).
+struct Chunk {
+  int n, Dk;
+  float *k, *q;                                // [TOKENS, Dk]
+  float *turned;                               // k' [Dk, TOKENS], then times G_n/G_j
+  float *kk, *kq;                              // [TOKENS, TOKENS], times G_i/G_j
+  float G[TOKENS], beta[TOKENS];
+
+  void begin(const Token* tokens) {
+    double sum = 0, sums[TOKENS];              // of logarithms
+    for (int i = 0; i < n; i++) {
+      sum += std::log((double)std::max(tokens[i].decay, 1e-30f));
+      sums[i] = sum;
+      G[i] = std::exp(sum);
+      beta[i] = tokens[i].beta;
+    }
+    for (int i = 0; i < Dk; i++)
+      for (int j = 0; j < TOKENS; j++) turned[i * TOKENS + j] = j < n ? k[j * Dk + i] : 0;
+    for (int j = 0; j < TOKENS; j += ROWS) {
+      tiles(n, turned + j, TOKENS, Dk, k, Dk, kk + j, TOKENS, false);
+      tiles(n, turned + j, TOKENS, Dk, q, Dk, kq + j, TOKENS, false);
+    }
+    for (int i = 0; i < n; i++)
+      for (int j = 0; j <= i; j++) {
+        float share = std::exp(sums[i] - sums[j]);
+        kk[i * TOKENS + j] *= share;
+        kq[i * TOKENS + j] *= share;
+      }
+    for (int j = 0; j < n; j++) {
+      float share = std::exp(sum - sums[j]);
+      for (int i = 0; i < Dk; i++) turned[i * TOKENS + j] *= share;
+    }
+  }
+
+  // Columns of S [Dk, COLUMNS]; v, out [n, Dv], U [n, COLUMNS]
+  void columns(const float* v, int Dv, float* S, float* U, float* out) const {
+    tiles(n, S, COLUMNS, Dk, k, Dk, U, COLUMNS, false);
+    tiles(n, S, COLUMNS, Dk, q, Dk, out, Dv, false);
+    for (int i = 0; i < n; i++) {
+      vf sums[2] = {}, outs[2];
+      for (int c = 0; c < 2; c++) outs[c] = G[i] * load<vf>(out + i * Dv + c * LANES);
+      for (int j = 0; j < i; j++)
+        for (int c = 0; c < 2; c++) {
+          vf u = load<vf>(U + j * COLUMNS + c * LANES);
+          sums[c] += kk[i * TOKENS + j] * u;
+          outs[c] += kq[i * TOKENS + j] * u;
+        }
+      for (int c = 0; c < 2; c++) {
+        float* at = U + i * COLUMNS + c * LANES;
+        vf u = beta[i] * (load<vf>(v + i * Dv + c * LANES) - G[i] * load<vf>(at) - sums[c]);
+        store(at, u);
+        store(out + i * Dv + c * LANES, outs[c] + kq[i * TOKENS + i] * u);
+      }
+    }
+    for (int i = 0; i < Dk * COLUMNS; i += LANES) store(S + i, G[n - 1] * load<vf>(S + i));
+    tiles(Dk, U, COLUMNS, n, turned, TOKENS, S, COLUMNS, true);
+  }
+};
+
+// A head's tokens: chunk by chunk up to those after each of which the state is kept
+static void recur(const Delta& op, int b, int head, const float* mixed) {
   int Dk = op.Dk, Dv = op.Dv, key_head = head / (op.N / op.Nk);
   long row = op.at->rows ? op.at->rows[b] : b, size = (long)Dk * Dv;
   long first = position(op.at, b, 0), last = position(op.at, b, op.T - 1);
-  float* S = memory_of(own, (size_t)size + TOKENS * (2 * Dk + 2 * Dv));
-  float *k = S + size, *q = k + TOKENS * Dk, *v = q + TOKENS * Dk, *out = v + TOKENS * Dv;
+  int n_chunked = std::max(0l, last - first + 1 - op.n_state);
+  float* S = memory_of(own, size + TOKENS * (3 * Dk + Dv + COLUMNS + 2 * TOKENS));
+  float *k = S + size, *q = k + TOKENS * Dk, *out = q + TOKENS * Dk;
+  float *U = out + TOKENS * Dv, *turned = U + TOKENS * COLUMNS, *kk = turned + TOKENS * Dk;
+  mixed += (long)b * op.T * channels_of(op);
+  const float *queries = mixed + (long)key_head * Dk * op.T, *keys = queries + (long)op.Nk * Dk * op.T;
+  const float* values = mixed + (2l * op.Nk * Dk + (long)head * Dv) * op.T;
   auto state_at = [&](long p) {
     return op.states + ((row * op.n_state + p % op.n_state) * op.N + head) * size;
   };
-  int n_block = Dv / COLUMNS;                  // S is [n_block, Dk, COLUMNS] here
-  for (long i = 0; i < size; i += COLUMNS) {
-    float* to = S + (i / Dv + i % Dv / COLUMNS * Dk) * COLUMNS;
-    if (first == 0) std::fill(to, to + COLUMNS, 0.0f);
-    else copy_floats(state_at(first - 1) + i, COLUMNS, to);
+  auto in_blocks = [&](long i) { return S + (i / Dv + i % Dv / COLUMNS * Dk) * COLUMNS; };
+  for (long i = 0; n_chunked && i < size; i += COLUMNS) {         // [Dv/COLUMNS, Dk, COLUMNS]
+    if (first == 0) std::fill(in_blocks(i), in_blocks(i) + COLUMNS, 0.0f);
+    else copy_floats(state_at(first - 1) + i, COLUMNS, in_blocks(i));
   }
-  for (int t0 = 0; t0 < op.T; t0 += TOKENS) {
-    int n = std::min(TOKENS, op.T - t0);
+  for (int t0 = 0, n; t0 < op.T; t0 += n) {
+    n = std::min(TOKENS, (t0 < n_chunked ? n_chunked : op.T) - t0);
     Token tokens[TOKENS];
     for (int t = 0; t < n; t++) {
       long m = ((long)b * op.T + t0 + t) * op.width;
-      const float* x = op.x + m;
-      to_length(x + key_head * Dk, Dk, op.q_scale, q + t * Dk);
-      to_length(x + (op.Nk + key_head) * Dk, Dk, 1, k + t * Dk);
-      copy_floats(x + 2 * op.Nk * Dk + head * Dv, Dv, v + t * Dv);
+      to_length(queries + (long)(t0 + t) * Dk, Dk, op.q_scale, q + t * Dk);
+      to_length(keys + (long)(t0 + t) * Dk, Dk, 1, k + t * Dk);
       float time = op.time[m + head] + op.bias[head];
       time = time > 20 ? time : std::log1p(std::exp(time));
       tokens[t] = {std::exp(-op.rates[head] * time), 1 / (1 + std::exp(-op.beta[m + head])),
-                   dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk, v + t * Dv,
-                   out + t * Dv};
+                   dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk,
+                   values + (long)(t0 + t) * Dv, out + t * Dv};
     }
-    for (int block = 0; block < n_block; block++)
+    if (t0 < n_chunked) {
+      Chunk chunk = {n, Dk, k, q, turned, kk, kk + TOKENS * TOKENS, {}, {}};
+      chunk.begin(tokens);
+      for (int c = 0; c < Dv; c += COLUMNS) chunk.columns(tokens[0].v + c, Dv, S + (long)c * Dk, U, out + c);
+      if (t0 + n == n_chunked)
+        for (long i = 0; i < size; i += COLUMNS)
+          copy_floats(in_blocks(i), COLUMNS, state_at(first + n_chunked - 1) + i);
+    } else {
       for (int t = 0; t < n; t++) {
-        if (!follows(op.at, b, t0 + t)) {      // its out may be anything finite
-          std::fill(tokens[t].out + block * COLUMNS, tokens[t].out + (block + 1) * COLUMNS, 0.0f);
-          continue;
-        }
-        float* columns = S + (long)block * Dk * COLUMNS;
-        update(tokens[t], Dk, block * COLUMNS, columns);
         long p = position(op.at, b, t0 + t);
-        if (p <= last - op.n_state) continue;
-        float* to = state_at(p) + block * COLUMNS;
-        for (int i = 0; i < Dk; i++)
-          copy_floats(columns + i * COLUMNS, COLUMNS, to + (long)i * Dv);
+        if (follows(op.at, b, t0 + t))
+          step(tokens[t], Dk, Dv, p ? state_at(p - 1) : nullptr, state_at(p));
+        else std::fill(tokens[t].out, tokens[t].out + Dv, 0.0f);  // anything finite
       }
+    }
     for (int t = 0; t < n; t++) {
       long m = (long)b * op.T + t0 + t;
       const float* z = op.z + m * op.width + head * Dv;
@@ -1414,18 +1510,17 @@ static void recur(const Delta& op, int b, int head) {
 }
 
 static void delta(const Delta& op, Phase* phase) {
-  int n_channel = 2 * op.Nk * op.Dk + op.N * op.Dv;
-  int n_block = (n_channel + CHANNELS - 1) / CHANNELS;
+  float* mixed = memory_of(shared, 0);
   for (int b = 0; b < op.B; b++)
     if (position(op.at, b, 0) < 0) {
       out_of_range = true;
       return;
     }
-  do_tasks(phase[0], op.B * n_block, 4, [&](int i) {
-    int c = i % n_block * CHANNELS;
-    convolve(op, i / n_block, c, std::min(CHANNELS, n_channel - c));
+  do_tasks(phase[0], op.B * op.T, 4, [&](int i) { convolve(op, i / op.T, i % op.T, mixed); });
+  do_tasks(phase[1], op.B * (op.N + 1), 1, [&](int i) {
+    if (i < op.B) keep_inputs(op, i);
+    else recur(op, (i - op.B) / op.N, (i - op.B) % op.N, mixed);
   });
-  do_tasks(phase[1], op.B * op.N, 1, [&](int i) { recur(op, i / op.N, i % op.N); });
 }
 
 // ---- The residual stream ------------------------------------------------------------------------
@@ -1543,6 +1638,10 @@ static size_t shared_floats(const int32_t* op, int n_thread) {
   if (*op == LINEAR) {
     const Linear& linear = *(const Linear*)op;
     return Rows::floats(linear.M, padded(linear.K, GROUP));
+  }
+  if (*op == DELTA) {
+    const Delta& delta = *(const Delta*)op;
+    return (size_t)delta.B * delta.T * channels_of(delta);
   }
   if (*op != ATTENTION) return 0;
   Plan plan(*(const Attention*)op, n_thread);

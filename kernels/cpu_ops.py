@@ -151,8 +151,8 @@ class Delta(Structure):
     _fields_ = fields(
         "kind B T Nk N Dk Dv width n_tap n_state n_input input_type out_type",
         ("q_scale", c_float), ("norm", Norm),
-        *[(name, c_void_p) for name in ("at", "taps", "rates", "bias", "x", "states", "z", "beta",
-                                        "time", "inputs", "out")])
+        *[(name, c_void_p) for name in ("at", "taps", "rates", "bias", "x", "z", "beta", "time",
+                                        "states", "inputs", "out")])
 
 
 class AddNorm(Structure):
