@@ -29,32 +29,17 @@ from kernels.cpu_linears import (
     packed,
     shape_of,
 )
+from kernels.cpu_mixers import mixer_of
 from kernels.linear import PackedEmbedding, PackedLinear
 from layers.feed_forward import GATED, UNGATED
 from layers.moe import MoE
-from layers.norms import Scale, SoftCap, WideNorm
+from layers.norms import Scale
 
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 NARROW = "hidden", "attended"                      # buffers that one product alone reads
 
 
 # ---- What the operations know -------------------------------------------------------------------
-
-def fits_attention(layer: nn.Module) -> bool:
-    """Has a layer's first half the parts that the operations know?"""
-    attn, attend = layer.attn, getattr(layer.attn, "attend", None)
-    linears = [getattr(attn, name, None) for name in ("wqkv", "wo")]
-    if None in linears or not hasattr(attend, "scale"):
-        return False
-    if attn.gate is not None:
-        linears.append(attn.gate)
-    has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-    if getattr(attend, "slopes", None) is not None:
-        return False
-    clip = getattr(attn, "clip", nn.Identity())
-    norms = layer.attn_norm, clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
-    return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
-
 
 def fits_feed_forward(layer: nn.Module) -> bool:
     """Has a layer's second half?"""
@@ -88,7 +73,7 @@ class Call:
     """
 
     def __init__(self, widths: dict[str, int], dtype: torch.dtype):
-        self.widths = widths
+        self.widths, self.dtype = widths, dtype
         self.dtypes = {name: torch.float32 for name in widths} | dict.fromkeys(NARROW, dtype)
         self.buffers = {}                          # by name; another dict where they grew
         self.n_row = 0                             # that they have room for
@@ -159,16 +144,16 @@ class Operations:
 
     def __init__(self, layer: "OperationsLayer", call: Call, cache: nn.Module):
         self.layer, self.call, self.cache, self.buffers = layer, call, cache, call.buffers
-        self.x = self.positions = self.shape = self.attention = None
+        self.x = self.positions = self.shape = self.mixing = None
         self.at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
         self.types = {name: cpu_ops.TYPES[dtype] for name, dtype in call.dtypes.items()}
         self.reads_x, self.adds_x, self.by_rows, self.steps = [], [], [], []
         parts = layer.layer
-        if layer.has_attention:
-            self.linear("wqkv", None, "qkv", parts.attn_norm)
-            if "gate" in layer.linears:
-                self.linear("gate", None, "gate", parts.attn_norm)
-            self.attention = self.attend()
+        if layer.mixer:
+            for name in layer.mixer.before:
+                self.linear(name, None, name, parts.attn_norm)
+            self.mixing = layer.mixer.operation(parts.attn, self.at, self.types["attended"])
+            self.add(self.mixing)
             self.branch("wo", "attended", None, "x1", parts.attn, parts.post_attn_norm)
         else:
             self.steps.append(self.plain_attention)
@@ -185,7 +170,7 @@ class Operations:
         if not self.steps or callable(self.steps[-1]):
             self.steps.append([])
         self.steps[-1].append(ctypes.addressof(op))
-        if op is not self.attention:
+        if op is not self.mixing:
             self.by_rows.append(op)
 
     def linear(self, name: str, x: str | None, out: str, norm: nn.Module | None = None,
@@ -197,7 +182,7 @@ class Operations:
             *weights, packed.shape, bias, x=self.at.get(x), x_type=self.types.get(x, 0),
             out=self.at[out], out_type=self.types[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
-            x_bits=cpu_ops.x_bits(self.cache.k.dtype), **more)
+            x_bits=cpu_ops.x_bits(self.call.dtype), **more)
         if x is None:
             self.reads_x.append(op)
         self.add(op)
@@ -223,46 +208,30 @@ class Operations:
         if x is None:
             self.adds_x.append(op)
 
-    def attend(self) -> cpu_ops.Attention:
-        attn, cache = self.layer.layer.attn, self.cache
-        attend, (_, K, S, H) = attn.attend, cache.k.shape
-        sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
-        self.attention = cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, N=attn.split[0] // H, K=K, H=H, S=S,
-            cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
-            scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
-            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm),
-            qkv=self.at["qkv"], sinks=None if sinks is None else sinks.data_ptr(),
-            gate=self.at["gate"] if "gate" in self.layer.linears else None,
-            k_cache=cache.k.data_ptr(), v_cache=cache.v.data_ptr(), out=self.at["attended"],
-            out_type=self.types["attended"])
-        self.add(self.attention)
-        return self.attention
-
-    # - What runs as it is, in the cache's dtype
+    # - What runs as it is, in the model's dtype
 
     def sum_over_ranks(self, module: nn.Module) -> None:
         y = self.call.rows("before")
         for hook in module._forward_hooks.values():
-            y.copy_(hook(module, (), y.to(self.cache.k.dtype)))
+            y.copy_(hook(module, (), y.to(self.call.dtype)))
 
     def plain_attention(self, *given) -> None:
         layer, x = self.layer.layer, self.x
-        y = layer.attn(layer.attn_norm(x.to(self.cache.k.dtype)), *given)
+        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), *given)
         self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.layer.layer, self.call.rows("x1")
         x = self.x if self.layer.parallel else attended
-        y = layer.ffn(layer.ffn_norm(x.to(self.cache.k.dtype)))
+        y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
         self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
 
     # - What differs from call to call
 
     def take_shape(self, shape: torch.Size) -> None:
         self.shape = shape
-        if self.attention:
-            self.attention.B, self.attention.T = shape
+        if self.mixing:
+            self.mixing.B, self.mixing.T = shape
         for op in self.by_rows:
             op.M = shape.numel()
 
@@ -277,7 +246,7 @@ class Operations:
 class OperationsLayer:
     """The forward of a layer with packed linears, in its place.
 
-    halves: which of attention and feed-forward are operations; parallel: both read the layer's x;
+    halves: which of mixer and feed-forward are operations; parallel: both read the layer's x;
     first, last: of neighbours like it.
     """
 
@@ -286,11 +255,11 @@ class OperationsLayer:
         self.layer, self.first, self.last = layer, first, last
         self.attn, self.plain = layer.attn, layer.forward
         self.parallel = parallel
-        self.halves = self.has_attention, self.has_feed_forward = halves
+        self.halves = has_mixer, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
-        if self.has_attention:
-            gate = [] if layer.attn.gate is None else ["gate"]
-            self._add(layer.attn, "wqkv", "wo", *gate)
+        self.mixer = mixer_of(layer)(layer) if has_mixer else None
+        if self.mixer:
+            self._add(layer.attn, *self.mixer.before, "wo")
         if self.has_feed_forward:
             self.up, self.activation = name_of_up(layer.ffn), activation_of(layer.ffn)
             self._add(layer.ffn, self.up, "down")
@@ -305,9 +274,9 @@ class OperationsLayer:
     def widths(self) -> dict[str, int]:
         """Of what Operations writes."""
         widths = {}
-        if self.has_attention:
-            (width, _), (D, attended) = (self.linears[name][0].shape for name in ("wqkv", "wo"))
-            widths |= dict(qkv=width, attended=attended, gate=attended)
+        if self.mixer:
+            widths = {name: self.linears[name][0].shape[0] for name in self.mixer.before}
+            D, widths["attended"] = self.linears["wo"][0].shape
         if self.has_feed_forward:
             D, widths["hidden"] = self.linears["down"][0].shape
         return widths | dict(x1=D, x2=D, before=D)
@@ -328,9 +297,9 @@ class OperationsLayer:
             operations.take(x)
         if mask is not call.mask or rope is not call.rope:
             call.take(rope, slot, mask, batch_idx)
-        if operations.attention and call.positions is not operations.positions:
+        if operations.mixing and call.positions is not operations.positions:
             operations.positions = call.positions
-            operations.attention.at = ctypes.addressof(call.positions)
+            operations.mixing.at = ctypes.addressof(call.positions)
         for step in operations.steps:
             if type(step) is list:
                 call.addresses += step
@@ -361,7 +330,7 @@ def kind_of(layer: nn.Module) -> tuple:
 
 def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
     """Which halves the operations do as the layer does: tried on a copy."""
-    fits = fits_attention(layer), fits_feed_forward(layer)
+    fits = mixer_of(layer).fits(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
@@ -372,16 +341,16 @@ def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
 
 def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
     """Some tokens and one more, by the layer as it is and by its operations: alike?"""
-    old = layer.attn.cache
-    dtype, shape = old.k.dtype, (1, old.k.shape[1], 8, old.k.shape[3])
+    old, dtype = layer.attn.cache, next(layer.attn.cache.buffers()).dtype
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
-    D, alike = new.widths()["x1"], True
-    layer.attn.cache, new.attn.cache = (type(old)(shape, dtype, "cpu") for _ in range(2))
+    D, alike, half = new.widths()["x1"], True, getattr(layer.attn, "head_dim", 2) // 2
+    for attn in (layer.attn, new.attn):
+        attn.setup_cache(1, 8, dtype, "cpu")
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), shape[3] // 2, generator=random)
+            angle = torch.randn(len(pos), half, generator=random)
             mask = torch.arange(8) <= pos[:, None]
             given = (angle.cos(), angle.sin()), pos, mask, None
             plain, mine = layer(x, *given).float(), new(x, *given).float()

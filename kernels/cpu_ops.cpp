@@ -1252,29 +1252,31 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
 
 // ---- Gated DeltaNet -----------------------------------------------------------------------------
 
-// The channels q, k [Nk, Dk], v [N, Dv] of x [B, T, ..] through a short convolution of their own and
+// The channels q, k [Nk, Dk], v [N, Dv] of x [B, T, channels] through a short convolution of their own and
 // SiLU; then for each of N heads a state S [Dk, Dv] over the tokens,
 //
 //     S = decay S + k (beta (v - decay S' k))'        out = S' q
 //
-// with q of length q_scale, k of length 1, beta [B, T, ..N] before its sigmoid, and decay
-// exp(-rate softplus(time + bias)); whose out is normalized, times SiLU(z) -> out [B, T, N, Dv].
-// x, z, beta and time are `width` floats a token apart. Rings hold the state after a position p
-// [rows, n_state, N, Dk, Dv] and the convolution's input at it [rows, n_input, channels], at p modulo
-// their lengths. A token that is not at its predecessor's position + 1 leaves the state as it is.
+// with q of length q_scale, k of length 1, beta and decay by rates [B, T, 2, N]: sigmoid(rates[0]) and
+// exp(decay_rate softplus(rates[1] + decay_bias)); out is normalized, times SiLU(z [B, T, N, Dv]).
+// Rings hold the state after a position p [rows, n_state, N, Dk, Dv] and the convolution's input at
+// it [rows, n_input, channels], at p modulo their lengths. A token that is not at its predecessor's
+// position + 1 leaves the state as it is.
 struct Delta {
-  int32_t kind, B, T, Nk, N, Dk, Dv, width, n_tap, n_state, n_input, input_type, out_type;
+  int32_t kind, B, T, Nk, N, Dk, Dv, n_tap, n_state, n_input, input_type, out_type;
   float q_scale;
   Norm norm;
   const Positions* at;
-  const float *taps, *rates, *bias;            // [n_tap, channels], a token's own tap the last; [N]
-  const float *x, *z, *beta, *time;
+  const float *taps;                           // [n_tap, channels], a token's own the last
+  const float *decay_rate, *decay_bias;        // [N]
+  const float *x, *z, *rates;
   float* states;
   void *inputs, *out;
 };
 
 constexpr int COLUMNS = 2 * LANES;             // of a state at a time: they stay in the L1
 constexpr int TOKENS = 32;                     // at a time
+constexpr int MOST_TAPS = 8;                   // kernels/cpu_ops.py has it too
 
 static long position(const Positions* at, int b, int t) { return at->slot[b * at->slot_b + t]; }
 
@@ -1293,12 +1295,12 @@ static long input_at(const Delta& op, int b, long p) {
 // [T, n] at c T.
 static void convolve(const Delta& op, int b, int t, float* mixed) {
   int n_channel = channels_of(op), before = op.n_tap - 1;
-  const float* in[8];                          // by tap
+  const float* in[MOST_TAPS];
   float* past = memory_of(own, (size_t)op.n_tap * n_channel);
   for (int i = 0; i < op.n_tap; i++) {
     int from = t - before + i;
     long p = position(op.at, b, 0) + from;
-    in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * op.width;
+    in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * n_channel;
     if (from >= 0) continue;
     if (p < 0) std::fill(past + (long)i * n_channel, past + (i + 1l) * n_channel, 0.0f);
     else read_floats(op.inputs, op.input_type, input_at(op, b, p), n_channel, (float*)in[i]);
@@ -1321,7 +1323,7 @@ static void keep_inputs(const Delta& op, int b) {
   for (int t = 0; t < op.T; t++) {
     long p = position(op.at, b, t);
     if (p > last - op.n_input && follows(op.at, b, t))
-      write_floats(op.x + ((long)b * op.T + t) * op.width, channels_of(op), op.inputs,
+      write_floats(op.x + ((long)b * op.T + t) * channels_of(op), channels_of(op), op.inputs,
                    op.input_type, input_at(op, b, p));
   }
 }
@@ -1473,12 +1475,12 @@ static void recur(const Delta& op, int b, int head, const float* mixed) {
     n = std::min(TOKENS, (t0 < n_chunked ? n_chunked : op.T) - t0);
     Token tokens[TOKENS];
     for (int t = 0; t < n; t++) {
-      long m = ((long)b * op.T + t0 + t) * op.width;
+      const float* rates = op.rates + ((long)b * op.T + t0 + t) * 2 * op.N + head;
       to_length(queries + (long)(t0 + t) * Dk, Dk, op.q_scale, q + t * Dk);
       to_length(keys + (long)(t0 + t) * Dk, Dk, 1, k + t * Dk);
-      float time = op.time[m + head] + op.bias[head];
-      time = time > 20 ? time : std::log1p(std::exp(time));
-      tokens[t] = {std::exp(-op.rates[head] * time), 1 / (1 + std::exp(-op.beta[m + head])),
+      float time = rates[op.N] + op.decay_bias[head];
+      time = time > 20 ? time : std::log1p(std::exp(time));       // softplus
+      tokens[t] = {std::exp(op.decay_rate[head] * time), 1 / (1 + std::exp(-rates[0])),
                    dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk,
                    values + (long)(t0 + t) * Dv, out + t * Dv};
     }
@@ -1499,7 +1501,7 @@ static void recur(const Delta& op, int b, int head, const float* mixed) {
     }
     for (int t = 0; t < n; t++) {
       long m = (long)b * op.T + t0 + t;
-      const float* z = op.z + m * op.width + head * Dv;
+      const float* z = op.z + (m * op.N + head) * Dv;
       float* y = out + t * Dv;
       normalize(op.norm, Dv, y);
       for (int i = 0; i < Dv; i += LANES)

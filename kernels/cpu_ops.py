@@ -31,6 +31,7 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
 LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA = range(7)
+MOST_TAPS = 8                                      # of a short convolution
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
 
 
@@ -149,10 +150,9 @@ class Attention(Structure):
 
 class Delta(Structure):
     _fields_ = fields(
-        "kind B T Nk N Dk Dv width n_tap n_state n_input input_type out_type",
-        ("q_scale", c_float), ("norm", Norm),
-        *[(name, c_void_p) for name in ("at", "taps", "rates", "bias", "x", "z", "beta", "time",
-                                        "states", "inputs", "out")])
+        "kind B T Nk N Dk Dv n_tap n_state n_input input_type out_type", ("q_scale", c_float),
+        ("norm", Norm), *[(name, c_void_p) for name in (
+            "at taps decay_rate decay_bias x z rates states inputs out".split())])
 
 
 class AddNorm(Structure):

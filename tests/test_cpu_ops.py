@@ -19,9 +19,10 @@ from kernels import cpu_layers, cpu_ops, private
 from kernels.cpu_experts import Experts
 from kernels.plain import dequantize
 from layers.attention import ScoredAttention
+from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
 from layers.moe import MoE
-from model import visible
+from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8
 
 FORMATS = ("fp32", "bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
@@ -134,6 +135,7 @@ def in_8_bits(x):
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", "int4-g64", "int4-g128"])
 def test_many_rows_as_bytes(wide, monkeypatch, kind):
     monkeypatch.setattr(cpu_ops, "x_bits", lambda dtype: 8)                  # though it is fp32
+    torch.manual_seed(0)                                                     # a tie may be rounded either way
     stored, exact = leaves(torch.randn(96, 640), kind)
     packed = cpu_ops.pack_weight(*stored)
     for n_row in (17, 24, 25, 70):
@@ -460,7 +462,7 @@ class Recurrence:
         q, k, v = y.split((Nk * Dk, Nk * Dk, N * Dv))
         q, k = (t.view(Nk, Dk) / (t.view(Nk, Dk).square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
         q, k = (t.repeat_interleave(N // Nk, 0) for t in (self.scale * q, k))
-        decay = torch.exp(-self.rates * torch.nn.functional.softplus(time.double() + self.bias))
+        decay = torch.exp(self.rates * torch.nn.functional.softplus(time.double() + self.bias))
         S = self.states[-1] * decay[:, None, None]
         change = beta.double().sigmoid()[:, None] * (v.view(N, Dv) - torch.einsum("nkv,nk->nv", S, k))
         self.states.append(S + k[..., None] * change[:, None])
@@ -478,8 +480,8 @@ class DeltaCase:
     def __init__(self, seed, n_row, Nk=2, N=4, Dk=32, Dv=64, n_state=6):
         self.random = torch.Generator().manual_seed(seed)
         self.shape, self.channels, self.n_state = (Nk, N, Dk, Dv), 2 * Nk * Dk + N * Dv, n_state
-        self.width = self.channels + N * Dv + 2 * N
-        self.weights = (self.randn(4, self.channels), self.randn(N).exp(), self.randn(N), self.randn(Dv))
+        self.widths = self.channels, N * Dv, 2 * N
+        self.weights = (self.randn(4, self.channels), -self.randn(N).exp(), self.randn(N), self.randn(Dv))
         self.rows = [Recurrence(*self.weights, 0.3, *self.shape) for _ in range(n_row + 1)]
         self.states = self.randn(n_row + 1, n_state, N, Dk, Dv)              # of others before: not read
         self.inputs = self.randn(n_row + 1, n_state + 2, self.channels)
@@ -490,7 +492,8 @@ class DeltaCase:
     def call(self, rows, first, T, padding=0):
         """T tokens of each of `rows` from position `first` on, the last row with some of them padding."""
         Nk, N, Dk, Dv = self.shape
-        x, out = self.randn(len(rows), T, self.width), torch.empty(len(rows), T, N * Dv)
+        inputs = [self.randn(len(rows), T, width) for width in self.widths]
+        out = torch.empty(len(rows), T, N * Dv)
         pos = first + torch.arange(T).expand(len(rows), T)
         stop = torch.full((len(rows), 1), first + T)
         stop[-1] -= padding
@@ -499,17 +502,17 @@ class DeltaCase:
         for b, row in enumerate(rows):
             self.rows[row].cut(first)
             for t in range(int(stop[b]) - first):
-                parts = x[b, t].split((self.channels, N * Dv, N, N))
-                expected[b, t] = self.rows[row].step(*parts)
-        index, todo = torch.tensor(rows), x.clone()
+                x, z, rates = (given[b, t] for given in inputs)
+                expected[b, t] = self.rows[row].step(x, z, *rates.chunk(2))
+        index = torch.tensor(rows)
         at = cpu_ops.Positions(slot=pos.data_ptr(), slot_b=T, rows=index.data_ptr())
-        z = todo.data_ptr() + 4 * self.channels
-        taps, rates, bias, weight = (t.data_ptr() for t in self.weights)
+        taps, rate, bias, weight = (t.data_ptr() for t in self.weights)
+        x, z, rates = (t.data_ptr() for t in inputs)
         op = cpu_ops.Delta(
-            kind=cpu_ops.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, width=self.width, n_tap=4, q_scale=0.3,
-            n_state=self.n_state, n_input=self.inputs.shape[1], norm=cpu_ops.Norm(1, 1e-6, weight), taps=taps,
-            rates=rates, bias=bias, at=ctypes.addressof(at), x=todo.data_ptr(), z=z, beta=z + 4 * N * Dv,
-            time=z + 4 * N * (Dv + 1), states=self.states.data_ptr(), inputs=self.inputs.data_ptr(), out=out.data_ptr())
+            kind=cpu_ops.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
+            n_input=self.inputs.shape[1], norm=cpu_ops.Norm(1, 1e-6, weight), taps=taps, decay_rate=rate, decay_bias=bias,
+            at=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
+            inputs=self.inputs.data_ptr(), out=out.data_ptr())
         cpu_ops.run([ctypes.addressof(op)])
         assert out.isfinite().all()
         for b in range(len(rows)):
@@ -540,3 +543,51 @@ def test_delta_in_plain_instructions(wide):
     case = DeltaCase(0, 2, Nk=1, N=3)
     case.call([0, 2], 0, 70, padding=5)
     case.call([0], 70, 1)
+
+
+HYBRID = ModelConfig(
+    dim=64, n_layer=4, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=256, norm_eps=1e-6,
+    qk_norm="head", attn_gate=True, mixer=(GatedDelta(2, 4, 32, 64),) * 3 + (None,))
+
+
+def hybrid(dtype=torch.float32):
+    """A model whose layers remember in a state, but for each fourth, with random weights."""
+    torch.manual_seed(0)
+    model = Transformer(HYBRID)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1 if "norm" in name else 0, 0.1 if p.dim() == 2 else 0.5)
+        if name.endswith("decay_rate"):
+            p.data = -p.abs()
+    model.dtype = dtype
+    for name, p in model.named_parameters():
+        p.requires_grad = False
+        if p.dim() == 2 and "conv" not in name:
+            p.data = p.data.to(dtype)
+    return model.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_states(dtype):
+    """Prompts of other lengths side by side, chunks, drafts of which some are rejected: as the layers themselves do it."""
+    model, other = hybrid(dtype), hybrid(dtype)
+    assert cpu_layers.use_operations(other)
+    assert all(layer.forward.halves == (True, True) for layer in other.layers)
+    for m in (model, other):
+        m.setup_cache(2, 120, 48, max_rejected=4)
+    tokens = torch.randint(3, 150, (2, 120))
+
+    def both(tokens, pos, n, batch_idx=None):
+        given = tokens, pos, n, int(pos.max()) + 1, batch_idx
+        expected, found = model(*given), other(*given)
+        assert (found - expected).abs().max() < (2e-4 if dtype == torch.float32 else 0.08) * expected.std()
+    stop = torch.tensor([[70], [41]])
+    for at in (0, 40):
+        pos = torch.arange(at, at + 40).expand(2, 40).minimum(stop).contiguous()
+        both(tokens[:, at:at + 40], pos, 1)
+    at = stop
+    for kept in (0, 2, 4, 1):
+        pos = at + torch.arange(5)
+        both(tokens.gather(1, pos), pos, 5)
+        at = at + 1 + kept
+    both(tokens[1:, :30], torch.arange(30)[None], 30, torch.tensor([1]))     # a new text in a row
+    both(tokens[1:, 30:31], torch.tensor([[30]]), 1, torch.tensor([1]))
