@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from bench.twins import Twin, is_plain_llama, twin_of
 from formats.names import HF_NAMES
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
@@ -122,14 +123,6 @@ def _write_made_up_tokenizer(n: int, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def is_plain_llama(cfg) -> bool:
-    plain = type(cfg)(
-        dim=cfg.dim, n_layer=cfg.n_layer, n_head=cfg.n_head, n_kv_head=cfg.n_kv_head,
-        head_dim=cfg.head_dim, ffn_dim=cfg.ffn_dim, vocab_size=cfg.vocab_size, context=cfg.context,
-        norm_eps=cfg.norm_eps, tied=cfg.tied, rope=cfg.rope)
-    return cfg == plain and len(cfg.rope) == 1 and cfg.rope[0].kind in ("default", "llama3")
-
-
 def check_plain_llama(cfg, peer: str) -> None:
     """ValueError if cfg has anything that a Llama has not."""
     if not is_plain_llama(cfg):
@@ -174,8 +167,8 @@ def open_gguf_model(checkpoint) -> GGUFModel:
     if path.suffix != ".gguf":
         if any(tensor.read_rows is not None for tensor in checkpoint.tensors.values()):
             raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")
-        check_plain_llama(checkpoint.cfg, "llama.cpp")
-        return GGUFModel("llama", _llama_fields(checkpoint.cfg), _random_llama(checkpoint.cfg))
+        twin = twin_of(checkpoint.cfg)
+        return GGUFModel(twin.architecture, _random_fields(twin), _random_weights(twin))
     reader = gguf.GGUFReader(path)
     fields = [GGUFField(f.name, f.contents(), f.types[0], f.types[-1])
               for f in reader.fields.values()]
@@ -211,7 +204,7 @@ def _tensor_type(name: str, shape: tuple[int, ...], gguf_format: str):
     """How a tensor is stored in a file of this format."""
     import gguf
     types = gguf.GGMLQuantizationType
-    if len(shape) < 2 or not name.endswith("weight") or re.search("norm|_inp|^pos", name):
+    if len(shape) < 2 or not name.endswith("weight") or re.search("norm|_inp|^pos|conv1d", name):
         return types.F32
     if gguf_format == "Q4_0" and re.match(r"(token_embd|output)\.", name):
         gguf_format = "Q8_0"
@@ -244,51 +237,35 @@ def _write_tensors(writer, tensors: dict[str, GGUFTensor], gguf_format: str) -> 
         writer.write_padding(file, sizes[name])
 
 
-def _llama_fields(cfg) -> list[GGUFField]:
-    """Metadata of a plain Llama with a vocabulary of no meaning."""
+def _random_fields(twin: Twin) -> list[GGUFField]:
+    """Metadata with a vocabulary of no meaning."""
     import gguf
     types = gguf.GGUFValueType
-    integers = {
-        "block_count": cfg.n_layer, "context_length": cfg.context, "embedding_length": cfg.dim,
-        "feed_forward_length": cfg.ffn_dim, "vocab_size": cfg.vocab_size,
-        "attention.head_count": cfg.n_head, "attention.head_count_kv": cfg.n_kv_head,
-        "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim,
-        "rope.dimension_count": cfg.head_dim}
+    known = {int: (types.UINT32, None), float: (types.FLOAT32, None),
+             list: (types.ARRAY, types.INT32)}
+    n = twin.metadata["vocab_size"]
     special = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
-    tokens = special + [f"t{i}" for i in range(cfg.vocab_size)]
+    tokens = special + [f"t{i}" for i in range(n)]
     unknown, control, byte, normal = 2, 3, 6, 1
-    token_types = [unknown, control, control] + [byte] * 256 + [normal] * cfg.vocab_size
-    n = cfg.vocab_size
+    token_types = [unknown, control, control] + [byte] * 256 + [normal] * n
     return [
-        *(GGUFField(f"llama.{key}", value, types.UINT32, None) for key, value in integers.items()),
-        GGUFField("llama.attention.layer_norm_rms_epsilon", cfg.norm_eps, types.FLOAT32, None),
-        GGUFField("llama.rope.freq_base", cfg.rope[0].theta, types.FLOAT32, None),
+        *(GGUFField(f"{twin.architecture}.{key}", value, *known[type(value)])
+          for key, value in twin.metadata.items()),
         GGUFField("tokenizer.ggml.model", "llama", types.STRING, None),
         GGUFField("tokenizer.ggml.tokens", tokens[:n], types.ARRAY, types.STRING),
         GGUFField("tokenizer.ggml.scores", [0.0] * n, types.ARRAY, types.FLOAT32),
         GGUFField("tokenizer.ggml.token_type", token_types[:n], types.ARRAY, types.INT32)]
 
 
-def _random_llama(cfg) -> dict[str, GGUFTensor]:
-    """Normal, as small as an initialization; norms are ones."""
+def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
+    """Normal, as small as an initialization; norms are ones, rates of decay -1, biases 0."""
     import numpy as np
     random = np.random.default_rng(0)
-    q_dim = cfg.n_head * cfg.head_dim
-    kv_dim = cfg.n_kv_head * cfg.head_dim
-    layer = {
-        "attn_norm": (cfg.dim,), "ffn_norm": (cfg.dim,), "attn_q": (q_dim, cfg.dim),
-        "attn_k": (kv_dim, cfg.dim), "attn_v": (kv_dim, cfg.dim), "attn_output": (cfg.dim, q_dim),
-        "ffn_gate": (cfg.ffn_dim, cfg.dim), "ffn_up": (cfg.ffn_dim, cfg.dim),
-        "ffn_down": (cfg.dim, cfg.ffn_dim)}
-    shapes = {"token_embd": (cfg.vocab_size, cfg.dim), "output_norm": (cfg.dim,)}
-    if not cfg.tied:
-        shapes["output"] = (cfg.vocab_size, cfg.dim)
-    for i in range(cfg.n_layer):
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
 
-    def row_reader(shape):
+    def row_reader(name, shape):
         if len(shape) == 1:
-            return lambda begin, end: np.ones(shape)
+            value = -1 if name.endswith("ssm_a") else 0 if name.endswith("bias") else 1
+            return lambda begin, end: np.full(shape, value)
         return lambda begin, end: 0.02 * random.standard_normal((end - begin, shape[1]), np.float32)
-    return {f"{name}.weight": GGUFTensor(shape, row_reader(shape))
-            for name, shape in shapes.items()}
+    return {name: GGUFTensor(shape, row_reader(name, shape))
+            for name, shape in twin.shapes.items()}

@@ -579,11 +579,11 @@ def test_a_model_with_states(dtype):
     def both(tokens, pos, n, batch_idx=None):
         given = tokens, pos, n, int(pos.max()) + 1, batch_idx
         expected, found = model(*given), other(*given)
-        assert (found - expected).abs().max() < (2e-4 if dtype == torch.float32 else 0.08) * expected.std()
+        assert (found - expected).abs().mean() < (1e-5 if dtype == torch.float32 else 0.02) * expected.std()
     stop = torch.tensor([[70], [41]])
     for at in (0, 40):
         pos = torch.arange(at, at + 40).expand(2, 40).minimum(stop).contiguous()
-        both(tokens[:, at:at + 40], pos, 1)
+        both(tokens[:, at:at + 40], pos, (stop - 1 - at).clamp(max=39))
     at = stop
     for kept in (0, 2, 4, 1):
         pos = at + torch.arange(5)

@@ -179,7 +179,7 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
 
 
 @pytest.mark.parametrize("source, kind, message", [
-    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama only"),
+    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama or a dense Qwen3.5 only"),
     ("stories15M", "Q5_K", "no kind Q5_K of GGUF"),
 ])
 def test_no_twin(families, source, kind, message, tmp_path):
