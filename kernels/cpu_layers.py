@@ -353,29 +353,34 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
+def halves_alike(layer: nn.Module, cfg) -> tuple[bool, bool]:
     """Which halves the operations do as the layer does: tried on a copy."""
     fits = fits_attention(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            if does_the_same(layer, OperationsLayer(copied, halves, parallel)):
+            new = OperationsLayer(copied, halves, cfg.parallel)
+            if does_the_same(layer, new, cfg.head_dim // 2):
                 return halves
     return False, False
 
 
-def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
+def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
+    """Some tokens and one more, by the layer as it is and by its operations: alike?
+
+    n_angle: how many of RoPE's a head has.
+    """
     old = layer.attn.cache
-    dtype, shape = old.k.dtype, (1, old.k.shape[1], 8, old.k.shape[3])
+    dtype = old.k.dtype
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
-    layer.attn.cache, new.attn.cache = (type(old)(shape, dtype, "cpu") for _ in range(2))
+    for attn in (layer.attn, new.attn):
+        attn.setup_cache(1, 8, dtype, "cpu")
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), shape[3] // 2, generator=random)
+            angle = torch.randn(len(pos), n_angle, generator=random)
             mask = torch.arange(8) <= pos[:, None]
             given = (angle.cos(), angle.sin()), pos, mask, None
             plain, mine = layer(x, *given).float(), new(x, *given).float()
@@ -412,7 +417,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
     parallel = model.cfg.parallel
-    halves = {kind: halves_alike(layer, parallel)
+    halves = {kind: halves_alike(layer, model.cfg)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)
