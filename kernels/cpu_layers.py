@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kernels import cpu_ops, private
 from kernels.cpu_ends import Enter, Leave, gives_the_same
-from kernels.cpu_experts import Experts, fits_experts
+from kernels.cpu_experts import Experts, fits_experts, fits_head_matrices
+from kernels.cpu_experts import packed as packed_experts
 from kernels.cpu_linears import (
     DTYPES,
     OPERATIONS,
@@ -341,6 +342,8 @@ def pack_modules(layer: nn.Module) -> nn.Module:
     for name, module in list(layer.named_modules()):
         if isinstance(module, MoE) and fits_experts(module):
             module.experts = Experts(module)
+        elif name.startswith("attn.") and fits_head_matrices(module):
+            layer.set_submodule(name, packed_experts([module], None))
         elif fits_linear(module):
             new = packed(module)
             new._forward_hooks.update(module._forward_hooks)

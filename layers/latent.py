@@ -175,8 +175,8 @@ class LatentAttention(nn.Module):
         B, N, T, _ = x.shape
         rows = x.transpose(0, 1).flatten(0, 2)                             # [N B T, in]
         ids = torch.arange(N, device=x.device).repeat_interleave(B * T)
-        ends = None                                # as of few experts' rows: see ExpertLinear
-        if B * T > 1 and (T > 1 or x.device.type == "cpu"):
+        ends = None                                # as MoE.takes_rows_one_by_one
+        if T > 1 or x.device.type == "cpu":
             ends = torch.arange(1, N + 1, device=x.device, dtype=torch.int32) * (B * T)
         return linear(rows, ids, ends).unflatten(0, (N, B, T)).transpose(0, 1)
 
