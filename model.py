@@ -20,7 +20,7 @@ from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoE, MoEConfig
 from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap
-from layers.rope import Rope, rope_frequencies
+from layers.rope import Rope, rope_frequencies, rotate
 from layers.window import Ring, n_slots, row_index
 
 
@@ -70,12 +70,6 @@ class ModelConfig:
 def at(layer: int, tiled: tuple):
     """A layer's own entry of `rope`, `window`, `sparse` or `mixer`."""
     return tiled[layer % len(tiled)]
-
-
-def rotate(x, cos, sin):
-    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
 def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:

@@ -20,8 +20,9 @@ from kernels.collectives import all_gather, all_reduce
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
-OUT, IN = -2, -1
+HEAD, OUT, IN = -3, -2, -1
 SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
+         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD,
          "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
          "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}

@@ -9,9 +9,10 @@ and Meta's files are put into config.json's words first. Reads no file and no we
 import math
 from dataclasses import replace
 
-from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
 from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
+from layers.latent import Latent
 from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
@@ -50,6 +51,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
              "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
     if c.get("use_qk_norm") or c.get("qk_layernorm"):
         facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
+    if c.get("kv_lora_rank"):
+        facts.update(_latent(c, facts))
     facts.update(_layers(c, family, n_layer))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE that makes queries longer is not supported before their norms")
@@ -63,7 +66,7 @@ def _complete(c: dict) -> tuple[Family, dict]:
     _refuse_other_kinds(c)
     c = _text_part(c)
     _refuse_other_kinds(c)
-    kind = c.get("model_type")
+    kind = ALIASES.get(c.get("model_type"), c.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[kind]
@@ -72,6 +75,7 @@ def _complete(c: dict) -> tuple[Family, dict]:
                **family.key_aliases}
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
+    c["model_type"] = kind
     return family, family.respell(c)
 
 
@@ -133,6 +137,22 @@ def _widths(c: dict) -> dict:
     return dict(dim=dim, n_head=n_head, n_kv_head=n_kv_head,
                 head_dim=_count(c, "head_dim", dim // n_head),
                 ffn_dim=_count(c, "intermediate_size"))
+
+
+def _latent(c: dict, facts: dict) -> dict:
+    """Latent attention, whose head_dim is that of the part that RoPE turns."""
+    q_rank, rope_dim = c.get("q_lora_rank"), _count(c, "qk_rope_head_dim")
+    nope_dim = _count(c, "qk_nope_head_dim")
+    latent = Latent(q_rank=q_rank and _count(c, "q_lora_rank"), kv_rank=_count(c, "kv_lora_rank"),
+                    nope_dim=nope_dim, v_dim=_count(c, "v_head_dim", facts["head_dim"]))
+    if rope_dim % 2:
+        raise ValueError(f"'qk_rope_head_dim' is {rope_dim}, expected an even number")
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    scale = (nope_dim + rope_dim)**-0.5
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and rope.get("mscale_all_dim"):   # YaRN's second scale, of the scores
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"])**2
+    return dict(mixer=(latent,), head_dim=rope_dim, n_kv_head=facts["n_head"], attn_scale=scale)
 
 
 def _biases(c: dict) -> dict:
@@ -207,13 +227,14 @@ def _experts(c: dict) -> dict:
     expert_dim = _count(c, "moe_intermediate_size", _count(c, "intermediate_size"))
     shared_dim = (c.get("n_shared_experts") or 0) * expert_dim
     n_group, topk_group = _count(c, "n_group", 1), _count(c, "topk_group", 1)
-    size = n_expert // n_group                     # two of a group say what it is worth
+    size = n_expert // n_group
+    group_top = 1 if c.get("topk_method") == "group_limited_greedy" else 2
     if (n_expert % n_group or topk_group > n_group or n_active > size * topk_group
-            or n_group > 1 and size < 2):
+            or n_group > 1 and size < group_top):
         raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
     return dict(n_expert=n_expert, n_active=n_active, expert_dim=expert_dim,
                 norm_topk_prob=bool(c.get("norm_topk_prob", True)),
-                n_group=n_group, topk_group=topk_group,
+                n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),
                 shared_dim=int(c.get("shared_expert_intermediate_size") or shared_dim))
 
@@ -283,9 +304,13 @@ def _longrope(rope: dict, factor: float, original: int, n_freq: int) -> dict:
     return dict(divisors=short, long_divisors=long, amplitude=float(amplitude))
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
 def _yarn_amplitude(rope: dict, factor: float) -> float:
     def mscale(weight):
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+        return yarn_mscale(factor, weight)
 
     amplitude, one, all_dim = (
         rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
@@ -295,4 +320,6 @@ def _yarn_amplitude(rope: dict, factor: float) -> float:
 
 
 def head_dim(c: dict) -> int:
-    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    """Of queries and keys; of latent attention, of the part that RoPE turns."""
+    stated = c.get("qk_rope_head_dim") or c.get("head_dim")
+    return stated or c["hidden_size"] // c["num_attention_heads"]

@@ -21,6 +21,7 @@ from formats.names import (
     GRANITE_MOE_NAMES,
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
+    LATENT_NAMES,
     MINIMAX_NAMES,
     MIXTRAL_NAMES,
     MOE_NAMES,
@@ -61,7 +62,11 @@ class Family:
 
 def stated_folds(c: dict) -> dict:
     """Folds' fields that a config.json states."""
-    return dict(logits_divisor=c.get("logits_scaling") or 1, one_norm=bool(c.get("one_norm")),
+    stated = {}
+    if c.get("kv_lora_rank"):
+        stated["interleaved_rope"] = bool(c.get("rope_interleave", True))
+    return dict(stated, logits_divisor=c.get("logits_scaling") or 1,
+                one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
                 slopes_scale=float(c.get("alibi_scale") or 1),
                 post_norm_scale=float(c.get("post_norm_scale") or 1))
@@ -250,6 +255,30 @@ def _minimax_respelled(c):
     return c
 
 
+def _deepseek_v2_respelled(c):
+    """Groups count where topk_method says so; the weights of the chosen are never normalized."""
+    method = c.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"'topk_method' is {method!r}, expected greedy or group_limited_greedy")
+    return c if method == "group_limited_greedy" else {**c, "n_group": 1, "topk_group": 1}
+
+
+def _minicpm3_respelled(c):
+    n_layer, dim = c["num_hidden_layers"], c["hidden_size"]
+    depth = n_layer**0.5 if c.get("scale_depth") is None else c["scale_depth"]
+    return {**c, "residual_multiplier": depth / n_layer**0.5,
+            "embedding_multiplier": c["scale_emb"],
+            "logits_scaling": dim / (c.get("dim_model_base") or dim),
+            "v_head_dim": c.get("v_head_dim") or dim // c["num_attention_heads"]}
+
+
+def _mistral4_respelled(c):
+    """RoPE's parameters say what share of a whole head turns, which is all of head_dim here."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or _MISTRAL4_ROPE
+    return {**c, "rope_parameters": {**rope, "partial_rotary_factor": None},
+            "partial_rotary_factor": None}
+
+
 def _biased_respelled(c):
     return {**c, "attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]}
 
@@ -280,6 +309,11 @@ _GLM4_MOE = Family(
                   partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
                   moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
     names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first)
+_LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
+               v_head_dim=128)
+_MISTRAL4_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=128.0, beta_fast=32.0, beta_slow=1.0,
+                      original_max_position_embeddings=8192, mscale_all_dim=1.0, mscale=1.0,
+                      llama_4_scaling_beta=0.1)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
 FAMILIES = {
@@ -327,6 +361,41 @@ FAMILIES = {
     "glm4_moe": _GLM4_MOE,
     "glm4v_moe_text": replace(_GLM4_MOE,
                               defaults=dict(_GLM4_MOE.defaults, attention_bias=True)),
+    "deepseek_v2": Family(
+        moe=dict(shared_gate=False, norm_topk_prob=False),
+        defaults=dict(_LATENT, num_experts=64, n_shared_experts=2, moe_intermediate_size=1407),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_deepseek_v2_respelled),
+    "deepseek_v3": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, num_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+                      n_group=8, topk_group=4, routed_scaling_factor=2.5,
+                      moe_intermediate_size=2048, first_k_dense_replace=3,
+                      max_position_embeddings=4096),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first),
+    "glm4_moe_lite": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256,
+                      num_experts=64, num_experts_per_tok=4, n_shared_experts=1,
+                      moe_intermediate_size=1536, routed_scaling_factor=1.8,
+                      first_k_dense_replace=1, rms_norm_eps=1e-5, max_position_embeddings=202752),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first),
+    "mistral4": Family(
+        moe=dict(shared_gate=False),
+        defaults=dict(_LATENT, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64,
+                      num_experts=128, num_experts_per_tok=4, n_shared_experts=1,
+                      moe_intermediate_size=2048, max_position_embeddings=1048576),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_mistral4_respelled),
+    "youtu": Family(
+        defaults=dict(_LATENT, tie_word_embeddings=True, max_position_embeddings=131072),
+        names=LATENT_NAMES),
+    "minicpm3": Family(
+        defaults=dict(_LATENT, q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64,
+                      qk_rope_head_dim=32, v_head_dim=None, rope_interleave=False, scale_emb=12,
+                      scale_depth=1.4, dim_model_base=256, rms_norm_eps=1e-5,
+                      tie_word_embeddings=True, max_position_embeddings=32768),
+        names=LATENT_NAMES, respell=_minicpm3_respelled),
     "dots1": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
@@ -673,6 +742,8 @@ TEXT_PARTS = {                                     # of a multimodal model whose
     "internvl": "qwen2",
 }
 
+ALIASES = {"kimi_k2": "deepseek_v3"}                # what config.json may call it: the same
+
 OTHER_KINDS = {                                    # another block than this Transformer's
     "state-space layers (Mamba, RWKV)":
         "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
@@ -680,10 +751,11 @@ OTHER_KINDS = {                                    # another block than this Tra
     "gated DeltaNet or other linear attention":
         "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text "
         "olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
-    "multi-head latent attention (MLA)":
-        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 glm4_moe_lite mistral4 minicpm3 "
-        "kimi_k2 kimi_k25 longcat_flash glm_moe_dsa axk1 axk2 hy_v4 youtu dots3_note "
-        "dots3_note_text mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
+    "latent attention to keys that an indexer chooses, or of another kind":
+        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
+        "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
+    "layers of two attentions around a mixture of experts": "longcat_flash",
+    "norms behind its experts only": "axk1",
     "convolution layers": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text zaya",
     "an encoder and a decoder":
         "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "

@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from formats.lazy import LazyTensor, cached, constant, index_select, narrow, offset, scaled
+from formats.hub_quantized import unpacked_int4
+from formats.lazy import (
+    LazyTensor,
+    cached,
+    constant,
+    index_select,
+    made_from,
+    narrow,
+    offset,
+    scaled,
+    transpose,
+)
 from formats.parameters import tensor_shapes
+from layers.latent import Latent
 from model import ModelConfig
 
 
@@ -43,14 +55,11 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)
-    rotated = int(cfg.head_dim * cfg.rope[0].partial)
-    if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
-        turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
-        _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))
-    if folds.reversed_rope:                        # (a, b) turned back is (b, a) turned on
-        _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2))
-    if rotated < cfg.head_dim:
-        _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
+    if isinstance(cfg.mixer[0], Latent):
+        _order_latents(tensors, cfg, folds)
+        _split_up_projections(tensors, cfg)
+    else:
+        _order_for_rope(tensors, cfg, folds)
     if folds.one_norm:
         for name in [name for name in tensors if ".attn_norm." in name]:
             tensors.setdefault(name.replace("attn_norm", "ffn_norm"), tensors[name])
@@ -67,6 +76,59 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
             if name in tensors:
                 tensors[name] = scaled(tensors[name], 1 / folds.logits_divisor)
     return tensors
+
+
+def _order_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    rotated = int(cfg.head_dim * cfg.rope[0].partial)
+    if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
+        turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
+        _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))
+    if folds.reversed_rope:                        # (a, b) turned back is (b, a) turned on
+        _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2))
+    if rotated < cfg.head_dim:
+        _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
+
+
+def _order_latents(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Of latent attention RoPE turns the last rows: of each query head, and of the latent's."""
+    latent, rope = cfg.mixer[0], torch.arange(cfg.head_dim)
+    if folds.interleaved_rope:
+        rope = torch.cat((rope[::2], rope[1::2]))
+    for name, t in tensors.items():
+        is_q, is_latent = re.search(r"\.wq(_b)?\.", name), ".wkv_a." in name
+        if is_q or is_latent:
+            still = latent.nope_dim if is_q else latent.kv_rank
+            order = torch.cat((torch.arange(still), still + rope))
+            if t.shape[0] % len(order) == 0:       # else check() says what is wrong
+                heads = torch.arange(t.shape[0]).view(-1, len(order))
+                tensors[name] = index_select(t, heads[:, order].flatten())
+
+
+def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:
+    """wkv_b [N (nope + v), rank] -> wk_b [N, rank, nope], which goes into q, and wv_b [N, v, rank].
+
+    Where wq_a is missing, wq has no bias and lies above wkv_a, which may have one.
+    """
+    latent = cfg.mixer[0]
+    widths = latent.nope_dim, latent.v_dim
+    for name in [name for name in tensors if name.endswith(".wkv_b.weight")]:
+        t, x = tensors.pop(name), name.removesuffix(".wkv_b.weight")
+        leaves = [tensors.pop(f"{x}.wkv_b.{leaf}", None) for leaf in ("scales", "zeros")]
+        if leaves[1] is not None:                  # one is transposed: no groups of its rows
+            t = unpacked_int4(t, *leaves)
+        if t.shape != (cfg.n_head * sum(widths), latent.kv_rank):
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for "
+                             f"{[cfg.n_head * sum(widths), latent.kv_rank]}")
+        heads = torch.arange(t.shape[0]).view(cfg.n_head, -1).split(widths, dim=1)
+        k, v = (index_select(t, rows.flatten()) for rows in heads)
+        k, v = (made_from(part, part.read_rows, shape=(cfg.n_head, width, latent.kv_rank))
+                for part, width in zip((k, v), widths))
+        tensors[f"{x}.wk_b.weight"], tensors[f"{x}.wv_b.weight"] = transpose(k), v
+    if cfg.qkv_bias and latent.q_rank is None:
+        for name in [name for name in tensors if name.endswith(".wkv_a.bias")]:
+            wq = name.replace("wkv_a", "wq")
+            n = cfg.n_head * (latent.nope_dim + cfg.head_dim)
+            tensors.setdefault(wq, constant(wq, (n,), 0.0))
 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:

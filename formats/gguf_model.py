@@ -24,6 +24,9 @@ GGUF_NAMES = {
     "attn_q": "attn.wq", "attn_k": "attn.wk", "attn_v": "attn.wv", "attn_output": "attn.wo",
     "attn_qkv": Fused(("attn.wq", "attn.wk", "attn.wv")),
     "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
+    "attn_q_a": "attn.wq_a", "attn_q_a_norm": "attn.q_a_norm", "attn_q_b": "attn.wq_b",
+    "attn_kv_a_mqa": "attn.wkv_a", "attn_kv_a_norm": "attn.kv_a_norm", "attn_kv_b": "attn.wkv_b",
+    "attn_k_b": "attn.wk_b", "attn_v_b": "attn.wv_b",
     "attn_sinks.weight": "attn.attend.sinks", "ffn.activation.alpha_p": "ffn.activation.alpha_p",
     "ffn.activation.alpha_n": "ffn.activation.alpha_n",
     "ffn_gate": "ffn.gate", "ffn_up": "ffn.up", "ffn_down": "ffn.down",
@@ -52,6 +55,7 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
+    "q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank",
 }
 GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
     "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
@@ -71,11 +75,12 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe", "afmoe": "afmoe",
     "ernie4_5-moe": "ernie4_5_moe", "bloom": "bloom", "mpt": "mpt", "starcoder": "gpt_bigcode",
     "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
-    "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text",
+    "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text", "deepseek2": "deepseek_v3",
+    "minicpm3": "minicpm3", "mistral4": "mistral4",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
-    "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer")
+    "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4")
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
@@ -121,7 +126,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     if arch == "olmo2" and c.get("sliding_window"):
         raise ValueError("an Olmo 3 GGUF is not supported: use the original model")
     c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
-                                       arch not in ("qwen2moe", "olmoe"))
+                                       arch not in ("qwen2moe", "olmoe", "deepseek2",
+                                                    "mistral4"))
     if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B scales otherwise
         large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
@@ -152,12 +158,15 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     if growth := metadata.get(f"{arch}.attention.temperature_scale"):
         scaling["llama_4_scaling_beta"] = growth
     multiplier = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
-    if multiplier is not None:
+    if multiplier is not None and c.get("kv_lora_rank"):   # a tenth, and no key for mscale
+        scaling.update(mscale=10 * multiplier, mscale_all_dim=10 * multiplier)
+    elif multiplier is not None:
         scaling.update(mscale=1.0, mscale_all_dim=multiplier)
     if arch == "gpt-oss":                          # the ramp is not rounded, and no key says so
         scaling["truncate"] = False
     c["rope_scaling"] = scaling
-    if turning := metadata.get(f"{arch}.rope.dimension_count"):
+    turning = metadata.get(f"{arch}.rope.dimension_count")
+    if turning and not c.get("kv_lora_rank"):
         c["partial_rotary_factor"] = turning / head_dim(c)
     return c
 
@@ -186,9 +195,38 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return dict(attn_config=attention, no_bias=not c["mlp_bias"])
     if arch == "starcoder":
         return dict(multi_query=c.get("num_key_value_heads") != n_head)
+    if arch in ("deepseek2", "minicpm3", "mistral4"):
+        return _latent(arch, c, metadata, tensors)
     if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
         return dict(mup_enabled=True)
     return {}
+
+
+def _latent(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
+    """Latent attention: files with k_b and v_b state two widths of a key, old ones the other."""
+    def width(kind):
+        key = f"{arch}.attention.{kind}_length"
+        return metadata.get(f"{key}_mla", metadata.get(key, 0))
+
+    turning = metadata.get(f"{arch}.rope.dimension_count", 0)
+    v_dim, n_head = width("value"), c.get("num_attention_heads", 1)
+    if arch == "minicpm3":                         # it has no key for it
+        v_dim = tensors["blk.0.attn_output.weight"].shape[1] // n_head
+    widths = dict(q_lora_rank=c.get("q_lora_rank"), qk_rope_head_dim=turning, v_head_dim=v_dim,
+                  qk_nope_head_dim=width("key") - turning, num_key_value_heads=n_head)
+    if arch == "minicpm3":
+        return dict(widths, rope_interleave=False)
+    kind = {}
+    if arch == "deepseek2":                        # of the router: 2 is sigmoid
+        is_sigmoid = metadata.get(f"{arch}.expert_gating_func") == 2
+        kind = dict(model_type="deepseek_v3" if is_sigmoid else "deepseek_v2")
+        if not c.get("num_experts"):
+            kind = dict(model_type="youtu")
+        elif metadata.get(f"{arch}.expert_weights_norm") and not is_sigmoid:
+            kind = dict(model_type="mistral4")     # in Mistral's own format
+    grouped = (c.get("n_group") or 1) > 1 and kind.get("model_type") == "deepseek_v2"
+    return dict(widths, **kind, n_group=c.get("n_group", 1), topk_group=c.get("topk_group", 1),
+                topk_method="group_limited_greedy" if grouped else "greedy")
 
 
 def _activations(metadata: dict) -> list[LazyTensor]:

@@ -129,18 +129,15 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
 
 
 def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:
-    """Indices [low, high) of the axis of the outputs or of the inputs; reads little else.
-
-    Of experts [E, out, in] not the first axis.
-    """
-    n = t.shape[axis]
+    """Indices [low, high) of an axis; reads little else."""
+    n, each = t.shape[axis], t.n_row // t.shape[0]     # rows of one index of the first axis
     shape = (*t.shape[:axis], high - low, *t.shape[axis + 1:])
 
     def within_rows(a, b):
         return t.read_rows(a, b)[..., low:high]
 
     def some_rows(a, b):
-        return t.read_rows(low + a, low + b)
+        return t.read_rows(low * each + a, low * each + b)
 
     def some_of_each(a, b):
         return across_matrices(

@@ -64,10 +64,10 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
         raw.tensors = lora.merged(raw.tensors, adapter)
     try:
         tensors = rename(raw.tensors, raw.names, raw.cfg)
+        if raw.folds:
+            tensors = fold(tensors, raw.cfg, raw.folds)
     except BAD_CONFIG as e:
         raise ValueError(f"{raw.path}: {e}") from None
-    if raw.folds:
-        tensors = fold(tensors, raw.cfg, raw.folds)
     if raw.hub_quantized:
         tensors = quantized_alike(tensors, raw.cfg)
     source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,

@@ -64,6 +64,11 @@ SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as other
     "mlp.shared_experts.down_proj": "ffn.shared.down",
     "mlp.shared_mlp.down_proj": "ffn.shared.down",
 }
+LATENT_NAMES = {
+    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_layernorm": "attn.q_a_norm",
+    "self_attn.q_b_proj": "attn.wq_b", "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
+    "self_attn.kv_a_layernorm": "attn.kv_a_norm", "self_attn.kv_b_proj": "attn.wkv_b",
+}
 HUNYUAN_NAMES = {
     "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
 }
@@ -155,12 +160,14 @@ OLD_NAMES = {                                      # as files of the first relea
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
-    "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "ffn.router",
+    "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "attn.wq_a", "attn.wq_b",
+    "attn.wkv_a", "attn.wk_b", "attn.wv_b", "attn.q_a_norm", "attn.kv_a_norm", "ffn.router",
     "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
     "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
-    r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."
+    r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
+    r"|^(v|mm)\."
     r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
     r"|\.act_fn\.(beta|eps)$")
 

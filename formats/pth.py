@@ -23,11 +23,13 @@ from formats.names import OUR_NAMES
 from formats.parameters import blank_model
 from formats.torch_file import lazy_tensors
 from layers.attention import Scores
+from layers.latent import Latent
 from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
 from quantize import LEAVES
 
+MIXERS = {"latent": Latent}                        # by their `kind`
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
@@ -57,6 +59,7 @@ def config_from_dict(d: dict) -> ModelConfig:
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
     parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
+             "mixer": tuple(m and MIXERS[m["kind"]](**m) for m in d.get("mixer", [None])),
              "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
     return ModelConfig(**{**as_tuples(d), **parts})
 

@@ -28,6 +28,13 @@ def _mixtral(dim, n_layer, n_head, n_kv_head, expert_dim):
         max_position_embeddings=32768))[0]
 
 
+def _glm_flash(n_layer):
+    return config_from_hf(dict(
+        model_type="glm4_moe_lite", hidden_size=2048, num_hidden_layers=n_layer, vocab_size=154880,
+        num_attention_heads=20, num_key_value_heads=20, intermediate_size=10240,
+        rope_theta=1e6))[0]
+
+
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
 SHAPES = {
     "stories15M": lambda: _llama(288, 6, 6, 6, 768, 32000, 256, tied=True),
@@ -68,6 +75,8 @@ SHAPES = {
     "gpt-oss-20b": lambda: config_from_hf(dict(
         model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
         intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
+    "GLM-4.7-Flash": lambda: _glm_flash(47),
+    "GLM-4.7-Flash-8L": lambda: _glm_flash(8),     # cut to 8 layers: 5.2 billion parameters
     "gemma-2-2b": lambda: config_from_hf(dict(
         model_type="gemma2", hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
         vocab_size=256000))[0],

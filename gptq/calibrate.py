@@ -22,8 +22,10 @@ from layers.moe import ExpertLinear
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv", "attn.gate"), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
+STAGES = (("attn.wqkv", "attn.gate"), ("attn.wqkv_a",), ("attn.wq_kv_a",), ("attn.wq_b",),
+          ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
           ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
+ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
 
 
 def split_windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
@@ -92,6 +94,9 @@ class Solver:
         name, layer = f"layers.{self.layer}", self.model.layers[self.layer]
         load_part(self.model, f"{name}.", self.source, self.device)
         modules, ratios = dict(layer.named_modules()), []
+        for n in ROUNDED:                          # before wo, whose inputs they make
+            if n in modules:
+                self._round(f"{name}.{n}", modules[n])
         for stage in STAGES:
             stage = [n for n in stage if n in modules]
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
@@ -155,6 +160,13 @@ class Solver:
         for part, piece in zip(disk_names(f"{name}.weight"), pieces):
             self.solved[part] = self.scheme.pack(*piece)
         return error / rounding_error if rounding_error else 1.0
+
+    def _round(self, name: str, module) -> None:
+        """Matrices [N, out, in] whose inputs nobody sees."""
+        for w, target in zip(self.source.tensors[f"{name}.weight"].whole(), module.weight):
+            target.copy_(self._rounded(w.to(self.device).float()))
+        rows = self.source.tensors[f"{name}.weight"].whole().flatten(0, 1)
+        self.solved[f"{name}.weight"] = self.scheme.quantize(rows)
 
     def _rounded(self, w: Tensor) -> Tensor:
         """What the nearest codes stand for."""

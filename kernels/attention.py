@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from layers.attention import ScaledQueries, ScoredAttention
+from layers.latent import AnyWidths
 
 
 class RepeatedHeads(nn.Module):
@@ -33,6 +34,6 @@ def use_fused_attention(model: nn.Module) -> nn.Module:
             owner = layer.attn
             if isinstance(owner.attend, ScaledQueries):
                 owner = owner.attend
-            if not isinstance(owner.attend, ScoredAttention):
+            if not isinstance(owner.attend, ScoredAttention | AnyWidths):
                 owner.attend = RepeatedHeads(owner.attend)
     return model

@@ -1,4 +1,5 @@
-"""A mixture's experts on a CPU as two operations: gate and up with the activation, then down.
+"""A mixture's experts on a CPU as two operations: gate and up with the activation, then down; and
+matrices for each head of latent attention, which are experts to the operations.
 
 The router and the sum of what the experts give stay the layer's own: there are many kinds of them,
 and they are short. Experts lie one after the other, each matrix filled up to whole blocks.
@@ -16,7 +17,7 @@ from kernels import cpu_ops
 from kernels.cpu_linears import OPERATIONS, arguments, fits_leaves, on_disk, shape_of
 from kernels.linear import PackedLinear
 from layers.feed_forward import GATED
-from layers.moe import MoE
+from layers.moe import ExpertLinear, MoE
 
 
 def fits_experts(moe: nn.Module) -> bool:
@@ -26,7 +27,26 @@ def fits_experts(moe: nn.Module) -> bool:
             and all(map(fits_leaves, linears)))
 
 
-def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedLinear:
+def fits_head_matrices(module: nn.Module) -> bool:
+    """Is it an ExpertLinear without bias, whatever its scheme, that the operations know?"""
+    is_quantized = isinstance(module, PackedLinear) and len(module.shape) == 3
+    if not is_quantized and not isinstance(module, ExpertLinear):
+        return False
+    return module.bias is None and fits_leaves(module)
+
+
+class PackedExperts(PackedLinear):
+    """An ExpertLinear alone, whose rows are sorted: that of each head of latent attention."""
+
+    def forward(self, x, ids, ends):
+        x, ends = x.contiguous(), ends.contiguous()
+        y = x.new_empty(len(x), self.shape[1])
+        op = product(self, x, y, ends)
+        cpu_ops.run([ctypes.addressof(op)])
+        return y
+
+
+def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedExperts:
     """Experts' matrices [E, out, in], one or two beside each other, as one of E len(matrices) out
     rows.
     """
@@ -34,7 +54,7 @@ def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedLinear:
               for parts in zip(*map(on_disk, matrices))]
     n_expert, n_out, n_in = shape_of(matrices[0])
     _, weight, scales, _ = cpu_ops.pack_weight(*leaves)
-    new = PackedLinear(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
+    new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
     new.set_leaves((weight, scales, None))
     return new
 

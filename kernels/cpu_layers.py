@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kernels import cpu_ops, private
 from kernels.cpu_ends import Enter, Leave, gives_the_same
-from kernels.cpu_experts import Experts, fits_experts
+from kernels.cpu_experts import Experts, fits_experts, fits_head_matrices
+from kernels.cpu_experts import packed as packed_experts
 from kernels.cpu_linears import (
     DTYPES,
     OPERATIONS,
@@ -316,6 +317,8 @@ def pack_modules(layer: nn.Module) -> nn.Module:
     for name, module in list(layer.named_modules()):
         if isinstance(module, MoE) and fits_experts(module):
             module.experts = Experts(module)
+        elif name.startswith("attn.") and fits_head_matrices(module):
+            layer.set_submodule(name, packed_experts([module], None))
         elif fits_linear(module):
             new = packed(module)
             new._forward_hooks.update(module._forward_hooks)
@@ -328,29 +331,33 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
+def halves_alike(layer: nn.Module, cfg) -> tuple[bool, bool]:
     """Which halves the operations do as the layer does: tried on a copy."""
     fits = mixer_of(layer).fits(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            if does_the_same(layer, OperationsLayer(copied, halves, parallel)):
+            new = OperationsLayer(copied, halves, cfg.parallel)
+            if does_the_same(layer, new, cfg.head_dim // 2):
                 return halves
     return False, False
 
 
-def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
+def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
+    """Some tokens and one more, by the layer as it is and by its operations: alike?
+
+    n_angle: how many of RoPE's a head has.
+    """
     old, dtype = layer.attn.cache, next(layer.attn.cache.buffers()).dtype
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
-    D, alike, half = new.widths()["x1"], True, getattr(layer.attn, "head_dim", 2) // 2
+    D, alike = new.widths()["x1"], True
     for attn in (layer.attn, new.attn):
         attn.setup_cache(1, 8, dtype, "cpu")
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), half, generator=random)
+            angle = torch.randn(len(pos), n_angle, generator=random)
             mask = torch.arange(8) <= pos[:, None]
             given = (angle.cos(), angle.sin()), pos, mask, None
             plain, mine = layer(x, *given).float(), new(x, *given).float()
@@ -387,7 +394,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
     parallel = model.cfg.parallel
-    halves = {kind: halves_alike(layer, parallel)
+    halves = {kind: halves_alike(layer, model.cfg)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)

@@ -26,6 +26,7 @@ class MoEConfig:
     choice_bias: bool = False                      # added for the choice of experts only
     n_group: int = 1                               # of experts, of which topk_group may be chosen
     topk_group: int = 1
+    group_top: int = 2                             # by the sum of so many of their best scores
     routed_scale: float = 1.0                      # of what the chosen experts give
     shared_dim: int = 0                            # width of the expert that serves every token
     shared_gate: bool = True                       # which weighs that one
@@ -76,10 +77,10 @@ def softmax(logits):
 SCORES = {"softmax": softmax, "sigmoid": torch.sigmoid}
 
 
-def best_groups(choice, n_group: int, n_chosen: int):
-    """choice [n, E], -inf outside of the groups whose two best experts have the largest sums."""
+def best_groups(choice, n_group: int, n_chosen: int, n_top: int):
+    """choice [n, E], -inf outside of the groups whose n_top best experts have the largest sums."""
     groups = choice.unflatten(-1, (n_group, -1))                           # [n, G, E / G]
-    worth = groups.topk(2).values.sum(-1)
+    worth = groups.topk(n_top).values.sum(-1)
     chosen = torch.zeros_like(worth, dtype=torch.bool)
     chosen = chosen.scatter(-1, worth.topk(n_chosen).indices, True)
     return torch.where(chosen[..., None], groups, -torch.inf).flatten(-2)
@@ -101,6 +102,7 @@ class MoE(nn.Module):
         self.norm_topk_prob = moe.norm_topk_prob
         self.scores = SCORES[moe.scores]
         self.n_group, self.topk_group = moe.n_group, moe.topk_group
+        self.group_top = moe.group_top
         self.routed_scale = moe.routed_scale
         self.router = nn.Linear(D, E, bias=moe.router_bias)
         self.choice_bias = None
@@ -119,7 +121,7 @@ class MoE(nn.Module):
         scores = self.scores(self.router(x).float())
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         if self.n_group > 1:
-            choice = best_groups(choice, self.n_group, self.topk_group)
+            choice = best_groups(choice, self.n_group, self.topk_group, self.group_top)
         ids = choice.topk(self.n_active).indices
         prob = scores.gather(-1, ids)
         if self.norm_topk_prob:

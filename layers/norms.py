@@ -41,6 +41,16 @@ class HeadLayerNorm(nn.Module):
 HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # ModelConfig.qk_norm: with N H weights
 
 
+class LatentNorm(nn.RMSNorm):
+    """RMSNorm of a vector that is no hidden state of the model, in fp32 as model.RMSNorm."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps, dtype=torch.float32)
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
 class LayerNorm(nn.LayerNorm):
     """With mean and bias (GPT-2), in fp32 whatever the model's dtype."""
 

@@ -1,8 +1,9 @@
-"""RoPE's frequencies, and how they are stretched to a context longer than the one trained on.
+"""RoPE: its frequencies, stretched to a context longer than the one trained on, and its turning.
 
-Owns what transformers calls rope_scaling; model.py has the turning.
+Owns what transformers calls rope_scaling. model.py makes angles of positions.
 
     freq = rope_frequencies(rope, head_dim, length)            # radians per position, [H / 2]
+    q = rotate(q, angles.cos(), angles.sin())
 """
 
 import math
@@ -28,6 +29,12 @@ class Rope:
     partial: float = 1.0                           # the share of a head that turns
     divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files)
     long_divisors: tuple[float, ...] | None = None # the same, beyond original_context
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:

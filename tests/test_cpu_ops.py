@@ -249,7 +249,7 @@ def test_every_family_by_operations(families, name):
     assert cpu_layers.use_operations(model)
     cfg = model.cfg
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
-                       or cfg.scores.growth or cfg.qk_norm == "layer")
+                       or cfg.scores.growth or cfg.qk_norm == "layer" or any(cfg.mixer))
     for layer in model.layers:
         known = not other_attention, not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
         assert getattr(layer.forward, "halves", (False, False)) == known

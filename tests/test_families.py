@@ -301,6 +301,28 @@ PUBLIC = {                                                 # config.json as its 
                           n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1, n_group=1, topk_group=1,
                           first_k_dense_replace=1, routed_scaling_factor=1.0, norm_topk_prob=True, use_qk_norm=False, attention_bias=True,
                           rms_norm_eps=1e-5, max_position_embeddings=131072), 106.8e9),
+    "DeepSeek-V3": (shape("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
+                          qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+                          n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True,
+                          scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, num_nextn_predict_layers=1, rope_theta=10000,
+                          max_position_embeddings=163840, rms_norm_eps=1e-6, rope_scaling=dict(
+                              type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
+                              mscale_all_dim=1.0)), 671.03e9),
+    "DeepSeek-V2": (shape("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
+                          qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=160, num_experts_per_tok=6, moe_intermediate_size=1536,
+                          n_shared_experts=2, n_group=8, topk_group=3, first_k_dense_replace=1, routed_scaling_factor=16.0,
+                          norm_topk_prob=False, topk_method="group_limited_greedy", rope_theta=10000, max_position_embeddings=163840,
+                          rms_norm_eps=1e-6, rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32,
+                                                               beta_slow=1, mscale=0.707, mscale_all_dim=0.707)), 235.74e9),
+    "DeepSeek-V2-Lite": (shape("deepseek_v2", 2048, 10944, 27, 16, 16, 102400, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+                               qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
+                               n_shared_experts=2, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.0,
+                               norm_topk_prob=False, topk_method="greedy", rope_theta=10000, max_position_embeddings=163840,
+                               rms_norm_eps=1e-6, rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=4096,
+                                                                    beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)), 15.71e9),
+    "MiniCPM3-4B": (shape("minicpm3", 2560, 6400, 62, 40, 40, 73448, kv_lora_rank=256, q_lora_rank=768, qk_rope_head_dim=32,
+                          qk_nope_head_dim=64, scale_emb=12, scale_depth=1.4, dim_model_base=256, rms_norm_eps=1e-5,
+                          tie_word_embeddings=True, max_position_embeddings=32768), 4.07e9),
     "opt-125m": (dict(model_type="opt", hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12, vocab_size=50272,
                       word_embed_proj_dim=768, do_layer_norm_before=True, activation_function="relu", max_position_embeddings=2048), 125_239_296),
     "bloom-560m": (dict(model_type="bloom", hidden_size=1024, n_layer=24, num_attention_heads=16, vocab_size=250880, layer_norm_epsilon=1e-5,
@@ -384,7 +406,7 @@ def test_every_kind_that_transformers_lists(kind):
         cfg = config_from_hf(config)[0]
         assert cfg.n_layer > 0
     except ValueError as e:
-        assert "another kind of model" in str(e) or kind == "dots1"
+        assert "another kind of model" in str(e) or kind in ("dots1", "deepseek_v2")
 
 
 def test_no_kind_is_both_read_and_refused():
@@ -411,6 +433,8 @@ def test_keys_that_config_json_leaves_out(kind):
     few = {words.get(key, key): value for key, value in few.items() if words.get(key, key)}
     if kind == "granitemoehybrid":                         # its default has state-space layers and experts
         few.update(layer_types=["attention"] * 8, num_local_experts=0)
+    if kind == "deepseek_v2":                              # nor has this key
+        few.update(num_experts_per_tok=2)
     if kind == "dots1":                                    # has no default
         few.update(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1)
     if kind == "gpt_neo":                                  # the default is of 24 layers

@@ -109,7 +109,10 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "ministral3-long": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
                  "afmoe": "afmoe", "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe", "bloom": "bloom",
                  "mpt": "mpt", "gpt_bigcode": "starcoder", "jais2": "jais2", "glm4_moe": "glm4moe", "solar_open": "glm4moe",
-                 "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer"}
+                 "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer",
+                 "deepseek_v2": "deepseek2", "deepseek_v2-lite": "deepseek2", "deepseek_v3": "deepseek2", "kimi_k25": "deepseek2",
+                 "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "minicpm3": "minicpm3", "mistral4": "mistral4"}
+LATENT = ("deepseek2", "minicpm3", "mistral4")
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
 BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
 KEYS = {                                                   # after the architecture's name: config attribute
@@ -126,6 +129,25 @@ KEYS = {                                                   # after the architect
     "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
 }
+
+
+def latent_keys(c):
+    """As DeepseekV2Model.set_gguf_parameters: one key head of the latent's width, and what a head's is once it is made."""
+    yarn = (c.rope_parameters or {}).get("mscale_all_dim")
+    return {"attention.head_count_kv": 1, "attention.q_lora_rank": c.q_lora_rank, "attention.kv_lora_rank": c.kv_lora_rank,
+            "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim, "attention.value_length": c.kv_lora_rank,
+            "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim, "attention.value_length_mla": c.v_head_dim,
+            "expert_gating_func": {"deepseek_v2": 1, "mistral4": 1, "youtu": None}.get(c.model_type, 2),
+            "rope.scaling.yarn_log_multiplier": yarn and 0.1 * yarn,
+            "expert_weights_norm": None if c.model_type == "deepseek_v2" else getattr(c, "norm_topk_prob", None)}
+
+
+def old_latent_keys(c):
+    """Before there was a key_length_mla, and in MiniCPM3's files still."""
+    return {"attention.q_lora_rank": c.q_lora_rank, "attention.kv_lora_rank": c.kv_lora_rank,
+            "attention.key_length": c.qk_nope_head_dim + c.qk_rope_head_dim}
+
+
 OTHER_KEYS = {                                             # what a converter writes on its own account
     "gptneox": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "phi2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
@@ -149,6 +171,7 @@ OTHER_KEYS = {                                             # what a converter wr
     "mpt": lambda c: {"feed_forward_length": 4 * c.hidden_size, "context_length": c.max_seq_len, "attention.layer_norm_epsilon": 1e-5,
                       "attention.clamp_kqv": c.attn_config.clip_qkv, "attention.max_alibi_bias": float(c.attn_config.alibi_bias_max)},
     "starcoder": lambda c: {"feed_forward_length": 4 * c.hidden_size},
+    "deepseek2": latent_keys, "mistral4": latent_keys, "minicpm3": old_latent_keys,
     "jais2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
     "muse-glimmer": lambda c: {"logit_scale": c.output_multiplier},
@@ -178,12 +201,12 @@ def is_tied(model):
     return (config if hasattr(config, "tie_word_embeddings") else config.text_config).tie_word_embeddings
 
 
-def as_llama_cpp(model, arch):
+def as_llama_cpp(model, arch, split_kv_b=True):
     """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
     c = getattr(model.config, "text_config", model.config)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
-    younger = {"mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
+    younger = {"mistral4": known["deepseek2"], "mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
     names = gguf.get_tensor_name_map(known.get(arch, younger.get(arch)), c.num_hidden_layers)
     for name, t in model.state_dict().items():
         if name == "lm_head.weight" and is_tied(model) or "vis" in name or "projector" in name:
@@ -214,6 +237,11 @@ def as_llama_cpp(model, arch):
             continue
         if inner.endswith("e_score_correction_bias"):
             t = t.flatten()
+        if inner == "self_attn.kv_b_proj.weight" and split_kv_b and arch != "minicpm3":
+            k, v = t.unflatten(0, (c.num_attention_heads, -1)).split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+            yield f"blk.{prefix[2]}.attn_k_b.weight", k.transpose(1, 2).contiguous().numpy()
+            yield f"blk.{prefix[2]}.attn_v_b.weight", v.contiguous().numpy()
+            continue
         if arch == "stablelm" and "layernorm.norms." in inner:         # all heads' in one
             if ".0." in inner:
                 head = dict(model.state_dict())
@@ -234,10 +262,15 @@ def as_llama_cpp(model, arch):
         yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
 
 
-def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
+def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if arch in LATENT:
+        head_dim = c.qk_rope_head_dim
     values = {key: getattr(c, attribute, None) for key, attribute in KEYS.items()} | OTHER_KEYS.get(arch, lambda c: {})(c)
+    if arch == "deepseek2" and not split_kv_b:
+        values |= latent_keys(c) | {"attention.head_count_kv": c.num_attention_heads, "attention.key_length_mla": None,
+                                    "attention.value_length_mla": None, "attention.value_length": c.v_head_dim, **old_latent_keys(c)}
     for key, value in values.items():
         if value is not None:
             add = {bool: w.add_bool, float: w.add_float32, str: w.add_string}.get(type(value), w.add_uint32)
@@ -249,7 +282,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
             add([getattr(layer.mlp.act_fn, alpha).item() for layer in model.model.layers])
     if arch == "exaone-moe":                               # its head that drafts, as a layer more
         w.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((4, 4), np.float32))
-    if head_dim != c.hidden_size // c.num_attention_heads:
+    if head_dim != c.hidden_size // c.num_attention_heads and arch not in LATENT:
         w.add_key_length(head_dim)
     if n_expert := getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None):
         w.add_expert_count(n_expert)
@@ -269,7 +302,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
         rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
     if arch not in ("gpt2", "bloom", "mpt", "starcoder"):
         w.add_rope_freq_base(rope["rope_theta"])
-        w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
+        w.add_rope_dimension_count(int(head_dim * (arch not in LATENT and rope.get("partial_rotary_factor") or 1)))
     if rope["rope_type"] in ("linear", "yarn"):
         w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         w.add_rope_scaling_factor(rope["factor"])
@@ -284,7 +317,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     w.add_uint32("tokenizer.ggml.eos_token_id", 3)
     w.add_uint32("tokenizer.ggml.eot_token_id", 5)
     kind = gguf.GGMLQuantizationType[kind]
-    for name, t in as_llama_cpp(model, arch):
+    for name, t in as_llama_cpp(model, arch, split_kv_b):
         quantize = t.ndim >= 2 and kind.name != "F32"
         w.add_tensor(name, gguf.quantize(t, kind) if quantize else t,
                      raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
@@ -334,6 +367,13 @@ def test_gguf(families, name, tmp_path):
         model = variant(name, layer_types=["sliding_attention"] * 3 + ["full_attention"])
     if name == "dots1":                                    # no key of its window
         model = variant(name, layer_types=["full_attention"] * 4)
+    if name in ("deepseek_v3", "deepseek_v2-lite"):        # no bias, and one of YaRN's scales
+        model = variant(name, attention_bias=False, rope_parameters=dict(tiny.YARN, mscale=0.9, mscale_all_dim=0.9))
+    if name == "minicpm3":                                 # no keys of these
+        model = variant(name, scale_emb=12, dim_model_base=256, original_max_position_embeddings=128)
+    if name == "mistral4":                                 # nor of this
+        model = variant(name)
+        model.config.text_config.rope_parameters["llama_4_scaling_beta"] = 0.0
     if name in ("falcon-new", "falcon-one_norm"):          # no key of another width, no bias
         model = variant(name, ffn_hidden_size=256, bias=False)
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
@@ -342,6 +382,12 @@ def test_gguf(families, name, tmp_path):
     source = read_checkpoint(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path
     assert source.cfg.tied == is_tied(model)
+    close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+def test_gguf_before_kv_b_was_split(families, tmp_path):
+    model = variant("deepseek_v3", attention_bias=False)
+    path = write_gguf(model, "deepseek2", tmp_path / "model.gguf", split_kv_b=False)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
 
 

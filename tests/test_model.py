@@ -43,8 +43,8 @@ def test_chunks_live_length_and_padding(ours, name):
     expected = whole(model, prompt)
     model.setup_cache(3, LENGTH)
     for layer in model.layers:                             # what an earlier request left behind
-        layer.attn.cache.k.normal_()
-        layer.attn.cache.v.normal_()
+        for buffer in layer.attn.cache.buffers():
+            buffer.normal_()
     chunks = [model(prompt[:, a:b], torch.arange(a, b), logits_to_keep=b - a, kv_len=n_key)
               for a, b, n_key in ((0, 7, 7), (7, 8, 16), (8, 20, None))]
     close(torch.cat(chunks, dim=1), expected)

@@ -116,7 +116,7 @@ def another(model):
     return other
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_moe", "gpt2", "mistral-window", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_moe", "gpt2", "mistral-window", "phi3-longrope", "deepseek_v2"])
 @pytest.mark.parametrize("k, fixed", [(1, True), (4, True), (6, False)])
 def test_tiny_models(ours, name, k, fixed):
     """By a bad draft, by the model itself, by look-up; over ring caches and over older entries."""

@@ -34,6 +34,8 @@ GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
 QUARTER = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25)
+MLA = dict({k: v for k, v in SIZE.items() if k != "num_key_value_heads"}, num_key_value_heads=4, kv_lora_rank=96, q_lora_rank=64,
+           qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=32)
 HALF = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 
 
@@ -119,6 +121,28 @@ FAMILIES = {
         text_config=dict(SIZE, **MOE, head_dim=24, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
                          rope_parameters=dict(HALF, mrope_section=[2, 2, 2])),
         vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, image_size=28)),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**MLA, **{**MOE, "num_experts_per_tok": 3}, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4,
+                                               topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+    "deepseek_v2-lite": lambda: hf.DeepseekV2Config(
+        **{**MLA, "q_lora_rank": None}, **MOE, n_routed_experts=8, n_shared_experts=1, attention_bias=True,
+        rope_parameters=dict(YARN, mscale=0.707, mscale_all_dim=0.9, beta_fast=32.0, beta_slow=1.0)),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**MLA, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=4,
+                                               topk_group=2, attention_bias=True,
+                                               rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)),
+    "deepseek_v3-halves": lambda: hf.DeepseekV3Config(**{**MLA, "v_head_dim": 64, "q_lora_rank": None}, **MOE, n_routed_experts=4,
+                                                      first_k_dense_replace=2, n_group=1, topk_group=1, rope_interleave=False),
+    "kimi_k25": lambda: hf.Kimi_K25Config(
+        text_config=dict(MLA, **MOE, model_type="deepseek_v3", n_routed_experts=8, first_k_dense_replace=1, n_group=1, topk_group=1),
+        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**MLA, **MOE, n_routed_experts=8, n_shared_experts=2),
+    "minicpm3": lambda: hf.MiniCPM3Config(**MLA, pad_token_id=0, scale_emb=3, dim_model_base=32, original_max_position_embeddings=64,
+                                          rope_parameters=dict(LONGROPE, short_factor=SHORT[:4], long_factor=LONG[:4], partial_rotary_factor=1.0)),
+    "youtu": lambda: hf.YoutuConfig(**MLA),
+    "mistral4": lambda: hf.Mistral3Config(
+        text_config=dict(MLA, **MOE, model_type="mistral4", n_routed_experts=8, n_group=2, topk_group=1, rope_parameters=dict(
+            YARN, original_max_position_embeddings=6, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.4, partial_rotary_factor=8 / 40)),
+        vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
     "dots1": lambda: hf.Dots1Config(**SIZE, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
                                     sliding_window=8, max_window_layers=2, norm_topk_prob=True, routed_scaling_factor=2.5),
     "solar_open": lambda: hf.SolarOpenConfig(
@@ -207,10 +231,12 @@ FAMILIES = {
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long")
+         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long", "deepseek_v2")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite, V2.5, Coder-V2", "deepseek_v3": "DeepSeek-V3, V3.1, R1; Kimi K2, K2.5, their text part",
+    "glm4_moe_lite": "GLM-4.7-Flash", "minicpm3": "MiniCPM3 4B", "youtu": "Youtu-LLM 2B", "mistral4": "Mistral Small 4",
     "mistral": "Mistral 7B (v0.1 with its window, v0.2, v0.3), Nemo, Small",
     "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
