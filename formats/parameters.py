@@ -1,6 +1,7 @@
 """Which tensors a config asks for: the blank model, their names on disk and their shapes.
 
-Fused parameters lie apart on disk: layers.0.attn.wqkv is layers.0.attn.wq, .wk and .wv there.
+Fused parameters lie apart on disk: layers.0.attn.wqkv is layers.0.attn.wq, .wk and .wv there. Their
+shares are equal, or what the module around them says in `split`.
 """
 
 import torch
@@ -35,7 +36,10 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     model, shapes = blank_model(cfg, torch.float32), {}
     for name, p in model.named_parameters():
         names = disk_names(name)
-        rows = model.layers[0].attn.split if "wqkv" in name else [p.shape[0] // len(names)] * 2
+        rows = [p.shape[0] // len(names)] * len(names)
+        if len(names) > 1:
+            owner = model.get_submodule(name.rsplit(".", 2)[0])
+            rows = getattr(owner, "split", rows)
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
 
