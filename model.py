@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
-from layers.moe import MoE, MoEConfig
-from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap
-from layers.rope import Rope, rope_frequencies, rotate
+from layers.moe import MoEConfig, mixture
+from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap, value_norm
+from layers.per_layer import LayerEnd, layer_end, per_layer_embedding
+from layers.rope import Rope, amplitudes, frequencies, rotate
+from layers.shared_kv import share_keys
+from layers.widths import own_widths
 from layers.window import Ring, n_slots, row_index
 
 
@@ -44,6 +47,7 @@ class ModelConfig:
     embed_norm: bool = False                       # normalize embeddings (BLOOM)
     parallel: bool = False                         # both branches read the same x (GPT-NeoX)
     qk_norm: str | None = None                     # before RoPE: "head", or of norms.HEAD_NORMS
+    v_norm: bool = False                           # normalize values, by no weights
     activation: str = "silu"                       # of layers.feed_forward, GATED or UNGATED
     gated: bool = True                             # act(gate) * up, else act(up)
     tied: bool = False                             # the head is the embedding, transposed
@@ -65,6 +69,8 @@ class ModelConfig:
     moe: MoEConfig | None = None
     mixer: tuple = (None,)                         # tiled over layers: None = Attention, else what
                                                    # makes a layer of layers/ in its place
+    widths: tuple = (None,)                        # tiled over layers: Widths of its own, or None
+    layer_end: LayerEnd | None = None              # what follows a layer's two branches
 
 
 def at(layer: int, tiled: tuple):
@@ -164,6 +170,7 @@ class Attention(nn.Module):
         self.gate = nn.Linear(cfg.dim, n * h, bias=False) if cfg.attn_gate else None
         self.q_norm = query_key_norm(cfg, n)
         self.k_norm = query_key_norm(cfg, k)
+        self.v_norm = value_norm(cfg)
         scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
         self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
@@ -177,7 +184,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
@@ -219,7 +226,7 @@ class FeedForward(nn.Module):
 def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
     if at(layer, cfg.sparse):
         shared = cfg.moe.shared_dim
-        return MoE(cfg, FeedForward(cfg, shared) if shared else None)
+        return mixture(cfg, FeedForward(cfg, shared) if shared else None)
     dense = FeedForward if cfg.gated else UngatedFeedForward
     return dense(cfg, cfg.ffn_dim)
 
@@ -233,6 +240,7 @@ def full_norm(cfg: ModelConfig, eps: float | None = None) -> nn.Module:
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
+        cfg = own_widths(cfg, layer)
         self.attn = mixer(cfg, layer)
         self.ffn = feed_forward(cfg, layer)
 
@@ -244,12 +252,15 @@ class Block(nn.Module):
                 return full_norm(cfg, cfg.post_norm_eps)
             return rescale(cfg.residual_scale)
 
-        self.attn_norm, self.ffn_norm = before(), before()
+        self.attn_norm = before()
+        self.ffn_norm = nn.Identity() if hasattr(self.ffn, "norm") else before()
         self.post_attn_norm, self.post_ffn_norm = after(), after()
+        self.end = layer_end(cfg, full_norm)
 
-    def forward(self, x, rope, slot, mask, batch_idx=None):
+    def forward(self, x, rope, slot, mask, batch_idx=None, *own):
+        """own: what no other layer is given, for the layer's end."""
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
-        return x + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
+        return self.end(x + self.post_ffn_norm(self.ffn(self.ffn_norm(x))), *own)
 
 
 class ParallelBlock(Block):
@@ -275,6 +286,8 @@ class Transformer(nn.Module):
         self.embed_norm = full_norm(cfg) if cfg.embed_norm else nn.Identity()
         block = ParallelBlock if cfg.parallel else Block
         self.layers = nn.ModuleList(block(cfg, i) for i in range(cfg.n_layer))
+        share_keys(self.layers)
+        self.per_layer = per_layer_embedding(cfg)
         self.norm = full_norm(cfg)
         self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
@@ -282,16 +295,11 @@ class Transformer(nn.Module):
         self.cap = soft_cap(cfg.logit_cap)
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
-        amplitude = torch.ones(len(self.ropes), cfg.head_dim // 2, device="cpu")
-        for i, rope in enumerate(self.ropes):
-            amplitude[i, :int(cfg.head_dim * rope.partial) // 2] = rope.amplitude
-        self.register_buffer("freq", self._frequencies(0), persistent=False)   # [R, H / 2], fp32,
-        self.register_buffer("amplitude", amplitude, persistent=False)         # never on meta
+        freq = frequencies(self.ropes, cfg.head_dim)           # [R, H / 2], fp32, never on meta
+        self.register_buffer("freq", freq, persistent=False)
+        self.register_buffer("amplitude", amplitudes(self.ropes, cfg.head_dim), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # window -> Ring
-
-    def _frequencies(self, length: int) -> Tensor:
-        return torch.stack([rope_frequencies(r, self.cfg.head_dim, length) for r in self.ropes])
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
@@ -308,7 +316,7 @@ class Transformer(nn.Module):
         self.max_seq_length = length
         self.longest_call = min(longest_call or length, length)
         with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
-            self.freq.copy_(self._frequencies(length))
+            self.freq.copy_(frequencies(self.ropes, cfg.head_dim, length))
         size = {w: n_slots(w, length, self.longest_call) for w in cfg.window}
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
                                     for w, n in size.items() if batch_size and n < length})
@@ -328,7 +336,7 @@ class Transformer(nn.Module):
         kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
-            x = layer(x, *inputs, batch_idx)
+            x = layer(x, *inputs[:3], batch_idx, *inputs[3:])
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]
         else:
@@ -337,7 +345,9 @@ class Transformer(nn.Module):
 
     def embed_inputs(self, tokens: Tensor, pos: Tensor, kv_len: int,
                      batch_idx: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What the first layer takes [B, T, D], each RoPE's cos, sin, each window's slot, mask."""
+        """What the first layer takes [B, T, D], each RoPE's cos, sin, each window's slot, mask,
+        and perhaps what each layer is given of the tokens.
+        """
         x = self.embed(tokens)                                             # [B, T, D]
         x = x * x.new_full((), self.cfg.embed_scale)                       # rounded to x's dtype
         if self.pos_embed is not None:
@@ -354,14 +364,16 @@ class Transformer(nn.Module):
             if str(w) in self.rings:
                 slot, key = self.rings[str(w)](pos, kv_len, batch_idx)
             shared += [slot, visible(pos, key, w)]
-        return x, *shared
+        return x, *shared, *self.per_layer(tokens, x)
 
     def layer_inputs(self, shared: list[Tensor]) -> list[tuple]:
-        """embed_inputs()'s, from the second on -> each layer's (rope, slot, mask)."""
+        """embed_inputs()'s, from the second on -> each layer's (rope, slot, mask, and its own)."""
         cfg, pairs = self.cfg, list(zip(shared[::2], shared[1::2]))
+        own = [t.unbind(2) for t in shared[2 * len(pairs):]]
         ropes = dict(zip(self.ropes, pairs))
         masks = dict(zip(self.windows, pairs[len(ropes):]))
-        return [(ropes[at(i, cfg.rope)], *masks[at(i, cfg.window)]) for i in range(cfg.n_layer)]
+        return [(ropes[at(i, cfg.rope)], *masks[at(i, cfg.window)], *(t[i] for t in own))
+                for i in range(cfg.n_layer)]
 
     def unembed(self, x: Tensor) -> Tensor:
         """What the last layer gives [B, n, D] -> logits [B, n, V], fp32."""

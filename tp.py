@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from formats.lazy import LazyTensor, made_from, narrow
+from formats.names import layer_of
 from kernels import collectives
 from kernels.collectives import all_gather, all_reduce
+from layers.widths import own_widths, shared_by
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
@@ -62,6 +64,7 @@ def shard_config(cfg, n: int):
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
+                   widths=shared_by(n, cfg.widths),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
@@ -79,8 +82,8 @@ def shared_widths(cfg) -> dict[str, int]:
 
 
 def divides(cfg, n: int) -> bool:
-    n_kv = cfg.n_kv_head
-    heads = cfg.n_head % n == 0 and (n_kv % n == 0 or n % n_kv == 0)
+    n_kvs = [own_widths(cfg, i).n_kv_head for i in range(len(cfg.widths))]
+    heads = cfg.n_head % n == 0 and all(k % n == 0 or n % k == 0 for k in n_kvs)
     return heads and not any(width % n for width in shared_widths(cfg).values())
 
 
@@ -107,7 +110,8 @@ def shard(source, n: int | None = None, me: int | None = None):
         module, leaf = NAME.fullmatch(name).groups()
         if module not in split:
             continue
-        n_part = min(n, source.cfg.n_kv_head) if module in KV else n
+        n_kv = own_widths(source.cfg, layer_of(name)).n_kv_head
+        n_part = min(n, n_kv) if module in KV else n
         weight = source.tensors.get(f"{name.removesuffix(leaf or '')}weight", t)
         axis = split[module] + 2 + (len(weight.shape) > 2)     # from the left; experts are first
         tensors[name] = shard_tensor(t, leaf, axis, n_part, me * n_part // n)
@@ -163,7 +167,7 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
 
     for layer in model.layers:
         layer.attn.register_forward_hook(sum_over_ranks)
-        layer.ffn.register_forward_hook(sum_over_ranks)
+        getattr(layer.ffn, "summed", layer.ffn).register_forward_hook(sum_over_ranks)
         if model.cfg.qk_norm == "wide":
             layer.attn.q_norm.mean_square = mean_over_ranks
             layer.attn.k_norm.mean_square = mean_over_ranks

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from layers.delta import GatedDelta
 
-
 BARE = "ssm_a", "ssm_dt.bias"                      # tensors that are no weights
 
 

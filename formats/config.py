@@ -14,7 +14,10 @@ from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
 from layers.latent import Latent
 from layers.moe import MoEConfig
+from layers.per_layer import LayerEnd
 from layers.rope import Rope
+from layers.shared_kv import SharedKV
+from layers.widths import Widths
 from model import ModelConfig
 
 BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
@@ -54,6 +57,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if c.get("kv_lora_rank"):
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, n_layer))
+    facts.update(_own_parts(c, n_layer))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE that makes queries longer is not supported before their norms")
     if any(facts["sparse"]):
@@ -215,6 +219,25 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
 
 
+def _own_parts(c: dict, n_layer: int) -> dict:
+    """Widths of layers, whose keys they take, what follows them: Gemma 4's respelling says it."""
+    if "layer_widths" not in c:
+        return {}
+    widths, n_head = [], c["num_attention_heads"]
+    for own in c["layer_widths"]:
+        width = Widths(_count(own, "head_dim"), _count(own, "num_key_value_heads"),
+                       _count(own, "intermediate_size"))
+        if n_head % width.n_kv_head:
+            raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
+                             "heads evenly")
+        widths.append(None if width == Widths(*(
+            c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
+    mixer = [None if source is None else SharedKV(source) for source in c["kv_sources"]]
+    dim = c.get("hidden_size_per_layer_input") or 0
+    end = LayerEnd(dim, _count(c, "vocab_size_per_layer_input") if dim else 0)
+    return dict(widths=_tile(widths), mixer=_tile(mixer), layer_end=end)
+
+
 def _tile(values: list) -> tuple:
     """The shortest tuple that, repeated, gives these: one where all layers are alike."""
     return tuple(values[:1] if len(set(values)) == 1 else values)
@@ -274,6 +297,8 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
     divisors = rope.get("divisors")                # only from a GGUF
     if divisors:
         facts["divisors"] = tuple(divisors)
+    if rope.get("head_dim"):                       # only from what respells it
+        facts["head_dim"] = rope["head_dim"]
     if kind == "default":
         return Rope(**facts)
     if kind in ("longrope", "su") or "long_factor" in rope:            # Phi-3 wrote su, and yarn

@@ -12,6 +12,8 @@ from formats.names import (
     APERTUS_NAMES,
     ERNIE_MOE_NAMES,
     FALCON_NAMES,
+    GEMMA4_MOE_NAMES,
+    GEMMA4_NAMES,
     GPT2_NAMES,
     GPT_BIGCODE_NAMES,
     GPT_NEO_NAMES,
@@ -68,6 +70,7 @@ def stated_folds(c: dict) -> dict:
     return dict(stated, logits_divisor=c.get("logits_scaling") or 1,
                 one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
+                k_is_v=bool(c.get("attention_k_eq_v")),
                 slopes_scale=float(c.get("alibi_scale") or 1),
                 post_norm_scale=float(c.get("post_norm_scale") or 1))
 
@@ -279,6 +282,65 @@ def _mistral4_respelled(c):
             "partial_rotary_factor": None}
 
 
+def _gemma4_respelled(c):
+    """Layers with full attention have other heads; the last ones may take keys of earlier ones."""
+    if c.get("use_bidirectional_attention") == "vision":               # of images, not of text
+        c = {**c, "use_bidirectional_attention": None}
+    n = c["num_hidden_layers"]
+    kinds = c.get("layer_types") or [
+        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n)]
+    kinds = [*kinds[:-1], "full_attention"]
+    n_shared = c.get("num_kv_shared_layers") or 0
+    widths, sources = [], []
+    for i, kind in enumerate(kinds):
+        is_shared = i >= n - n_shared
+        own = {key: c.get(key) for key in ("head_dim", "num_key_value_heads", "intermediate_size")}
+        own |= _gemma4_heads(c, i, kind)
+        if is_shared and c.get("use_double_wide_mlp"):
+            own["intermediate_size"] *= 2
+        widths.append(own)
+        earlier = [j for j in range(n - n_shared) if kinds[j] == kind]
+        if is_shared and not earlier:
+            raise ValueError(f"layer {i} takes another's keys, but no earlier one has "
+                             f"'{kind}' and keys")
+        sources.append(earlier[-1] if is_shared else None)
+    experts = {}
+    if c.get("enable_moe_block"):
+        experts = dict(shared_expert_intermediate_size=c["intermediate_size"])
+    return {**c, "num_experts": None, **({} if not experts else {"num_experts": c["num_experts"]}),
+            **experts, "layer_types": kinds, "layer_widths": widths, "kv_sources": sources,
+            "rope_parameters": _gemma4_ropes(c, kinds, widths)}
+
+
+def _gemma4_heads(c: dict, i: int, kind: str) -> dict:
+    """What layer i states otherwise: for itself (transformers 5), or all with full attention."""
+    if "per_layer_config" in c:
+        return c["per_layer_config"].get(str(i), {})
+    if kind != "full_attention":
+        return {}
+    own = {"head_dim": c.get("global_head_dim") or 512}
+    if c.get("attention_k_eq_v") and c.get("num_global_key_value_heads"):
+        own["num_key_value_heads"] = c["num_global_key_value_heads"]
+    return own
+
+
+def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
+    """RoPE of each kind; a "proportional" one is plain, but its slower frequencies stand still."""
+    stated = c.get("rope_parameters") or dict(
+        sliding_attention=dict(rope_theta=1e4),
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6))
+    ropes = {}
+    for kind, rope in stated.items():
+        width = next((own["head_dim"] for k, own in zip(kinds, widths) if k == kind), c["head_dim"])
+        if rope.get("rope_type") == "proportional":
+            turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
+            divisors = [float(rope.get("factor", 1))] * turning
+            divisors += [float("inf")] * (width // 2 - turning)
+            rope = dict(rope_theta=rope["rope_theta"], divisors=divisors)
+        ropes[kind] = {**rope, "head_dim": None if width == c["head_dim"] else width}
+    return ropes
+
+
 def _biased_respelled(c):
     return {**c, "attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]}
 
@@ -290,6 +352,16 @@ _QWEN2_VL = Family(
                   max_position_embeddings=32768, max_window_layers=80),
     is_sliding=_qwen_is_sliding)
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
+_GEMMA4 = Family(
+    overrides=dict(qk_norm="head", v_norm=True, post_norm=True, attn_scale=1.0),
+    moe=dict(beside=True, shared_gate=False),
+    defaults=dict(_GEMMA, vocab_size=262144, num_attention_heads=8, num_key_value_heads=4,
+                  max_position_embeddings=131072, sliding_window=512,
+                  hidden_activation="gelu_pytorch_tanh", hidden_size_per_layer_input=256,
+                  vocab_size_per_layer_input=262144),
+    names=GEMMA4_NAMES, names_with_experts=GEMMA4_MOE_NAMES, scaled_embed=True,
+    is_sparse=lambda c, i: bool(c["num_experts"]),
+    key_aliases=dict(top_k_experts="num_experts_per_tok"), respell=_gemma4_respelled)
 _GLM = dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7,
             max_position_embeddings=131072, partial_rotary_factor=0.5)
 _OFFSET, _INTERLEAVED = dict(norm_offset=1.0), dict(interleaved_rope=True)
@@ -447,6 +519,10 @@ FAMILIES = {
                       hidden_activation="gelu_pytorch_tanh"),
         names=SANDWICH_NAMES, folds=_OFFSET, scaled_embed=True,
         is_sliding=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, defaults=dict(
+        _GEMMA4.defaults, hidden_size_per_layer_input=0, sliding_window=1024,
+        max_position_embeddings=262144)),
     "vaultgemma": Family(
         defaults=dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, sliding_window=4096,
                       query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
@@ -767,8 +843,10 @@ OTHER_KINDS = {                                    # another block than this Tra
         "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
         "megatron-bert reformer rembert roc_bert roformer xmod",
     "per-layer embeddings and shared key/value layers":
-        "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text "
-        "gemma4_assistant gemma4_unified_assistant diffusion_gemma diffusion_gemma_text",
+        "gemma3n gemma3n_text",
+    "the layers of a drafter, which only run beside Gemma 4 (--draft_checkpoint_path)":
+        "gemma4_assistant gemma4_unified_assistant",
+    "tokens that come by diffusion, many at once": "diffusion_gemma diffusion_gemma_text",
     "attention in chunks, and experts whose inputs are scaled": "llama4 llama4_text",
     "attention from text to images":
         "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",

@@ -23,6 +23,7 @@ from formats.lazy import (
 )
 from formats.parameters import tensor_shapes
 from layers.latent import Latent
+from layers.shared_kv import SharedKV
 from model import ModelConfig
 
 
@@ -41,6 +42,7 @@ class Folds:
     one_norm: bool = False                         # of both branches of a parallel block
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
+    k_is_v: bool = False                           # layers without a window: wv is wk (Gemma 4)
     constants: dict[str, float] = field(default_factory=dict)  # what no file holds: pattern, value
 
 
@@ -68,6 +70,7 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
         tensors[name] = scaled(tensors[name], folds.post_norm_scale)
+    _share_keys(tensors, cfg, folds)
     _add_constants(tensors, cfg, folds)
     if folds.norm_after_rope:
         _norm_before_rope(tensors)
@@ -129,6 +132,19 @@ def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> N
             wq = name.replace("wkv_a", "wq")
             n = cfg.n_head * (latent.nope_dim + cfg.head_dim)
             tensors.setdefault(wq, constant(wq, (n,), 0.0))
+
+
+def _share_keys(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Values made as keys are; and what files hold of layers that take another layer's keys."""
+    for i in range(cfg.n_layer):
+        mixer, window = (tiled[i % len(tiled)] for tiled in (cfg.mixer, cfg.window))
+        for name in [name for name in tensors if name.startswith(f"layers.{i}.attn.")]:
+            if isinstance(mixer, SharedKV) and re.search(r"\.(wk|wv|k_norm)\.", name):
+                del tensors[name]
+            elif folds.k_is_v and window is None and ".wk." in name:
+                tensors.setdefault(name.replace(".wk.", ".wv."), tensors[name])
+    for name in [name for name in tensors if name.endswith(".router_norm.weight")]:
+        tensors[name] = scaled(tensors[name], cfg.dim**-0.5)
 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:

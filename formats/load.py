@@ -36,6 +36,7 @@ from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
 from formats.torch_file import read_torch
 from layers.moe import ExpertLinear
+from layers.per_layer import FileTable
 from model import Transformer
 from quantize import QuantizedLinear, put_quantized_linears, share_embedding
 
@@ -148,12 +149,31 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
     def scheme(name):
         return scheme_at(source.tensors, disk_names(name)[0])
     put_quantized_linears(model, scheme, dtype, device)
+    put_file_table(model, source, dtype, device)
     if kept:
         take_kept(model, kept)
     else:
         load_part(model, "", source, device)
     share_embedding(model)
     return model.to(device).eval()                 # the parameters are there already: the rest
+
+
+def put_file_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
+    """On a CPU: have per-layer embeddings read from where the checkpoint has them, row by row."""
+    table = source.tensors.get("per_layer.embed.weight")
+    if table is None or torch.device(device).type != "cpu":
+        return
+    read = table.read_rows or (lambda a, b: random_row(table, a))
+    model.per_layer.embed = FileTable(read, table.shape[1], dtype)
+
+
+def random_row(table: LazyTensor, i: int) -> Tensor:
+    """One of a table of random numbers, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(i)
+        row = torch.empty(1, table.shape[1])
+        table.fill(row)
+    return row
 
 
 def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:

@@ -156,6 +156,21 @@ GPT_OSS_NAMES = {
     "mlp.experts.down_proj": Fused(("ffn.down.weight",), transposed=True),
     "mlp.experts.down_proj_bias": "ffn.down.bias",
 }
+GEMMA4_NAMES = SANDWICH_NAMES | {
+    "layer_scalar": "end.scale", "per_layer_input_gate": "end.gate",
+    "per_layer_projection": "end.down", "post_per_layer_input_norm": "end.norm",
+    "embed_tokens_per_layer": "per_layer.embed", "per_layer_model_projection": "per_layer.project",
+    "per_layer_projection_norm": "per_layer.norm",
+}
+GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is the shared expert
+    "mlp.gate_proj": "ffn.shared.gate", "mlp.up_proj": "ffn.shared.up",
+    "mlp.down_proj": "ffn.shared.down", "router.proj": "ffn.router",
+    "router.scale": "ffn.router_norm.weight", "router.per_expert_scale": "ffn.expert_scale",
+    "experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "experts.down_proj": "ffn.down.weight", "pre_feedforward_layernorm": "ffn.shared_norm",
+    "pre_feedforward_layernorm_2": "ffn.norm", "post_feedforward_layernorm_2": "ffn.post_norm",
+    "post_feedforward_layernorm_1": "ffn.post_shared_norm",
+}
 OLD_NAMES = {                                      # as files of the first releases have them
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
@@ -163,11 +178,14 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "attn.wq_a", "attn.wq_b",
     "attn.wkv_a", "attn.wk_b", "attn.wv_b", "attn.q_a_norm", "attn.kv_a_norm", "ffn.router",
     "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
-    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n")}
+    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n",
+    "per_layer.embed", "per_layer.project", "per_layer.norm", "end.gate", "end.down", "end.norm",
+    "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
+    "ffn.post_shared_norm", "ffn.expert_scale")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
-    r"|^(v|mm)\."
+    r"|^(v|mm)\.|(^|\.)(embed_vision|embed_audio|audio_tower|vision_embedder)\."
     r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
     r"|\.act_fn\.(beta|eps)$")
 

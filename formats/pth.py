@@ -25,11 +25,14 @@ from formats.torch_file import lazy_tensors
 from layers.attention import Scores
 from layers.latent import Latent
 from layers.moe import MoEConfig
+from layers.per_layer import LayerEnd
 from layers.rope import Rope
+from layers.shared_kv import SharedKV
+from layers.widths import Widths
 from model import ModelConfig
 from quantize import LEAVES
 
-MIXERS = {"latent": Latent}                        # by their `kind`
+MIXERS = {"latent": Latent, "shared_kv": SharedKV}     # by their `kind`
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
@@ -58,8 +61,11 @@ def config_from_dict(d: dict) -> ModelConfig:
     if isinstance(d["qk_norm"], bool):             # before there were two ways to do it
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
+    end, mixers = d.get("layer_end"), d.get("mixer", [None])
     parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
-             "mixer": tuple(m and MIXERS[m["kind"]](**m) for m in d.get("mixer", [None])),
+             "mixer": tuple(m and MIXERS[m["kind"]](**as_tuples(m)) for m in mixers),
+             "widths": tuple(w and Widths(**w) for w in d.get("widths", [None])),
+             "layer_end": end and LayerEnd(**end),
              "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
     return ModelConfig(**{**as_tuples(d), **parts})
 

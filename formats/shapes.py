@@ -93,9 +93,14 @@ def random_checkpoint(name: str) -> Checkpoint:
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
     cfg = SHAPES[shapes[name.lower()]]()
-    tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=fill_norm if "norm" in n else fill)
+    tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=fill_norm if is_one(n) else fill)
                for n, shape in tensor_shapes(cfg).items()}
     return Checkpoint(Path(shapes[name.lower()]), cfg, tensors)
+
+
+def is_one(name: str) -> bool:
+    """Norms' weights, and factors: of a layer's output, of what experts give."""
+    return "norm" in name or name.endswith("scale")
 
 
 def fill(t: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
-from formats.load import load_part
+from formats.load import load_part, put_file_table
 from formats.parameters import blank_model, disk_names
 from gptq.solve import output_error, solve
 from layers.moe import ExpertLinear
@@ -60,7 +60,8 @@ class Solver:
         self.scheme = scheme
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
-        for part in ("embed", "pos_embed"):
+        put_file_table(self.model, source, dtype, device)
+        for part in ("embed", "pos_embed", "per_layer."):
             load_part(self.model, part, source, device)
         tokens, self.pos = tokens.to(device), torch.arange(tokens.shape[1], device=device)
         self.model.setup_cache(0, tokens.shape[1])         # none, but RoPE for this length

@@ -85,7 +85,8 @@ class Enter:
         if inputs.embed is None:
             x = self.model.embed(tokens)
             x = x * x.new_full((), self.model.cfg.embed_scale)
-        return x, *parts[:n], *(part for mask in parts[n:] for part in (pos, mask))
+        masks = (part for mask in parts[n:] for part in (pos, mask))
+        return x, *parts[:n], *masks, *self.model.per_layer(tokens, x)
 
 
 class Leave:

@@ -17,13 +17,13 @@ from kernels import cpu_ops
 from kernels.cpu_linears import OPERATIONS, arguments, fits_leaves, on_disk, shape_of
 from kernels.linear import PackedLinear
 from layers.feed_forward import GATED
-from layers.moe import ExpertLinear, MoE
+from layers.moe import BesideMoE, ExpertLinear, MoE
 
 
 def fits_experts(moe: nn.Module) -> bool:
     """Are they what the operations know? Reads no weight."""
     linears = moe.gate, moe.up, moe.down
-    return (type(moe) is MoE and moe.activation in GATED.values()
+    return (type(moe) in (MoE, BesideMoE) and moe.activation in GATED.values()
             and all(map(fits_leaves, linears)))
 
 

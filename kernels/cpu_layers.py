@@ -35,6 +35,7 @@ from kernels.linear import PackedEmbedding, PackedLinear
 from layers.feed_forward import GATED, UNGATED
 from layers.moe import MoE
 from layers.norms import Scale
+from layers.shared_kv import SharedAttention
 
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 NARROW = "hidden", "attended"                      # buffers that one product alone reads
@@ -104,8 +105,9 @@ class Call:
             self.buffers = {name: torch.empty(self.n_row * n, dtype=self.dtypes[name])
                             for name, n in self.widths.items()}
 
-    def take(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None) -> None:
-        """Have self.positions describe these."""
+    def take(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None,
+             half: int | None) -> None:
+        """Have self.positions describe these; half: of a head's width, angles may be of more."""
         self.mask, self.rope = mask, rope
         key = id(mask), id(rope[0])
         if key not in self.taken:
@@ -113,7 +115,8 @@ class Call:
             if n == len(self.structs):
                 self.structs.append(cpu_ops.Positions())
             self.taken[key] = self.structs[n]
-            self.kept += [mask, rope, *fill(self.structs[n], *rope, slot, mask, batch_idx)]
+            cos, sin = (t[..., :half] for t in rope)
+            self.kept += [mask, rope, *fill(self.structs[n], cos, sin, slot, mask, batch_idx)]
         self.positions = self.taken[key]
 
     def run(self) -> None:
@@ -166,6 +169,8 @@ class Operations:
             self.branch("down", "hidden", "x1", "x2", parts.ffn, parts.post_ffn_norm)
         else:
             self.steps.append(self.plain_feed_forward)
+        if layer.has_end:
+            self.steps.append(self.plain_end)
 
     def add(self, op: ctypes.Structure) -> None:
         if not self.steps or callable(self.steps[-1]):
@@ -216,9 +221,9 @@ class Operations:
         for hook in module._forward_hooks.values():
             y.copy_(hook(module, (), y.to(self.call.dtype)))
 
-    def plain_attention(self, *given) -> None:
+    def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
         layer, x = self.layer.layer, self.x
-        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), *given)
+        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), rope, slot, mask, batch_idx)
         self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
 
     def plain_feed_forward(self, *_) -> None:
@@ -226,6 +231,10 @@ class Operations:
         x = self.x if self.layer.parallel else attended
         y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
         self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
+
+    def plain_end(self, rope, slot, mask, batch_idx, *own) -> None:
+        x = self.call.rows("x2")
+        x.copy_(self.layer.layer.end(x.to(self.call.dtype), *own))
 
     # - What differs from call to call
 
@@ -244,6 +253,11 @@ class Operations:
             op.residual, op.residual_type = x.data_ptr(), cpu_ops.TYPES[x.dtype]
 
 
+def cache_owner(attn: nn.Module) -> nn.Module:
+    """Whose cache it reads: its own, or an earlier layer's."""
+    return attn.source[0] if isinstance(attn, SharedAttention) else attn
+
+
 class OperationsLayer:
     """The forward of a layer with packed linears, in its place.
 
@@ -254,8 +268,9 @@ class OperationsLayer:
     def __init__(self, layer: nn.Module, halves: tuple[bool, bool], parallel: bool, first=True,
                  last=True):
         self.layer, self.first, self.last = layer, first, last
-        self.attn, self.plain = layer.attn, layer.forward
+        self.owner, self.plain = cache_owner(layer.attn), layer.forward
         self.parallel = parallel
+        self.has_end = not isinstance(getattr(layer, "end", nn.Identity()), nn.Identity)
         self.halves = has_mixer, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
         self.mixer = mixer_of(layer)(layer) if has_mixer else None
@@ -282,10 +297,10 @@ class OperationsLayer:
             D, widths["hidden"] = self.linears["down"][0].shape
         return widths | dict(x1=D, x2=D, before=D)
 
-    def __call__(self, x, rope, slot, mask, batch_idx=None) -> Tensor:
-        call, cache, operations = self.call, self.attn._modules.get("cache"), self.operations
+    def __call__(self, x, rope, slot, mask, batch_idx=None, *own) -> Tensor:
+        call, cache, operations = self.call, self.owner._modules.get("cache"), self.operations
         if cache is None:
-            return self.plain(x, rope, slot, mask, batch_idx)
+            return self.plain(x, rope, slot, mask, batch_idx, *own)
         if self.first:
             x = x.contiguous()
             call.begin(x)
@@ -297,7 +312,7 @@ class OperationsLayer:
         if x is not operations.x:
             operations.take(x)
         if mask is not call.mask or rope is not call.rope:
-            call.take(rope, slot, mask, batch_idx)
+            call.take(rope, slot, mask, batch_idx, self.mixer and self.mixer.half)
         if operations.mixing and call.positions is not operations.positions:
             operations.positions = call.positions
             operations.mixing.at = ctypes.addressof(call.positions)
@@ -306,7 +321,7 @@ class OperationsLayer:
                 call.addresses += step
             else:
                 call.run()
-                step(rope, slot, mask, batch_idx)
+                step(rope, slot, mask, batch_idx, *own)
         if self.last:
             call.run()
         return call.out
@@ -348,23 +363,27 @@ def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
 
     n_angle: how many of RoPE's a head has.
     """
-    old, dtype = layer.attn.cache, next(layer.attn.cache.buffers()).dtype
+    owner = cache_owner(layer.attn)
+    old, dtype = owner.cache, next(owner.cache.buffers()).dtype
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
-    for attn in (layer.attn, new.attn):
-        attn.setup_cache(1, 8, dtype, "cpu")
+    owner.setup_cache(1, 8, dtype, "cpu")
+    new.owner.setup_cache(1, 8, dtype, "cpu")
+    own_dim = layer.end.dim if new.has_end else 0
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
             angle = torch.randn(len(pos), n_angle, generator=random)
             mask = torch.arange(8) <= pos[:, None]
             given = (angle.cos(), angle.sin()), pos, mask, None
+            if own_dim:
+                given += (torch.randn(1, len(pos), own_dim, generator=random).to(dtype),)
             plain, mine = layer(x, *given).float(), new(x, *given).float()
             error = (plain - mine).abs().max() / (plain - x.float()).abs().max()
             alike = alike and error < (1e-3 if dtype == torch.float32 else 0.05)
     finally:
-        layer.attn.cache = old
+        owner.cache = old
     return bool(alike)
 
 
@@ -413,6 +432,7 @@ def use_operations(model: nn.Module) -> bool:
     call = Call({name: max(width.get(name, 0) for width in widths) for name in names}, model.dtype)
     for new in made:
         new.call = call
+    pack_modules(model.per_layer)
     use_packed_head(model)
     enter = Enter(model)
     if not model.rings and model.pos_embed is None and gives_the_same(enter, model):

@@ -21,6 +21,7 @@ class AttentionMixer:
     def __init__(self, layer: nn.Module):
         gate = [] if layer.attn.gate is None else ["gate"]
         self.before = ["wqkv", *gate]              # linears that read the layer's normalized input
+        self.half = layer.attn.head_dim // 2       # as many of RoPE's angles, if there are more
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -56,7 +57,7 @@ class DeltaMixer:
     """A short convolution, a state for each head, a gated norm."""
 
     def __init__(self, layer: nn.Module):
-        self.before = ["qkv", "gate", "rates"]
+        self.before, self.half = ["qkv", "gate", "rates"], None
         self.taps = layer.attn.conv.detach().T.contiguous()
 
     @staticmethod

@@ -37,7 +37,7 @@ def knows(cfg) -> bool:
     """Are attention and the order of a layer's parts as the kernels have them?"""
     scores = cfg.scores
     others = (cfg.parallel, cfg.attn_gate, cfg.clip_qkv, scores.alibi, scores.gains, scores.growth,
-              any(cfg.mixer))
+              any(cfg.mixer), any(cfg.widths), cfg.layer_end, cfg.v_norm)
     return not any(others) and cfg.qk_norm in (None, "head", "wide")
 
 

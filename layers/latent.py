@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layers.attention import attention
 from layers.moe import ExpertLinear
-from layers.norms import LatentNorm
+from layers.norms import VectorNorm
 from layers.rope import rotate
 from layers.window import row_index
 
@@ -117,10 +117,10 @@ class LatentAttention(nn.Module):
         else:
             self.split = latent.q_rank, kv_dim
             self.wqkv_a = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
-            self.q_a_norm = LatentNorm(latent.q_rank, 1e-6)            # whatever the model's is
+            self.q_a_norm = VectorNorm(latent.q_rank, 1e-6)            # whatever the model's is
             self.wq_b = nn.Linear(latent.q_rank, q_dim, bias=False)
         self.has_q_rank = latent.q_rank is not None
-        self.kv_a_norm = LatentNorm(latent.kv_rank, 1e-6)
+        self.kv_a_norm = VectorNorm(latent.kv_rank, 1e-6)
         self.wk_b = HeadLinear(cfg.n_head, latent.nope_dim, latent.kv_rank)
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)

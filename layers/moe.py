@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.feed_forward import GATED
+from layers.norms import VectorNorm
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class MoEConfig:
     routed_scale: float = 1.0                      # of what the chosen experts give
     shared_dim: int = 0                            # width of the expert that serves every token
     shared_gate: bool = True                       # which weighs that one
+    beside: bool = False                           # that one has norms of its own (BesideMoE)
 
 
 @torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
@@ -137,7 +139,15 @@ class MoE(nn.Module):
 
     def forward(self, x):
         flat = x.flatten(0, 1)                                             # [n, D]
-        prob, ids = (t.flatten() for t in self.route(flat))                # [M], M = n * n_active
+        y = self.routed(x, *self.route(flat))
+        if self.shared is not None:
+            y = y + self.share(flat)
+        return y.view_as(x)
+
+    def routed(self, x, prob, ids):
+        """x [B, T, D], route()'s -> what the experts give, [n, D]."""
+        flat = x.flatten(0, 1)
+        prob, ids = prob.flatten(), ids.flatten()                          # [M], M = n * n_active
         if self.takes_rows_one_by_one(x, len(ids)):
             order = torch.arange(len(ids), device=x.device)
             y = self.experts(flat[order // self.n_active], ids, None)
@@ -147,10 +157,7 @@ class MoE(nn.Module):
             ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
             y = self.experts(flat[order // self.n_active], ids, ends)
             y = torch.empty_like(y).index_copy(0, order, y)
-        y = (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
-        if self.shared is not None:
-            y = y + self.share(flat)
-        return y.view_as(x)
+        return (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
 
     def share(self, x):
         y = self.shared(x)
@@ -162,3 +169,31 @@ class MoE(nn.Module):
         """x [M, D], a row for each pair of a token and its expert -> [M, D]; see ExpertLinear."""
         hidden = self.activation(self.gate(x, ids, ends), self.up(x, ids, ends))
         return self.down(hidden, ids, ends)
+
+
+class BesideMoE(MoE):
+    """A dense layer and experts side by side, each between norms of its own (Gemma 4).
+
+    So it takes the residual, not normalized yet, which the router normalizes for itself.
+    """
+
+    def __init__(self, cfg, shared: nn.Module):
+        super().__init__(cfg, shared)
+        norms = "norm", "shared_norm", "router_norm", "post_norm", "post_shared_norm"
+        for name in norms:
+            setattr(self, name, VectorNorm(cfg.dim, cfg.norm_eps))
+        self.expert_scale = nn.Parameter(torch.ones(self.n_expert, dtype=torch.float32))
+        self.summed = nn.Identity()                # where ranks sum what each has a part of
+
+    def route(self, x):
+        prob, ids = super().route(self.router_norm(x))
+        return prob * self.expert_scale[ids], ids
+
+    def forward(self, x):
+        y = self.routed(self.norm(x), *self.route(x.flatten(0, 1))).view_as(x)
+        dense, y = self.summed(torch.stack((self.shared(self.shared_norm(x)), y))).unbind()
+        return self.post_shared_norm(dense) + self.post_norm(y)
+
+
+def mixture(cfg, shared: nn.Module | None) -> MoE:
+    return BesideMoE(cfg, shared) if cfg.moe.beside else MoE(cfg, shared)

@@ -41,11 +41,11 @@ class HeadLayerNorm(nn.Module):
 HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # ModelConfig.qk_norm: with N H weights
 
 
-class LatentNorm(nn.RMSNorm):
+class VectorNorm(nn.RMSNorm):
     """RMSNorm of a vector that is no hidden state of the model, in fp32 as model.RMSNorm."""
 
-    def __init__(self, dim: int, eps: float):
-        super().__init__(dim, eps, dtype=torch.float32)
+    def __init__(self, dim: int, eps: float, weighted: bool = True):
+        super().__init__(dim, eps, elementwise_affine=weighted, dtype=torch.float32)
 
     def forward(self, x):
         return super().forward(x.float()).type_as(x)
@@ -102,6 +102,10 @@ def rescale(factor: float) -> nn.Module:
 
 def clip(limit: float | None) -> nn.Module:
     return Clip(limit) if limit else nn.Identity()
+
+
+def value_norm(cfg) -> nn.Module:
+    return VectorNorm(cfg.head_dim, cfg.norm_eps, weighted=False) if cfg.v_norm else nn.Identity()
 
 
 def soft_cap(cap: float | None) -> nn.Module:

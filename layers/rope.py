@@ -29,12 +29,30 @@ class Rope:
     partial: float = 1.0                           # the share of a head that turns
     divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files)
     long_divisors: tuple[float, ...] | None = None # the same, beyond original_context
+    head_dim: int | None = None                    # of its layers; None: the model's
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
+    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, ≥ H/2]."""
     a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[..., :a.shape[-1]], sin[..., :a.shape[-1]]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def frequencies(ropes: tuple[Rope, ...], head_dim: int, length: int = 0) -> Tensor:
+    """Of each RoPE [R, H / 2], H being the widest head; narrower ones leave the last at 0."""
+    rows = [rope_frequencies(rope, rope.head_dim or head_dim, length) for rope in ropes]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def amplitudes(ropes: tuple[Rope, ...], head_dim: int) -> Tensor:
+    """What cos and sin of each are multiplied by, [R, H / 2] on CPU: 1 where a head stands still.
+    """
+    widths = [rope.head_dim or head_dim for rope in ropes]
+    amplitude = torch.ones(len(ropes), max(widths) // 2, device="cpu")
+    for row, rope, width in zip(amplitude, ropes, widths):
+        row[:int(width * rope.partial) // 2] = rope.amplitude
+    return amplitude
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:

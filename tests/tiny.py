@@ -19,6 +19,9 @@ GEMMA = dict(SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20, rms_
              layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
              rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
                                   sliding_attention=dict(rope_type="default", rope_theta=1e4)))
+GEMMA4 = dict(SIZE, head_dim=16, global_head_dim=32, sliding_window=8, final_logit_softcapping=5.0, rms_norm_eps=1e-6,
+              layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"])
+GEMMA4_K_IS_V = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
 QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
 MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])                     # axes of an image
@@ -152,6 +155,15 @@ FAMILIES = {
     "minimax_m2": lambda: hf.MiniMaxM2Config(
         **{**SIZE, "intermediate_size": 32}, head_dim=24, num_local_experts=8, num_experts_per_tok=2,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "gemma4": lambda: hf.Gemma4Config(                     # as E2B: later layers take earlier ones' keys, per-layer embeddings
+        text_config=dict(GEMMA4, num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                         num_key_value_heads=1, num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=8,
+                         vocab_size_per_layer_input=160),
+        vision_config=None, audio_config=None),
+    "gemma4-31b": lambda: hf.Gemma4TextConfig(**GEMMA4, **GEMMA4_K_IS_V, hidden_size_per_layer_input=0),
+    "gemma4-26b": lambda: hf.Gemma4TextConfig(**GEMMA4, **GEMMA4_K_IS_V, hidden_size_per_layer_input=0, enable_moe_block=True,
+                                              num_experts=8, top_k_experts=2, moe_intermediate_size=32),
+    "gemma4_unified": lambda: hf.Gemma4UnifiedTextConfig(**GEMMA4, **GEMMA4_K_IS_V),
     "vaultgemma": lambda: hf.VaultGemmaConfig(**SIZE, head_dim=24, sliding_window=8, query_pre_attn_scalar=20,
                                               attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "flex_olmo": lambda: hf.FlexOlmoConfig(**{**SIZE, "intermediate_size": 32}, num_experts=5, num_experts_per_tok=3,
@@ -231,7 +243,8 @@ FAMILIES = {
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long", "deepseek_v2")
+         "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
+         "deepseek_v2")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -241,6 +254,7 @@ MODELS = {                                                 # for docs/models.md:
     "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
+    "gemma4_text": "Gemma 4 E2B, E4B, 26B-A4B, 31B, the text part", "gemma4_unified_text": "Gemma 4 12B, its text part",
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
@@ -270,7 +284,7 @@ def make(name: str, seed: int = 0):
     kind = hf.AutoModelForImageTextToText if hasattr(config, "vision_config") else hf.AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32).eval()
     for key, p in model.named_parameters():
-        if "norm" in key or ".ln_" in key:
+        if "norm" in key or ".ln_" in key or key.endswith(("router.scale", "per_expert_scale")):
             p.data += 0.3 * torch.randn_like(p)            # around 1, or around 0 where it is 1 + w
         elif p.dim() == 1 and key.endswith("sinks"):
             p.data = torch.randn_like(p)
@@ -281,6 +295,8 @@ def make(name: str, seed: int = 0):
     for key, buffer in model.named_buffers():              # routers': of the choice alone
         if key.endswith("bias") and buffer.is_floating_point():
             buffer.copy_(0.3 * torch.randn_like(buffer))
+        elif key.endswith("layer_scalar"):
+            buffer.copy_(0.5 + torch.rand_like(buffer))
     return model
 
 
@@ -289,6 +305,11 @@ def old_spelling(directory) -> None:
     path = directory / "config.json"
     whole = json.loads(path.read_text())
     c = whole.get("text_config", whole)
+    if per_layer := c.pop("per_layer_config", None):       # transformers 4, and the released ones
+        c["global_head_dim"] = next(iter(per_layer.values()))["head_dim"]
+        c["num_global_key_value_heads"] = next(iter(per_layer.values())).get("num_key_value_heads")
+        path.write_text(json.dumps(whole))
+        return
     rope = c.pop("rope_parameters", None)
     if rope is None or c["model_type"] == "mellum":
         return                                             # GPT-2 is spelled as ever, Mellum is young
