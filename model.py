@@ -294,7 +294,8 @@ class Transformer(nn.Module):
         self.register_buffer("amplitude", amplitude, persistent=False)         # never on meta
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # window -> Ring
-
+        self.hidden = None                         # [1, S, D] of whoever drafts from it: what the
+                                                   # last layer gave at each position
     def _frequencies(self, length: int) -> Tensor:
         return torch.stack([rope_frequencies(r, self.cfg.head_dim, length) for r in self.ropes])
 
@@ -332,6 +333,8 @@ class Transformer(nn.Module):
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs, batch_idx)
+        if self.hidden is not None:
+            self.hidden[:, pos] = x.to(self.dtype)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]
         else:

@@ -171,12 +171,6 @@ def bare(name: str) -> str:
     return re.sub(rf"^(({around})\.)+", "", name)
 
 
-def layer_of(name: str) -> int:
-    """-1 outside the layers."""
-    match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
-    return int(match[1]) if match else -1
-
-
 def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
     """Their parameter name -> the layer's prefix, the expert's number, and what it holds.
 

@@ -5,6 +5,7 @@ Fused parameters lie apart on disk: layers.0.attn.wqkv is layers.0.attn.wq, .wk 
 
 import torch
 
+from formats.mtp import HeadConfig, MTPHead
 from model import ModelConfig, Transformer
 
 # in memory: on disk
@@ -25,7 +26,7 @@ def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return Transformer(cfg)
+            return MTPHead(cfg) if isinstance(cfg, HeadConfig) else Transformer(cfg)
     finally:
         torch.set_default_dtype(default)
 
