@@ -13,7 +13,7 @@ from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
 from formats.lazy import LazyTensor, constant, made_from
-from formats.mtp import HEAD_NAMES, head_config, split_head
+from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import Fused
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
@@ -233,7 +233,8 @@ def read_gguf(path: Path) -> RawCheckpoint:
         if not any(t.name == "norm.weight" for t in head):             # then it is the model's
             head += [made_from(t, t.read_rows, name="norm.weight") for t in tensors
                      if t.name == "output_norm.weight"]
-        raw.mtp = replace(raw, cfg=head_config(cfg, head), tensors=head, names=names | HEAD_NAMES)
+        raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head)), tensors=head,
+                          names=names | HEAD_NAMES)
     return raw
 
 

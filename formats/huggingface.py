@@ -12,7 +12,7 @@ from formats.hub_quantized import dequantized
 from formats.json_file import read_json
 from formats.lazy import LazyTensor
 from formats.messages import first_line
-from formats.mtp import HEAD_NAMES, head_config, split_head
+from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import HF_NAMES, OUR_NAMES, look_up
 from formats.safetensors_file import read_safetensors
 from formats.torch_file import lazy_tensors, read_torch
@@ -52,8 +52,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
                         tokenizer=directory, hub_quantized=bool(quantization))
     if head:
         slides = "sliding_attention" in (c.get("mtp_layer_types") or ())
-        raw.mtp = replace(raw, cfg=head_config(cfg, head, slides), tensors=head,
-                          names=names | HEAD_NAMES)
+        raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head), slides),
+                          tensors=head, names=names | HEAD_NAMES)
     return raw
 
 

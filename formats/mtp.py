@@ -4,8 +4,8 @@ One layer more, whose input is the next token's embedding and the model's last h
 embedding and the output layer are the model's. Owns how the head is built and which of a file's
 tensors are its. Knows nothing of drafting: that is cli/mtp.py's.
 
-    body, head = split_head(tensors, cfg.n_layer); cfg = head_config(cfg, head)
-    model = MTPHead(cfg)
+    body, head = split_head(tensors, cfg.n_layer)
+    model = MTPHead(head_config(cfg, has_experts(head)))
 """
 
 import re
@@ -91,16 +91,19 @@ def _renamed(t: LazyTensor, name: str) -> list[LazyTensor]:
     return [made_from(t, t.read_rows, name=f"{OWN[stem]}.{leaf}")]
 
 
-def head_config(cfg: ModelConfig, head: list[LazyTensor], sliding: bool = False) -> HeadConfig:
-    """The layer of a head of these tensors, by what the model's layers are.
+def has_experts(head: list[LazyTensor]) -> bool:
+    return any(re.search(r"\.experts\.|_exps\.", t.name) for t in head)
 
-    sliding: its attention has the model's window. An embedding it has none of its own.
+
+def head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadConfig:
+    """The layer of a head, by what the model's layers are. It has no vocabulary of its own.
+
+    sparse: it has experts; sliding: its attention has the model's window.
     """
     facts = {field.name: getattr(cfg, field.name) for field in fields(ModelConfig)}
     alike = [i for i in range(cfg.n_layer)
              if at(i, cfg.mixer) is None and (at(i, cfg.window) is not None) == sliding]
     i = alike[-1] if alike else cfg.n_layer - 1
-    sparse = any(re.search(r"\.experts\.|_exps\.", t.name) for t in head)
     return HeadConfig(**facts | dict(
         n_layer=1, vocab_size=1, tied=False, head_bias=False, mixer=(None,), sparse=(sparse,),
         rope=(at(i, cfg.rope),), window=(at(i, cfg.window),)))
