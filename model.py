@@ -300,6 +300,8 @@ class Transformer(nn.Module):
         self.register_buffer("amplitude", amplitudes(self.ropes, cfg.head_dim), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # window -> Ring
+        self.hidden = None                         # [1, S, D] of whoever drafts from it: what the
+                                                   # last layer gave at each position
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
@@ -337,6 +339,8 @@ class Transformer(nn.Module):
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs[:3], batch_idx, *inputs[3:])
+        if self.hidden is not None:
+            self.hidden[:, pos] = x.to(self.dtype)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]
         else:

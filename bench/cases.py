@@ -18,7 +18,7 @@ import torch
 import tp
 from bench import engines
 from bench.agreement import tokens_agree
-from bench.engines import NGRAM, Engine
+from bench.engines import MTP, NGRAM, Engine
 from bench.machine import read_bandwidth
 from bench.weights import Weights, load_weights
 from bench.worker import PEER_NAMES
@@ -60,7 +60,9 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     of Weights that starts the peer.
     """
     schemes = dict.fromkeys(scheme for _, scheme in schemes_of_engines)
-    weights_of = {scheme: load_weights(source, scheme, dtype, device) for scheme in schemes}
+    drafting = {scheme for engine, scheme in schemes_of_engines if engine == MTP}
+    weights_of = {scheme: load_weights(source, scheme, dtype, device, scheme in drafting)
+                  for scheme in schemes}
     cases = []
     for engine, scheme in schemes_of_engines:
         error = weights_of[scheme].error
@@ -140,7 +142,7 @@ class CaseRun:
             raise torch.OutOfMemoryError(
                 f"some {n_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} free")
         self.runner = Engine(case.engine, model, self.prompts, self.workload, self.tokenizer,
-                             case.temperature)
+                             case.temperature, weights.head)
 
     def run_round(self, n_new: int) -> Round:
         """Run the workload once with at most n_new new tokens in each row."""
@@ -179,7 +181,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if self.case.engine == NGRAM:              # there a step gives several tokens
+        if self.case.engine in (MTP, NGRAM):       # there a step gives several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt, batch_size, read_bytes)
         tok_s = speeds["decode_tok_s_total"] or speeds["prefill_tok_s"]

@@ -1,7 +1,7 @@
 """The engines that are compared, and what runs each: generate's public functions, from outside.
 
-The only file of this room that knows the API of generate, speculate and sampling. An engine shares
-the weights it is given and compiles a model of its own over them.
+The only file of this room, beside drafts.py, that knows the API of generate, speculate and
+sampling. An engine shares the weights it is given and compiles a model of its own over them.
 
     tokens, times = Engine("compile", model, prompts, workload, tokenizer).run(prompts, 64)
 """
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from bench.drafts import with_known_drafts
 from bench.workloads import Workload
-from cli import batch
+from cli import batch, mtp
 from cli.engines import (
     RecomputeBatch,
     build_sampler,
@@ -26,6 +27,7 @@ from cli.engines import (
 from cli.flags import ENGINES, PREFILL_CHUNK
 from cli.report import follow
 from cli.sequence import Sequence
+from formats.mtp import MTPHead
 from generate import Batch, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
@@ -36,10 +38,11 @@ from sampling import SamplingParams, keep_top_p
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
           "compile+prefill")
 NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
+MTP = "mtp"                                        # and with drafts by a head: drafts.py
+DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # tokens at most
 SAMPLERS = ("sorted", "sort_free")
 GREEDY = SamplingParams(temperature=0)
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # what the samplers are compared with
-MAX_DRAFT = 8
 
 
 def share_weights(model: Transformer) -> Transformer:
@@ -48,7 +51,7 @@ def share_weights(model: Transformer) -> Transformer:
 
 
 def is_compiled(name: str) -> bool:
-    return name == NGRAM or name.startswith("compile")
+    return name in DRAFTING or name.startswith("compile")
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
@@ -66,10 +69,15 @@ class Engine:
     """
 
     def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
-                 workload: Workload, tokenizer, temperature: float = 0.0):
-        if workload.n_requests and name in ("recompute", *SAMPLERS):
+                 workload: Workload, tokenizer, temperature: float = 0.0,
+                 head: MTPHead | None = None):
+        """head: of mtp, which drafts."""
+        if workload.n_requests and name in ("recompute", MTP, *SAMPLERS):
             raise ValueError("takes one prompt at a time")
+        if name == MTP and temperature:
+            raise ValueError("needs an expected text: temperature 0")
         self.model = share_weights(model)
+        self.head = share_weights(head) if name == MTP else None
         self.tokenizer = tokenizer
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
@@ -83,7 +91,7 @@ class Engine:
             self.compile_s = time.perf_counter() - start
 
     def _build_batch(self, name: str, workload: Workload) -> Batch:
-        engine = "compile" if name == NGRAM else name.removesuffix("+prefill")
+        engine = "compile" if name in DRAFTING else name.removesuffix("+prefill")
         engine = engine if engine in ENGINES else "kv_cache"
         steps = build_steps(self.model, engine, name.endswith("+prefill"))
         generator = torch.Generator(self.model.freq.device)
@@ -94,16 +102,19 @@ class Engine:
             sampler.filters["top_p"] = keep_top_p if by_sorting else sort_free.keep_top_p
         if name == "recompute":
             return RecomputeBatch(self.model, sampler, steps, workload.n_positions())
-        if name == NGRAM:
-            return build_speculative(self.model, sampler, steps, engine, MAX_DRAFT, fixed=False)
+        if name in DRAFTING:
+            return build_speculative(self.model, sampler, steps, engine, DRAFTING[name],
+                                     fixed=False, draft=self.head)
         return Batch(self.model, sampler, steps)
 
     def _warm_up(self, name: str, prompts: list[list[int]], workload: Workload) -> None:
         first = 1 if workload.n_requests else workload.n_prompt + 1
         lengths = range(first, workload.n_prompt + workload.n_new)
         warm_up(self.batch, prompts[:workload.batch_size], lengths)
-        if name == NGRAM:
+        if name in DRAFTING:
             measure_drafts(self.batch, workload.n_prompt + 1)
+        if name == MTP:
+            with_known_drafts(self.batch, prompts, workload.n_new)
 
     @property
     def version(self) -> str | None:
@@ -154,5 +165,11 @@ class Engine:
                     first_s=[r.first_s - r.begun_s for r in results])
 
     def cache_bytes(self) -> int:
-        caches = (m for m in self.model.modules() if isinstance(m, KVCache))
-        return sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+        """Of a head that drafts the weights too."""
+        models = [self.model, self.head] if self.head else [self.model]
+        caches = [m for model in models for m in model.modules() if isinstance(m, KVCache)]
+        n_bytes = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+        if self.head:
+            own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
+            n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes
+        return n_bytes

@@ -20,7 +20,8 @@ import torch
 import tp
 from bench import plots
 from bench.cases import BenchmarkCase, build_cases, run_workload
-from bench.engines import LADDER, NGRAM
+from bench.drafts import ACCEPTANCE
+from bench.engines import LADDER, MTP, NGRAM
 from bench.machine import describe_machine
 from bench.peers import peer_starter
 from bench.profiling import run_profiles
@@ -95,7 +96,9 @@ def add_workload_flags(add: Callable) -> None:
 
 def add_run_flags(add: Callable) -> None:
     add("--engines", metavar="LIST",
-        help=f"of {', '.join(LADDER)}, {NGRAM} (compile with tokens drafted by look-up), int8, "
+        help=f"of {', '.join(LADDER)}, {NGRAM} (compile with tokens drafted by look-up), "
+             f"{MTP} (compile with drafts by a head whose tokens are right with probability "
+             f"{ACCEPTANCE}), int8, "
              "int4, int4-g64, … (compile with weights like that); "
              "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
              "default: kv_cache,compile, or the whole ladder with --init_from")
@@ -130,7 +133,7 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     if not requested or not schemes:
         raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
                          "int8, int4")
-    known = (*LADDER, NGRAM)
+    known = (*LADDER, NGRAM, MTP)
     for name in requested:
         if name not in known and not is_scheme(name):
             raise ValueError(f"unknown engine '{name}' (engines: {', '.join(known)}, int8, int4, "

@@ -14,7 +14,9 @@ from cli.common import free_memory, log
 from cli.ranks import n_local
 from formats import quantized
 from formats.checkpoint import n_bytes
+from formats.mtp import MTPHead
 from formats.parameters import count_parameters
+from formats.shapes import random_head
 from generate import load_shard
 from model import ModelConfig, Transformer
 from quantize import SCHEMES
@@ -32,16 +34,21 @@ class Weights:
     dtype: torch.dtype
     model: Transformer | None
     error: str | None = None
+    head: MTPHead | None = None                    # that drafts, where an engine wants one
 
 
 def is_scheme(name: str) -> bool:
     return name == "int4" or name in SCHEMES
 
 
-def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device) -> Weights:
-    """A checkpoint's weights on the device, quantized unless the scheme is none."""
+def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
+                 drafts: bool = False) -> Weights:
+    """A checkpoint's weights on the device, quantized unless the scheme is none.
+
+    drafts: with a head that drafts, of random weights where the checkpoint has none.
+    """
     name = source.path.name
-    model = None
+    model = head = None
     error = None
     stored = source
     try:
@@ -53,9 +60,17 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device) 
         if size > free_memory(device) / n_sharing:
             raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
         model = load_shard(stored, dtype, device)
+        if drafts:
+            head = load_shard(head_of(source, scheme, device), dtype, device)
     except torch.OutOfMemoryError as e:
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
                    scheme=scheme, quantization=quantized.schemes(stored)[0], dtype=dtype,
-                   model=model, error=error)
+                   model=model, error=error, head=head)
+
+
+def head_of(source, scheme: str, device: torch.device):
+    head = source.mtp() if source.mtp else random_head(source)
+    return head if scheme == "none" else quantized.quantized(head, scheme, head="none",
+                                                             device=device)

@@ -81,15 +81,18 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
         batch.steps.decode(model, token, pos, kv_len, sampler).item()
 
     def draft(k):
+        """What a round's drafts take -> what they were drawn from."""
+        if hasattr(drafter, "trial"):
+            return drafter.trial(k, 1 + k // 2, kv_len, sampler)
         args = token, pos, kv_len, token.repeat(1, k), sampler, sampler.n_vocab
-        return drafter.step(drafter.model, *args)
+        for _ in range(k + 1):
+            _, probs, ids = drafter.step(drafter.model, *args)
+        return [t if t is None else t.repeat(k, 1) for t in (probs, ids)]
 
     def check(k):
+        probs, ids = torch.ones(k, 1, device=token.device), token.repeat(k, 1)
         if hasattr(drafter, "step"):
-            _, probs, ids = draft(k)
-            probs, ids = (t if t is None else t.repeat(k, 1) for t in (probs, ids))
-        else:
-            probs, ids = torch.ones(k, 1, device=token.device), token.repeat(k, 1)
+            probs, ids = draft(k)
         chance = torch.rand(k, device=token.device)
         args = token, token.repeat(1, k), probs, ids, pos, kv_len, chance, sampler
 
@@ -102,7 +105,7 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
     for k in lengths:
         round_s = _seconds(check(k), n)
         if hasattr(drafter, "step"):
-            round_s += (k + 1) * _seconds(lambda k=k: draft(k)[0].item(), n)
+            round_s += _seconds(lambda k=k: draft(k)[0][0, 0].item(), n)
         costs[k] = round_s / plain_s
     return costs
 

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 import speculate
+from cli import mtp
 from cli.device_sampler import DeviceSampler
 from cli.draft_length import DraftLengthController, FixedLength, draft_costs
+from cli.mtp import MTPDrafter
 from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
+from formats.mtp import MTPHead
 from generate import (
     Batch,
     Steps,
@@ -27,7 +30,7 @@ from generate import (
     prefill,
 )
 from kernels import sort_free
-from kernels.compile import change_over, will_change_over
+from kernels.compile import change_over, compile_beside, prepare_for_cuda, will_change_over
 from kernels.cuda_graph import CudaGraph
 from layers.recurrent import max_rewind
 from model import Transformer
@@ -92,25 +95,41 @@ class RecomputeBatch(Batch):
 
 def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
-    """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most.
+    """draft: a model that drafts, or the model's own head for it; None: tokens are looked up.
 
-    ValueError where the model cannot go back by k tokens: setup_cache's max_rejected says how many.
+    fixed: always k drafts, else at most. The model's steps are built already. ValueError where the
+    model cannot go back by k tokens: setup_cache's max_rejected says how many.
     """
     if (possible := max_rewind(model)) is not None and k > possible:
         raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
                          f"by {possible}: set it up for max_rejected={k}")
-    draft_step, verify = speculate.draft_one_token, speculate.verify
-    min_kv_len = build_steps(draft, engine).min_kv_len if draft else 0
-    if engine == "compile" and model.freq.device.type != "cpu":
-        draft_step, verify = as_one_graph(draft_step), as_one_graph(verify)
-    drafter = NgramDrafter()
-    if draft:
-        drafter = ModelDrafter(draft, draft_step)
+    as_graph = engine == "compile" and model.freq.device.type != "cpu"
+    verify = as_one_graph(speculate.verify) if as_graph else speculate.verify
+    drafter, lengths = NgramDrafter(), [k]
+    if isinstance(draft, MTPHead):
+        drafter, lengths = build_mtp_drafter(model, draft, engine, as_graph), [*range(k, 0, -1)]
+    elif draft:
+        min_kv_len = build_steps(draft, engine).min_kv_len
+        step = speculate.draft_one_token
+        drafter = ModelDrafter(draft, as_one_graph(step) if as_graph else step)
         drafter.min_kv_len = min_kv_len
         drafter.max_rejected = k + 1
-    lengths = [k] if fixed or k < 3 or draft is None else [k, k // 3]
+        lengths = [k, k // 3] if k > 2 else [k]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
     return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
+
+
+def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
+                      as_graph: bool) -> MTPDrafter:
+    """The head as the model is: compiled, with the model's own embedding and output layer."""
+    head.join(model)
+    drafter = MTPDrafter(model, head)
+    if as_graph:
+        drafter.min_kv_len = prepare_for_cuda(head)
+        drafter.step = as_one_graph(mtp.draft_one_token)
+    elif engine == "compile":
+        compile_beside(head)
+    return drafter
 
 
 def rewind(batch: Batch, max_draft: int) -> int:
@@ -154,6 +173,10 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
         batch.drafter.begin(0, limit, batch.chunk)
         for kv_len in kv_lens:
             draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
+            if isinstance(batch.drafter, MTPDrafter):      # a round gives 1 token to all
+                for n in range(1, max(batch.draft_length.lengths) + 2):
+                    for k in batch.draft_length.lengths:
+                        batch.drafter.trial(k, n, kv_len, sampler)
     # strides of its own, as a step's result has: what a CPU compiles depends on them
     token = pad_batch(prompts, batch.token.device)[:, :1]
     token = token.clone(memory_format=torch.contiguous_format)

@@ -80,11 +80,13 @@ def build_parser() -> Parser:
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
         help="a smaller model of the same vocabulary that drafts tokens")
-    add("--speculate", choices=["ngram", "int8", "int4"],
-        help="draft tokens without one: what followed the last three tokens before, or by a "
-             "quantized copy of the model itself")
+    add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
+        help="draft tokens without one: by the head that the checkpoint has for it (multi-token "
+             "prediction), what followed the last three tokens before, or by a quantized copy of "
+             "the model itself")
     add("--speculate_k", type=number(int, 1), metavar="K",
-        help="always draft K tokens; default: 5 at most (8 of ngram's), fewer while they are wrong")
+        help="always draft K tokens; default: 5 at most (4 of mtp's, 8 of ngram's), fewer while "
+             "they are wrong")
     add("--compare", action="store_true",
         help="after each sample generate it again without drafts, and print the speedup")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
@@ -136,6 +138,12 @@ def sampling_params(args, **overrides) -> SamplingParams:
 def many(args) -> bool:
     """Prompts that run in slots: several, or those whose results go into a file."""
     return bool(args.prompts_file or args.output or len(args.prompt) > 1)
+
+
+def may_draft(args) -> bool:
+    """One row at a time, and nothing that drafts was asked for."""
+    drafting = args.draft_checkpoint_path or args.speculate
+    return not (drafting or many(args) or args.batch_size > 1 or args.engine == "recompute")
 
 
 def check(args) -> None:

@@ -110,6 +110,7 @@ def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
           quiet: bool = False) -> None:
     """A .pth that works alone: with the tokenizer, unless its files are beside it."""
     tokenizer, n = source.tokenizer, len(source.tensors)
+    n += len(source.mtp().tensors) if source.mtp else 0
     if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
         tokenizer = tokenizers.load(tokenizer).state()
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from cli.engines import (
     warm_up,
 )
 from cli.flags import HELLO
+from cli.mtp import MAX_DRAFT, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
@@ -79,6 +80,8 @@ def run(argv: list[str] | None) -> int:
         log(f"{len(finished)} results are in {args.output} already: {len(work)} prompts to go")
     if many and not work:
         return 1 if complaints else 0
+    if source.mtp and flags.may_draft(args):
+        log("note: this checkpoint has a head that drafts tokens: --speculate mtp may be faster")
     if not many and work and work[0].n_new < args.max_new_tokens:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
@@ -142,6 +145,11 @@ def open_draft(args, source, tokenizer, device):
             raise ValueError(f"--speculate {args.speculate} drafts with a copy of the model, and "
                              "--random makes no two alike")
         return quantized.quantized(source, args.speculate, device=device)
+    if args.speculate == "mtp" and not source.mtp:
+        raise ValueError(f"--speculate mtp: {source.path} has no head that drafts (mtp.* tensors, "
+                         "or a layer that num_nextn_predict_layers counts): try --speculate ngram")
+    if args.speculate == "mtp":
+        return quantized.as_flagged(source, args, device).mtp()
     if not args.draft_checkpoint_path:
         return None
     draft, other = open_model(args.draft_checkpoint_path)
@@ -157,7 +165,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
-                for source in sources)
+                for source in sources) + hidden_bytes(sources, length, dtype)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
             f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")
@@ -225,7 +233,8 @@ class Session:
     def max_draft(self, draft) -> int:
         """How many tokens to draft at most. ValueError where they do not fit."""
         args, length = self.args, self.length
-        k = args.speculate_k or min(8 if args.speculate == "ngram" else 5, length - 1)
+        longest = {"ngram": 8, "mtp": MAX_DRAFT}.get(args.speculate, 5)
+        k = args.speculate_k or min(longest, length - 1)
         if self.drafter and k >= length:
             raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
         if draft and draft.cfg.learned_pos and length > draft.cfg.context:

@@ -5,6 +5,7 @@ scales and zeros are "….wq.weight", "….wq.scales" and "….wq.zeros".
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class RawCheckpoint:
     tokenizer: Path | dict | None = None
     quantization: dict | None = None
     hub_quantized: bool = False                    # what is one matrix for us may be of two kinds
+    mtp: "RawCheckpoint | None" = None             # of a head that drafts (mtp.py)
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Checkpoint:
     tokenizer: Path | dict | None = None           # what tokenizer.load() takes
     quantization: dict | None = None               # how, for people; the tensors say what
     adapter: Path | None = None                    # whose changes the tensors have
+    mtp: "Callable[[], Checkpoint] | None" = None  # opens its head that drafts, where it has one
 
 
 def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -> Scheme | None:

@@ -4,6 +4,7 @@ gguf_file.py reads the file. Config, tensors and tokenizer are all inside.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
@@ -11,8 +12,9 @@ from formats.config import BAD_CONFIG, config_from_hf, head_dim
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
-from formats.lazy import LazyTensor, constant
-from formats.names import Fused, layer_of
+from formats.lazy import LazyTensor, constant, made_from
+from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
+from formats.names import Fused
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
@@ -260,11 +262,18 @@ def read_gguf(path: Path) -> RawCheckpoint:
     names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS
-    if metadata.get(f"{arch}.nextn_predict_layers"):
-        tensors = [t for t in tensors if layer_of(t.name) < cfg.n_layer]
+    behind = metadata.get(f"{arch}.nextn_predict_layers")
+    tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-    return RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=_eos_ids(metadata),
-                         tokenizer=tokenizer)
+    raw = RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=_eos_ids(metadata),
+                        tokenizer=tokenizer)
+    if head:
+        if not any(t.name == "norm.weight" for t in head):             # then it is the model's
+            head += [made_from(t, t.read_rows, name="norm.weight") for t in tensors
+                     if t.name == "output_norm.weight"]
+        raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head)), tensors=head,
+                          names=names | HEAD_NAMES)
+    return raw
 
 
 def _eos_ids(metadata: dict) -> list[int]:

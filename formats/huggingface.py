@@ -12,7 +12,8 @@ from formats.hub_quantized import dequantized
 from formats.json_file import read_json
 from formats.lazy import LazyTensor
 from formats.messages import first_line
-from formats.names import HF_NAMES, OUR_NAMES, layer_of, look_up
+from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
+from formats.names import HF_NAMES, OUR_NAMES, look_up
 from formats.safetensors_file import read_safetensors
 from formats.torch_file import lazy_tensors, read_torch
 
@@ -28,8 +29,6 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if "vision_config" in config:
         print("note: of this multimodal model only the text part is read", file=sys.stderr)
     tensors = hub_weights(directory, weights)
-    if c.get("num_nextn_predict_layers") or c.get("num_mtp_layers"):   # of the head that drafts
-        tensors = [t for t in tensors if layer_of(t.name) < cfg.n_layer]
     if "text_config" in config:                    # both levels say whether it is tied
         cfg = replace(cfg, tied=not any(t.name.endswith("lm_head.weight") for t in tensors))
     quantization = (config.get("quantization_config") or config.get("compression_config")
@@ -41,14 +40,21 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
             tensors = dequantized(tensors, quantization)
         except BAD_CONFIG as e:
             raise ValueError(f"{path}: quantization_config: {first_line(e)}") from None
+    behind = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers")
+    tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     family = FAMILIES[c["model_type"]]
     names = {**HF_NAMES, **family.names_of(c)}
     folds = Folds(**{**family.folds, **stated_folds(c)})
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):
         names, folds = OUR_NAMES, None             # our .pth with its config beside it
     eos_ids, defaults = generation_defaults(directory, config)
-    return RawCheckpoint(directory / weights, cfg, tensors, names, folds, eos_ids, defaults,
-                         tokenizer=directory, hub_quantized=bool(quantization))
+    raw = RawCheckpoint(directory / weights, cfg, tensors, names, folds, eos_ids, defaults,
+                        tokenizer=directory, hub_quantized=bool(quantization))
+    if head:
+        slides = "sliding_attention" in (c.get("mtp_layer_types") or ())
+        raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head), slides),
+                          tensors=head, names=names | HEAD_NAMES)
+    return raw
 
 
 def hub_weights(directory: Path, name: str) -> list[LazyTensor]:

@@ -63,6 +63,22 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     raw = read(path)
     if adapter is not None:
         raw.tensors = lora.merged(raw.tensors, adapter)
+    source = finished(raw)
+    source.adapter = adapter
+    if raw.mtp:
+        source.mtp = lambda: open_head(raw.mtp)    # what nobody asks for costs nothing
+    return source
+
+
+def open_head(raw: RawCheckpoint) -> Checkpoint:
+    try:
+        return finished(raw)
+    except ValueError as e:
+        raise ValueError(f"the head that drafts, in {e}") from None
+
+
+def finished(raw: RawCheckpoint) -> Checkpoint:
+    """The tensors by our names, folded and checked. ValueError as read_checkpoint()."""
     try:
         tensors = rename(raw.tensors, raw.names, raw.cfg)
         if raw.folds:
@@ -72,7 +88,7 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     if raw.hub_quantized:
         tensors = quantized_alike(tensors, raw.cfg)
     source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
-                        raw.quantization, adapter)
+                        raw.quantization)
     check(source)
     return source
 

@@ -6,6 +6,7 @@ shares are equal, or what the module around them says in `split`.
 
 import torch
 
+from formats.mtp import HeadConfig, MTPHead
 from model import ModelConfig, Transformer
 
 # in memory: on disk
@@ -28,7 +29,7 @@ def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return Transformer(cfg)
+            return MTPHead(cfg) if isinstance(cfg, HeadConfig) else Transformer(cfg)
     finally:
         torch.set_default_dtype(default)
 

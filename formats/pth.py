@@ -19,6 +19,7 @@ from torch import Tensor
 
 from formats.checkpoint import Checkpoint, RawCheckpoint
 from formats.lazy import LazyTensor
+from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
 from formats.parameters import blank_model
 from formats.torch_file import lazy_tensors
@@ -47,9 +48,14 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
     if content.get("version", 1) > VERSION:
         raise ValueError(f"{path}: its format is version {content['version']}, this program "
                          f"reads up to {VERSION}: update it, or convert the original again")
-    return RawCheckpoint(path, config_from_dict(content["config"]), lazy_tensors(content["model"]),
-                         OUR_NAMES, None, content["eos_ids"], content["defaults"],
-                         content["tokenizer"] or path.parent, content.get("quantization"))
+    tensors, head = split_head(lazy_tensors(content["model"]), None)
+    raw = RawCheckpoint(path, config_from_dict(content["config"]), tensors, OUR_NAMES, None,
+                        content["eos_ids"], content["defaults"],
+                        content["tokenizer"] or path.parent, content.get("quantization"))
+    if content.get("mtp"):
+        cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
+        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES)
+    return raw
 
 
 def config_from_dict(d: dict) -> ModelConfig:
@@ -92,19 +98,24 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
     """
-    dtypes = _dtypes(source, dtype)
+    tensors, dtypes, head = dict(source.tensors), _dtypes(source, dtype), None
+    if source.mtp:                                 # as mtp.*, which others pass over
+        head = source.mtp()
+        tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
+        dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
     blanks = {name: Blank(str(i), t.shape, dtypes[name])
-              for i, (name, t) in enumerate(source.tensors.items())}
+              for i, (name, t) in enumerate(tensors.items())}
     content = dict(format="gpt-faster", version=VERSION, config=dataclasses.asdict(source.cfg),
                    quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
-                   defaults=source.defaults, tokenizer=tokenizer)
+                   defaults=source.defaults, tokenizer=tokenizer,
+                   mtp=head and dataclasses.asdict(head.cfg))
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
             if hasattr(os, "posix_fallocate"):     # a full disk says so now
                 os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
             with zipfile.ZipFile(file, "w") as archive:
-                _write(archive, path.stem, content, source.tensors, progress)
+                _write(archive, path.stem, content, tensors, progress)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -51,7 +51,8 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
         else:
             tensors[name] = t
     made = dict(mode=mode, head=head, gptq=solver is not None)
-    return replace(source, tensors=tensors, quantization=made)
+    mtp = source.mtp and (lambda: quantized(source.mtp(), mode, groupsize, "none", device))
+    return replace(source, tensors=tensors, quantization=made, mtp=mtp)
 
 
 def _renamed(t: LazyTensor, name: str) -> LazyTensor:

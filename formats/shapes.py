@@ -10,6 +10,7 @@ from torch import Tensor, bfloat16
 from formats.checkpoint import Checkpoint
 from formats.config import config_from_hf
 from formats.lazy import LazyTensor
+from formats.mtp import head_config
 from formats.parameters import tensor_shapes
 from layers.rope import Rope
 from model import ModelConfig
@@ -92,10 +93,19 @@ def random_checkpoint(name: str) -> Checkpoint:
     shapes = {k.lower(): k for k in SHAPES}
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
-    cfg = SHAPES[shapes[name.lower()]]()
+    return of_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
+
+
+def random_head(source: Checkpoint) -> Checkpoint:
+    """A head that drafts as one of this model could be, for how long it takes."""
+    cfg = source.cfg
+    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)))
+
+
+def of_random_weights(path: Path, cfg: ModelConfig) -> Checkpoint:
     tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=fill_norm if is_one(n) else fill)
                for n, shape in tensor_shapes(cfg).items()}
-    return Checkpoint(Path(shapes[name.lower()]), cfg, tensors)
+    return Checkpoint(path, cfg, tensors)
 
 
 def is_one(name: str) -> bool:

@@ -30,6 +30,12 @@ def compile_model(model: nn.Module) -> None:
         cpu_ops.take_all_threads()
 
 
+def compile_beside(model: nn.Module) -> None:
+    """A model that has embedding and head from another, compiled if that is. In place, once."""
+    if uses_operations(model):
+        use_operations(model)
+
+
 def will_change_over(model: nn.Module) -> bool:
     """Is a compiler at work whose result the model can take up later?"""
     return model.freq.device.type == "cpu" and cpu_ops.is_building() and fits(model)

@@ -391,7 +391,7 @@ def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
 
 def fits(model: nn.Module) -> bool:
     """Is it one that use_operations() takes, by its parts?"""
-    return model.dtype in DTYPES and fits_linear(model.head)
+    return model.dtype in DTYPES and (uses_operations(model) or fits_linear(model.head))
 
 
 def uses_operations(model: nn.Module) -> bool:
@@ -433,13 +433,22 @@ def use_operations(model: nn.Module) -> bool:
     for new in made:
         new.call = call
     pack_modules(model.per_layer)
-    use_packed_head(model)
+    pack_beside(model)
     enter = Enter(model)
     if not model.rings and model.pos_embed is None and gives_the_same(enter, model):
         model.embed_inputs = enter
     if not model.head._forward_hooks and fits_norm(model.norm):
         model.unembed = Leave(model)
     return True
+
+
+def pack_beside(model: nn.Module) -> None:
+    """The linears outside the layers; a head from a model that is compiled already stays."""
+    for name, module in list(model.named_children()):
+        if name != "head" and fits_linear(module):
+            setattr(model, name, packed(module))
+    if not uses_operations(model):
+        use_packed_head(model)
 
 
 def use_packed_head(model: nn.Module) -> None:

@@ -72,6 +72,16 @@ def families(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def heads(tmp_path_factory):
+    """name -> (directory of a checkpoint with a head that drafts, transformers' model, its head)."""
+    @functools.cache
+    def get(name):
+        directory = tmp_path_factory.mktemp(f"mtp-{name}")
+        return directory, *tiny.make_with_head(name, directory)
+    return get
+
+
+@pytest.fixture(scope="session")
 def their_tokenizer():
     """path of a GGUF -> transformers' tokenizer of it; Gemma's takes it 20 seconds to read."""
     from transformers import AutoTokenizer

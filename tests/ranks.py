@@ -99,6 +99,17 @@ def check_guessing(path, n):
             same_tokens(source, row, 30, how, drafts=drafts)
 
 
+def check_mtp(path, n):
+    """By the checkpoint's own head, a part of which each rank has, beside its part of embedding and output."""
+    source = read_checkpoint(path)
+    head = generate.load_shard(source.mtp(), FP32, "cpu")
+
+    def drafts(model, sampler):
+        return engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, True, head)
+    for how in (SamplingParams(temperature=0), SamplingParams(temperature=1.5)):
+        same_tokens(source, prompts(12, 1).tolist(), 30, how, drafts=drafts)
+
+
 def check_agreement(path, n):
     """A result that differs between the ranks, an error of rank 0 alone, calls that rank 0 leads."""
     mine = torch.full((2, 1), tp.rank())
@@ -129,6 +140,7 @@ def run(argv):
         checks += [(check_quantized, directory / f"for-int4-{name}")]
     checks += [(check, directory / "for-int4-llama") for check in (
         check_sampling, check_agreement, check_guessing)]
+    checks += [(check_mtp, directory / "for-mtp-glm4_moe")]
     if tp.world() == 2 and not names:
         checks += [(check_compiled, directory / name) for name in ("olmo2", "for-int4-mixtral")]
     for check, path in checks:

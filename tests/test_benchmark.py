@@ -13,6 +13,7 @@ from test_errors import run as run_generate
 
 from bench import cases, engines, machine, suites, tables, weights
 from bench import main as benchmark
+from cli.draft_length import FixedLength
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,22 @@ def test_guessing_ahead(capsys):
     assert status == 0 and [r["compared"] for r in rows] == [True, True] and rows[1]["test"] == "tg24 @ edit.txt"
     status, out, _ = run(capsys, *argv, "--engines", "kv_cache", "--temperature", 0.8)
     assert status == 0 and json.loads(out)["rows"][0]["compared"] is None and rows[0]["n_prompt"] > 150
+
+
+def test_drafts_of_a_known_acceptance(capsys, monkeypatch):
+    """A head of random weights, quantized as the model, whose tokens are right four times of five."""
+    kept, original = [], engines.with_known_drafts
+    monkeypatch.setattr(engines, "with_known_drafts", lambda batch, *more: original(batch, *more) or kept.append(batch))
+    monkeypatch.setattr(engines, "measure_drafts", lambda batch, n: setattr(batch, "draft_length", FixedLength(2)))
+    argv = ["--random", "stories15M", "-r", 3, "--device", "cpu", "-o", "json", "--dtype", "float32", "-n", 150, "-d", 12]
+    status, out, _ = run(capsys, *argv, "--engines", "compile,mtp", "--quantize", "int8")
+    rows = json.loads(out)["rows"]
+    assert status == 0 and [r["compared"] for r in rows] == [True, True] and rows[1]["achieved_gb_s"] is None
+    rounds, first = sum(kept[0].accept_counts), sum(kept[0].accept_counts[1:])
+    assert rounds > 150 and 0.7 < first / rounds < 0.9
+    assert type(kept[0].drafter.head.layers[0].ffn.down).__name__ == "PackedLinear"
+    status, out, _ = run(capsys, *argv, "--engines", "mtp", "--temperature", 0.8, "-r", 1)
+    assert json.loads(out)["rows"][0]["error"] == "needs an expected text: temperature 0"
 
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):

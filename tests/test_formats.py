@@ -175,6 +175,7 @@ OTHER_KEYS = {                                             # what a converter wr
     "jais2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
     "muse-glimmer": lambda c: {"logit_scale": c.output_multiplier},
+    "glm4moe": lambda c: {"nextn_predict_layers": 1, "block_count": 5} if c.num_mtp_layers else {},
     "exaone-moe": lambda c: {"expert_shared_count": c.num_shared_experts, "nextn_predict_layers": 1, "block_count": 5},
 }
 INSTEAD = {                                                # HF's name where gguf's own table has none

@@ -40,11 +40,12 @@ def torchrun(*argv, ranks=2, how=("--standalone",), **more):
 
 
 @pytest.fixture(scope="session")
-def directory(families, tmp_path_factory):
-    """Every family, and two whose rows have enough groups of int4 weights for four ranks."""
+def directory(families, heads, tmp_path_factory):
+    """Every family, one with a head that drafts, and two whose rows have enough groups of int4 weights for four ranks."""
     path = tmp_path_factory.mktemp("families")
     for name in tiny.FAMILIES:
         (path / name).symlink_to(families(name)[0])
+    (path / "for-mtp-glm4_moe").symlink_to(heads("glm4_moe")[0])
     for name, config in (("llama", hf.LlamaConfig(**WIDE)), ("mixtral", hf.MixtralConfig(
             **dict(WIDE, intermediate_size=128), num_local_experts=4, num_experts_per_tok=2))):
         torch.manual_seed(0)
@@ -55,7 +56,7 @@ def directory(families, tmp_path_factory):
 def test_some_families_and_all_else_on_two_ranks(directory):
     """The quick tier's: sampling, drafting and agreement too."""
     done = torchrun("tests/ranks.py", directory, "llama3", "gemma3_text", "gpt_oss", "olmo2", ranks=2)
-    assert done.returncode == 0 and "9 checks on 2 ranks, 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0 and "10 checks on 2 ranks, 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

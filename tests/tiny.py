@@ -300,6 +300,61 @@ def make(name: str, seed: int = 0):
     return model
 
 
+# MtpModel's names for a layer's parts -> those of released checkpoints: behind the last layer, or mtp.*
+HEADS = {"glm4_moe": {"post_norm": "shared_head.norm"},
+         "mellum": {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}}
+
+
+def released_name(name, key, n_layer):
+    """MtpModel's name of a parameter -> a released checkpoint's."""
+    inner = key.removeprefix("layers.0.")
+    in_layer = inner.startswith("mtp_block.")
+    inner = inner.removeprefix("mtp_block.")
+    stem = inner.removesuffix(".weight")
+    inner = inner.replace(stem, HEADS[name].get(stem, stem))
+    if name == "glm4_moe":
+        return f"model.layers.{n_layer}.{inner}"
+    return f"mtp.layers.0.{inner}" if in_layer else f"mtp.{inner}"
+
+
+def experts_apart(name, t):
+    """[E, …] of all experts -> each one's tensors, as released."""
+    if "mlp.experts.gate_up_proj" in name:
+        for i, one in enumerate(t):
+            gate, up = one.chunk(2)
+            yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate.contiguous()
+            yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up.contiguous()
+    elif "mlp.experts.down_proj" in name:
+        yield from ((name.replace("down_proj", f"{i}.down_proj.weight"), one.contiguous()) for i, one in enumerate(t))
+    else:
+        yield name, t
+
+
+def make_with_head(name, directory):
+    """A checkpoint with a head that drafts -> transformers' model and its head, as it reads that."""
+    from safetensors.torch import load_file, save_file
+    from transformers.modeling_layers import MtpModel
+    model = make(name)
+    model.config.num_mtp_layers = 1
+    if name == "mellum":
+        model.config.mtp_layer_types, model.config.mtp_mlp_layer_types = ["sliding_attention"], ["sparse"]
+    model.save_pretrained(directory)
+    disk, n_layer = load_file(directory / "model.safetensors"), model.config.num_hidden_layers
+    torch.manual_seed(3)
+    for key, p in MtpModel(model, 1).state_dict().items():
+        if key.startswith("layers."):
+            value = torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1]**-0.5) + ("norm" in key)
+            disk |= dict(experts_apart(released_name(name, key, n_layer), value))
+    if name == "glm4_moe":                                 # GLM-4.5 has these once more
+        disk[f"model.layers.{n_layer}.embed_tokens.weight"] = torch.zeros(160, 64)
+        disk[f"model.layers.{n_layer}.shared_head.head.weight"] = torch.zeros(160, 64)
+    save_file(disk, directory / "model.safetensors", {"format": "pt"})
+    model = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if name == "glm4_moe":                                 # it names the layers of the released ones
+        model._keys_to_ignore_on_load_unexpected = [rf"layers\.{n_layer}\."]
+    return model, MtpModel.from_pretrained(model).eval()
+
+
 def old_spelling(directory) -> None:
     """Rewrite config.json as transformers 4 had it."""
     path = directory / "config.json"
