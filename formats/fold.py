@@ -39,6 +39,7 @@ class Folds:
     norm_after_rope: bool = False                  # of queries and keys (Hunyuan)
     post_norm_scale: float = 1.0                   # what norms behind a branch are multiplied by
     first_pos: int = 0                             # which learned position is the first (OPT)
+    log_decay: bool = False                        # DeltaNet's decays are log(-decay) there
     one_norm: bool = False                         # of both branches of a parallel block
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
@@ -57,6 +58,9 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)
+        if folds.log_decay and name.endswith("decay_rate"):
+            tensors[name] = made_from(t, lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
+                                      dtype=torch.float32)
     if isinstance(cfg.mixer[0], Latent):
         _order_latents(tensors, cfg, folds)
         _split_up_projections(tensors, cfg)

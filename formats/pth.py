@@ -21,9 +21,10 @@ from formats.checkpoint import Checkpoint, RawCheckpoint
 from formats.lazy import LazyTensor
 from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
-from formats.parameters import blank_model
+from formats.parameters import blank_model, disk_names
 from formats.torch_file import lazy_tensors
 from layers.attention import Scores
+from layers.delta import GatedDelta
 from layers.latent import Latent
 from layers.moe import MoEConfig
 from layers.per_layer import LayerEnd
@@ -33,7 +34,7 @@ from layers.widths import Widths
 from model import ModelConfig
 from quantize import LEAVES
 
-MIXERS = {"latent": Latent, "shared_kv": SharedKV}     # by their `kind`
+MIXERS = {"gated_delta": GatedDelta, "latent": Latent, "shared_kv": SharedKV}     # by `kind`
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
@@ -69,11 +70,17 @@ def config_from_dict(d: dict) -> ModelConfig:
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
     end, mixers = d.get("layer_end"), d.get("mixer", [None])
     parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
-             "mixer": tuple(m and MIXERS[m["kind"]](**as_tuples(m)) for m in mixers),
+             "mixer": tuple(m and mixer_from_dict(as_tuples(m)) for m in mixers),
              "widths": tuple(w and Widths(**w) for w in d.get("widths", [None])),
              "layer_end": end and LayerEnd(**end),
              "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
     return ModelConfig(**{**as_tuples(d), **parts})
+
+
+def mixer_from_dict(d: dict):
+    if d["kind"] not in MIXERS:
+        raise ValueError(f"written by a newer gpt-faster: unknown layer {d['kind']}")
+    return MIXERS[d["kind"]](**d)
 
 
 def _with_parts(d: dict) -> dict:
@@ -124,8 +131,8 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Of each tensor in the file: norms fp32, quantized weights as they are."""
-    precise = {n for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
-               if p.dtype == torch.float32}
+    precise = {on_disk for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
+               if p.dtype == torch.float32 for on_disk in disk_names(n)}
     dtypes = {}
     for name, t in source.tensors.items():
         leaf = name.rpartition(".")[2]

@@ -33,6 +33,7 @@ class GatedDelta:
     k_dim: int                                     # of a head
     v_dim: int
     n_tap: int = 4                                 # tokens that the convolution sees, itself too
+    kind: str = "gated_delta"                      # what a .pth calls it
 
     def make(self, cfg) -> nn.Module:
         return DeltaNet(cfg.dim, self, cfg.norm_eps)
