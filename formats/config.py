@@ -218,8 +218,9 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     context = max([_count(c, "max_position_embeddings"), *stretched])
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
     mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
+    more = dict(mixer=_tile([mixers.get(kind) for kind in kinds])) if mixers else {}
     return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse),
-                mixer=_tile([mixers.get(kind) for kind in kinds]))
+                **more)
 
 
 def _own_parts(c: dict, n_layer: int) -> dict:

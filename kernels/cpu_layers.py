@@ -353,7 +353,7 @@ def halves_alike(layer: nn.Module, cfg) -> tuple[bool, bool]:
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
             new = OperationsLayer(copied, halves, cfg.parallel)
-            if does_the_same(layer, new, cfg.head_dim // 2):
+            if does_the_same(layer, new, getattr(layer.attn, "head_dim", cfg.head_dim) // 2):
                 return halves
     return False, False
 

@@ -3,6 +3,8 @@
     new = packed(linear)                           # a PackedLinear, for use anywhere
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -97,12 +99,22 @@ def fits_norm(norm: nn.Module) -> bool:
     if isinstance(norm, HeadLayerNorm):
         return False
     shared = "mean_square" in vars(norm)           # by ranks
-    return not shared and (type(norm) in known or hasattr(norm, "eps") and norm.weight.dim() == 1)
+    if shared or type(norm) in known:
+        return not shared
+    return hasattr(norm, "eps") and (norm.weight is None or norm.weight.dim() == 1)
 
 
-def norm_struct(module: nn.Module) -> cpu_ops.Norm:
+def norm_struct(module: nn.Module, dim: int = 0) -> cpu_ops.Norm:
+    """dim: of a norm that may have no weights."""
     if type(module) in (nn.Identity, Scale):
         return cpu_ops.Norm()
     if isinstance(module, LayerNorm):
         return cpu_ops.Norm(2, module.eps, module.weight.data_ptr(), module.bias.data_ptr())
-    return cpu_ops.Norm(1, module.eps, module.weight.data_ptr())
+    weight = ones(dim) if module.weight is None else module.weight
+    return cpu_ops.Norm(1, module.eps, weight.data_ptr())
+
+
+@cache
+def ones(n: int) -> Tensor:
+    """fp32 [n], which stay where they are."""
+    return torch.ones(n)

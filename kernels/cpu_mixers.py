@@ -13,29 +13,27 @@ from kernels import cpu_ops
 from kernels.cpu_linears import fits_linear, fits_norm, norm_struct
 from layers.delta import DeltaNet
 from layers.norms import SoftCap, WideNorm
+from layers.shared_kv import SharedAttention
 
 
 class AttentionMixer:
     """RoPE of queries and keys, the cache, softmax, a gate."""
 
     def __init__(self, layer: nn.Module):
-        gate = [] if layer.attn.gate is None else ["gate"]
-        self.before = ["wqkv", *gate]              # linears that read the layer's normalized input
+        self.before = linears_before(layer.attn)   # linears that read the layer's normalized input
         self.half = layer.attn.head_dim // 2       # as many of RoPE's angles, if there are more
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         attn, attend = layer.attn, getattr(layer.attn, "attend", None)
-        linears = [getattr(attn, name, None) for name in ("wqkv", "wo")]
+        linears = [getattr(attn, name, None) for name in (*linears_before(attn), "wo")]
         if None in linears or not hasattr(attend, "scale"):
             return False
-        if attn.gate is not None:
-            linears.append(attn.gate)
         has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
         if getattr(attend, "slopes", None) is not None:
             return False
-        clip = getattr(attn, "clip", nn.Identity())
-        norms = layer.attn_norm, clip, attn.q_norm, attn.k_norm, layer.post_attn_norm
+        others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
+        norms = layer.attn_norm, *others, layer.post_attn_norm
         return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
     def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.Attention:
@@ -43,14 +41,22 @@ class AttentionMixer:
         attend, cache = attn.attend, attn.cache
         _, K, S, H = cache.k.shape
         sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
+        norms = {name: norm_struct(getattr(attn, name, nn.Identity()), H)
+                 for name in ("q_norm", "k_norm", "v_norm")}
+        queries = self.before[0]                   # with keys and values, or without
         return cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, N=attn.split[0] // H, K=K, H=H, S=S,
+            kind=cpu_ops.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, S=S,
             cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
-            q_norm=norm_struct(attn.q_norm), k_norm=norm_struct(attn.k_norm),
-            qkv=at["wqkv"], gate=at["gate"] if "gate" in self.before else None,
+            has_keys=queries == "wqkv", qkv=at[queries],
+            gate=at["gate"] if "gate" in self.before else None,
             sinks=None if sinks is None else sinks.data_ptr(), k_cache=cache.k.data_ptr(),
-            v_cache=cache.v.data_ptr(), out=at["attended"], out_type=out_type)
+            v_cache=cache.v.data_ptr(), out=at["attended"], out_type=out_type, **norms)
+
+
+def linears_before(attn: nn.Module) -> list[str]:
+    queries = "wq" if isinstance(attn, SharedAttention) else "wqkv"
+    return [queries] if getattr(attn, "gate", None) is None else [queries, "gate"]
 
 
 class DeltaMixer:

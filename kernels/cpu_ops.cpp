@@ -933,8 +933,9 @@ struct Positions {                             // what layers share
 
 struct Attention {
   int32_t kind, B, T, N, K, H, S, cache_type, wide_norm, out_type;
+  int32_t has_keys;                            // else qkv are queries, and the cache another layer's
   float scale, cap;
-  Norm q_norm, k_norm;
+  Norm q_norm, k_norm, v_norm;
   const Positions* at;
   const float *sinks, *gate;
   float* qkv;
@@ -954,13 +955,17 @@ static void rotate(const Attention& op, const float* cos, const float* sin, floa
   }
 }
 
+static inline int width_of(const Attention& op) {                 // of a token's qkv
+  return (op.N + (op.has_keys ? 2 * op.K : 0)) * op.H;
+}
+
 static inline long cache_at(const Attention& op, int b, int head, long slot) {
   long row = op.at->rows ? op.at->rows[b] : b;
   return ((row * op.K + head) * op.S + slot) * op.H;
 }
 
 static void write_keys(const Attention& op, int b, int t) {
-  float* q = op.qkv + ((long)b * op.T + t) * (op.N + 2 * op.K) * op.H;
+  float* q = op.qkv + ((long)b * op.T + t) * width_of(op);
   float *k = q + op.N * op.H, *v = k + op.K * op.H;
   const float* cos = op.at->cos + b * op.at->angle_b + t * (op.H / 2);
   const float* sin = op.at->sin + b * op.at->angle_b + t * (op.H / 2);
@@ -968,11 +973,13 @@ static void write_keys(const Attention& op, int b, int t) {
     normalize(op.q_norm, op.N * op.H, q);
     normalize(op.k_norm, op.K * op.H, k);
   }
-  for (int i = 0; i < op.N + op.K; i++) {
+  for (int i = 0; i < op.N + (op.has_keys ? op.K : 0); i++) {
     float* x = q + i * op.H;
     if (!op.wide_norm) normalize(i < op.N ? op.q_norm : op.k_norm, op.H, x);
     rotate(op, cos, sin, x);
   }
+  if (!op.has_keys) return;
+  for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
   long slot = op.at->slot[b * op.at->slot_b + t];
   if (slot < 0 || slot >= op.S) {
     out_of_range = true;
@@ -1108,7 +1115,7 @@ static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, flo
 template <class Key>
 static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
   constexpr bool BY_PAIRS = HAS_BF16 && sizeof(Key) == 2;
-  int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = (op.N + 2 * op.K) * H;
+  int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = width_of(op);
   int n_query = (task.t1 - task.t0) * share;
   float* q = memory_of(own, (size_t)n_query * (2 * Hp + KEYS) + 3 * KEYS * Hp);
   float *score = q + n_query * Hp, *k = score + n_query * KEYS, *v = k + KEYS * Hp;

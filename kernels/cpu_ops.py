@@ -142,8 +142,8 @@ class Positions(Structure):
 
 class Attention(Structure):
     _fields_ = fields(
-        "kind B T N K H S cache_type wide_norm out_type", ("scale", c_float), ("cap", c_float),
-        ("q_norm", Norm), ("k_norm", Norm),
+        "kind B T N K H S cache_type wide_norm out_type has_keys", ("scale", c_float),
+        ("cap", c_float), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm),
         *[(name, c_void_p) for name in (
             "at", "sinks", "gate", "qkv", "k_cache", "v_cache", "out")])
 

@@ -21,6 +21,7 @@ from kernels.plain import dequantize
 from layers.attention import ScoredAttention
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
+from layers.latent import Latent
 from layers.moe import MoE
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8
@@ -188,7 +189,7 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
         n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = cpu_ops.Attention(
-        kind=cpu_ops.ATTENTION, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
         cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
     cpu_ops.run([ctypes.addressof(op)])
@@ -249,9 +250,11 @@ def test_every_family_by_operations(families, name):
     assert cpu_layers.use_operations(model)
     cfg = model.cfg
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
-                       or cfg.scores.growth or cfg.qk_norm == "layer" or any(cfg.mixer))
-    for layer in model.layers:
-        known = not other_attention, not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
+                       or cfg.scores.growth or cfg.qk_norm == "layer")
+    for i, layer in enumerate(model.layers):
+        mixer = cfg.mixer[i % len(cfg.mixer)]
+        whole = isinstance(mixer, GatedDelta) and mixer.k_dim % 32 == mixer.v_dim % 32 == 0
+        known = whole or not other_attention and not isinstance(mixer, Latent | GatedDelta), not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
         assert getattr(layer.forward, "halves", (False, False)) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "layers": set(), "sampling": {"layers"}, "kernels": {"layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
     "formats": {"model", "layers", "quantize"}, "tp": {"formats", "kernels", "layers"}, "gptq": {"formats", "model", "layers", "quantize"},
     "generate": {"model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
-    "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels"},
+    "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "eval": {"cli"}, "benchmark": {"bench"},
 }
 MODULES = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))]
