@@ -54,7 +54,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
     try:
         if scheme != "none":
             stored = quantized.quantized(source, scheme, device=device)
-        size = n_bytes(tp.shard(stored), dtype)
+        size = n_bytes(tp.shard(stored), dtype, device)
         # The ranks of one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1
         if size > free_memory(device) / n_sharing:

@@ -163,7 +163,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
     """State what will be allocated. ValueError where it exceeds what is free."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
-    weights = sum(n_bytes(source, dtype) for source in sources)
+    weights = sum(n_bytes(source, dtype, device) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
                 for source in sources) + hidden_bytes(sources, length, dtype)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "

@@ -3,6 +3,7 @@
 gguf_file.py reads the file. Config, tensors and tokenizer are all inside.
 """
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from formats.lazy import LazyTensor, constant, made_from
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import Fused
 
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
+END_OF_TURN = ("<turn|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
     "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",
     "token_embd_norm": "embed_norm", "attn_gate": "attn.gate", "exp_probs_b": "ffn.choice_bias",
@@ -78,7 +79,7 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "ernie4_5-moe": "ernie4_5_moe", "bloom": "bloom", "mpt": "mpt", "starcoder": "gpt_bigcode",
     "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
     "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text", "deepseek2": "deepseek_v3",
-    "minicpm3": "minicpm3", "mistral4": "mistral4",
+    "minicpm3": "minicpm3", "mistral4": "mistral4", "gemma4": "gemma4_text",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
@@ -89,6 +90,17 @@ GGUF_DIFFERENT = {                                 # names that mean something e
     "seed_oss": {"post_attention_norm": "ffn_norm"},
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "glm4moe": {"post_attention_norm": "ffn_norm"},
+}
+GEMMA4_NAMES = {
+    "layer_output_scale.weight": "end.scale", "inp_gate": "end.gate", "proj": "end.down",
+    "post_norm": "end.norm", "per_layer_token_embd": "per_layer.embed",
+    "per_layer_model_proj": "per_layer.project", "per_layer_proj_norm": "per_layer.norm",
+}
+GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is the shared expert
+    "ffn_gate": "ffn.shared.gate", "ffn_up": "ffn.shared.up", "ffn_down": "ffn.shared.down",
+    "ffn_norm": "ffn.shared_norm", "ffn_gate_inp.scale": "ffn.router_norm.weight",
+    "ffn_down_exps.scale": "ffn.expert_scale", "pre_ffw_norm_2": "ffn.norm",
+    "post_ffw_norm_1": "ffn.post_shared_norm", "post_ffw_norm_2": "ffn.post_norm",
 }
 FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
 
@@ -168,7 +180,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
         scaling["truncate"] = False
     c["rope_scaling"] = scaling
     turning = metadata.get(f"{arch}.rope.dimension_count")
-    if turning and not c.get("kv_lora_rank"):
+    # latent attention states its own widths; Gemma 4 has two kinds of heads
+    if turning and arch != "gemma4" and not c.get("kv_lora_rank"):
         c["partial_rotary_factor"] = turning / head_dim(c)
     return c
 
@@ -199,6 +212,8 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return dict(multi_query=c.get("num_key_value_heads") != n_head)
     if arch in ("deepseek2", "minicpm3", "mistral4"):
         return _latent(arch, c, metadata, tensors)
+    if arch == "gemma4":
+        return _gemma4(c, metadata, tensors)
     if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
         return dict(mup_enabled=True)
     return {}
@@ -231,6 +246,34 @@ def _latent(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
                 topk_method="group_limited_greedy" if grouped else "greedy")
 
 
+def _gemma4(c: dict, metadata: dict, tensors: dict) -> dict:
+    """Heads, key/value heads and widths by layer; RoPE of both kinds of attention."""
+    n, get = c["num_hidden_layers"], lambda key: metadata.get(f"gemma4.{key}")
+    slides = get("attention.sliding_window_pattern")
+    if not isinstance(slides, list) or len(slides) < n:
+        raise ValueError("no gemma4.attention.sliding_window_pattern for each layer")
+    kv, ffn = ([value[i] if isinstance(value, list) else value for i in range(n)]
+               for value in (c.get("num_key_value_heads"), c.get("intermediate_size")))
+    widths = [get("attention.key_length_swa") if one else get("attention.key_length")
+              for one in slides]
+    has_keys = range(n - (get("attention.shared_kv_layers") or 0))
+    table = tensors.get("per_layer_token_embd.weight")
+    divisors = tensors["rope_freqs.weight"].whole().tolist()
+    divisors = [math.inf if d > 1e29 else d for d in divisors]         # such do not turn
+    return dict(
+        head_dim=get("attention.key_length_swa"), num_key_value_heads=kv[slides.index(True)],
+        intermediate_size=ffn[0], layer_types=None,
+        per_layer_config={str(i): dict(head_dim=widths[i], num_key_value_heads=kv[i],
+                                       intermediate_size=ffn[i]) for i in range(n)},
+        attention_k_eq_v=any(f"blk.{i}.attn_v.weight" not in tensors for i in has_keys),
+        num_kv_shared_layers=n - len(has_keys), enable_moe_block=bool(c.get("num_experts")),
+        hidden_size_per_layer_input=get("embedding_length_per_layer_input") or 0,
+        vocab_size_per_layer_input=table.shape[0] if table else 0,
+        rope_parameters=dict(
+            full_attention=dict(rope_theta=get("rope.freq_base"), divisors=divisors),
+            sliding_attention=dict(rope_theta=get("rope.freq_base_swa"))))
+
+
 def _activations(metadata: dict) -> list[LazyTensor]:
     """xIELU's numbers, which are no tensors here but lists with one for each layer."""
     found = []
@@ -260,6 +303,8 @@ def read_gguf(path: Path) -> RawCheckpoint:
                      "norm_offset": 0.0,           # its converter has added it
                      "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
     names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
+    if arch == "gemma4":
+        names |= GEMMA4_MOE_NAMES if c["num_experts"] else GEMMA4_NAMES
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS
     behind = metadata.get(f"{arch}.nextn_predict_layers")

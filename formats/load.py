@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from formats import lora
-from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at
+from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_in_file
 from formats.config import BAD_CONFIG
 from formats.fold import fold
 from formats.gguf_model import read_gguf
@@ -176,9 +176,10 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
 def put_file_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
     """On a CPU: have per-layer embeddings read from where the checkpoint has them, row by row."""
-    table = source.tensors.get("per_layer.embed.weight")
-    if table is None or torch.device(device).type != "cpu":
+    name = "per_layer.embed.weight"
+    if name not in source.tensors or not stays_in_file(name, device):
         return
+    table = source.tensors[name]
     read = table.read_rows or (lambda a, b: random_row(table, a))
     model.per_layer.embed = FileTable(read, table.shape[1], dtype)
 

@@ -22,6 +22,20 @@ def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more
                        **more)
 
 
+def _gemma4(dim, ffn_dim, n_layer, n_head, n_kv_head, window, n_global_kv_head=None, every=6,
+            **more):
+    """Sizes below 12B have per-layer embeddings; those above make values of keys."""
+    kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
+             for i in range(n_layer)]
+    return config_from_hf(dict(
+        model_type="gemma4_text", hidden_size=dim, intermediate_size=ffn_dim, layer_types=kinds,
+        num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head,
+        sliding_window=window, attention_k_eq_v=n_global_kv_head is not None,
+        num_global_key_value_heads=n_global_kv_head, final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0 if n_global_kv_head else 256,
+        max_position_embeddings=262144 if n_global_kv_head else 131072, **more))[0]
+
+
 def _mixtral(dim, n_layer, n_head, n_kv_head, expert_dim):
     return config_from_hf(dict(
         model_type="mixtral", hidden_size=dim, num_hidden_layers=n_layer, vocab_size=32000,
@@ -85,6 +99,14 @@ SHAPES = {
         model_type="gemma3_text", hidden_size=640, num_hidden_layers=18, intermediate_size=2048,
         num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512,
         max_position_embeddings=32768, hidden_activation="gelu_pytorch_tanh"))[0],
+    "gemma-4-E2B": lambda: _gemma4(1536, 6144, 35, 8, 1, 512, every=5, num_kv_shared_layers=20,
+                                   use_double_wide_mlp=True),
+    "gemma-4-E4B": lambda: _gemma4(2560, 10240, 42, 8, 2, 512, num_kv_shared_layers=18),
+    "gemma-4-12B": lambda: _gemma4(3840, 15360, 48, 16, 8, 1024, 1),
+    "gemma-4-26B-A4B": lambda: _gemma4(2816, 2112, 30, 16, 8, 1024, 2, enable_moe_block=True,
+                                       num_experts=128, top_k_experts=8,
+                                       moe_intermediate_size=704),
+    "gemma-4-31B": lambda: _gemma4(5376, 21504, 60, 32, 16, 1024, 4),
 }
 
 

@@ -165,8 +165,9 @@ def from_gguf(metadata: dict) -> dict:
     kind, tokens = get("model"), get("tokens")
     if not tokens:
         raise ValueError("this GGUF holds no tokenizer (tokenizer.ggml.tokens)")
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama)")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama, "
+                         "gemma4)")
     types = get("token_type") or [NORMAL] * len(tokens)
     control = {i: t for i, t in enumerate(tokens) if types[i] == CONTROL}
     bos_id, ids = get("bos_token_id"), {k: get(k + "_token_id") for k in ("bos", "eos", "padding")}
@@ -179,6 +180,15 @@ def from_gguf(metadata: dict) -> dict:
         backend = SentencePieceBackend(data, control)
         return dict(more, backend=backend, add_bos=get("add_bos_token", True),
                     bos_id=backend.bos_id if bos_id is None else bos_id)
+    merges = [tuple(m.split(" ")) for m in get("merges", [])]
+    added = [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED]
+    vocab = {t: i for i, t in enumerate(tokens)}
+    if kind == "gemma4":
+        unknown = get("unknown_token_id")
+        fast = merged_pieces(vocab, merges, list(control.values()), added,
+                             None if unknown is None else tokens[unknown])
+        return dict(more, backend=TokenizersBackend(fast), add_bos=get("add_bos_token", True),
+                    bos_id=bos_id)
     pre = get("pre", "default")
     if pre == "default":
         print("note: this GGUF does not say how to split text into words: as GPT-2 does",
@@ -186,15 +196,32 @@ def from_gguf(metadata: dict) -> dict:
     if pre not in GGUF_SPLITS:
         raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
                          f"(supported: {', '.join(GGUF_SPLITS)})")
-    merges = [tuple(m.split(" ")) for m in get("merges", [])]
-    added = [t for i, t in enumerate(tokens) if types[i] == USER_DEFINED]
     whole = pre in WHOLE_WORDS
-    fast = byte_level({t: i for i, t in enumerate(tokens)}, merges, GGUF_SPLITS[pre],
+    fast = byte_level(vocab, merges, GGUF_SPLITS[pre],
                       list(control.values()), added, whole_words=whole,
                       nfc=pre in COMPOSED)
     backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)
+
+
+def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
+                  added: list[str], unknown: str | None):
+    """A tokenizers.Tokenizer of Gemma 4's kind: SentencePiece's pieces, put together by merges.
+
+    Spaces are pieces' first letter, lines are apart, unknown letters fall back to bytes.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    fast = Fast(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", space)
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    fast.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(),
+                                      decoders.Fuse()])
+    fast.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    fast.add_tokens([AddedToken(t, normalized=False) for t in added])
+    return fast
 
 
 def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) -> bytes:

@@ -19,12 +19,14 @@ from formats.load import load_part, put_file_table
 from formats.parameters import blank_model, disk_names
 from gptq.solve import output_error, solve
 from layers.moe import ExpertLinear
+from layers.shared_kv import SharedAttention
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv", "attn.gate"), ("attn.wqkv_a",), ("attn.wq_kv_a",), ("attn.wq_b",),
-          ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
-          ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
+STAGES = (("attn.wqkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",), ("attn.wq_kv_a",),
+          ("attn.wq_b",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
+          ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",), ("end.gate",),
+          ("end.down",))
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
 
 
@@ -67,11 +69,13 @@ class Solver:
         self.model.setup_cache(0, tokens.shape[1])         # none, but RoPE for this length
         for name in ("freq", "amplitude"):
             setattr(self.model, name, getattr(self.model, name).to(device))
-        self.x = []                                # hidden states [1, T, D] of each window
-        for row in tokens:
+        self.x, self.own = [], []                  # of each window: hidden states [1, T, D], and
+        for row in tokens:                         # what each layer is given of its tokens
             x, *shared = self.model.embed_inputs(row[None], self.pos, len(row))
             self.x.append(x)
-        self.layer_inputs = self.model.layer_inputs(shared)
+            self.layer_inputs = self.model.layer_inputs(shared)
+            self.own.append([inputs[3:] for inputs in self.layer_inputs])
+        self.keys = {}                             # layer, window -> what later layers take of it
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
@@ -102,12 +106,20 @@ class Solver:
             stage = [n for n in stage if n in modules]
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
-        for i, x in enumerate(self.x):
-            self.x[i] = layer(x, *self.layer_inputs[self.layer])
+        for i in range(len(self.x)):
+            self.x[i] = self._run(layer, i)
+            self.keys[self.layer, i] = getattr(layer.attn, "own_keys", None)
         layer.to("meta")
         self.ratios += ratios
         print(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
               f"{statistics.median(ratios):.2f} of rounding's", file=sys.stderr, flush=True)
+
+    def _run(self, layer, i: int) -> Tensor:
+        """The layer that is solved now, with what it takes of window i."""
+        if isinstance(layer.attn, SharedAttention):
+            layer.attn.source[0].own_keys = self.keys[layer.attn.source_layer, i]
+        given = self.layer_inputs[self.layer][:3]
+        return layer(self.x[i], *given, None, *self.own[i][self.layer])
 
     def _hessians(self, layer, module) -> tuple[Tensor, Tensor]:
         """Of the module's inputs, from the text to calibrate on and the text held out.
@@ -130,10 +142,10 @@ class Solver:
 
         hook = module.register_forward_pre_hook(see)
         try:
-            for i, x in enumerate(self.x):
+            for i in range(len(self.x)):
                 held = int(i in self.held_out)
                 try:
-                    layer(x, *self.layer_inputs[self.layer])
+                    self._run(layer, i)
                 except InputsRecorded:
                     pass
         finally:

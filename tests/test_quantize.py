@@ -38,6 +38,7 @@ from kernels import cpu as kernels
 from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.moe import expert_rows
 from kernels.plain import PLAIN, pack_nibbles
+from layers.latent import Latent
 from layers.moe import ExpertLinear
 from quantize import Int4, Int8
 
@@ -330,7 +331,8 @@ def test_int8_functions_alone():
 HEADS = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none"), ("int8", "none"), ("int8", "int4")]
 EVERY = [(name, *mode) for name in tiny.FAMILIES for mode in HEADS[:2]]
 EVERY += [(name, *mode) for name in ("llama2", "llama3", "qwen2_moe", "gemma3_text", "gpt2") for mode in HEADS[2:]]
-QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo|gate|wq_a|wq_b|wkv_a|wk_b|wv_b)|ffn\.(shared\.)?(gate|up|down))$")
+QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo|gate|wq_a|wq_b|wkv_a|wk_b|wv_b)|ffn\.(shared\.)?(gate|up|down)"
+                       r"|end\.(gate|down))$")
 
 
 def quantized_source(families, name, mode, head="int8", groupsize=32, **more):
@@ -518,7 +520,7 @@ def test_random_weights_quantized():
     assert describe(quantized(source, "int8")) == "int8, head int8"
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "mixtral", "gpt_oss", "gemma4", "gemma4-26b"])
 def test_cache_and_batches_change_nothing(families, name):
     """The kernels differ by the number of rows: steps, chunks and rows side by side are the same model."""
     for mode in ("int8", "int4"):
@@ -723,7 +725,8 @@ def gptq_source(families, name, act_order=False, dtype=FP32, **more):
     return replace(new, tensors={n: lazy(n, t) for n, t in held.items()}), solver
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2", "muse_glimmer", "youtu"])
+@pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2", "muse_glimmer", "youtu",
+                                  "gemma4", "gemma4-26b"])
 def test_gptq_of_a_model(families, name):
     """Every linear solved for the inputs that the quantized model gives it, an expert for its own."""
     source, solver = gptq_source(families, name, head="none")              # int8 would round the embedding too
@@ -745,8 +748,11 @@ def test_gptq_of_a_model(families, name):
     routed = {}
     for i, layer in enumerate(model.layers):
         if hasattr(layer.ffn, "router"):
-            layer.ffn.register_forward_pre_hook(lambda m, args, i=i: routed.setdefault(i, []).append(
-                (args[0].flatten(0, 1), m.router(args[0].flatten(0, 1)).topk(m.n_active).indices)))
+            def choose(m, args, i=i):
+                x = args[0].flatten(0, 1)
+                seen, judged = (m.norm(x), m.router_norm(x)) if hasattr(m, "norm") else (x, x)
+                routed.setdefault(i, []).append((seen, m.router(judged).topk(m.n_active).indices))
+            layer.ffn.register_forward_pre_hook(choose)
     model.setup_cache(0, 32)
     for row in windows_of():
         model(row[None], torch.arange(32))
@@ -776,12 +782,13 @@ def test_gptq_of_a_model(families, name):
 
     ratios = solver.ratios
     assert len(ratios) == sum(1 for m in blank_model(plain.cfg, FP32).layers.modules()
-                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (1 + bool(moe and moe.shared_dim)) - 2 * any(plain.cfg.mixer) * plain.cfg.n_layer
+                              if isinstance(m, torch.nn.Linear | ExpertLinear)) - len(routed) * (
+        1 + bool(moe and moe.shared_dim and moe.shared_gate)) - 2 * isinstance(plain.cfg.mixer[0], Latent) * plain.cfg.n_layer
     assert sum(ratios) / len(ratios) < 1 and "median ratio" in solver.summary()
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma3_text", "deepseek_v2", "gemma4"])
 def test_gptq_is_nearer_than_rounding(families, name, act_order):
     """What counts in the end: the whole model's logits, on text that it did not see."""
     source, _ = gptq_source(families, name, act_order, head="none")

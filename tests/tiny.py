@@ -172,7 +172,7 @@ FAMILIES = {
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
     "gemma4": lambda: hf.Gemma4Config(                     # as E2B: later layers take earlier ones' keys, per-layer embeddings
         text_config=dict(GEMMA4, num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-                         num_key_value_heads=1, num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=8,
+                         num_key_value_heads=1, num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=32,
                          vocab_size_per_layer_input=160),
         vision_config=None, audio_config=None),
     "gemma4-31b": lambda: hf.Gemma4TextConfig(**GEMMA4, **GEMMA4_K_IS_V, hidden_size_per_layer_input=0),

@@ -1,0 +1,187 @@
+"""Gemma 4: what only its layers have, and its GGUF as llama.cpp's converter writes it."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from test_families import close, our_logits, tokens
+
+from formats.config import config_from_hf
+from formats.load import load_model, read_checkpoint
+from formats.parameters import count_parameters
+from formats.pth import save_checkpoint
+from formats.shapes import SHAPES, random_checkpoint
+from formats.tokenizer_files import from_gguf
+from layers.per_layer import FileTable
+from layers.shared_kv import SharedAttention
+from model import cache_bytes
+
+FP32 = torch.float32
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------
+
+def write_gguf(model, path):
+    """As conversion/gemma.py's Gemma4Model: no 1 + w, both kinds of heads, unrotated frequencies at 1e30."""
+    c, w = model.config.get_text_config(), gguf.GGUFWriter(str(path), "gemma4")
+    full, sliding = (c.layer_types.index(f"{kind}_attention") for kind in ("full", "sliding"))
+    slides = [kind == "sliding_attention" for kind in c.layer_types]
+    heads = [c.per_layer_config[i] for i in range(c.num_hidden_layers)]
+    w.add_context_length(c.max_position_embeddings)
+    w.add_embedding_length(c.hidden_size)
+    w.add_block_count(c.num_hidden_layers)
+    w.add_head_count(c.num_attention_heads)
+    n_shared = c.num_kv_shared_layers
+    first = c.num_hidden_layers - n_shared
+    is_double = getattr(c, "use_double_wide_mlp", False)
+    w.add_feed_forward_length([c.intermediate_size * (2 if is_double and i >= first else 1) for i in range(c.num_hidden_layers)]
+                              if is_double else c.intermediate_size)
+    kv = [h.num_key_value_heads for h in heads]
+    w.add_head_count_kv(kv if c.attention_k_eq_v else kv[0])
+    w.add_layer_norm_rms_eps(c.rms_norm_eps)
+    w.add_shared_kv_layers(n_shared)
+    w.add_embedding_length_per_layer_input(getattr(c, "hidden_size_per_layer_input", 0))
+    w.add_sliding_window(c.sliding_window)
+    w.add_sliding_window_pattern(slides)
+    w.add_key_length(heads[full].head_dim)
+    w.add_value_length(heads[full].head_dim)
+    w.add_key_length_swa(heads[sliding].head_dim)
+    w.add_value_length_swa(heads[sliding].head_dim)
+    w.add_final_logit_softcapping(c.final_logit_softcapping)
+    w.add_rope_freq_base(c.rope_parameters["full_attention"]["rope_theta"])
+    w.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
+    w.add_rope_dimension_count(heads[full].head_dim)
+    w.add_rope_dimension_count_swa(heads[sliding].head_dim)
+    if getattr(c, "num_experts", None):
+        w.add_expert_count(c.num_experts)
+        w.add_expert_used_count(c.top_k_experts)
+        w.add_expert_feed_forward_length(c.moe_intermediate_size)
+    half = heads[full].head_dim // 2
+    w.add_tensor("rope_freqs.weight", np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), np.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, c.num_hidden_layers)
+    for name, t in model.state_dict().items():
+        if name == "lm_head.weight" or "vision" in name or "audio" in name:
+            continue
+        name = name.replace("language_model.", "")
+        layer = name.split(".")[2]
+        if name.endswith("router.scale"):
+            theirs = f"blk.{layer}.ffn_gate_inp.scale"
+        elif name.endswith("per_expert_scale"):
+            theirs = f"blk.{layer}.ffn_down_exps.scale"
+        else:
+            name += "" if name.endswith(".weight") else ".weight"
+            theirs = names.get_name(name, (".weight",))
+        w.add_tensor(theirs, t.float().contiguous().numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-31b", "gemma4-26b"])
+def test_gguf(families, name, tmp_path):
+    directory, model = families(name)
+    path = write_gguf(model, tmp_path / "model.gguf")
+    eps = model.config.get_text_config().rms_norm_eps      # fp32 in a GGUF
+    assert replace(read_checkpoint(path).cfg, norm_eps=eps) == read_checkpoint(directory).cfg
+    close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+def test_gguf_tokenizer():
+    """As a tokenizer.json of Gemma's kind makes of the same pieces, with lines, spaces, bytes and special tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    theirs = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    theirs.normalizer = normalizers.Replace(" ", space)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(space, "merged_with_next"),
+                                                    pre_tokenizers.Split("\n", "isolated")])      # while it learns
+    theirs.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()])
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    text = [f"The {word} of the {word}s, and {n} more.\n\n  Indented {word}" for n, word in enumerate("river stone house tree".split())]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[*special, *bytes_, "<turn|>"], show_progress=False)
+    theirs.train_from_iterator(text, trainer)
+    theirs.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    model = json.loads(theirs.to_str())["model"]
+    tokens_ = sorted(model["vocab"], key=model["vocab"].get)
+    kinds = [3 if t in (*special, "<turn|>") else 6 if t in bytes_ else 1 for t in tokens_]
+    merges = [" ".join(m) for m in model["merges"]]
+    ours = from_gguf({"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens_, "tokenizer.ggml.merges": merges,
+                      "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.unknown_token_id": 3,
+                      "tokenizer.ggml.add_bos_token": True})
+    assert ours["bos_id"] == 2 and ours["add_bos"]
+    for line in (*text, "a stone  in\nthe river", "Straße, naïve 河"):
+        ids = ours["backend"].encode(line, special=False)
+        assert ids == theirs.encode(line, add_special_tokens=False).ids, line
+        assert ours["backend"].decode(ids) == line
+    assert ours["backend"].encode("stone<turn|>", special=True)[-1] == tokens_.index("<turn|>")
+
+
+# ---- Keys of other layers, and the table ---------------------------------------------------------
+
+def test_later_layers_have_no_cache(ours):
+    model = ours("gemma4")
+    model.setup_cache(2, 40, 8)
+    shared = [isinstance(layer.attn, SharedAttention) for layer in model.layers]
+    assert shared == [False] * 3 + [True] * 3
+    assert not [b for layer in model.layers[3:] for b in layer.attn.buffers()]
+    n = 2 * 2 * 4 * (15 * 16 + 15 * 16 + 40 * 32)          # rows, k and v, fp32; two rings of 8 + 8 - 1 slots, and 40 positions
+    assert cache_bytes(model.cfg, 2, 40, 8, FP32) == n
+
+
+def test_the_table_stays_in_its_file(families, tmp_path):
+    """Safetensors, .pth: no parameter holds it; and a row that is asked for is the file's."""
+    directory, model = families("gemma4")
+    save_checkpoint(read_checkpoint(directory), tmp_path / "model.pth", None)
+    table = model.state_dict()["model.language_model.embed_tokens_per_layer.weight"]
+    for path in (directory, tmp_path / "model.pth"):
+        ours = load_model(read_checkpoint(path), FP32, "cpu")
+        assert isinstance(ours.per_layer.embed, FileTable) and not list(ours.per_layer.embed.parameters())
+        ids = torch.tensor([[5, 3, 5], [159, 0, 3]])
+        assert torch.equal(ours.per_layer.embed(ids), table[ids])
+
+
+def test_rows_of_random_tables_are_always_the_same():
+    source = random_checkpoint("gemma-4-E2B")
+    from formats.load import random_row
+    table = source.tensors["per_layer.embed.weight"]
+    assert torch.equal(random_row(table, 7), random_row(table, 7)) and not torch.equal(random_row(table, 7), random_row(table, 8))
+    assert source.tensors["layers.0.end.scale"].shape == (1,)
+    filled = torch.zeros(1)
+    source.tensors["layers.0.end.scale"].fill(filled)
+    assert filled == 1                                     # a layer's output is not lost
+
+
+@pytest.mark.parametrize("name, n_double", [("E2B", 0), ("E4B", 0), ("12B", 8 * 3840 * 512), ("26B-A4B", 5 * 2816 * 1024),
+                                            ("31B", 10 * 5376 * 2048)])
+def test_shapes_have_transformers_parameters(name, n_double):
+    """Without what lies twice here: keys' matrix of full layers, as values'. n_double: of that."""
+    from transformers import AutoModelForCausalLM, Gemma4TextConfig
+    cfg = SHAPES[f"gemma-4-{name}"]()
+    wide = next(w for w in cfg.widths if w and w.head_dim == 512)
+    end = cfg.layer_end
+    config = Gemma4TextConfig(
+        hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
+        intermediate_size=cfg.ffn_dim, sliding_window=cfg.window[0], attention_k_eq_v=n_double > 0, num_global_key_value_heads=wide.n_kv_head,
+        layer_types=["full_attention" if w is None else "sliding_attention" for w in cfg.window], num_kv_shared_layers=sum(map(bool, cfg.mixer)),
+        use_double_wide_mlp=name == "E2B", hidden_size_per_layer_input=end.dim, enable_moe_block=cfg.moe is not None,
+        num_experts=cfg.moe and 128, top_k_experts=cfg.moe and 8, moe_intermediate_size=cfg.moe and cfg.moe.expert_dim)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    n_scalar = cfg.n_layer                                 # buffers there
+    assert count_parameters(cfg) == sum(p.numel() for p in model.parameters()) + n_double + n_scalar
+
+
+def test_nonsense_is_refused():
+    base = dict(model_type="gemma4_text", hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=99)
+    for change, says in ((dict(num_kv_shared_layers=4), "takes another's keys"), (dict(use_bidirectional_attention="all"), "not supported"),
+                         (dict(attention_k_eq_v=True, num_global_key_value_heads=3), "cannot share 3"), (dict(global_head_dim=-1), "head_dim"),
+                         (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "another kind of model")):
+        with pytest.raises(ValueError, match=says):
+            config_from_hf({**base, **change})
