@@ -22,7 +22,8 @@ from kernels.collectives import all_gather, all_reduce
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
 HEAD, OUT, IN = -3, -2, -1
 SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
-         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD,
+         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD, "attn.wb": OUT, "attn.wc": OUT,
+         "attn.wx": OUT, "attn.taps": OUT, "attn.taps_bias": OUT,
          "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
          "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}
@@ -62,6 +63,7 @@ def shard_config(cfg, n: int):
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
+                   mixer=tuple(m and m.shard(n) for m in cfg.mixer),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
@@ -75,6 +77,8 @@ def shared_widths(cfg) -> dict[str, int]:
     if cfg.moe:
         widths["experts' width"] = cfg.moe.expert_dim
         widths["shared expert's width"] = cfg.moe.shared_dim
+    for mixer in filter(None, cfg.mixer):
+        widths |= mixer.shared_widths()
     return {name: width for name, width in widths.items() if width}
 
 

@@ -29,6 +29,7 @@ from generate import (
 from kernels import sort_free
 from kernels.compile import change_over, will_change_over
 from kernels.cuda_graph import CudaGraph
+from layers.recurrent import max_rewind
 from model import Transformer
 from sampling import Sampler, SamplingParams
 from speculate import ModelDrafter, SpeculativeBatch
@@ -91,7 +92,13 @@ class RecomputeBatch(Batch):
 
 def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
-    """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most."""
+    """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most.
+
+    ValueError where the model cannot go back by k tokens: setup_cache's max_rejected says how many.
+    """
+    if (possible := max_rewind(model)) is not None and k > possible:
+        raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
+                         f"by {possible}: set it up for max_rejected={k}")
     draft_step, verify = speculate.draft_one_token, speculate.verify
     min_kv_len = build_steps(draft, engine).min_kv_len if draft else 0
     if engine == "compile" and model.freq.device.type != "cpu":
@@ -100,9 +107,24 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     if draft:
         drafter = ModelDrafter(draft, draft_step)
         drafter.min_kv_len = min_kv_len
+        drafter.max_rejected = k + 1
     lengths = [k] if fixed or k < 3 or draft is None else [k, k // 3]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
     return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
+
+
+def rewind(batch: Batch, max_draft: int) -> int:
+    """How many tokens of a row's cache another prompt may replace, the rest being kept.
+
+    max_draft: of a batch that drafts, else 0. A row may have been written as many and one further
+    than the tokens that were read from it: drafts that were rejected, and a GPU's next token.
+    """
+    model = batch.model
+    if (possible := max_rewind(model)) is not None:
+        return possible - max_draft - 1
+    if model.rings:
+        return model.longest_call - 1 - (max_draft + 1 if max_draft else 0)
+    return batch.max_length
 
 
 def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:

@@ -26,6 +26,7 @@ class Fused:
     interleaved: bool = False                      # shares take turns row by row
     maybe_transposed: bool = False                 # told by the width of experts' inputs
     by_group: bool = False                         # the heads that share keys lie together: q, k, v
+    equal: bool = False                            # three equal shares, which are not q, k and v
 
 
 HF_NAMES = {
@@ -146,6 +147,19 @@ GRANITE_MOE_NAMES = {
     "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
     "shared_mlp.output_linear": "ffn.shared.down",
 }
+LFM2_NAMES = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
+    "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
+    "self_attn.out_proj": "attn.wo", "conv.out_proj": "attn.wo",
+    "conv.in_proj": Fused(("attn.wb", "attn.wc", "attn.wx"), equal=True),
+    "conv.conv.weight": "attn.taps", "conv.conv.bias": "attn.taps_bias",
+    "feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down",
+    "feed_forward.gate": "ffn.router", "feed_forward.expert_bias": "ffn.choice_bias",
+    "feed_forward.experts.*.w1": "ffn.gate", "feed_forward.experts.*.w3": "ffn.up",
+    "feed_forward.experts.*.w2": "ffn.down",
+    "feed_forward.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "feed_forward.experts.down_proj": "ffn.down.weight",
+}
 GPT_OSS_NAMES = {
     "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
     "mlp.experts.gate_up_proj.weight": Fused(("ffn.gate.weight", "ffn.up.weight"),
@@ -159,11 +173,13 @@ GPT_OSS_NAMES = {
 OLD_NAMES = {                                      # as files of the first releases have them
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
-    *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
-    "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "attn.wq_a", "attn.wq_b",
-    "attn.wkv_a", "attn.wk_b", "attn.wv_b", "attn.q_a_norm", "attn.kv_a_norm", "ffn.router",
-    "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
-    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n")}
+    *HF_NAMES.values(),
+    "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks", "attn.attend.slopes",
+    "attn.attend.gain", "attn.gate", "embed_norm", "attn.wq_a", "attn.wq_b", "attn.wb", "attn.wc",
+    "attn.wx", "attn.taps", "attn.taps_bias", "attn.wkv_a", "attn.wk_b", "attn.wv_b",
+    "attn.q_a_norm", "attn.kv_a_norm", "ffn.router", "ffn.choice_bias", "ffn.shared.gate",
+    "ffn.shared.up", "ffn.shared.down", "ffn.shared_expert_gate", "ffn.activation.alpha_p",
+    "ffn.activation.alpha_n")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
@@ -258,7 +274,7 @@ def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
     if fused.interleaved:
         return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-    sizes = (q, kv, kv) if n == 3 else [size // n] * n
+    sizes = (q, kv, kv) if n == 3 and not fused.equal else [size // n] * n
     if sum(sizes) != size:
         raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} rows")
     if fused.by_group:

@@ -26,10 +26,11 @@ from layers.attention import Scores
 from layers.latent import Latent
 from layers.moe import MoEConfig
 from layers.rope import Rope
+from layers.short_conv import ShortConv
 from model import ModelConfig
 from quantize import LEAVES
 
-MIXERS = {"latent": Latent}                        # by their `kind`
+MIXERS = {"latent": Latent, "short_conv": ShortConv}   # by their `kind`
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,

@@ -87,7 +87,7 @@ class Call:
     """
 
     def __init__(self, widths: dict[str, int], dtype: torch.dtype):
-        self.widths = widths
+        self.widths, self.dtype = widths, dtype
         self.dtypes = {name: torch.float32 for name in widths} | dict.fromkeys(NARROW, dtype)
         self.buffers = {}                          # by name; another dict where they grew
         self.n_row = 0                             # that they have room for
@@ -194,7 +194,7 @@ class Operations:
             *weights, packed.shape, bias, x=self.at.get(x), x_type=self.types.get(x, 0),
             out=self.at[out], out_type=self.types[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
-            x_bits=cpu_ops.x_bits(self.cache.k.dtype), **more)
+            x_bits=cpu_ops.x_bits(self.call.dtype), **more)
         if x is None:
             self.reads_x.append(op)
         self.add(op)
@@ -240,17 +240,17 @@ class Operations:
     def sum_over_ranks(self, module: nn.Module) -> None:
         y = self.call.rows("before")
         for hook in module._forward_hooks.values():
-            y.copy_(hook(module, (), y.to(self.cache.k.dtype)))
+            y.copy_(hook(module, (), y.to(self.call.dtype)))
 
     def plain_attention(self, *given) -> None:
         layer, x = self.layer.layer, self.x
-        y = layer.attn(layer.attn_norm(x.to(self.cache.k.dtype)), *given)
+        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), *given)
         self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.layer.layer, self.call.rows("x1")
         x = self.x if self.layer.parallel else attended
-        y = layer.ffn(layer.ffn_norm(x.to(self.cache.k.dtype)))
+        y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
         self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
 
     # - What differs from call to call
@@ -356,25 +356,22 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, cfg) -> tuple[bool, bool]:
-    """Which halves the operations do as the layer does: tried on a copy."""
+def halves_alike(layer: nn.Module, model: nn.Module) -> tuple[bool, bool]:
+    """Which halves the operations do as the model's layer does: tried on a copy."""
     fits = fits_attention(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            new = OperationsLayer(copied, halves, cfg.parallel)
-            if does_the_same(layer, new, cfg.head_dim // 2):
+            new = OperationsLayer(copied, halves, model.cfg.parallel)
+            if does_the_same(layer, new, model):
                 return halves
     return False, False
 
 
-def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?
-
-    n_angle: how many of RoPE's a head has.
-    """
+def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> bool:
+    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
+    dtype, n_angle = model.dtype, model.cfg.head_dim // 2
     old = layer.attn.cache
-    dtype = old.k.dtype
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
@@ -420,7 +417,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
     parallel = model.cfg.parallel
-    halves = {kind: halves_alike(layer, model.cfg)
+    halves = {kind: halves_alike(layer, model)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)
