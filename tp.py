@@ -24,7 +24,8 @@ from layers.widths import own_widths, shared_by
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
 HEAD, OUT, IN = -3, -2, -1
 SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
-         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD,
+         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD, "attn.wb": OUT, "attn.wc": OUT,
+         "attn.wx": OUT, "attn.taps": OUT, "attn.taps_bias": OUT,
          "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
          "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}
@@ -65,6 +66,7 @@ def shard_config(cfg, n: int):
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
                    widths=shared_by(n, cfg.widths),
+                   mixer=tuple(m and m.shard(n) for m in cfg.mixer),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
@@ -78,6 +80,8 @@ def shared_widths(cfg) -> dict[str, int]:
     if cfg.moe:
         widths["experts' width"] = cfg.moe.expert_dim
         widths["shared expert's width"] = cfg.moe.shared_dim
+    for mixer in filter(None, cfg.mixer):
+        widths |= mixer.shared_widths()
     return {name: width for name, width in widths.items() if width}
 
 

@@ -17,6 +17,7 @@ from layers.moe import MoEConfig
 from layers.per_layer import LayerEnd
 from layers.rope import Rope
 from layers.shared_kv import SharedKV
+from layers.short_conv import ShortConv
 from layers.widths import Widths
 from model import ModelConfig
 
@@ -54,6 +55,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
              "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
     if c.get("use_qk_norm") or c.get("qk_layernorm"):
         facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
+    if c.get("conv_layers"):
+        facts["mixer"] = _short_convolutions(c, facts)
     if c.get("kv_lora_rank"):
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, n_layer))
@@ -159,6 +162,12 @@ def _latent(c: dict, facts: dict) -> dict:
     return dict(mixer=(latent,), head_dim=rope_dim, n_kv_head=facts["n_head"], attn_scale=scale)
 
 
+def _short_convolutions(c: dict, facts: dict) -> tuple:
+    """conv_layers: which layers are some."""
+    conv = ShortConv(facts["dim"], _count(c, "conv_L_cache"), bool(c.get("conv_bias")))
+    return _tile([conv if is_conv else None for is_conv in c["conv_layers"]])
+
+
 def _biases(c: dict) -> dict:
     bias = bool(c.get("attention_bias", False))
     return dict(qkv_bias=bool(c.get("qkv_bias", bias)),
@@ -261,6 +270,7 @@ def _experts(c: dict) -> dict:
         raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
     return dict(n_expert=n_expert, n_active=n_active, expert_dim=expert_dim,
                 norm_topk_prob=bool(c.get("norm_topk_prob", True)),
+                choice_bias=bool(c.get("use_expert_bias")),
                 n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),
                 shared_dim=int(c.get("shared_expert_intermediate_size") or shared_dim))

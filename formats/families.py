@@ -25,6 +25,7 @@ from formats.names import (
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
     LATENT_NAMES,
+    LFM2_NAMES,
     MINIMAX_NAMES,
     MIXTRAL_NAMES,
     MOE_NAMES,
@@ -366,6 +367,23 @@ def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
     return ropes
 
 
+def _lfm2_respelled(c):
+    """The feed-forward width is worked out; layer_types, or full_attn_idxs, say which convolve."""
+    width = c.get("block_ff_dim") or c.get("intermediate_size")
+    times, multiple = c.get("block_ffn_dim_multiplier"), c.get("block_multiple_of")
+    if c.get("block_auto_adjust_ff_dim") and type(width) is int:
+        width = int(2 * width / 3)
+        if times is not None:
+            width = -(-int(times * width) // multiple) * multiple
+    n_layer, attending = c["num_hidden_layers"], c.get("full_attn_idxs")
+    kinds = c.get("layer_types") or [
+        "full_attention" if attending is None or i in attending else "conv"
+        for i in range(n_layer)]
+    return {**c, "intermediate_size": width, "conv_layers": [kind == "conv" for kind in kinds],
+            "layer_types": ["full_attention" if kind == "conv" else kind for kind in kinds],
+            "tie_word_embeddings": c.get("tie_embedding", c.get("tie_word_embeddings"))}
+
+
 def _biased_respelled(c):
     return {**c, "attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]}
 
@@ -419,6 +437,8 @@ _LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_
 _MISTRAL4_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=128.0, beta_fast=32.0, beta_slow=1.0,
                       original_max_position_embeddings=8192, mscale_all_dim=1.0, mscale=1.0,
                       llama_4_scaling_beta=0.1)
+_LFM2 = dict(rope_theta=1e6, num_key_value_heads=8, max_position_embeddings=128000,
+             rms_norm_eps=1e-5, tie_word_embeddings=True, conv_L_cache=3)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
 FAMILIES = {
@@ -513,6 +533,17 @@ FAMILIES = {
                       scale_depth=1.4, dim_model_base=256, rms_norm_eps=1e-5,
                       tie_word_embeddings=True, max_position_embeddings=32768),
         names=LATENT_NAMES, respell=_minicpm3_respelled),
+    "lfm2": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(_LFM2, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
+                      block_auto_adjust_ff_dim=True),
+        names=LFM2_NAMES, key_aliases=dict(norm_eps="rms_norm_eps"), respell=_lfm2_respelled),
+    "lfm2_moe": Family(
+        overrides=dict(qk_norm="head"), moe=dict(scores="sigmoid"),
+        defaults=dict(_LFM2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+                      first_k_dense_replace=2, use_expert_bias=True),
+        names=LFM2_NAMES, is_sparse=_is_sparse_after_first, respell=_lfm2_respelled,
+        key_aliases=dict(norm_eps="rms_norm_eps", num_dense_layers="first_k_dense_replace")),
     "dots1": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
@@ -876,7 +907,7 @@ OTHER_KINDS = {                                    # another block than this Tra
         "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
     "layers of two attentions around a mixture of experts": "longcat_flash",
     "norms behind its experts only": "axk1",
-    "convolution layers": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text zaya",
+    "convolution layers of another kind": "lfm3 inkling_text inkling2_text zaya",
     "an encoder and a decoder":
         "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
         "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "

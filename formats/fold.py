@@ -55,6 +55,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
             n = math.prod(t.shape)
             t = cached(t.name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
             tensors[name] = t
+        if name.endswith("attn.taps") and len(t.shape) == 3:           # [width, 1, taps]
+            tensors[name] = made_from(t, t.read_rows, shape=(t.shape[0], t.shape[2]))
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)

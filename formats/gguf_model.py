@@ -79,17 +79,24 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "ernie4_5-moe": "ernie4_5_moe", "bloom": "bloom", "mpt": "mpt", "starcoder": "gpt_bigcode",
     "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
     "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text", "deepseek2": "deepseek_v3",
-    "minicpm3": "minicpm3", "mistral4": "mistral4", "gemma4": "gemma4_text",
+    "minicpm3": "minicpm3", "mistral4": "mistral4", "gemma4": "gemma4_text", "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
     "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4")
+LFM2_DIFFERENT = {
+    "token_embd_norm": "norm", "shortconv.out_proj": "attn.wo",
+    "shortconv.conv.weight": "attn.taps", "shortconv.conv.bias": "attn.taps_bias",
+    "shortconv.in_proj": Fused(("attn.wb", "attn.wc", "attn.wx"), equal=True),
+}
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
     "seed_oss": {"post_attention_norm": "ffn_norm"},
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "glm4moe": {"post_attention_norm": "ffn_norm"},
+    "lfm2": LFM2_DIFFERENT, "lfm2moe": LFM2_DIFFERENT,
 }
 GEMMA4_NAMES = {
     "layer_output_scale.weight": "end.scale", "inp_gate": "end.gate", "proj": "end.down",
@@ -210,6 +217,15 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return dict(attn_config=attention, no_bias=not c["mlp_bias"])
     if arch == "starcoder":
         return dict(multi_query=c.get("num_key_value_heads") != n_head)
+    if arch in ("lfm2", "lfm2moe"):                # a convolution has no key heads
+        n_kv_head = c.get("num_key_value_heads")
+        if not isinstance(n_kv_head, list) or not any(n_kv_head):
+            raise ValueError(f"'attention.head_count_kv' is {n_kv_head!r}, expected a list with a "
+                             "number for each layer")
+        return dict(num_key_value_heads=max(n_kv_head), block_auto_adjust_ff_dim=False,
+                    conv_L_cache=metadata.get(f"{arch}.shortconv.l_cache"),
+                    conv_bias=any("shortconv.in_proj.bias" in name for name in tensors),
+                    layer_types=["full_attention" if n else "conv" for n in n_kv_head])
     if arch in ("deepseek2", "minicpm3", "mistral4"):
         return _latent(arch, c, metadata, tensors)
     if arch == "gemma4":

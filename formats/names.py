@@ -30,6 +30,7 @@ class Fused:
     by_group: bool = False                         # the heads that share keys lie together: q, k, v
     # rows of each parameter, before as many of each again
     n_rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    equal: bool = False                            # three equal shares, which are not q, k and v
 
 
 HF_NAMES = {
@@ -189,6 +190,19 @@ GRANITE_MOE_NAMES = {
     "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
     "shared_mlp.output_linear": "ffn.shared.down",
 }
+LFM2_NAMES = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
+    "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
+    "self_attn.out_proj": "attn.wo", "conv.out_proj": "attn.wo",
+    "conv.in_proj": Fused(("attn.wb", "attn.wc", "attn.wx"), equal=True),
+    "conv.conv.weight": "attn.taps", "conv.conv.bias": "attn.taps_bias",
+    "feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down",
+    "feed_forward.gate": "ffn.router", "feed_forward.expert_bias": "ffn.choice_bias",
+    "feed_forward.experts.*.w1": "ffn.gate", "feed_forward.experts.*.w3": "ffn.up",
+    "feed_forward.experts.*.w2": "ffn.down",
+    "feed_forward.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "feed_forward.experts.down_proj": "ffn.down.weight",
+}
 GPT_OSS_NAMES = {
     "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
     "mlp.experts.gate_up_proj.weight": Fused(("ffn.gate.weight", "ffn.up.weight"),
@@ -225,6 +239,7 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "per_layer.embed", "per_layer.project", "per_layer.norm", "end.gate", "end.down", "end.norm",
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
+    "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
     *(f"attn.{name}" for name in SHARED_BY_HEADS), "attn.norm")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
@@ -329,7 +344,7 @@ def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
         groups = torch.arange(size).view(-1, sum(sizes))
         return [index_select(t, rows.flatten()) for rows in groups.split(sizes, dim=1)]
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-    sizes = (q, kv, kv) if n == 3 else [size // n] * n
+    sizes = (q, kv, kv) if n == 3 and not fused.equal else [size // n] * n
     if sum(sizes) != size:
         raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} rows")
     if fused.by_group:

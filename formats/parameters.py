@@ -1,8 +1,10 @@
 """Which tensors a config asks for: the blank model, their names on disk and their shapes.
 
 Fused parameters lie apart on disk: layers.0.attn.wqkv is layers.0.attn.wq, .wk and .wv there. Their
-shares are equal, or what the module around them says in `split`.
+shares are equal, or what a layer's mixer says in `split`.
 """
+
+import re
 
 import torch
 
@@ -12,7 +14,7 @@ from model import ModelConfig, Transformer
 # in memory: on disk
 FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
          "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay"),
-         "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
+         "wbcx": ("wb", "wc", "wx"), "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
 
 
 def disk_names(name: str) -> list[str]:
@@ -40,10 +42,10 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     for name, p in model.named_parameters():
         names = disk_names(name)
         rows = [p.shape[0] // len(names)] * len(names)
-        owner = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
-        split = getattr(model.get_submodule(owner), "split", ())
-        if len(split) == len(names):
-            rows = split
+        if layer := re.match(r"layers\.(\d+)\.attn\.", name):
+            split = model.layers[int(layer[1])].attn.split
+            if len(split) == len(names):           # queries, keys, values; latents
+                rows = split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
 

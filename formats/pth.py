@@ -30,11 +30,13 @@ from layers.moe import MoEConfig
 from layers.per_layer import LayerEnd
 from layers.rope import Rope
 from layers.shared_kv import SharedKV
+from layers.short_conv import ShortConv
 from layers.widths import Widths
 from model import ModelConfig
 from quantize import LEAVES
 
-MIXERS = {"gated_delta": GatedDelta, "latent": Latent, "shared_kv": SharedKV}     # by `kind`
+MIXERS = {"gated_delta": GatedDelta, "latent": Latent, "shared_kv": SharedKV,
+          "short_conv": ShortConv}                 # by their `kind`
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,

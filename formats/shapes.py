@@ -50,6 +50,13 @@ def _glm_flash(n_layer):
         rope_theta=1e6))[0]
 
 
+def _lfm2(dim, ffn_dim, n_head, attending, n_layer=16, **more):
+    return config_from_hf(dict(
+        model_type="lfm2", hidden_size=dim, block_ff_dim=ffn_dim, num_hidden_layers=n_layer,
+        num_attention_heads=n_head, num_key_value_heads=8, vocab_size=65536,
+        full_attn_idxs=list(attending), **more))[0]
+
+
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
 SHAPES = {
     "stories15M": lambda: _llama(288, 6, 6, 6, 768, 32000, 256, tied=True),
@@ -92,6 +99,10 @@ SHAPES = {
         intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
     "GLM-4.7-Flash": lambda: _glm_flash(47),
     "GLM-4.7-Flash-8L": lambda: _glm_flash(8),     # cut to 8 layers: 5.2 billion parameters
+    "LFM2-350M": lambda: _lfm2(1024, 6656, 16, (2, 5, 8, 10, 12, 14)),
+    "LFM2-1.2B": lambda: _lfm2(2048, 12288, 32, (2, 5, 8, 10, 12, 14)),
+    "LFM2-2.6B": lambda: _lfm2(2048, 10752, 32, (2, 6, 9, 12, 15, 18, 21, 24), n_layer=30,
+                               block_auto_adjust_ff_dim=False),
     "gemma-2-2b": lambda: config_from_hf(dict(
         model_type="gemma2", hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
         vocab_size=256000))[0],

@@ -346,25 +346,23 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, cfg) -> tuple[bool, bool]:
-    """Which halves the operations do as the layer does: tried on a copy."""
+def halves_alike(layer: nn.Module, model: nn.Module) -> tuple[bool, bool]:
+    """Which halves the operations do as the model's layer does: tried on a copy."""
     fits = mixer_of(layer).fits(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            new = OperationsLayer(copied, halves, cfg.parallel)
-            if does_the_same(layer, new, getattr(layer.attn, "head_dim", cfg.head_dim) // 2):
+            new = OperationsLayer(copied, halves, model.cfg.parallel)
+            if does_the_same(layer, new, model):
                 return halves
     return False, False
 
 
-def does_the_same(layer: nn.Module, new: OperationsLayer, n_angle: int) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?
-
-    n_angle: how many of RoPE's a head has.
-    """
+def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> bool:
+    """Some tokens and one more, by the layer as it is and by its operations: alike?"""
+    dtype, n_angle = model.dtype, getattr(layer.attn, "head_dim", model.cfg.head_dim) // 2
     owner = cache_owner(layer.attn)
-    old, dtype = owner.cache, next(owner.cache.buffers()).dtype
+    old = owner.cache
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
@@ -413,7 +411,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
     parallel = model.cfg.parallel
-    halves = {kind: halves_alike(layer, model.cfg)
+    halves = {kind: halves_alike(layer, model)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)

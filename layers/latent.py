@@ -33,6 +33,13 @@ class Latent:
     def make(self, cfg) -> nn.Module:
         return LatentAttention(cfg, self)
 
+    def shard(self, n: int) -> "Latent":
+        """The layer of one of n ranks, which share its heads: the latent is everyone's."""
+        return self
+
+    def shared_widths(self) -> dict[str, int]:
+        return {}
+
     def cheapest_absorbed(self, rope_dim: int) -> int:
         """Up to how many new tokens a call is cheaper with the up-projections absorbed.
 
@@ -129,7 +136,7 @@ class LatentAttention(nn.Module):
         self.attend = attention(cfg, AnyWidths(scale))
         self.cache = None                          # without one, a call sees its own keys only
 
-    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, _=0) -> None:
+    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:
         """For n_slot positions; batch_size 0 removes it."""
         shape = batch_size, n_slot, self.kv_rank + self.rope_dim
         self.cache = LatentCache(shape, dtype, device) if batch_size else None

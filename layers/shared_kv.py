@@ -25,6 +25,14 @@ class SharedKV:
     def make(self, cfg) -> nn.Module:
         return SharedAttention(cfg, self.source)
 
+    def shard(self, n: int) -> "SharedKV":
+        """The layer of one of n ranks."""
+        return self
+
+    def shared_widths(self) -> dict[str, int]:
+        """What n ranks can only share evenly."""
+        return {}
+
 
 class SharedAttention(nn.Module):
     def __init__(self, cfg, source: int):

@@ -23,6 +23,7 @@ from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
 from layers.latent import Latent
 from layers.moe import MoE
+from layers.short_conv import ShortConv
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8
 
@@ -254,7 +255,7 @@ def test_every_family_by_operations(families, name):
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % 32 == mixer.v_dim % 32 == 0
-        known = whole or not other_attention and not isinstance(mixer, Latent | GatedDelta), not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
+        known = whole or not other_attention and not isinstance(mixer, Latent | GatedDelta | ShortConv), not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
         assert getattr(layer.forward, "halves", (False, False)) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 

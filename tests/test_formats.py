@@ -112,6 +112,7 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer",
                  "deepseek_v2": "deepseek2", "deepseek_v2-lite": "deepseek2", "deepseek_v3": "deepseek2", "kimi_k25": "deepseek2",
                  "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "minicpm3": "minicpm3", "mistral4": "mistral4"}
+ARCHITECTURES |= {"lfm2-plain": "lfm2", "lfm2_moe": "lfm2moe"}
 LATENT = ("deepseek2", "minicpm3", "mistral4")
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
 BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
@@ -140,6 +141,11 @@ def latent_keys(c):
             "expert_gating_func": {"deepseek_v2": 1, "mistral4": 1, "youtu": None}.get(c.model_type, 2),
             "rope.scaling.yarn_log_multiplier": yarn and 0.1 * yarn,
             "expert_weights_norm": None if c.model_type == "deepseek_v2" else getattr(c, "norm_topk_prob", None)}
+
+
+def lfm2_keys(c):
+    return {"attention.head_count_kv": [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layer_types],
+            "attention.layer_norm_rms_epsilon": c.norm_eps, "shortconv.l_cache": c.conv_L_cache}
 
 
 def old_latent_keys(c):
@@ -171,6 +177,7 @@ OTHER_KEYS = {                                             # what a converter wr
     "mpt": lambda c: {"feed_forward_length": 4 * c.hidden_size, "context_length": c.max_seq_len, "attention.layer_norm_epsilon": 1e-5,
                       "attention.clamp_kqv": c.attn_config.clip_qkv, "attention.max_alibi_bias": float(c.attn_config.alibi_bias_max)},
     "starcoder": lambda c: {"feed_forward_length": 4 * c.hidden_size},
+    "lfm2": lfm2_keys, "lfm2moe": lambda c: lfm2_keys(c) | {"leading_dense_block_count": c.num_dense_layers},
     "deepseek2": latent_keys, "mistral4": latent_keys, "minicpm3": old_latent_keys,
     "jais2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
@@ -191,6 +198,8 @@ INSTEAD = {                                                # HF's name where ggu
     "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",), "mlp.expert_bias": ("exp_probs_b.bias",),
     "mlp.router.gate.weight": ("ffn_gate_inp.weight",), "mlp.gate.wg.weight": ("ffn_gate_inp.weight",),
     "self_attn.gate_proj.weight": ("attn_gate.weight",), "self_attn.query_layernorm.weight": ("attn_q_norm.weight",),
+    "feed_forward.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "feed_forward.experts.down_proj": ("ffn_down_exps.weight",), "feed_forward.expert_bias": ("exp_probs_b.bias",),
     "self_attn.key_layernorm.weight": ("attn_k_norm.weight",), "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
     **{f"mlp.{part}.{kind}_proj.weight": (f"ffn_{kind}_shexp.weight",) for part in ("shared_experts", "shared_mlp")
        for kind in ("gate", "up", "down")},
@@ -238,6 +247,8 @@ def as_llama_cpp(model, arch, split_kv_b=True):
             continue
         if inner.endswith("e_score_correction_bias"):
             t = t.flatten()
+        if inner == "conv.conv.weight":
+            t = t.squeeze(1)
         if inner == "self_attn.kv_b_proj.weight" and split_kv_b and arch != "minicpm3":
             k, v = t.unflatten(0, (c.num_attention_heads, -1)).split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
             yield f"blk.{prefix[2]}.attn_k_b.weight", k.transpose(1, 2).contiguous().numpy()
@@ -274,7 +285,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
                                     "attention.value_length_mla": None, "attention.value_length": c.v_head_dim, **old_latent_keys(c)}
     for key, value in values.items():
         if value is not None:
-            add = {bool: w.add_bool, float: w.add_float32, str: w.add_string}.get(type(value), w.add_uint32)
+            add = {bool: w.add_bool, float: w.add_float32, str: w.add_string, list: w.add_array}.get(type(value), w.add_uint32)
             add(f"{arch}.{key}", value)
     if "mrope_section" in (getattr(c, "rope_parameters", None) or {}) and arch.startswith("glm4"):
         w.add_rope_dimension_sections([*c.rope_parameters["mrope_section"], 0])
@@ -370,6 +381,8 @@ def test_gguf(families, name, tmp_path):
         model = variant(name, layer_types=["full_attention"] * 4)
     if name in ("deepseek_v3", "deepseek_v2-lite"):        # no bias, and one of YaRN's scales
         model = variant(name, attention_bias=False, rope_parameters=dict(tiny.YARN, mscale=0.9, mscale_all_dim=0.9))
+    if name == "lfm2_moe":                                 # no key of this
+        model = variant(name, routed_scaling_factor=1.0)
     if name == "minicpm3":                                 # no keys of these
         model = variant(name, scale_emb=12, dim_model_base=256, original_max_position_embeddings=128)
     if name == "mistral4":                                 # nor of this

@@ -62,7 +62,7 @@ def test_batch_row_equals_alone(ours, name):
     for i, n in enumerate(lengths):
         alone.append(whole(model, torch.cat((prompt[i, :n], new[i]))[None])[0, n - 1:])
     model.setup_cache(3, LENGTH)
-    pos = torch.arange(20).expand(3, -1)                   # [B, T]
+    pos = torch.arange(20).minimum(torch.tensor(lengths)[:, None])     # [B, T], padding as Batch has it
     last = torch.tensor(lengths)[:, None] - 1
     rows = [model(prompt, pos, logits_to_keep=last)]
     for j in range(4):

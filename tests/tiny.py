@@ -40,6 +40,7 @@ GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
 QUARTER = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25)
+LFM2 = dict({k: v for k, v in SIZE.items() if k != "rms_norm_eps"}, norm_eps=1e-5, layer_types=["conv", "conv", "full_attention", "conv"])
 MLA = dict({k: v for k, v in SIZE.items() if k != "num_key_value_heads"}, num_key_value_heads=4, kv_lora_rank=96, q_lora_rank=64,
            qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=32)
 HALF = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
@@ -161,6 +162,9 @@ FAMILIES = {
             YARN, original_max_position_embeddings=6, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
             llama_4_scaling_beta=0.4, partial_rotary_factor=8 / 40)),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
+    "lfm2": lambda: hf.Lfm2Config(**LFM2, block_multiple_of=32, conv_bias=True),
+    "lfm2-plain": lambda: hf.Lfm2Config(**LFM2, block_auto_adjust_ff_dim=False, conv_L_cache=4, tie_word_embeddings=False),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(**LFM2, **MOE, num_experts=8, num_dense_layers=1, routed_scaling_factor=1.5),
     "dots1": lambda: hf.Dots1Config(**SIZE, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1,
                                     sliding_window=8, max_window_layers=2, norm_topk_prob=True, routed_scaling_factor=2.5),
     "solar_open": lambda: hf.SolarOpenConfig(
@@ -259,12 +263,13 @@ FAMILIES = {
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
-         "deepseek_v2", "qwen3_5_text")
+         "deepseek_v2", "qwen3_5_text", "lfm2")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
     "deepseek_v2": "DeepSeek-V2, V2-Lite, V2.5, Coder-V2", "deepseek_v3": "DeepSeek-V3, V3.1, R1; Kimi K2, K2.5, their text part",
     "glm4_moe_lite": "GLM-4.7-Flash", "minicpm3": "MiniCPM3 4B", "youtu": "Youtu-LLM 2B", "mistral4": "Mistral Small 4",
+    "lfm2": "LFM2 and LFM2.5 350M, 700M, 1.2B, 2.6B", "lfm2_moe": "LFM2-8B-A1B, LFM2-24B-A2B",
     "mistral": "Mistral 7B (v0.1 with its window, v0.2, v0.3), Nemo, Small",
     "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
