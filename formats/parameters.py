@@ -43,7 +43,7 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
         names = disk_names(name)
         rows = [p.shape[0] // len(names)] * len(names)
         if layer := re.match(r"layers\.(\d+)\.attn\.", name):
-            split = model.layers[int(layer[1])].attn.split
+            split = getattr(model.layers[int(layer[1])].attn, "split", ())
             if len(split) == len(names):           # queries, keys, values; latents
                 rows = split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
