@@ -108,7 +108,7 @@ class Solver:
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
-            self.keys[self.layer, i] = getattr(layer.attn, "own_keys", None)
+            self.keys[self.layer, i] = getattr(layer.attn.attend, "own_keys", None)
         layer.to("meta")
         self.ratios += ratios
         print(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
@@ -117,7 +117,7 @@ class Solver:
     def _run(self, layer, i: int) -> Tensor:
         """The layer that is solved now, with what it takes of window i."""
         if isinstance(layer.attn, SharedAttention):
-            layer.attn.source[0].own_keys = self.keys[layer.attn.source_layer, i]
+            layer.attn.source[1].own_keys = self.keys[layer.attn.source_layer, i]
         given = self.layer_inputs[self.layer][:3]
         return layer(self.x[i], *given, None, *self.own[i][self.layer])
 

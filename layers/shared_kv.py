@@ -17,9 +17,12 @@ from layers.rope import rotate
 
 @dataclass(frozen=True)
 class SharedKV:
-    """source: the layer whose keys and values they are; its heads are as wide as this one's."""
+    """source: the layer whose keys and values they are; its heads are as wide as this one's.
 
-    source: int
+    None: a layer of another model, whose share() says which.
+    """
+
+    source: int | None
     kind: str = "shared_kv"                        # what a .pth calls it
 
     def make(self, cfg) -> nn.Module:
@@ -45,20 +48,21 @@ class SharedAttention(nn.Module):
     def share(self, source: nn.Module) -> None:
         """source: a model.Attention."""
         self.attend = copy.deepcopy(source.attend) # has the same scale, and nothing learned
-        self.source = [source]                     # in a list: it is no part of this layer
+        self.source = [source, source.attend]      # in a list: they are no part of this layer
 
     @property
     def cache(self) -> nn.Module | None:
         return self.source[0].cache
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, _=0) -> None:
-        """Has none."""
+        """Has none. Without the source's, its keys of a call have to last until they are used."""
+        self.source[1].keeps_keys = batch_size == 0
 
     def keys_and_values(self, kv_len: int, batch_idx):
         """Each [B, K, kv_len, H], as the source saw them in this call."""
-        source = self.source[0]
+        source, attend = self.source
         if source.cache is None:
-            return source.own_keys
+            return attend.own_keys
         k, v = source.cache.k[:, :, :kv_len], source.cache.v[:, :, :kv_len]
         return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
 
@@ -72,19 +76,16 @@ class SharedAttention(nn.Module):
 
 def share_keys(layers) -> None:
     """Show each layer without keys the one whose it takes. In place."""
-    sources = []
-    for layer in layers:
-        if isinstance(layer.attn, SharedAttention):
-            source = layers[layer.attn.source_layer].attn
-            layer.attn.share(source)
-            sources.append(source)
+    shared = [layer.attn for layer in layers if isinstance(layer.attn, SharedAttention)]
+    sources = [layers[attn.source_layer].attn for attn in shared if attn.source_layer is not None]
+    for attn, source in zip(shared, sources):
+        attn.share(source)
     for source in dict.fromkeys(sources):
-        source.attend.register_forward_pre_hook(keep_own_keys(source))
+        source.attend.keeps_keys = True            # no cache yet
+        source.attend.register_forward_pre_hook(keep_own_keys)
 
 
-def keep_own_keys(source: nn.Module):
-    """Without a cache a call sees its own keys only, which then have to last for other layers."""
-    def keep(_, inputs):
-        if source.cache is None:
-            source.own_keys = inputs[1:3]
-    return keep
+def keep_own_keys(attend: nn.Module, inputs: tuple) -> None:
+    """inputs: q, k, v and mask."""
+    if attend.keeps_keys:
+        attend.own_keys = inputs[1:3]

@@ -1,5 +1,6 @@
 """Gemma 4: what only its layers have, and its GGUF as llama.cpp's converter writes it."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -132,6 +133,20 @@ def test_later_layers_have_no_cache(ours):
     assert not [b for layer in model.layers[3:] for b in layer.attn.buffers()]
     n = 2 * 2 * 4 * (15 * 16 + 15 * 16 + 40 * 32)          # rows, k and v, fp32; two rings of 8 + 8 - 1 slots, and 40 positions
     assert cache_bytes(model.cfg, 2, 40, 8, FP32) == n
+
+
+def test_a_copy_takes_its_own_keys(ours):
+    """As the benchmark makes one, which shares the weights; the first model's call must not be heard there."""
+    model = ours("gemma4")
+    expected = our_part(model, 20)
+    other = copy.deepcopy(model)
+    our_part(model, 9)
+    assert torch.equal(our_part(other, 20), expected) and torch.equal(our_part(model, 20), expected)
+
+
+def our_part(model, n):
+    model.setup_cache(0, n)
+    return model(tokens(n), torch.arange(n), logits_to_keep=n)
 
 
 def test_the_table_stays_in_its_file(families, tmp_path):
