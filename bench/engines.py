@@ -30,7 +30,7 @@ from generate import Batch, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.linear import PackedLinear
-from model import KVCache, Transformer
+from model import Transformer
 from sampling import SamplingParams, keep_top_p
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
@@ -154,5 +154,4 @@ class Engine:
                     first_s=[r.first_s - r.begun_s for r in results])
 
     def cache_bytes(self) -> int:
-        caches = (m for m in self.model.modules() if isinstance(m, KVCache))
-        return sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+        return sum(t.nbytes for layer in self.model.layers for t in layer.attn.buffers())
