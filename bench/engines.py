@@ -32,7 +32,7 @@ from generate import Batch, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.linear import PackedLinear
-from model import KVCache, Transformer
+from model import Transformer
 from sampling import SamplingParams, keep_top_p
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
@@ -167,8 +167,8 @@ class Engine:
     def cache_bytes(self) -> int:
         """Of a head that drafts the weights too."""
         models = [self.model, self.head] if self.head else [self.model]
-        caches = [m for model in models for m in model.modules() if isinstance(m, KVCache)]
-        n_bytes = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+        n_bytes = sum(t.nbytes for model in models for layer in model.layers
+                      for t in layer.attn.buffers())
         if self.head:
             own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
             n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes
