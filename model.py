@@ -92,12 +92,13 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     return mask if mask.dim() == 2 else mask[:, None]
 
 
-def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype) -> int:
+def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype,
+                max_rejected: int = 0) -> int:
     """What setup_cache will allocate for the layers."""
     with torch.device("meta"):
         model = Transformer(cfg)
         model.dtype = dtype
-        model.setup_cache(batch_size, length, longest_call, "meta")
+        model.setup_cache(batch_size, length, longest_call, "meta", max_rejected)
     return sum(t.nbytes for layer in model.layers for t in layer.attn.buffers())
 
 
@@ -173,7 +174,7 @@ class Attention(nn.Module):
         self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
 
-    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device) -> None:
+    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:
         """For n_slot positions; batch_size 0 removes it."""
         shape = batch_size, self.split[1] // self.head_dim, n_slot, self.head_dim
         self.cache = KVCache(shape, dtype, device) if batch_size else None
@@ -301,12 +302,13 @@ class Transformer(nn.Module):
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
-                    device=None) -> None:
+                    device=None, max_rejected: int = 0) -> None:
         """Allocate the KV cache for `length` positions; batch_size 0 removes it.
 
         longest_call: no call will have more tokens (None: any may), so that layers with a window
-        need only a ring of slots. RoPE whose frequencies depend on the sequence's length takes
-        this one from now on.
+        need only a ring of slots; max_rejected: how many of a call's tokens may turn out not to
+        count (drafts), so that layers with a state can go back as far. RoPE whose frequencies
+        depend on the sequence's length takes this one from now on.
         """
         cfg, device = self.cfg, device or self.freq.device
         self.max_batch_size = batch_size
@@ -318,7 +320,8 @@ class Transformer(nn.Module):
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
                                     for w, n in size.items() if batch_size and n < length})
         for i, layer in enumerate(self.layers):
-            layer.attn.setup_cache(batch_size, size[at(i, cfg.window)], self.dtype, device)
+            n_slot = size[at(i, cfg.window)]
+            layer.attn.setup_cache(batch_size, n_slot, self.dtype, device, max_rejected)
 
     def forward(self, tokens: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
                 kv_len: int | None = None, batch_idx: Tensor | None = None) -> Tensor:

@@ -86,6 +86,7 @@ class ModelDrafter:
     """A smaller model drafts. It has a KV cache of its own, and catches up with what it lacks."""
 
     min_kv_len = 256
+    max_rejected = 16                              # of the drafts and of a new prompt
 
     def __init__(self, model, step: Callable = draft_one_token):
         """step: draft_one_token, compiled or not."""
@@ -96,7 +97,7 @@ class ModelDrafter:
         """A new prompt, whose first n_same tokens are those of the last one."""
         cache = self.model.max_batch_size, self.model.max_seq_length
         if cache != (1, max_length):
-            self.model.setup_cache(1, max_length, chunk)
+            self.model.setup_cache(1, max_length, chunk, None, self.max_rejected)
             self.n_cached = 0
         self.n_cached = min(self.n_cached, n_same)
 

@@ -32,6 +32,7 @@ from generate import (
 from kernels import sort_free
 from kernels.compile import change_over, compile_beside, prepare_for_cuda, will_change_over
 from kernels.cuda_graph import CudaGraph
+from layers.recurrent import max_rewind
 from model import Transformer
 from sampling import Sampler, SamplingParams
 from speculate import ModelDrafter, SpeculativeBatch
@@ -96,8 +97,12 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
     """draft: a model that drafts, or the model's own head for it; None: tokens are looked up.
 
-    fixed: always k drafts, else at most. The model's steps are built already.
+    fixed: always k drafts, else at most. The model's steps are built already. ValueError where the
+    model cannot go back by k tokens: setup_cache's max_rejected says how many.
     """
+    if (possible := max_rewind(model)) is not None and k > possible:
+        raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
+                         f"by {possible}: set it up for max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
     verify = as_one_graph(speculate.verify) if as_graph else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
@@ -108,6 +113,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         step = speculate.draft_one_token
         drafter = ModelDrafter(draft, as_one_graph(step) if as_graph else step)
         drafter.min_kv_len = min_kv_len
+        drafter.max_rejected = k + 1
         lengths = [k, k // 3] if k > 2 else [k]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
     return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
@@ -124,6 +130,20 @@ def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
     elif engine == "compile":
         compile_beside(head)
     return drafter
+
+
+def rewind(batch: Batch, max_draft: int) -> int:
+    """How many tokens of a row's cache another prompt may replace, the rest being kept.
+
+    max_draft: of a batch that drafts, else 0. A row may have been written as many and one further
+    than the tokens that were read from it: drafts that were rejected, and a GPU's next token.
+    """
+    model = batch.model
+    if (possible := max_rewind(model)) is not None:
+        return possible - max_draft - 1
+    if model.rings:
+        return model.longest_call - 1 - (max_draft + 1 if max_draft else 0)
+    return batch.max_length
 
 
 def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:

@@ -22,6 +22,7 @@ from cli.engines import (
     build_speculative,
     build_steps,
     measure_drafts,
+    rewind,
     warm_up,
 )
 from cli.flags import HELLO
@@ -157,12 +158,13 @@ def open_draft(args, source, tokenizer, device):
     return draft
 
 
-def check_memory(sources, dtype, device, rows: int, length: int, chunk: int) -> None:
+def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
+                 max_rejected: int) -> None:
     """State what will be allocated. ValueError where it exceeds what is free."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype) for source in sources)
-    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype)
+    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
                 for source in sources) + hidden_bytes(sources, length, dtype)
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
             f"({rows} x {length} positions){on_each_rank()}")
@@ -196,14 +198,17 @@ class Session:
         self.drafter = args.speculate or (draft_source and draft_source.path.name)
         self.k = self.max_draft(draft_source)
         chunk = max(args.prefill_chunk, self.k + 1 if self.drafter else 0)
-        check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk)
+        max_rejected = self.k if self.drafter else 0
+        max_rejected += not work                   # a conversation may read its last token late
+        check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
+                     max_rejected)
 
         self.model = kept_weights.load(source, dtype, device)
         draft = draft_source and kept_weights.load(draft_source, dtype, device)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 
-        self.model.setup_cache(n_cache_rows, self.length, chunk)
+        self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
         start = time.perf_counter()
         self.build(draft, [job.params for job in work])
         if self.changes_over:
@@ -305,7 +310,7 @@ def accept_stats(batch: SpeculativeBatch) -> dict:
 
 def talk(session: Session) -> int:
     """A conversation in the terminal."""
-    args, model, length = session.args, session.model, session.length
+    args, length = session.args, session.length
 
     def answer(ids, n_cached):
         n_new = min(args.max_new_tokens, length - len(ids))
@@ -314,11 +319,9 @@ def talk(session: Session) -> int:
         return sequence, describe(session.figures(times, len(ids) - n_cached))
 
     room = length - max(1, min(args.max_new_tokens, length // 4))
-    rewind = length
-    if model.rings:                                # rejected drafts were in a ring too
-        rewind = model.longest_call - 1 - (session.k + 1 if session.drafter else 0)
+    max_rewind = rewind(session.batch, session.k if session.drafter else 0)
     run_on_rank_0(answer, lambda answer: Chat(
-        session.tokenizer, answer, room, rewind, log, args.system_prompt,
+        session.tokenizer, answer, room, max_rewind, log, args.system_prompt,
         args.chat_template_kwargs).run())
     return 0
 

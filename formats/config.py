@@ -178,6 +178,7 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
         "sliding_attention" if family.is_sliding(c, i) else "full_attention"
         for i in range(n_layer)]
     ropes = _ropes(c, family)
+    ropes |= dict.fromkeys(family.mixers, ropes["full_attention"])     # which those do not have
     if not isinstance(kinds, list) or set(kinds) - set(ropes) or len(kinds) != n_layer:
         raise ValueError(f"'layer_types' is not {n_layer} times one of {', '.join(ropes)}")
     sliding_window = c.get("sliding_window") or None
@@ -192,7 +193,9 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
     context = max([_count(c, "max_position_embeddings"), *stretched])
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
-    return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse))
+    mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
+    return dict(context=context, rope=_tile(rope), window=_tile(window), sparse=_tile(sparse),
+                mixer=_tile([mixers.get(kind) for kind in kinds]))
 
 
 def _tile(values: list) -> tuple:

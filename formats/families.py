@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from formats.names import (
     AFMOE_NAMES,
     APERTUS_NAMES,
+    DELTA_NAMES,
     ERNIE_MOE_NAMES,
     FALCON_NAMES,
     GPT2_NAMES,
@@ -32,6 +33,7 @@ from formats.names import (
     SIGMOID_NAMES,
     Fused,
 )
+from layers.delta import GatedDelta
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Family:
     is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i's attention windowed?
     has_rope: Callable[[dict, int], bool] = lambda c, i: True      # has layer i RoPE at all?
     is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i a mixture of experts?
+    mixers: dict[str, Callable[[dict], object]] = field(default_factory=dict)  # ModelConfig.mixer
     plain_local_rope: bool = False                 # windowed layers keep RoPE unstretched
     key_aliases: dict = field(default_factory=dict)    # config.json keys: what the others call them
     respell: Callable[[dict], dict] = lambda c: c  # what a key alone does not say, in these words
@@ -127,6 +130,28 @@ def _ernie_is_sparse(c, i):
     last = c["moe_layer_end_index"] if c["moe_layer_end_index"] >= 0 else c["num_hidden_layers"] - 1
     on_time = (i + 1) % c["moe_layer_interval"] == 0
     return on_time and c["moe_layer_start_index"] <= i <= last
+
+
+def _gated_delta(c):
+    counts = {key: c.get(f"linear_{key}") for key in (
+        "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")}
+    for key, n in counts.items():
+        if type(n) is not int or n < 1:
+            raise ValueError(f"'linear_{key}' is {n!r}, expected a positive integer")
+    shape = GatedDelta(*counts.values())
+    if shape.n_v_head % shape.n_k_head or shape.n_tap < 2:
+        raise ValueError(f"{shape.n_v_head} value heads cannot share {shape.n_k_head} key heads "
+                         f"evenly, or a convolution of {shape.n_tap} is too short")
+    return shape
+
+
+def _qwen_next_respelled(c):
+    if c.get("layer_types"):
+        return c
+    every = c.get("full_attention_interval") or 4
+    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention"
+             for i in range(c["num_hidden_layers"])]
+    return {**c, "layer_types": kinds}
 
 
 def _gpt2_respelled(c):
@@ -260,6 +285,14 @@ _QWEN2_VL = Family(
     defaults=dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
                   max_position_embeddings=32768, max_window_layers=80),
     is_sliding=_qwen_is_sliding)
+_QWEN35 = Family(
+    overrides=dict(qk_norm="head", attn_gate=True),
+    defaults=dict(num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+                  partial_rotary_factor=0.25, max_position_embeddings=32768,
+                  linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+                  linear_value_head_dim=128, linear_conv_kernel_dim=4),
+    mixers=dict(linear_attention=_gated_delta), respell=_qwen_next_respelled, names=DELTA_NAMES,
+    folds=dict(norm_offset=1.0, norm_offset_of=r"(^|_)norm", log_decay=True))
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
 _GLM = dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7,
             max_position_embeddings=131072, partial_rotary_factor=0.5)
@@ -307,6 +340,17 @@ FAMILIES = {
                       moe_intermediate_size=768, norm_topk_prob=False),
         names=MOE_NAMES, is_sparse=_qwen_is_sparse,
         is_sliding=lambda c, i: bool(c.get("use_sliding_window"))),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": replace(
+        _QWEN35, moe=dict(norm_topk_prob=True), names=MOE_NAMES | DELTA_NAMES, is_sparse=_always,
+        defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=256,
+                      num_experts_per_tok=8, moe_intermediate_size=512, intermediate_size=512,
+                      shared_expert_intermediate_size=512)),
+    "qwen3_next": replace(
+        _QWEN35, names=MOE_NAMES | DELTA_NAMES, is_sparse=_qwen_is_sparse,
+        defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=512,
+                      num_experts_per_tok=10, moe_intermediate_size=512,
+                      shared_expert_intermediate_size=512)),
     "qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": Family(
         overrides=dict(qk_norm="head"),
@@ -679,8 +723,7 @@ OTHER_KINDS = {                                    # another block than this Tra
         "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
         "falcon_h1 plamo2 recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
-        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text "
-        "olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
+        "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
     "multi-head latent attention (MLA)":
         "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 glm4_moe_lite mistral4 minicpm3 "
         "kimi_k2 kimi_k25 longcat_flash glm_moe_dsa axk1 axk2 hy_v4 youtu dots3_note "

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from formats.lazy import LazyTensor, cached, constant, index_select, narrow, offset, scaled
+from formats.lazy import (
+    LazyTensor,
+    cached,
+    constant,
+    index_select,
+    made_from,
+    narrow,
+    offset,
+    scaled,
+)
 from formats.parameters import tensor_shapes
 from model import ModelConfig
 
@@ -26,6 +35,7 @@ class Folds:
     norm_after_rope: bool = False                  # of queries and keys (Hunyuan)
     post_norm_scale: float = 1.0                   # what norms behind a branch are multiplied by
     first_pos: int = 0                             # which learned position is the first (OPT)
+    log_decay: bool = False                        # DeltaNet's decays are log(-decay) there
     one_norm: bool = False                         # of both branches of a parallel block
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
@@ -43,6 +53,9 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)
+        if folds.log_decay and name.endswith("decay_rate"):
+            tensors[name] = made_from(t, lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
+                                      dtype=torch.float32)
     rotated = int(cfg.head_dim * cfg.rope[0].partial)
     if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
         turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)

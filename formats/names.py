@@ -8,12 +8,14 @@ written as *. Knows no config.json; families, GGUF and Meta's files bring more t
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from formats.lazy import LazyTensor, index_select, stack, transpose
+from formats.lazy import LazyTensor, index_select, made_from, stack, transpose
 from formats.messages import some
+from layers.delta import SHARED_BY_HEADS
 from model import ModelConfig
 
 
@@ -26,6 +28,8 @@ class Fused:
     interleaved: bool = False                      # shares take turns row by row
     maybe_transposed: bool = False                 # told by the width of experts' inputs
     by_group: bool = False                         # the heads that share keys lie together: q, k, v
+    # rows of each parameter, before as many of each again
+    n_rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
 HF_NAMES = {
@@ -63,6 +67,43 @@ SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as other
     "mlp.shared_experts.up_proj": "ffn.shared.up", "mlp.shared_mlp.up_proj": "ffn.shared.up",
     "mlp.shared_experts.down_proj": "ffn.shared.down",
     "mlp.shared_mlp.down_proj": "ffn.shared.down",
+}
+def delta_shape(cfg: ModelConfig):
+    """Of the layers with gated DeltaNet, which are all alike."""
+    return next(mixer for mixer in cfg.mixer if mixer)
+
+
+def _delta_qkv(cfg):
+    return delta_shape(cfg).split()
+
+
+def _delta_qkvz(cfg):                              # of one key head
+    shape = delta_shape(cfg)
+    n_value = shape.n_v_head // shape.n_k_head * shape.v_dim
+    return shape.k_dim, shape.k_dim, n_value, n_value
+
+
+def _delta_rates(cfg):
+    shape = delta_shape(cfg)
+    return (shape.n_v_head // shape.n_k_head,) * 2
+
+
+def _head_and_gate(cfg):
+    return cfg.head_dim, cfg.head_dim
+
+
+DELTA_NAMES = {
+    "self_attn.q_proj": Fused(("attn.wq", "attn.gate"), n_rows=_head_and_gate),
+    "linear_attn.in_proj_qkv": Fused(("attn.q", "attn.k", "attn.v"), n_rows=_delta_qkv),
+    "linear_attn.in_proj_z": "attn.gate",
+    "linear_attn.in_proj_b": "attn.beta", "linear_attn.in_proj_a": "attn.decay",
+    "linear_attn.in_proj_qkvz": Fused(("attn.q", "attn.k", "attn.v", "attn.gate"),
+                                      n_rows=_delta_qkvz),
+    "linear_attn.in_proj_ba": Fused(("attn.beta", "attn.decay"), n_rows=_delta_rates),
+    "linear_attn.conv1d.weight": Fused(("attn.conv_q", "attn.conv_k", "attn.conv_v"),
+                                       n_rows=_delta_qkv),
+    "linear_attn.A_log": "attn.decay_rate", "linear_attn.dt_bias": "attn.decay_bias",
+    "linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.wo",
 }
 HUNYUAN_NAMES = {
     "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
@@ -157,7 +198,8 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
     "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "ffn.router",
     "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
-    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n")}
+    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n",
+    *(f"attn.{name}" for name in SHARED_BY_HEADS), "attn.norm")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp)\.|^(v|mm)\."
@@ -241,9 +283,18 @@ def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
         t = transpose(t)
     if n == 1:
         return [t]
+    if "conv" in fused.into[0]:                    # [C, 1, n_tap]: a row for each channel
+        t = made_from(t, t.read_rows, shape=(t.shape[0], t.shape[-1]))
     size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
     if fused.interleaved:
         return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
+    if fused.n_rows:
+        sizes = fused.n_rows(cfg)
+        if size % sum(sizes):
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for a multiple of "
+                             f"{sum(sizes)} rows")
+        groups = torch.arange(size).view(-1, sum(sizes))
+        return [index_select(t, rows.flatten()) for rows in groups.split(sizes, dim=1)]
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
     sizes = (q, kv, kv) if n == 3 else [size // n] * n
     if sum(sizes) != size:

@@ -3,13 +3,16 @@
 Fused parameters lie apart on disk: layers.0.attn.wqkv is layers.0.attn.wq, .wk and .wv there.
 """
 
+import re
+
 import torch
 
 from formats.mtp import HeadConfig, MTPHead
 from model import ModelConfig, Transformer
 
 # in memory: on disk
-FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up")}
+FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
+         "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay")}
 
 
 def disk_names(name: str) -> list[str]:
@@ -36,7 +39,10 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     model, shapes = blank_model(cfg, torch.float32), {}
     for name, p in model.named_parameters():
         names = disk_names(name)
-        rows = model.layers[0].attn.split if "wqkv" in name else [p.shape[0] // len(names)] * 2
+        rows = [p.shape[0] // len(names)] * len(names)
+        if len(names) == 3:                        # queries, keys and values
+            layer = re.match(r"layers\.(\d+)\.", name)[1]
+            rows = model.layers[int(layer)].attn.split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
 

@@ -21,14 +21,16 @@ from formats.checkpoint import Checkpoint, RawCheckpoint
 from formats.lazy import LazyTensor
 from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
-from formats.parameters import blank_model
+from formats.parameters import blank_model, disk_names
 from formats.torch_file import lazy_tensors
 from layers.attention import Scores
+from layers.delta import GatedDelta
 from layers.moe import MoEConfig
 from layers.rope import Rope
 from model import ModelConfig
 from quantize import LEAVES
 
+MIXERS = {"GatedDelta": GatedDelta}                # what ModelConfig.mixer may hold
 VERSION = 1                                        # a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
@@ -63,8 +65,21 @@ def config_from_dict(d: dict) -> ModelConfig:
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
     parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
-             "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
+             "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"]),
+             "mixer": tuple(m and mixer_from_dict(**m) for m in d.get("mixer", (None,)))}
     return ModelConfig(**{**as_tuples(d), **parts})
+
+
+def mixer_from_dict(kind: str, **fields):
+    if kind not in MIXERS:
+        raise ValueError(f"written by a newer gpt-faster: unknown layer {kind}")
+    return MIXERS[kind](**fields)
+
+
+def config_as_dict(cfg: ModelConfig) -> dict:
+    """What config_from_dict() reads."""
+    mixer = [m and {"kind": type(m).__name__, **dataclasses.asdict(m)} for m in cfg.mixer]
+    return dataclasses.asdict(cfg) | {"mixer": mixer}
 
 
 def _with_parts(d: dict) -> dict:
@@ -96,10 +111,10 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
         dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
     blanks = {name: Blank(str(i), t.shape, dtypes[name])
               for i, (name, t) in enumerate(tensors.items())}
-    content = dict(format="gpt-faster", version=VERSION, config=dataclasses.asdict(source.cfg),
+    content = dict(format="gpt-faster", version=VERSION, config=config_as_dict(source.cfg),
                    quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
                    defaults=source.defaults, tokenizer=tokenizer,
-                   mtp=head and dataclasses.asdict(head.cfg))
+                   mtp=head and config_as_dict(head.cfg))
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -115,8 +130,8 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Of each tensor in the file: norms fp32, quantized weights as they are."""
-    precise = {n for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
-               if p.dtype == torch.float32}
+    precise = {on_disk for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
+               if p.dtype == torch.float32 for on_disk in disk_names(n)}
     dtypes = {}
     for name, t in source.tensors.items():
         leaf = name.rpartition(".")[2]

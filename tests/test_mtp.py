@@ -295,7 +295,7 @@ def test_the_memory_statement_counts_the_head(heads, monkeypatch):
     source, said = read_checkpoint(heads("glm4_moe")[0]), []
     monkeypatch.setattr(session, "log", said.append)
     for sources in ([source, None], [source, source.mtp()]):
-        session.check_memory(sources, torch.bfloat16, torch.device("cpu"), 1, 10**5, 512)
+        session.check_memory(sources, torch.bfloat16, torch.device("cpu"), 1, 10**5, 512, 0)
     weights, cache = zip(*(map(int, re.findall(r"(\d+) MB", text)) for text in said))
     per_layer = 2 * 2 * 24 * 2 * 10**5 / 1e6               # keys and values of 2 heads
     assert cache[1] - cache[0] == pytest.approx(per_layer + 64 * 2 * 10**5 / 1e6, abs=1)
@@ -307,7 +307,7 @@ def test_bad_input(capsys, families, command, tmp_path):
     assert "one row" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
     disk = load_file(directory / "model.safetensors")
     for change, words in ((lambda d: d.pop("model.layers.4.eh_proj.weight"), "1 tensors are missing: eh_proj.weight"),
-                          (lambda d: d.update({"model.layers.4.hnorm.weight": torch.ones(32)}), "hnorm.weight is [32], but the config asks for [64]"),
+                          (lambda d: d.update({"model.layers.4.hnorm.weight": torch.ones(32)}), "hidden_norm.weight is [32], but the config asks for [64]"),
                           (lambda d: d.update({"model.layers.4.self_attn.extra.weight": torch.ones(2)}), "1 tensors that this architecture does not have")):
         changed = dict(disk)
         change(changed)

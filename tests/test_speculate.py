@@ -33,6 +33,9 @@ class Chain:
         self.cfg = types.SimpleNamespace(vocab_size=len(table), context=64)
         self.max_batch_size, self.max_seq_length, self.longest_call = 1, 64, 64
 
+    def modules(self):
+        return []                                          # no state that could not go back
+
     def __call__(self, tokens, pos, keep=1, n_key=None, rows=None):
         logits = self.table[tokens]
         return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep[0]]

@@ -7,6 +7,9 @@ import transformers as hf
 
 SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=160, max_position_embeddings=128, rms_norm_eps=1e-5)
+DELTA = dict(SIZE, head_dim=24, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+             rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
@@ -49,6 +52,18 @@ FAMILIES = {
     "qwen2-window": lambda: hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=8,
                                            max_window_layers=2),
     "qwen3": lambda: hf.Qwen3Config(**SIZE, head_dim=24),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**DELTA, **MOE, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[1]),
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**DELTA, tie_word_embeddings=True),
+    "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(
+        **{k: v for k, v in DELTA.items() if k != "intermediate_size"}, **MOE, num_experts=8, shared_expert_intermediate_size=48),
+    "qwen3_5": lambda: hf.Qwen3_5Config(
+        text_config=dict(DELTA, linear_num_value_heads=2, linear_conv_kernel_dim=3, rope_parameters=dict(
+            DELTA["rope_parameters"], mrope_section=[2, 2, 2], mrope_interleaved=True)),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16)),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeConfig(
+        text_config=dict({k: v for k, v in DELTA.items() if k != "intermediate_size"}, **MOE, num_experts=4,
+                         shared_expert_intermediate_size=48, rope_parameters=dict(DELTA["rope_parameters"], mrope_section=[2, 2, 2])),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16)),
     "llama-dynamic": lambda: hf.LlamaConfig(
         **{**SIZE, "max_position_embeddings": 16}, rope_parameters=dict(rope_type="dynamic", factor=8.0, rope_theta=1e4)),
     "qwen2-yarn": lambda: hf.Qwen2Config(**SIZE, rope_parameters=YARN),
@@ -207,7 +222,7 @@ FAMILIES = {
 
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
-         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long")
+         "smollm3", "glm4_moe", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long", "qwen3_5_text")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -215,6 +230,8 @@ MODELS = {                                                 # for docs/models.md:
     "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
+    "qwen3_next": "Qwen3-Next-80B-A3B", "qwen3_5_text": "Qwen3.5, 3.6, 3.8: 0.8B, 2B, 4B, 9B, 27B, the text part",
+    "qwen3_5_moe_text": "Qwen3.5, 3.6, 3.8: 35B-A3B, 122B-A10B, 397B-A17B, the text part",
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
@@ -248,6 +265,8 @@ def make(name: str, seed: int = 0):
             p.data += 0.3 * torch.randn_like(p)            # around 1, or around 0 where it is 1 + w
         elif p.dim() == 1 and key.endswith("sinks"):
             p.data = torch.randn_like(p)
+        elif key.endswith("A_log"):
+            p.data = torch.randn_like(p) - 2               # a memory of some tokens to many
         elif key.endswith("bias"):
             p.data = 0.3 * torch.randn_like(p)
         else:
@@ -333,7 +352,7 @@ def old_spelling(directory) -> None:
     if c["model_type"] == "gpt_neox":
         c["rotary_pct"] = rope.pop("partial_rotary_factor")
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if c["model_type"] in ("phi3", "glm4v_text") and key in rope:      # beside it, not in it
+        if c["model_type"].startswith(("phi3", "glm4v_text", "qwen3_5", "qwen3_next")) and key in rope:      # beside it, not in it
             c[key] = rope.pop(key)
     if c["model_type"] == "minimax_m2":
         c["rotary_dim"] = int(rope.pop("partial_rotary_factor") * c["head_dim"])

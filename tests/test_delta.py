@@ -1,0 +1,243 @@
+"""Gated DeltaNet: every way to run it gives what the recurrence gives, and its state does what law 3 says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import GREEDY, generated, ids_of, make_batch, speculative
+
+from cli.engines import rewind
+from layers.delta import CHUNK, GatedDelta, chunked, step_by_step
+from layers.recurrent import max_rewind
+from model import ModelConfig, Transformer, cache_bytes
+
+SHAPE = GatedDelta(n_k_head=2, n_v_head=4, k_dim=16, v_dim=24)
+CFG = ModelConfig(dim=48, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=64, vocab_size=97, context=4096,
+                  mixer=(SHAPE, SHAPE, None))
+
+
+def tiny_model(cfg=CFG, seed=0):
+    torch.manual_seed(seed)
+    model = Transformer(cfg).eval().requires_grad_(False)
+    for name, p in model.named_parameters():
+        if name.endswith("decay_rate"):
+            p.copy_(-torch.rand_like(p) * 2)               # from hardly forgetting to forgetting at once
+        elif name.endswith("decay_bias"):
+            p.normal_()
+        elif p.dim() > 1:
+            p.normal_(0, 0.7 if "embed" in name else p.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def tokens(n, batch=2, seed=1):
+    return torch.randint(0, 97, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(model, prompt):
+    """Logits of each place, without a cache."""
+    model.setup_cache(0, prompt.shape[1])
+    return model(prompt, torch.arange(prompt.shape[1]), prompt.shape[1])
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# ---- The recurrence -----------------------------------------------------------------------------
+
+def inputs(T, dtype, N=3, dk=16, dv=24, seed=0):
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, T, N, d, dtype=torch.float64) for d in (dk, dk, dv))
+    q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
+    g = -torch.rand(2, T, N, dtype=torch.float64).pow(8)                   # mostly a long memory
+    beta = torch.rand(2, T, N, dtype=torch.float64)
+    state = torch.randn(2, N, dk, dv, dtype=torch.float64)
+    return [t.to(dtype) for t in (q, k, v, g, beta, state)]
+
+
+def recurrence(q, k, v, g, beta, state):
+    """As the paper writes it, a token and a head at a time."""
+    y = torch.zeros_like(v)
+    for b in range(v.shape[0]):
+        for n in range(v.shape[2]):
+            S = state[b, n].clone()
+            for t in range(v.shape[1]):
+                S = S * g[b, t, n].exp()
+                S = S + torch.outer(k[b, t, n], beta[b, t, n] * (v[b, t, n] - S.T @ k[b, t, n]))
+                y[b, t, n] = S.T @ q[b, t, n]
+    return y, S
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130])
+def test_both_forms_are_the_recurrence(T):
+    expected, last = recurrence(*inputs(T, torch.float64))
+    for form in (chunked, step_by_step):
+        y, state = form(*inputs(T, torch.float64))
+        state = state[-1] if isinstance(state, list) else state
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(state[-1, -1], last, rtol=1e-9, atol=1e-9)
+
+
+def test_error_after_2000_steps():
+    """fp32 beside float64: it does not grow, since every step forgets."""
+    exact = step_by_step(*inputs(2000, torch.float64))[0]
+    for form in (chunked, step_by_step):
+        error = (form(*inputs(2000, torch.float32))[0] - exact).abs() / exact.std()
+        assert error.max() < 2e-5 and error[:, -100:].mean() < 1e-6, (form, error.max(), error[:, -100:].mean())
+
+
+# ---- Position is the mask -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 200])
+@pytest.mark.parametrize("max_rejected", [0, 3])
+def test_one_by_one_in_calls_and_whole(model, n, max_rejected):
+    prompt = tokens(n)
+    expected = whole(model, prompt)
+    for longest in (1, 2, 7, CHUNK, n):
+        model.setup_cache(2, n, longest, max_rejected=max_rejected)
+        parts = [model(prompt[:, a:a + longest], torch.arange(a, min(a + longest, n)), longest)
+                 for a in range(0, n, longest)]
+        close(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize("max_rejected", [0, 2])
+def test_padded_rows_of_any_length(model, max_rejected):
+    """Each row goes on, one token and then five, as it would alone; all in one call or several."""
+    lengths, T = [1, 2, 3, 5, 64, 65, 70], 70
+    prompt, more = tokens(T, len(lengths)), tokens(6, len(lengths), seed=2)
+    end = torch.tensor(lengths)[:, None]
+    for longest in (T, 33, 2):
+        model.setup_cache(len(lengths), 80, T, max_rejected=max_rejected)
+        logits = torch.zeros(len(lengths), 97)
+        for a in range(0, T, longest):
+            piece = prompt[:, a:a + longest]
+            last = (end - 1 - a).clamp(0, piece.shape[1] - 1)
+            new = model(piece, torch.arange(a, a + piece.shape[1]).minimum(end), last)
+            logits = torch.where(end > a, new[:, 0], logits)
+        one = model(more[:, :1], end, 1)
+        five = model(more[:, 1:], end + 1 + torch.arange(5), 5)
+        for row, n in enumerate(lengths):
+            alone = whole(tiny_model(), torch.cat((prompt[row:row + 1, :n], more[row:row + 1]), dim=1))[0]
+            close(torch.cat((logits[row:row + 1], one[row], five[row])), alone[n - 1:])
+
+
+def test_rows_of_the_cache_by_number(model):
+    """Rows 3 and 1 run a prompt, twice; 0 and 2 keep what they remember."""
+    model.setup_cache(4, 128, 80)
+    kept, prompt, more = tokens(70, 4), tokens(75, 2, seed=3), tokens(1, 4, seed=4)
+    model(kept, torch.arange(70))
+    rows = torch.tensor([3, 1])
+    for _ in range(2):                                     # the second time: the slot is refilled
+        model(prompt, torch.arange(75).expand(2, -1), batch_idx=rows)
+    pos = torch.tensor([70, 75, 70, 75])[:, None]
+    got = model(more, pos)[:, 0]
+    for row in range(4):
+        before = kept[row] if row in (0, 2) else prompt[[3, 1].index(row)]
+        close(got[row], whole(tiny_model(), torch.cat((before, more[row]))[None])[0, -1])
+
+
+def test_rejected_tokens_leave_no_trace(model):
+    """Calls of k + 1 tokens, of which any number is kept, at every place of the ring."""
+    prompt, wrong = tokens(90, 1), tokens(90, 1, seed=5)
+    expected = whole(model, prompt)[0]
+    for k in (1, 2, 4):
+        model.setup_cache(1, 128, 64, max_rejected=k)
+        got = [model(prompt[:, :9], torch.arange(9), 1)[0]]
+        at, kept = 9, 0
+        while at + k + 1 < 90:
+            call = torch.cat((prompt[:, at:at + kept + 1], wrong[:, at + kept + 1:at + k + 1]), dim=1)
+            got.append(model(call, torch.arange(at, at + k + 1), k + 1)[0, :kept + 1])
+            at += kept + 1
+            kept = (kept + 1) % (k + 1)
+        close(torch.cat(got), expected[8:at])
+
+
+def test_rows_that_are_not_in_use_disturb_nothing(model):
+    """They stand at position 0, begin anew each time, and take the next prompt."""
+    prompts = [tokens(n, 1, seed=n)[0].tolist() for n in (5, 66, 3, 20)]
+    model.setup_cache(2, 128, 32)
+    batch = make_batch(model, [GREEDY] * 2)
+    got = {0: [], 1: [], 2: [], 3: []}
+
+    def run(names, n):
+        for _ in range(n):
+            for row, name in names.items():
+                got[name].append(batch.token[row].item())
+            batch.step()
+    batch.prefill([0], prompts[:1])
+    run({0: 0}, 4)
+    batch.prefill([1], prompts[1:2])
+    run({0: 0, 1: 1}, 5)
+    batch.end(0)
+    run({1: 1}, 3)
+    batch.prefill([0], prompts[2:3])
+    run({0: 2, 1: 1}, 4)
+    batch.end(1)
+    batch.prefill([1], prompts[3:])
+    run({0: 2, 1: 3}, 4)
+    for name, prompt in enumerate(prompts):
+        alone = [t.item() for t in generated(tiny_model(), [prompt], len(got[name]), GREEDY)]
+        assert got[name] == alone, name
+
+
+def test_dtype_of_the_state(model):
+    """fp32 whatever the model's dtype; the convolution's inputs are in that."""
+    model.setup_cache(1, 16)
+    assert {t.dtype for t in model.layers[0].attn.cache.buffers()} == {torch.float32}
+    low = tiny_model()
+    low.dtype = torch.bfloat16
+    low.setup_cache(1, 16)
+    assert low.layers[0].attn.cache.states.dtype == torch.float32
+    assert low.layers[0].attn.cache.inputs.dtype == torch.bfloat16
+
+
+def test_memory_is_counted():
+    """Two layers of states whatever the length, one of keys and values."""
+    n_channel, state = 2 * 2 * 16 + 4 * 24, 4 * 16 * 24 * 4
+    for length in (64, 128):
+        for k in (0, 3):
+            recurrent = 2 * (state * (k + 2) + 4 * n_channel * (k + 4))
+            assert cache_bytes(CFG, 2, length, 16, torch.float32, k) == 2 * (recurrent + 2 * 2 * length * 16 * 4)
+
+
+# ---- Drafts and conversations -------------------------------------------------------------------
+
+@pytest.mark.parametrize("draft", ["the model itself", "another", "look-up"])
+def test_speculation_changes_nothing(draft):
+    model, prompt = tiny_model(), [1, 2, 3, 1, 2, 3, 1, 2]
+    expected = [t.item() for t in generated(model, [prompt], 40, GREEDY)]
+    drafter = {"the model itself": tiny_model(), "another": tiny_model(seed=1), "look-up": None}[draft]
+    for k in (1, 4):
+        model.setup_cache(1, 64, 32, max_rejected=k)
+        batch = speculative(model, k, drafter, fixed=True)
+        assert ids_of(batch, prompt, 40) == expected
+        if draft == "the model itself":
+            assert batch.accept_counts[k] >= 30 // (k + 1)
+        assert ids_of(batch, prompt, 40) == expected       # the second time in the same cache
+
+
+def test_a_cache_that_cannot_go_back_is_refused():
+    model = tiny_model()
+    model.setup_cache(1, 64, 32, max_rejected=1)
+    with pytest.raises(ValueError, match="drafts of 2 tokens"):
+        speculative(model, 2, tiny_model())
+
+
+def test_a_conversation_goes_on_from_the_state():
+    """As far back as the cache was set up for, and no farther: then it must begin anew."""
+    model, fresh = tiny_model(), tiny_model()
+    model.setup_cache(1, 128, 16, max_rejected=3)
+    assert max_rewind(model) == 3 and max_rewind(Transformer(replace(CFG, mixer=(None,)))) is None
+    batch = make_batch(model, [GREEDY])
+    assert rewind(batch, 0) == 2 and rewind(batch, 2) == 0
+    ids, n_cached = tokens(21, 1)[0].tolist(), 0
+    for turn, back in enumerate((0, 1, 2, 0)):
+        answer = ids_of(batch, ids, 9, n_cached)
+        assert answer == [t.item() for t in generated(fresh, [ids], 9, GREEDY)], turn
+        n_cached = len(ids) + len(answer) - 1 - back
+        ids = (ids + answer)[:n_cached] + tokens(7, 1, seed=turn)[0].tolist()
