@@ -20,9 +20,11 @@ from layers.latent import Latent
 from model import ModelConfig, Transformer, at, full_norm
 
 # What a head has beside its layer, by every name in use; None: the model's own, once more.
-OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm",
-       "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj",
-       "norm": "norm", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
+OWN = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
+       "shared_head.norm": "norm", "pre_fc_norm_embedding": "token_norm",
+       "pre_fc_norm_hidden": "hidden_norm", "fc": "eh_proj",
+       "token_norm": "token_norm", "hidden_norm": "hidden_norm", "norm": "norm",
+       "nextn.enorm": "token_norm", "nextn.hnorm": "hidden_norm",
        "nextn.eh_proj": "eh_proj", "nextn.shared_head_norm": "norm",
        "embed_tokens": None, "shared_head.head": None, "nextn.embed_tokens": None,
        "nextn.shared_head_head": None}
@@ -40,7 +42,7 @@ class MTPHead(Transformer):
     def __init__(self, cfg: HeadConfig):
         super().__init__(cfg)
         self.embed = self.head = None              # join() brings them
-        self.enorm, self.hnorm = full_norm(cfg), full_norm(cfg)
+        self.token_norm, self.hidden_norm = full_norm(cfg), full_norm(cfg)
         self.eh_proj = nn.Linear(2 * cfg.dim, cfg.dim, bias=False)
 
     def join(self, model: Transformer) -> None:
@@ -58,7 +60,7 @@ class MTPHead(Transformer):
         """
         kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
         x, *shared = self.embed_inputs(tokens, pos, kv_len)
-        x = self.eh_proj(torch.cat((self.enorm(x), self.hnorm(hidden)), dim=-1))
+        x = self.eh_proj(torch.cat((self.token_norm(x), self.hidden_norm(hidden)), dim=-1))
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs)
         x = x[:, -logits_to_keep:]

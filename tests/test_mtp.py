@@ -307,7 +307,7 @@ def test_bad_input(capsys, families, command, tmp_path):
     assert "one row" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
     disk = load_file(directory / "model.safetensors")
     for change, words in ((lambda d: d.pop("model.layers.4.eh_proj.weight"), "1 tensors are missing: eh_proj.weight"),
-                          (lambda d: d.update({"model.layers.4.hnorm.weight": torch.ones(32)}), "hnorm.weight is [32], but the config asks for [64]"),
+                          (lambda d: d.update({"model.layers.4.hnorm.weight": torch.ones(32)}), "hidden_norm.weight is [32], but the config asks for [64]"),
                           (lambda d: d.update({"model.layers.4.self_attn.extra.weight": torch.ones(2)}), "1 tensors that this architecture does not have")):
         changed = dict(disk)
         change(changed)
