@@ -143,13 +143,15 @@ def families() -> str:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from test_dequantize import PACKED_FAMILIES
     from test_formats import ARCHITECTURES
+    from test_gemma4 import GGUFS
     from tiny import FAMILIES, MODELS
 
+    known = ARCHITECTURES | GGUFS
     kinds = {name: make().model_type for name, make in FAMILIES.items()}
     rows = ["| model_type | models | variants tested | GGUF | more |", "|---|---|---|---|---|"]
     for kind, models in MODELS.items():
         variants = [n for n in kinds if kinds[n] in (kind, kind.removesuffix("_text"))]
-        archs = dict.fromkeys(ARCHITECTURES[n] for n in variants if n in ARCHITECTURES)
+        archs = dict.fromkeys(known[n] for n in variants if n in known)
         more = []
         if any(n in PACKED_FAMILIES for n in variants):
             more.append("packed weights")

@@ -84,7 +84,10 @@ def write_gguf(model, path):
     return path
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-31b", "gemma4-26b"])
+GGUFS = dict.fromkeys(["gemma4", "gemma4-31b", "gemma4-26b", "gemma4_unified"], "gemma4")
+
+
+@pytest.mark.parametrize("name", GGUFS)
 def test_gguf(families, name, tmp_path):
     directory, model = families(name)
     path = write_gguf(model, tmp_path / "model.gguf")
