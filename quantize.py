@@ -29,7 +29,7 @@ from layers.moe import ExpertLinear, grouped_mm
 LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
 MODES = ("int8", "int4")                           # schemes without their group size
 GROUPSIZES = (32, 64, 128, 256)
-LINEARS = re.compile(r"\.(wq|wk|wv|wo|gate|up|down)\.weight$")     # not routers: small and touchy
+LINEARS = re.compile(r"\.(w?[qkv]|wo|gate|up|down)\.weight$")     # not routers: small and touchy
 
 
 # ---- Schemes ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from generate import Batch, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.linear import PackedLinear
-from model import KVCache, Transformer
+from model import Transformer
 from sampling import SamplingParams, keep_top_p
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
@@ -82,7 +82,8 @@ class Engine:
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
         n_rows = 0 if name == "recompute" else workload.batch_size
-        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK)
+        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK,
+                               max_rejected=DRAFTING.get(name, 0))
         self.batch = self._build_batch(name, workload)
         self.compile_s = None
         if is_compiled(name) or name == "cuda_graph":
@@ -166,9 +167,8 @@ class Engine:
 
     def cache_bytes(self) -> int:
         """Of a head that drafts the weights too."""
-        models = [self.model, self.head] if self.head else [self.model]
-        caches = [m for model in models for m in model.modules() if isinstance(m, KVCache)]
-        n_bytes = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+        layers = [*self.model.layers, *(self.head.layers if self.head else ())]
+        n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
         if self.head:
             own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
             n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes

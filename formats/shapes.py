@@ -3,6 +3,7 @@
     source = random_checkpoint("Llama-2-7B")
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, bfloat16
@@ -27,6 +28,15 @@ def _mixtral(dim, n_layer, n_head, n_kv_head, expert_dim):
         model_type="mixtral", hidden_size=dim, num_hidden_layers=n_layer, vocab_size=32000,
         num_attention_heads=n_head, num_key_value_heads=n_kv_head, intermediate_size=expert_dim,
         max_position_embeddings=32768))[0]
+
+
+def _qwen35(dim, n_layer, ffn_dim, n_head, n_kv_head, n_value_head, tied=False, **more):
+    """Its layers of gated DeltaNet have 16 key heads, all heads of these 128 wide."""
+    return config_from_hf(dict(
+        model_type="qwen3_5_moe_text" if more else "qwen3_5_text", hidden_size=dim,
+        num_hidden_layers=n_layer, intermediate_size=ffn_dim, num_attention_heads=n_head,
+        num_key_value_heads=n_kv_head, linear_num_value_heads=n_value_head, rope_theta=1e7,
+        tie_word_embeddings=tied, vocab_size=248320, max_position_embeddings=262144, **more))[0]
 
 
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
@@ -66,6 +76,14 @@ SHAPES = {
         num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
         rope_theta=1e6, max_position_embeddings=40960))[0],
+    "Qwen3.5-0.8B": lambda: _qwen35(1024, 24, 3584, 8, 2, 16, tied=True),
+    "Qwen3.5-2B": lambda: _qwen35(2048, 24, 6144, 8, 2, 16, tied=True),
+    "Qwen3.5-4B": lambda: _qwen35(2560, 32, 9216, 16, 4, 32, tied=True),
+    "Qwen3.5-9B": lambda: _qwen35(4096, 32, 12288, 16, 4, 32),
+    "Qwen3.5-27B": lambda: _qwen35(5120, 64, 17408, 24, 4, 48),
+    "Qwen3.5-35B-A3B": lambda: _qwen35(
+        2048, 40, 512, 16, 2, 32, num_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512),
     "gpt-oss-20b": lambda: config_from_hf(dict(
         model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
         intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
@@ -94,9 +112,15 @@ def random_head(source: Checkpoint) -> Checkpoint:
 
 
 def of_random_weights(path: Path, cfg: ModelConfig) -> Checkpoint:
-    tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=fill_norm if "norm" in n else fill)
+    tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=filler(n))
                for n, shape in tensor_shapes(cfg).items()}
     return Checkpoint(path, cfg, tensors)
+
+
+def filler(name: str) -> Callable[[Tensor], None]:
+    if name.endswith("decay_rate"):
+        return fill_decay
+    return fill_norm if "norm" in name else fill
 
 
 def fill(t: Tensor) -> None:
@@ -110,3 +134,8 @@ def fill(t: Tensor) -> None:
 def fill_norm(t: Tensor) -> None:
     """Norms' weights; a bias of theirs would be 1 too, which no logits mind."""
     t.fill_(1.0)
+
+
+def fill_decay(t: Tensor) -> None:
+    """Of DeltaNet's states: by half in ten tokens."""
+    t.fill_(-0.1)

@@ -31,6 +31,8 @@ def use_fused_attention(model: nn.Module) -> nn.Module:
         torch.backends.cuda.enable_cudnn_sdp(False)
         for layer in model.layers:
             owner = layer.attn
+            if not hasattr(owner, "attend"):       # a layer of another kind
+                continue
             if isinstance(owner.attend, ScaledQueries):
                 owner = owner.attend
             if not isinstance(owner.attend, ScoredAttention):

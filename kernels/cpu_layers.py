@@ -86,7 +86,7 @@ class Call:
     """
 
     def __init__(self, widths: dict[str, int], dtype: torch.dtype):
-        self.widths = widths
+        self.widths, self.dtype = widths, dtype
         self.dtypes = {name: torch.float32 for name in widths} | dict.fromkeys(NARROW, dtype)
         self.buffers = {}                          # by name; another dict where they grew
         self.n_row = 0                             # that they have room for
@@ -193,7 +193,7 @@ class Operations:
             *weights, packed.shape, bias, x=self.at.get(x), x_type=self.types.get(x, 0),
             out=self.at[out], out_type=self.types[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
-            x_bits=cpu_ops.x_bits(self.cache.k.dtype), **more)
+            x_bits=cpu_ops.x_bits(self.call.dtype), **more)
         if x is None:
             self.reads_x.append(op)
         self.add(op)
@@ -239,17 +239,17 @@ class Operations:
     def sum_over_ranks(self, module: nn.Module) -> None:
         y = self.call.rows("before")
         for hook in module._forward_hooks.values():
-            y.copy_(hook(module, (), y.to(self.cache.k.dtype)))
+            y.copy_(hook(module, (), y.to(self.call.dtype)))
 
     def plain_attention(self, *given) -> None:
         layer, x = self.layer.layer, self.x
-        y = layer.attn(layer.attn_norm(x.to(self.cache.k.dtype)), *given)
+        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), *given)
         self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.layer.layer, self.call.rows("x1")
         x = self.x if self.layer.parallel else attended
-        y = layer.ffn(layer.ffn_norm(x.to(self.cache.k.dtype)))
+        y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
         self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
 
     # - What differs from call to call
@@ -353,29 +353,29 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, parallel: bool) -> tuple[bool, bool]:
+def halves_alike(layer: nn.Module, parallel: bool, dtype: torch.dtype) -> tuple[bool, bool]:
     """Which halves the operations do as the layer does: tried on a copy."""
     fits = fits_attention(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
     for halves in ((True, True), (True, False), (False, True)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            if does_the_same(layer, OperationsLayer(copied, halves, parallel)):
+            if does_the_same(layer, OperationsLayer(copied, halves, parallel), dtype):
                 return halves
     return False, False
 
 
-def does_the_same(layer: nn.Module, new: OperationsLayer) -> bool:
+def does_the_same(layer: nn.Module, new: OperationsLayer, dtype: torch.dtype) -> bool:
     """Some tokens and one more, by the layer as it is and by its operations: alike?"""
-    old = layer.attn.cache
-    dtype, shape = old.k.dtype, (1, old.k.shape[1], 8, old.k.shape[3])
+    old, half_head = layer.attn.cache, getattr(layer.attn, "head_dim", 2) // 2
     random = torch.Generator().manual_seed(0)
     new.call, new.operations = Call(new.widths(), dtype), None
     D, alike = new.widths()["x1"], True
-    layer.attn.cache, new.attn.cache = (type(old)(shape, dtype, "cpu") for _ in range(2))
+    for attn in (layer.attn, new.attn):
+        attn.setup_cache(1, 8, dtype, "cpu")
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), shape[3] // 2, generator=random)
+            angle = torch.randn(len(pos), half_head, generator=random)
             mask = torch.arange(8) <= pos[:, None]
             given = (angle.cos(), angle.sin()), pos, mask, None
             plain, mine = layer(x, *given).float(), new(x, *given).float()
@@ -412,7 +412,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
     parallel = model.cfg.parallel
-    halves = {kind: halves_alike(layer, parallel)
+    halves = {kind: halves_alike(layer, parallel, model.dtype)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)

@@ -25,6 +25,8 @@ def fuse_layers(model: nn.Module) -> None:
     if not knows(cfg):
         return
     for i, layer in enumerate(model.layers):
+        if not hasattr(layer.attn, "attend"):      # it has no keys
+            continue
         layer.few = FewRows(cfg, layer.attn, cfg.window[i % len(cfg.window)])
         arrivals = torch.zeros(MOST_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
         layer.register_buffer("arrivals", arrivals, persistent=False)

@@ -66,7 +66,7 @@ def test_chunks_in_rings_equal_whole(ours, name):
     model.setup_cache(3, 40, 4)
     windows = {w for w in model.cfg.window if w}
     assert {ring.slot_positions.shape[1] for ring in model.rings.values()} == {w + 3 for w in windows if w + 3 < 40}
-    allocated = sum(2 * layer.attn.cache.k.numel() * 4 for layer in model.layers)
+    allocated = sum(t.numel() * 4 for layer in model.layers for t in layer.attn.buffers())
     assert allocated == cache_bytes(model.cfg, 3, 40, 4, torch.float32)
     for shared in (True, False):
         at, logits = 0, []

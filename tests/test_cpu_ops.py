@@ -19,6 +19,7 @@ from kernels import cpu_layers, cpu_ops, private
 from kernels.cpu_experts import Experts
 from kernels.plain import dequantize
 from layers.attention import ScoredAttention
+from layers.delta import DeltaNet
 from layers.feed_forward import GATED, UNGATED
 from layers.moe import MoE
 from model import visible
@@ -249,7 +250,7 @@ def test_every_family_by_operations(families, name):
     other_attention = (cfg.attn_gate or cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
     for layer in model.layers:
-        known = not other_attention, not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
+        known = not (other_attention or isinstance(layer.attn, DeltaNet)), not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
         assert getattr(layer.forward, "halves", (False, False)) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 

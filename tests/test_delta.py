@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from helpers import GREEDY, generated, ids_of, make_batch, speculative
 
 from cli.engines import rewind
+from formats.config import config_from_hf
+from formats.load import load_model, read_checkpoint
 from layers.delta import CHUNK, GatedDelta, chunked, step_by_step
 from layers.recurrent import max_rewind
 from model import ModelConfig, Transformer, cache_bytes
@@ -241,3 +244,55 @@ def test_a_conversation_goes_on_from_the_state():
         assert answer == [t.item() for t in generated(fresh, [ids], 9, GREEDY)], turn
         n_cached = len(ids) + len(answer) - 1 - back
         ids = (ids + answer)[:n_cached] + tokens(7, 1, seed=turn)[0].tolist()
+
+
+# ---- Against transformers -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe"])
+def test_prompts_around_a_chunk(families, name):
+    """Of 1 to 200 tokens, and greedily on from there, with and without a cache."""
+    directory, theirs = families(name)
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    for n in (1, 63, 64, 65, 200):
+        prompt = torch.randint(0, 160, (2, n), generator=torch.Generator().manual_seed(n))
+        expected = tiny.logits(theirs, prompt)
+        found = whole(model, prompt)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4 * expected.std().item())
+    model.setup_cache(2, 210, 64)
+    got = torch.cat(list(generated(model, prompt, 10, GREEDY)), 1)
+    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    assert torch.equal(got, expected[:, n:])
+
+
+def reversed_(t):
+    return t.flip(-1)
+
+
+@pytest.mark.parametrize("part, change", [
+    ("conv", reversed_), ("decay_rate", torch.zeros_like), ("decay_bias", torch.zeros_like), ("norm.weight", lambda t: t + 1),
+    ("gate.weight", torch.zeros_like), ("rates.weight", lambda t: t.roll(len(t) // 2, 0)),
+    ("qkv.weight", lambda t: torch.cat((t[32:64], t[:32], t[64:]))),       # keys for queries
+    ("gate.weight", lambda t: t.view(2, 2, -1, 64).transpose(0, 1).reshape(-1, 64)),       # heads as llama.cpp has them
+])
+def test_planted_errors(families, part, change):
+    """Each part of a layer shows in the logits."""
+    directory, theirs = families("qwen3_5_text")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    prompt = tokens(24)
+    expected = tiny.logits(theirs, prompt)
+    close(whole(model, prompt), expected)
+    p = model.layers[1].attn.get_parameter(part)
+    with torch.no_grad():
+        p.copy_(change(p))
+    assert (whole(model, prompt) - expected).norm() > 0.01 * expected.norm()
+
+
+def test_what_a_config_may_not_say():
+    base = dict(model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=99)
+    assert [m and m.n_v_head for m in config_from_hf(base)[0].mixer] == [32, 32, 32, None]
+    for change, message in ((dict(linear_num_value_heads=17), "17 value heads cannot share 16"),
+                            (dict(linear_key_head_dim=0), "'linear_key_head_dim' is 0"),
+                            (dict(linear_conv_kernel_dim="4"), "expected a positive integer"),
+                            (dict(layer_types=["linear"] * 4), "'layer_types' is not 4 times one of")):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(base | change)

@@ -244,6 +244,8 @@ def with_changes(cfg, changes):
     ("ernie4_5_moe", {"moe.choice_bias": False}), ("ernie4_5_moe", {"moe.shared_dim": 0}),
     ("ernie4_5_moe", {"moe.scores": "sigmoid"}), ("granitemoeshared", {"moe.shared_dim": 0}),
     ("granitemoe_swa", {"scores.sinks": False}), ("granitemoehybrid-experts", {"moe.norm_topk_prob": False}),
+    ("qwen3_5_text", {"attn_gate": False}), ("qwen3_5_text", {"qk_norm": None}), ("qwen3_5_text", {"rope": (Rope(),)}),
+    ("qwen3_5_moe", {"moe.shared_gate": False}), ("qwen3_next", {"moe.shared_dim": 0}), ("qwen3_5_moe_text", {"moe.norm_topk_prob": False}),
     ("opt", {"activation": "gelu"}), ("opt", {"learned_pos": False}), ("nanochat", {"embed_norm": False}),
     ("hyperclovax", {"post_norm": False}), ("cohere-plus", {"qk_norm": None}), ("cohere-plus", {"qk_norm": "wide"}), ("jais2", {"activation": "gelu"}), ("jais2", {"layer_norm": False}),
 ])
@@ -267,6 +269,20 @@ def shape(kind, dim, ffn, n_layer, n_head, n_kv_head, vocab, **more):
 PUBLIC = {                                                 # config.json as its authors wrote it -> parameters, as they say
     "pythia-410m": (shape("gpt_neox", 1024, 4096, 24, 16, None, 50304, layer_norm_eps=1e-5, rotary_pct=0.25, rotary_emb_base=10000,
                           use_parallel_residual=True, hidden_act="gelu", max_position_embeddings=2048), 405_334_016),
+    "Qwen3.5-0.8B": (dict(model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+                          num_key_value_heads=2, head_dim=256, vocab_size=248320, tie_word_embeddings=True, full_attention_interval=4,
+                          linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+                          linear_conv_kernel_dim=4, rms_norm_eps=1e-6, max_position_embeddings=262144, rope_parameters=dict(
+                              rope_type="default", rope_theta=10000000, partial_rotary_factor=0.25, mrope_interleaved=True,
+                              mrope_section=[11, 11, 10])), 752_393_024),
+    "Qwen3.5-27B": (shape("qwen3_5_text", 5120, 17408, 64, 24, 4, 248320, head_dim=256, linear_num_value_heads=48, rope_parameters=dict(
+        rope_type="default", rope_theta=10000000, partial_rotary_factor=0.25), max_position_embeddings=262144), 26.9e9),
+    "Qwen3.5-35B-A3B": (dict(model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16,
+                             num_key_value_heads=2, linear_num_value_heads=32, vocab_size=248320, num_experts=256, num_experts_per_tok=8,
+                             moe_intermediate_size=512, shared_expert_intermediate_size=512), 34.66e9),
+    "Qwen3-Next-80B-A3B": (shape("qwen3_next", 2048, 5120, 48, 16, 2, 151936, head_dim=256, num_experts=512, num_experts_per_tok=10,
+                                 moe_intermediate_size=512, shared_expert_intermediate_size=512, partial_rotary_factor=0.25,
+                                 rope_theta=10000000, max_position_embeddings=262144, linear_num_value_heads=32), 79.67e9),
     "gpt-j-6b": (dict(model_type="gptj", n_embd=4096, n_layer=28, n_head=16, rotary_dim=64, n_inner=None, n_positions=2048, vocab_size=50400,
                       activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False), 6_050_882_784),
     "phi-2": (shape("phi", 2560, 10240, 32, 32, 32, 51200, layer_norm_eps=1e-5, partial_rotary_factor=0.4, rope_theta=10000.0,

@@ -43,8 +43,8 @@ def test_chunks_live_length_and_padding(ours, name):
     expected = whole(model, prompt)
     model.setup_cache(3, LENGTH)
     for layer in model.layers:                             # what an earlier request left behind
-        layer.attn.cache.k.normal_()
-        layer.attn.cache.v.normal_()
+        for t in layer.attn.buffers():
+            t.normal_()
     chunks = [model(prompt[:, a:b], torch.arange(a, b), logits_to_keep=b - a, kv_len=n_key)
               for a, b, n_key in ((0, 7, 7), (7, 8, 16), (8, 20, None))]
     close(torch.cat(chunks, dim=1), expected)
@@ -62,8 +62,8 @@ def test_batch_row_equals_alone(ours, name):
     for i, n in enumerate(lengths):
         alone.append(whole(model, torch.cat((prompt[i, :n], new[i]))[None])[0, n - 1:])
     model.setup_cache(3, LENGTH)
-    pos = torch.arange(20).expand(3, -1)                   # [B, T]
-    last = torch.tensor(lengths)[:, None] - 1
+    end = torch.tensor(lengths)[:, None]
+    pos, last = torch.arange(20).minimum(end), end - 1     # padding stands at the row's next position
     rows = [model(prompt, pos, logits_to_keep=last)]
     for j in range(4):
         rows.append(model(new[:, j:j + 1], torch.tensor(lengths)[:, None] + j))

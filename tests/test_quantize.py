@@ -330,7 +330,7 @@ def test_int8_functions_alone():
 HEADS = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none"), ("int8", "none"), ("int8", "int4")]
 EVERY = [(name, *mode) for name in tiny.FAMILIES for mode in HEADS[:2]]
 EVERY += [(name, *mode) for name in ("llama2", "llama3", "qwen2_moe", "gemma3_text", "gpt2") for mode in HEADS[2:]]
-QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|wo|gate)|ffn\.(shared\.)?(gate|up|down))$")
+QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(w?[qkv]|wo|gate)|ffn\.(shared\.)?(gate|up|down))$")
 
 
 def quantized_source(families, name, mode, head="int8", groupsize=32, **more):

@@ -7,6 +7,7 @@ import transformers as hf
 
 SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=160, max_position_embeddings=128, rms_norm_eps=1e-5)
+DELTA_MOE = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=64)
 DELTA = dict(SIZE, head_dim=24, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
              linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
              rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
@@ -52,17 +53,16 @@ FAMILIES = {
     "qwen2-window": lambda: hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=8,
                                            max_window_layers=2),
     "qwen3": lambda: hf.Qwen3Config(**SIZE, head_dim=24),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(**DELTA, **MOE, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[1]),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**DELTA, **MOE, num_experts=8, shared_expert_intermediate_size=64, mlp_only_layers=[1]),
     "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**DELTA, tie_word_embeddings=True),
     "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(
-        **{k: v for k, v in DELTA.items() if k != "intermediate_size"}, **MOE, num_experts=8, shared_expert_intermediate_size=48),
+        **{k: v for k, v in DELTA.items() if k != "intermediate_size"}, **DELTA_MOE),
     "qwen3_5": lambda: hf.Qwen3_5Config(
-        text_config=dict(DELTA, linear_num_value_heads=2, linear_conv_kernel_dim=3, rope_parameters=dict(
+        text_config=dict(DELTA, linear_num_value_heads=2, linear_value_head_dim=32, linear_conv_kernel_dim=3, rope_parameters=dict(
             DELTA["rope_parameters"], mrope_section=[2, 2, 2], mrope_interleaved=True)),
         vision_config=dict(QWEN_VISION, num_position_embeddings=16)),
     "qwen3_5_moe": lambda: hf.Qwen3_5MoeConfig(
-        text_config=dict({k: v for k, v in DELTA.items() if k != "intermediate_size"}, **MOE, num_experts=4,
-                         shared_expert_intermediate_size=48, rope_parameters=dict(DELTA["rope_parameters"], mrope_section=[2, 2, 2])),
+        text_config=dict({k: v for k, v in DELTA.items() if k != "intermediate_size"}, **DELTA_MOE, rope_parameters=dict(DELTA["rope_parameters"], mrope_section=[2, 2, 2])),
         vision_config=dict(QWEN_VISION, num_position_embeddings=16)),
     "llama-dynamic": lambda: hf.LlamaConfig(
         **{**SIZE, "max_position_embeddings": 16}, rope_parameters=dict(rope_type="dynamic", factor=8.0, rope_theta=1e4)),
