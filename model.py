@@ -21,7 +21,7 @@ from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoEConfig, mixture
 from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap, value_norm
 from layers.per_layer import LayerEnd, layer_end, per_layer_embedding
-from layers.rope import Rope, amplitudes, frequencies, rotate
+from layers.rope import Rope, amplitudes, cos_sin, frequencies, rotate
 from layers.shared_kv import share_keys
 from layers.widths import own_widths
 from layers.window import Ring, n_slots, row_index
@@ -357,12 +357,7 @@ class Transformer(nn.Module):
         if self.pos_embed is not None:
             x = x + self.pos_embed(pos)
         x = self.embed_norm(x)
-        angles = (pos[..., None, None].float() * self.freq).unbind(-2)     # R of [(B,) T, H/2]
-        if pos.dim() == 2:
-            angles = [a[:, None] for a in angles]                          # broadcast over heads
-        shared = []
-        for a, amplitude in zip(angles, self.amplitude):
-            shared += [a.cos() * amplitude, a.sin() * amplitude]
+        shared = cos_sin(pos, self.freq, self.amplitude)
         for w in self.windows:
             slot, key = pos, torch.arange(kv_len, device=pos.device)
             if str(w) in self.rings:

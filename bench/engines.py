@@ -82,7 +82,8 @@ class Engine:
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
         n_rows = 0 if name == "recompute" else workload.batch_size
-        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK)
+        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK,
+                               max_rejected=DRAFTING.get(name, 0))
         self.batch = self._build_batch(name, workload)
         self.compile_s = None
         if is_compiled(name) or name == "cuda_graph":
@@ -166,9 +167,8 @@ class Engine:
 
     def cache_bytes(self) -> int:
         """Of a head that drafts the weights too."""
-        models = [self.model, self.head] if self.head else [self.model]
-        n_bytes = sum(t.nbytes for model in models for layer in model.layers
-                      for t in layer.attn.buffers())
+        layers = [*self.model.layers, *(self.head.layers if self.head else ())]
+        n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
         if self.head:
             own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
             n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes

@@ -107,7 +107,8 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     verify = as_one_graph(speculate.verify) if as_graph else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):
-        drafter, lengths = build_mtp_drafter(model, draft, engine, as_graph), [*range(k, 0, -1)]
+        drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
+        lengths = [k, k // 2, 1]
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token
@@ -115,15 +116,16 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         drafter.min_kv_len = min_kv_len
         drafter.max_rejected = k + 1
         lengths = [k, k // 3] if k > 2 else [k]
+    lengths = [n for n in dict.fromkeys(lengths) if n]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
     return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
 
 
 def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
-                      as_graph: bool) -> MTPDrafter:
+                      as_graph: bool, max_draft: int) -> MTPDrafter:
     """The head as the model is: compiled, with the model's own embedding and output layer."""
     head.join(model)
-    drafter = MTPDrafter(model, head)
+    drafter = MTPDrafter(model, head, max_draft=max_draft)
     if as_graph:
         drafter.min_kv_len = prepare_for_cuda(head)
         drafter.step = as_one_graph(mtp.draft_one_token)
@@ -174,9 +176,8 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
         for kv_len in kv_lens:
             draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
             if isinstance(batch.drafter, MTPDrafter):      # a round gives 1 token to all
-                for n in range(1, max(batch.draft_length.lengths) + 2):
-                    for k in batch.draft_length.lengths:
-                        batch.drafter.trial(k, n, kv_len, sampler)
+                for n in range(1, batch.drafter.max_draft + 2):
+                    batch.drafter.trial(1, n, kv_len, sampler)
     # strides of its own, as a step's result has: what a CPU compiles depends on them
     token = pad_batch(prompts, batch.token.device)[:, :1]
     token = token.clone(memory_format=torch.contiguous_format)

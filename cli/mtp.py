@@ -42,9 +42,11 @@ class MTPDrafter:
 
     min_kv_len = 256
 
-    def __init__(self, model: Transformer, head: MTPHead, step: Callable = draft_one_token):
+    def __init__(self, model: Transformer, head: MTPHead, step: Callable = draft_one_token,
+                 max_draft: int = MAX_DRAFT):
         """step: draft_one_token, compiled or not."""
         self.model, self.head, self.step = model, head, step
+        self.max_draft = max_draft                 # so wide are all drafts: few shapes to compile
         self.n_cached = 0                          # slots of the head's cache that hold
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
@@ -68,8 +70,8 @@ class MTPDrafter:
     def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
         """What follows the first n tokens of history -> tokens [1, k], probs [k, C] and ids."""
         slots = torch.arange(n + k, device=history.device)
-        drafts = history[:, n - 1:n].repeat(1, k)  # filled from the left
-        self._catch_up(history, n - 1, slots, k + 1)
+        drafts = history[:, n - 1:n].repeat(1, self.max_draft)             # filled from the left
+        self._catch_up(history, n - 1, slots, self.max_draft + 1)
         tokens = history[:, self.n_cached + 1:n]
         hidden, pos = self.hidden_at(self.n_cached, n - 1), slots[self.n_cached:n - 1]
         dists = []
@@ -84,7 +86,7 @@ class MTPDrafter:
         self.n_cached = n - 1                      # the rest was from hidden states of its own
         probs, ids = zip(*dists)
         ids = None if ids[0] is None else torch.cat(ids)
-        return drafts, torch.cat(probs), ids
+        return drafts[:, :k], torch.cat(probs), ids
 
     def _catch_up(self, history: Tensor, end: int, slots: Tensor, most: int) -> None:
         """Fill the slots of a prompt and of plain steps, until at most `most` are left to `end`."""
@@ -106,7 +108,7 @@ class MTPDrafter:
 
         Overwrites the beginning of the cache.
         """
-        drafts = torch.zeros(1, k, dtype=torch.int64, device=self.model.freq.device)
+        drafts = torch.zeros(1, self.max_draft, dtype=torch.int64, device=self.model.freq.device)
         tokens, pos = drafts.new_zeros(1, n), torch.arange(n, device=drafts.device)
         hidden, dists = self.hidden_at(0, n), []
         for _ in range(k):

@@ -39,6 +39,18 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
+    """pos [T] or [B, T], freq and amplitude [R, H / 2] -> of each RoPE cos and sin [(B, 1,) T, H/2].
+    """
+    angles = (pos[..., None, None].float() * freq).unbind(-2)              # R of [(B,) T, H/2]
+    if pos.dim() == 2:
+        angles = [a[:, None] for a in angles]      # broadcast over heads
+    pairs = []
+    for angle, factor in zip(angles, amplitude):
+        pairs += [angle.cos() * factor, angle.sin() * factor]
+    return pairs
+
+
 def frequencies(ropes: tuple[Rope, ...], head_dim: int, length: int = 0) -> Tensor:
     """Of each RoPE [R, H / 2], H being the widest head; narrower ones leave the last at 0."""
     rows = [rope_frequencies(rope, rope.head_dim or head_dim, length) for rope in ropes]

@@ -323,8 +323,9 @@ def make(name: str, seed: int = 0):
 
 
 # MtpModel's names for a layer's parts -> those of released checkpoints: behind the last layer, or mtp.*
+QWEN_HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 HEADS = {"glm4_moe": {"post_norm": "shared_head.norm"},
-         "mellum": {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}}
+         **dict.fromkeys(("mellum", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5"), QWEN_HEAD)}
 
 
 def released_name(name, key, n_layer):
@@ -357,20 +358,30 @@ def make_with_head(name, directory):
     from safetensors.torch import load_file, save_file
     from transformers.modeling_layers import MtpModel
     model = make(name)
-    model.config.num_mtp_layers = 1
-    if name == "mellum":
-        model.config.mtp_layer_types, model.config.mtp_mlp_layer_types = ["sliding_attention"], ["sparse"]
     model.save_pretrained(directory)
-    disk, n_layer = load_file(directory / "model.safetensors"), model.config.num_hidden_layers
+    config = getattr(model.config, "text_config", model.config)
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]          # of Qwen's their config.json says nothing
+    if name == "mellum":
+        config.mtp_layer_types, config.mtp_mlp_layer_types = ["sliding_attention"], ["sparse"]
+    if name == "glm4_moe":
+        del config.mtp_layer_types
+    if name in ("mellum", "glm4_moe"):
+        model.save_pretrained(directory)
+    disk, n_layer = load_file(directory / "model.safetensors"), config.num_hidden_layers
     torch.manual_seed(3)
-    for key, p in MtpModel(model, 1).state_dict().items():
+    head = MtpModel(model, 1).eval()
+    for norm in ("enorm", "hnorm", "post_norm"):           # not of a layer that has others too
+        setattr(head.layers[0], norm, type(model.get_decoder().norm)(64, eps=config.rms_norm_eps))
+    for key, p in head.state_dict().items():
         if key.startswith("layers."):
-            value = torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1]**-0.5) + ("norm" in key)
-            disk |= dict(experts_apart(released_name(name, key, n_layer), value))
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1]**-0.5) + ("norm" in key))
+            disk |= dict(experts_apart(released_name(name, key, n_layer), p.clone()))
     if name == "glm4_moe":                                 # GLM-4.5 has these once more
         disk[f"model.layers.{n_layer}.embed_tokens.weight"] = torch.zeros(160, 64)
         disk[f"model.layers.{n_layer}.shared_head.head.weight"] = torch.zeros(160, 64)
     save_file(disk, directory / "model.safetensors", {"format": "pt"})
+    if name.startswith("qwen"):                            # whose heads transformers does not read
+        return model, head
     model = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if name == "glm4_moe":                                 # it names the layers of the released ones
         model._keys_to_ignore_on_load_unexpected = [rf"layers\.{n_layer}\."]
