@@ -1,9 +1,9 @@
 """RoPE: its frequencies, stretched to a context longer than the one trained on, and its turning.
 
-Owns what transformers calls rope_scaling. model.py makes angles of positions.
+Owns what transformers calls rope_scaling.
 
-    freq = rope_frequencies(rope, head_dim, length)            # radians per position, [H / 2]
-    q = rotate(q, angles.cos(), angles.sin())
+    cos, sin = cos_sin(pos, frequencies(ropes, head_dim, length), amplitudes(ropes, head_dim))
+    q = rotate(q, cos, sin)
 """
 
 import math
@@ -40,8 +40,7 @@ def rotate(x, cos, sin):
 
 
 def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
-    """pos [T] or [B, T], freq and amplitude [R, H / 2] -> of each RoPE cos and sin [(B, 1,) T, H/2].
-    """
+    """pos [T] or [B, T], freq, amplitude [R, H / 2] -> each RoPE's cos and sin [(B, 1,) T, H/2]."""
     angles = (pos[..., None, None].float() * freq).unbind(-2)              # R of [(B,) T, H/2]
     if pos.dim() == 2:
         angles = [a[:, None] for a in angles]      # broadcast over heads
