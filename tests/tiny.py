@@ -274,6 +274,8 @@ MODELS = {                                                 # for docs/models.md:
     "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2": "Qwen2, Qwen2.5, QwQ, R1-Distill-Qwen", "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
+    "qwen3_next": "Qwen3-Next-80B-A3B", "qwen3_5_text": "Qwen3.5, 3.6, 3.8: 0.8B, 2B, 4B, 9B, 27B, the text part",
+    "qwen3_5_moe_text": "Qwen3.5, 3.6, 3.8: 35B-A3B, 122B-A10B, 397B-A17B, the text part",
     "gemma4_text": "Gemma 4 E2B, E4B, 26B-A4B, 31B, the text part", "gemma4_unified_text": "Gemma 4 12B, its text part",
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
