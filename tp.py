@@ -18,6 +18,7 @@ from formats.lazy import LazyTensor, made_from, narrow
 from formats.names import layer_of
 from kernels import collectives
 from kernels.collectives import all_gather, all_reduce
+from layers.delta import SHARED_BY_HEADS
 from layers.widths import own_widths, shared_by
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
@@ -28,7 +29,8 @@ SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.ga
          "attn.wx": OUT, "attn.taps": OUT, "attn.taps_bias": OUT,
          "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
-         "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}
+         "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN,
+         **{f"attn.{name}": OUT for name in SHARED_BY_HEADS}}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
 VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
 WIDE_NORMS = {"attn.q_norm": OUT, "attn.k_norm": OUT}

@@ -15,7 +15,7 @@ from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
 from formats.lazy import LazyTensor, constant, made_from
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
-from formats.names import Fused
+from formats.names import GGUF_DELTA_NAMES, Fused
 
 END_OF_TURN = ("<turn|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
@@ -59,6 +59,9 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank",
+    "full_attention_interval": "full_attention_interval",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
 GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
     "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
@@ -80,11 +83,13 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
     "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text", "deepseek2": "deepseek_v3",
     "minicpm3": "minicpm3", "mistral4": "mistral4", "gemma4": "gemma4_text", "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
+    "lfm2moe": "lfm2_moe", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
     "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4")
+GGUF_TILED = ("qwen35", "qwen35moe")               # DeltaNet's value heads in another order
 LFM2_DIFFERENT = {
     "token_embd_norm": "norm", "shortconv.out_proj": "attn.wo",
     "shortconv.conv.weight": "attn.taps", "shortconv.conv.bias": "attn.taps_bias",
@@ -97,6 +102,7 @@ GGUF_DIFFERENT = {                                 # names that mean something e
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "glm4moe": {"post_attention_norm": "ffn_norm"},
     "lfm2": LFM2_DIFFERENT, "lfm2moe": LFM2_DIFFERENT,
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), GGUF_DELTA_NAMES),
 }
 GEMMA4_NAMES = {
     "layer_output_scale.weight": "end.scale", "inp_gate": "end.gate", "proj": "end.down",
@@ -230,6 +236,16 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return _latent(arch, c, metadata, tensors)
     if arch == "gemma4":
         return _gemma4(c, metadata, tensors)
+    if arch in ("qwen35", "qwen35moe", "qwen3next"):
+        n_value, inner = (metadata.get(f"{arch}.ssm.{key}") for key in (
+            "time_step_rank", "inner_size"))
+        if not n_value or not inner or inner % n_value:
+            raise ValueError(f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank "
+                             f"{n_value}")
+        is_recurrent = metadata.get(f"{arch}.attention.recurrent_layers")
+        kinds = is_recurrent and ["linear_attention" if one else "full_attention"
+                                  for one in is_recurrent[:c["num_hidden_layers"]]]
+        return dict(linear_value_head_dim=inner // n_value, layer_types=kinds or None)
     if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
         return dict(mup_enabled=True)
     return {}
@@ -317,6 +333,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # its converter has added it
+                     "log_decay": False, "tiled_heads": arch in GGUF_TILED,
                      "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
     names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
     if arch == "gemma4":

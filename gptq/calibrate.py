@@ -23,10 +23,10 @@ from layers.shared_kv import SharedAttention
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",), ("attn.wq_kv_a",),
-          ("attn.wq_b",), ("attn.wbcx",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
-          ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",), ("end.gate",),
-          ("end.down",))
+STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",),
+          ("attn.wq_kv_a",), ("attn.wq_b",), ("attn.wbcx",), ("attn.wo",), ("ffn.gate_up",),
+          ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",),
+          ("end.gate",), ("end.down",))
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
 
 
