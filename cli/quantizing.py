@@ -109,13 +109,12 @@ def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
           quiet: bool = False) -> None:
     """A .pth that works alone: with the tokenizer, unless its files are beside it."""
-    tokenizer, n = source.tokenizer, len(source.tensors)
-    n += len(source.mtp().tensors) if source.mtp else 0
+    tokenizer = source.tokenizer
     if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
         tokenizer = tokenizers.load(tokenizer).state()
     output.parent.mkdir(parents=True, exist_ok=True)
 
-    def progress(i):
+    def progress(i, n):
         if sys.stderr.isatty() and not quiet:
             bar = "#" * (30 * i // n)
             print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,

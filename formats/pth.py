@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -102,14 +103,13 @@ def _with_parts(d: dict) -> dict:
 
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
                     dtype: torch.dtype | None = None,
-                    progress: Callable[[int], None] = lambda i: None) -> None:
+                    progress: Callable[[int, int], None] = lambda i, n: None) -> None:
     """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
 
     dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
     """
-    tensors, dtypes, head = dict(source.tensors), _dtypes(source, dtype), None
-    if source.mtp:                                 # as mtp.*, which others pass over
-        head = source.mtp()
+    tensors, dtypes, head = dict(source.tensors), _dtypes(source, dtype), head_to_keep(source)
+    if head:                                       # as mtp.*, which others pass over
         tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
         dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
     blanks = {name: Blank(str(i), t.shape, dtypes[name])
@@ -129,6 +129,15 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def head_to_keep(source: Checkpoint) -> Checkpoint | None:
+    """The head that drafts; a line says where it is not as we know them."""
+    try:
+        return source.mtp() if source.mtp else None
+    except ValueError as e:
+        print(f"note: left out: {e}", file=sys.stderr)
+        return None
 
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -184,14 +193,14 @@ class Pickler(pickle.Pickler):
 
 
 def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[str, LazyTensor],
-           progress: Callable[[int], None]) -> None:
+           progress: Callable[[int, int], None]) -> None:
     pickled = io.BytesIO()
     Pickler(pickled, protocol=2).dump(content)
     for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"),
                        ("version", b"3\n")):
         archive.writestr(zipfile.ZipInfo(f"{folder}/{name}"), data)
     for i, (name, t) in enumerate(tensors.items(), 1):
-        progress(i)
+        progress(i, len(tensors))
         blank = content["model"][name]
         entry = zipfile.ZipInfo(f"{folder}/data/{blank.key}")
         entry.file_size = blank.n_bytes

@@ -29,6 +29,7 @@ from cli.session import accept_stats
 from formats.checkpoint import Checkpoint
 from formats.lazy import LazyTensor
 from formats.load import load_model
+from formats.mtp import head_config
 from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
@@ -75,9 +76,11 @@ def config(facts: dict) -> ModelConfig:
     return ModelConfig(**facts, moe=moe, scores=Scores(**parts[Scores]))
 
 
-def random_model(name: str, device, dtype=FP32, **how) -> Transformer:
-    """Weights so large that every layer matters. how: of formats.quantized.quantized()."""
+def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transformer:
+    """Weights so large that every layer matters; drafts: not the model but a head that drafts for
+    it. how: of formats.quantized.quantized()."""
     cfg, draw = config(SMALL | MODELS[name]), torch.Generator().manual_seed(0)
+    cfg = head_config(cfg, any(cfg.sparse)) if drafts else cfg
 
     def lazy(name, shape):
         t = torch.randn(shape, generator=draw)
@@ -218,14 +221,16 @@ def quantized(device) -> str:
 
 
 def drafting(device) -> str:
-    """Greedy tokens with drafts by look-up, by a copy, and by a model that knows nothing."""
+    """Greedy tokens with drafts by look-up, by a copy, by a model and by a head that know
+    nothing."""
     kept = []
     for engine in engine_names(device):
         model = random_model("Llama", device)
         batch = ready(model, engine, 200)
         plain = tokens(batch, 200)
         drafts = dict(ngram=None, int8=random_model("Llama", device, mode="int8"),
-                      other=random_model("OLMo 2", device))
+                      other=random_model("OLMo 2", device),
+                      mtp=random_model("Llama", device, drafts=True))
         for name, draft in drafts.items():
             drafts = build_speculative(model, batch.sampler, batch.steps, engine, 4, True, draft)
             if engine != "kv_cache":

@@ -315,6 +315,9 @@ def test_bad_input(capsys, families, command, tmp_path):
         save_file(changed, directory / "model.safetensors")
         assert words in refused(capsys, *command, "--max_new_tokens", 2, "--speculate", "mtp")
         assert run(capsys, *command, "--max_new_tokens", 2)[0] == 0    # whoever does not ask is not disturbed
+    save_checkpoint(read_checkpoint(directory), tmp_path / "model.pth", None)
+    assert "note: left out: the head that drafts, in " in capsys.readouterr().err
+    assert read_checkpoint(tmp_path / "model.pth").mtp is None
 
 
 # ---- The distribution ----------------------------------------------------------------------------

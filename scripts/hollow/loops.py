@@ -51,6 +51,7 @@ def scenarios() -> dict[str, dict]:
         every[f"{engine} 3 rows exchanged"] = dict(engine=engine, rows=3, exchange=True)
         every[f"{engine} n-gram drafts"] = dict(engine=engine, drafts="ngram")
         every[f"{engine} a model's drafts"] = dict(engine=engine, drafts="int8")
+        every[f"{engine} a head's drafts"] = dict(engine=engine, drafts="mtp")
         every[f"{engine} chat"] = dict(engine=engine, turns=3)
         every[f"{engine} 2 ranks"] = dict(engine=engine, ranks=2)
     for family in ("Llama", "Gemma 3", "Mixtral"):
@@ -82,7 +83,9 @@ def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows
     batch = Batch(model, sampler, steps)
     if drafts:
         draft = None
-        if drafts != "ngram":
+        if drafts == "mtp":
+            draft = gpu_check.random_model(family, "cuda", dtype, drafts=True)
+        elif drafts != "ngram":
             draft = gpu_check.random_model("Llama", "cuda", dtype, mode=drafts)
         batch = build_speculative(model, sampler, steps, engine, k, True, draft)
     if engine != "kv_cache":
