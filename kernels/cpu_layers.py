@@ -261,15 +261,15 @@ def cache_owner(attn: nn.Module) -> nn.Module:
 class OperationsLayer:
     """The forward of a layer with packed linears, in its place.
 
-    halves: which of mixer and feed-forward are operations; parallel: both read the layer's x;
-    first, last: of neighbours like it.
+    halves: which of mixer and feed-forward are operations, none perhaps: x stays in fp32 between
+    such layers too; first, last: of neighbours like it; narrows: one unlike it follows.
     """
 
-    def __init__(self, layer: nn.Module, halves: tuple[bool, bool], parallel: bool, first=True,
-                 last=True):
-        self.layer, self.first, self.last = layer, first, last
+    def __init__(self, layer: nn.Module, halves: tuple[bool, bool], cfg, first=True, last=True,
+                 narrows=False):
+        self.layer, self.first, self.last, self.narrows = layer, first, last, narrows
         self.owner, self.plain = cache_owner(layer.attn), layer.forward
-        self.parallel = parallel
+        self.parallel, self.dim = cfg.parallel, cfg.dim    # parallel: both halves read x
         self.has_end = not isinstance(getattr(layer, "end", nn.Identity()), nn.Identity)
         self.halves = has_mixer, self.has_feed_forward = halves
         self.linears = {}                          # name -> PackedLinear, its bias in fp32
@@ -289,12 +289,12 @@ class OperationsLayer:
 
     def widths(self) -> dict[str, int]:
         """Of what Operations writes."""
-        widths = {}
+        D, widths = self.dim, {}
         if self.mixer:
             widths = {name: self.linears[name][0].shape[0] for name in self.mixer.before}
-            D, widths["attended"] = self.linears["wo"][0].shape
+            widths["attended"] = self.linears["wo"][0].shape[1]
         if self.has_feed_forward:
-            D, widths["hidden"] = self.linears["down"][0].shape
+            widths["hidden"] = self.linears["down"][0].shape[1]
         return widths | dict(x1=D, x2=D, before=D)
 
     def __call__(self, x, rope, slot, mask, batch_idx=None, *own) -> Tensor:
@@ -324,7 +324,7 @@ class OperationsLayer:
                 step(rope, slot, mask, batch_idx, *own)
         if self.last:
             call.run()
-        return call.out
+        return call.out.to(call.dtype) if self.narrows else call.out
 
 
 def pack_modules(layer: nn.Module) -> nn.Module:
@@ -346,16 +346,18 @@ def kind_of(layer: nn.Module) -> tuple:
     return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
 
 
-def halves_alike(layer: nn.Module, model: nn.Module) -> tuple[bool, bool]:
-    """Which halves the operations do as the model's layer does: tried on a copy."""
+def halves_alike(layer: nn.Module, model: nn.Module) -> tuple[bool, bool] | None:
+    """Which halves the operations do as the model's layer does: tried on a copy.
+
+    None: not even its halves as they are, one after the other, do the same.
+    """
     fits = mixer_of(layer).fits(layer), fits_feed_forward(layer)
     copied = pack_modules(copy.deepcopy(layer))
-    for halves in ((True, True), (True, False), (False, True)):
+    for halves in ((True, True), (True, False), (False, True), (False, False)):
         if all(fit or not half for fit, half in zip(fits, halves)):
-            new = OperationsLayer(copied, halves, model.cfg.parallel)
-            if does_the_same(layer, new, model):
+            if does_the_same(layer, OperationsLayer(copied, halves, model.cfg), model):
                 return halves
-    return False, False
+    return None
 
 
 def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> bool:
@@ -410,20 +412,21 @@ def use_operations(model: nn.Module) -> bool:
     if not has_cache:                              # to try the layers with
         model.setup_cache(1, 16)
     kinds = [kind_of(layer) for layer in layers]
-    parallel = model.cfg.parallel
     halves = {kind: halves_alike(layer, model)
               for kind, layer in dict(zip(kinds, layers)).items()}
     if not has_cache:
         model.setup_cache(0, 0)
     halves = [halves[kind] for kind in kinds]
-    if (False, False) in halves:
+    if None in halves:
         private.note("a layer is not as kernels/cpu_ops.cpp knows them: it runs uncompiled")
     made = []
     for i, layer in enumerate(layers):
         pack_modules(layer)
-        if any(halves[i]):
-            first, last = i == 0 or not any(halves[i - 1]), not any([*halves, ()][i + 1])
-            made.append(OperationsLayer(layer, halves[i], parallel, first, last))
+        if halves[i] is not None:
+            is_end = i + 1 == len(layers)
+            first, last = i == 0 or halves[i - 1] is None, is_end or halves[i + 1] is None
+            narrows = last and not is_end
+            made.append(OperationsLayer(layer, halves[i], model.cfg, first, last, narrows))
             layer.forward = made[-1]
     widths = [new.widths() for new in made]
     names = {name for width in widths for name in width}

@@ -117,3 +117,29 @@ def test_planted_errors(families, name, changes, monkeypatch):
 
 def test_an_old_name_of_the_same():
     assert config_from_hf(V3 | dict(model_type="kimi_k2"))[0] == config_from_hf(V3)[0]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "lfm2_moe", "deepseek_v2-lite"])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
+    """In bfloat16, behind others that they know: x stays in fp32 between them, and each half gets it narrowed."""
+    from kernels import cpu_layers, cpu_ops
+    from kernels.cpu_experts import PackedExperts
+    source = read_checkpoint(families(name)[0])
+    source = source if scheme is None else quantized(source, scheme)
+    prompt, seen = tokens(20, 2), []
+    for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = load_model(source, dtype, "cpu")
+        if compiled:
+            cpu_ops.set_activation_bits(16)
+            assert cpu_layers.use_operations(model)
+            assert all(layer.forward.halves is not None for layer in model.layers)
+            heads = [m for m in model.modules() if isinstance(m, PackedExperts) and m.bias is None]
+            assert len(heads) >= 2 * model.cfg.n_layer or name == "lfm2_moe"
+        model.setup_cache(2, 24)
+        with torch.inference_mode():
+            calls = [model(prompt[:, :19], torch.arange(19), 19), model(prompt[:, 19:], torch.tensor([19]))]
+        seen.append(torch.cat(calls, dim=1))
+    cpu_ops.set_activation_bits(8)
+    off = [(x - seen[0]).norm(dim=-1) / seen[0].norm(dim=-1) for x in seen[1:]]
+    assert off[1].median() < 1.2 * off[0].median() < 0.1
