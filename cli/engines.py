@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import speculate
+from cli.assistant import AssistantDrafter
 from cli.device_sampler import DeviceSampler
 from cli.draft_length import DraftLengthController, FixedLength, draft_costs
 from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
+from formats.assistant import Assistant
 from generate import (
     Batch,
     Steps,
@@ -93,6 +95,10 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
     """draft: a model that drafts; None: tokens are looked up. fixed: always k, else at most."""
     draft_step, verify = speculate.draft_one_token, speculate.verify
+    if isinstance(draft, Assistant):
+        drafter = AssistantDrafter(model, draft)
+        length = FixedLength(k) if fixed else DraftLengthController([k, k // 3] if k > 2 else [k])
+        return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
     min_kv_len = build_steps(draft, engine).min_kv_len if draft else 0
     if engine == "compile" and model.freq.device.type != "cpu":
         draft_step, verify = as_one_graph(draft_step), as_one_graph(verify)

@@ -20,13 +20,16 @@ def disk_names(name: str) -> list[str]:
     return [name]
 
 
-def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
+def blank_model(cfg: ModelConfig, dtype: torch.dtype, kind: type = Transformer) -> Transformer:
+    """The model without memory, of this class.
+
+    What it keeps in fp32 whatever the dtype (norms) is fp32 here.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return Transformer(cfg)
+            return kind(cfg)
     finally:
         torch.set_default_dtype(default)
 
