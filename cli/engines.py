@@ -13,11 +13,13 @@ from torch import Tensor
 
 import speculate
 from cli import mtp
+from cli.assistant import AssistantDrafter
 from cli.device_sampler import DeviceSampler
 from cli.draft_length import DraftLengthController, FixedLength, draft_costs
 from cli.mtp import MTPDrafter
 from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
+from formats.assistant import Assistant
 from formats.mtp import MTPHead
 from generate import (
     Batch,
@@ -95,7 +97,7 @@ class RecomputeBatch(Batch):
 
 def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
-    """draft: a model that drafts, or the model's own head for it; None: tokens are looked up.
+    """draft: a model, a head or Gemma 4's assistant that drafts; None: tokens are looked up.
 
     fixed: always k drafts, else at most. The model's steps are built already. ValueError where the
     model cannot go back by k tokens: setup_cache's max_rejected says how many.
@@ -109,6 +111,8 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     if isinstance(draft, MTPHead):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
         lengths = [k, k // 2, 1]
+    elif isinstance(draft, Assistant):
+        drafter, lengths = AssistantDrafter(model, draft), [k, k // 3] if k > 2 else [k]
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token

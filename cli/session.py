@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
 from formats import quantized
 from formats import tokenizer as tokenizers
+from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from formats.checkpoint import n_bytes
+from formats.hub import resolve
 from formats.load import open_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
@@ -152,9 +155,27 @@ def open_draft(args, source, tokenizer, device):
         return quantized.as_flagged(source, args, device).mtp()
     if not args.draft_checkpoint_path:
         return None
+    path = resolve(args.draft_checkpoint_path)
+    if is_assistant(path):
+        return open_drafter_of_gemma(path, args, source, device)
     draft, other = open_model(args.draft_checkpoint_path)
     if difference := tokenizers.differ(tokenizer, other):
         raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
+    return draft
+
+
+def open_drafter_of_gemma(path: Path, args, source, device) -> AssistantCheckpoint:
+    """ValueError where it cannot draft for this model, or not on this device."""
+    draft, cfg = open_assistant(path), source.cfg
+    if (draft.cfg.backbone_dim, draft.cfg.vocab_size) != (cfg.dim, cfg.vocab_size):
+        raise ValueError(f"{path} drafts for models {draft.cfg.backbone_dim} wide with "
+                         f"{draft.cfg.vocab_size} tokens, and {source.path} is {cfg.dim} wide with "
+                         f"{cfg.vocab_size}")
+    if tp.world() > 1:
+        raise ValueError(f"{path}: Gemma 4's drafter runs in one process, not on several ranks")
+    as_graph = args.compile or args.compile_prefill or args.engine in ("compile", "cuda_graph")
+    if device.type != "cpu" and as_graph:
+        raise ValueError(f"{path}: on a GPU Gemma 4's drafter needs --engine kv_cache")
     return draft
 
 
@@ -204,7 +225,10 @@ class Session:
                      max_rejected)
 
         self.model = kept_weights.load(source, dtype, device)
-        draft = draft_source and kept_weights.load(draft_source, dtype, device)
+        load = kept_weights.load
+        if isinstance(draft_source, AssistantCheckpoint):
+            load = AssistantCheckpoint.load
+        draft = draft_source and load(draft_source, dtype, device)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 

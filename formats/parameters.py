@@ -25,13 +25,16 @@ def disk_names(name: str) -> list[str]:
     return [name]
 
 
-def blank_model(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
+def blank_model(cfg: ModelConfig, dtype: torch.dtype, kind: type | None = None) -> Transformer:
+    """The model without memory, of this class or of the one that the config is for.
+
+    What it keeps in fp32 whatever the dtype (norms) is fp32 here.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return MTPHead(cfg) if isinstance(cfg, HeadConfig) else Transformer(cfg)
+            return (kind or (MTPHead if isinstance(cfg, HeadConfig) else Transformer))(cfg)
     finally:
         torch.set_default_dtype(default)
 

@@ -48,6 +48,7 @@ class SharedAttention(nn.Module):
     def share(self, source: nn.Module) -> None:
         """source: a model.Attention."""
         self.attend = copy.deepcopy(source.attend) # has the same scale, and nothing learned
+        self.attend._forward_pre_hooks.clear()     # keep_own_keys is the source's
         self.source = [source, source.attend]      # in a list: they are no part of this layer
 
     @property

@@ -203,3 +203,108 @@ def test_nonsense_is_refused():
                          (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "another kind of model")):
         with pytest.raises(ValueError, match=says):
             config_from_hf({**base, **change})
+
+
+# ---- The drafter --------------------------------------------------------------------------------
+
+ASSISTANT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1, vocab_size=160,
+                 max_position_embeddings=128, head_dim=16, global_head_dim=32, sliding_window=8, hidden_size_per_layer_input=0,
+                 vocab_size_per_layer_input=0, layer_types=["sliding_attention"] * 3 + ["full_attention"], model_type="gemma4_text",
+                 num_kv_shared_layers=4)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory):
+    """clustered? -> directory, transformers' model. Its config refuses a model without keys of its own: that is left out."""
+    import transformers as hf
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+    modes, made = Gemma4TextConfig.kv_sharing_modes, {}
+
+    def of_all(config):
+        none_has_keys = config.num_kv_shared_layers == config.num_hidden_layers
+        return ["reuse"] * config.num_hidden_layers if none_has_keys else modes.fget(config)
+    Gemma4TextConfig.kv_sharing_modes = property(of_all)
+    for clustered in (False, True):
+        tiny.FAMILIES["drafter"] = lambda clustered=clustered: hf.Gemma4AssistantConfig(
+            text_config=ASSISTANT, backbone_hidden_size=64, use_ordered_embeddings=clustered, num_centroids=20, centroid_intermediate_top_k=4)
+        model = tiny.make("drafter")
+        if clustered:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(160, generator=torch.Generator().manual_seed(3)))
+        made[clustered] = tmp_path_factory.mktemp("drafter"), model
+        model.save_pretrained(made[clustered][0])
+        del tiny.FAMILIES["drafter"]
+    yield made
+    Gemma4TextConfig.kv_sharing_modes = modes
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("n", [6, 20])
+@torch.inference_mode()
+def test_the_drafter_is_transformers(families, drafters, clustered, n):
+    """Three drafts after n tokens, more than the window or less; the last of the n is not read by the model yet."""
+    from formats.assistant import open_assistant
+    directory, target = families("gemma4")
+    path, theirs = drafters[clustered]
+    ids = tokens(n, 1)
+    text = target.model.language_model
+    out = text(input_ids=ids[:, :-1], return_shared_kv_states=True)
+    hidden, token = out.last_hidden_state[:, -1:], ids[:, -1:]
+    expected = []
+    for _ in range(3):
+        drafted = theirs(inputs_embeds=torch.cat((text.embed_tokens(token), hidden), -1), position_ids=torch.tensor([[n - 1]]),
+                         shared_kv_states=dict(out.shared_kv_states), attention_mask=None)
+        hidden, token = drafted.last_hidden_state, drafted.logits.argmax(-1)
+        expected.append(drafted.logits)
+
+    model = load_model(read_checkpoint(directory), FP32, "cpu")
+    model.setup_cache(1, 40, 8)                            # rings; the prompt comes in calls of 8
+    assistant = open_assistant(path).load(FP32, "cpu")
+    assistant.join(model)
+    kept = []
+    model.norm.register_forward_hook(lambda m, args, y: kept.append(y))
+    for a in range(0, n - 1, 8):
+        model(ids[:, a:min(a + 8, n - 1)], torch.arange(a, min(a + 8, n - 1)))
+    hidden, token, inputs = kept[-1][:, -1:], ids[:, -1:], assistant.inputs(torch.tensor([n - 1]), 40)
+    for logits in expected:
+        mine, hidden = assistant(token, hidden, inputs)
+        token = logits.argmax(-1)
+        torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["kv_cache", "compile"])
+def test_drafts_change_no_token(families, drafters, engine):
+    """Greedily the same text, whatever is drafted; and each draft is what the drafter gives for the model's own state."""
+    from helpers import GREEDY, ids_of
+
+    from cli.engines import build_sampler, build_speculative, build_steps
+    from formats.assistant import open_assistant
+    model = load_model(read_checkpoint(families("gemma4")[0]), FP32, "cpu")
+    model.setup_cache(1, 64, 16)
+    steps = build_steps(model, engine)
+    prompt = tokens(11, 1)[0].tolist()
+    from generate import Batch
+    plain = ids_of(Batch(model, build_sampler(model, [GREEDY]), steps), prompt, 30)
+    draft = open_assistant(drafters[True][0]).load(FP32, "cpu")
+    batch = build_speculative(model, build_sampler(model, [GREEDY]), steps, engine, 4, True, draft)
+    checked, hidden_before = [], batch.drafter.hidden_before
+
+    def check(n):                                          # against a model that reads everything anew
+        found = hidden_before(n)
+        other = load_model(read_checkpoint(families("gemma4")[0]), FP32, "cpu")
+        seen = []
+        other.norm.register_forward_hook(lambda m, args, y: seen.append(y))
+        other.setup_cache(0, n - 1)
+        other(batch.history[:, :n - 1], torch.arange(n - 1))
+        torch.testing.assert_close(found, seen[-1][:, -1:], rtol=1e-3, atol=1e-3)
+        checked.append(n)
+        return found
+    batch.drafter.hidden_before = check
+    assert ids_of(batch, prompt, 30) == plain and len(checked) > 5
+    assert ids_of(batch, prompt, 30) == plain              # a second text
+
+
+def test_a_drafter_for_another_model(families, drafters):
+    from formats.assistant import open_assistant
+    draft = open_assistant(drafters[False][0]).load(FP32, "cpu")
+    with pytest.raises(ValueError, match="heads of 16|width of 64"):
+        draft.join(load_model(read_checkpoint(families("llama3")[0]), FP32, "cpu"))
