@@ -248,7 +248,7 @@ class Slots:
         owners = {}
         try:
             result = run(owners)
-        except (RuntimeError, ValueError, AssertionError, IndexError) as e:
+        except Exception as e:
             if self.between is None:
                 raise
             yield self.batch.token, (owners, {}, e)

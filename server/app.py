@@ -34,6 +34,7 @@ from server.prepare import Model
 from server.protocol import ChatRequest, CompletionRequest, Refused, parse
 
 PAGE = Path(__file__).with_name("page.html")
+BODY_SECONDS = 60                                  # that a body may take to arrive
 ERRORS = {"timeout": (504, "the answer took longer than --request_timeout"),
           "internal": (500, "this request failed on the server, whose log says why"),
           "the server has stopped": (503, "the server has stopped")}
@@ -169,7 +170,10 @@ class Http:
         return b"".join(parts)
 
     async def answer(self, request, kind, prepare: Callable, shape) -> Response:
-        body = await self.body(request)
+        try:
+            body = await asyncio.wait_for(self.body(request), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
         asked = parse(kind, body)
         self.model.check_name(asked.model)
         if self.engine.draining:
@@ -190,8 +194,7 @@ class Http:
             raise self.stopping() from None
         if asked.stream:
             events = self.stream(answer, jobs, pieces)
-            return StreamingResponse(events, media_type="text/event-stream",
-                                     headers={"cache-control": "no-cache"})
+            return Events(events, lambda: self.engine.cancel(jobs))
         return await self.whole(request, answer, jobs, pieces)
 
     def busy(self) -> Refused:
@@ -229,24 +232,35 @@ class Http:
     async def stream(self, answer, jobs: list[Job], pieces: asyncio.Queue) -> AsyncIterator[str]:
         """Server-sent events. Whoever closes the connection ends the answers within a step."""
         left = set(jobs)
+        for event in answer.begin():
+            yield sse(event)
+        while left:
+            piece = await pieces.get()
+            if piece.error:
+                yield sse(dict(error=failure(piece.error).error))
+                return
+            for event in answer.add(piece):
+                yield sse(event)
+            if piece.finish_reason:
+                left.discard(piece.job)
+        for event in answer.end():
+            yield sse(event)
+        yield "data: [DONE]\n\n"
+
+
+class Events(StreamingResponse):
+    """A stream of server-sent events; however it ends, even before it began, `ended` is called."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable):
+        super().__init__(events, media_type="text/event-stream",
+                         headers={"cache-control": "no-cache"})
+        self.ended = ended
+
+    async def __call__(self, *args) -> None:
         try:
-            for event in answer.begin():
-                yield sse(event)
-            while left:
-                piece = await pieces.get()
-                if piece.error:
-                    yield sse(dict(error=failure(piece.error).error))
-                    return
-                for event in answer.add(piece):
-                    yield sse(event)
-                if piece.finish_reason:
-                    left.discard(piece.job)
-            for event in answer.end():
-                yield sse(event)
-            yield "data: [DONE]\n\n"
+            await super().__call__(*args)
         finally:
-            if left:
-                self.engine.cancel(list(left))
+            self.ended()
 
 
 def policy(page: bytes) -> str:

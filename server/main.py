@@ -112,7 +112,11 @@ def run(argv: list[str] | None) -> int:
     slots = Slots(session.batch, session.model.longest_call)
 
     def call(name, *call_args):
-        return getattr(slots.worker, name)(*call_args)
+        try:
+            return getattr(slots.worker, name)(*call_args)
+        except Exception:
+            if tp.rank() == 0:                     # which ends the request; the others go on
+                raise
 
     def serve(call):
         slots.call = call

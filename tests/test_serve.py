@@ -456,3 +456,116 @@ def test_bad_flags(capfd):
         status, line = run("--port", str(taken.getsockname()[1]))
         assert status == 2 and "cannot listen on 127.0.0.1" in line
     assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: drafting is for one row: it cannot be combined with --batch_size")
+
+
+# ---- The slots, without HTTP ---------------------------------------------------------------------
+
+def sequences(prompts, n):
+    from cli.sequence import Sequence
+    from formats.tokenizer import NullTokenizer
+    return [Sequence(NullTokenizer(), ids, max_new=n) for ids in prompts]
+
+
+def run_slots(slots, tasks):
+    """-> each task's error, or None; whoever ends is dropped, as an engine does."""
+    errors = {}
+    slots.waiting.extend(tasks)
+    for event in slots.run():
+        if event.error:
+            errors[event.task] = event.error
+            slots.drop(event.task, keep=False)
+            continue
+        event.task.sequence.push(event.token_id)
+        if event.task.sequence.finish_reason:
+            slots.drop(event.task)
+    return [errors.get(task) for task in tasks]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text"])
+def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
+    """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    model, g = ours(name), torch.Generator().manual_seed(3)
+
+    def some(n):
+        return torch.randint(0, 160, (n,), generator=g).tolist()
+    starts = [some(9), some(12), some(5)]
+    prompts = [start + some(n) for n in (3, 6, 1) for start in starts]
+    expected = [plain(model, ids, 6) for ids in prompts]
+    model.setup_cache(2, 48, 4)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4)
+    tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 6)]
+    assert run_slots(slots, tasks) == [None] * 9
+    assert [task.sequence.ids for task in tasks] == expected
+    assert (name == "gemma3_text") or sum(task.n_reused for task in tasks) > 20
+    assert not slots.running and not slots.beginning
+
+
+def plain(model, ids, n):
+    from helpers import GREEDY, generated
+    return [t.item() for t in generated(model, [ids], n, GREEDY, use_cache=False)]
+
+
+def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    model = ours("llama3")
+    prompts = [[1, 2, 3, 4, 5], [66] * 4, [7, 8, 9]]
+    expected = [plain(model, ids, 5) for ids in prompts]
+    model.setup_cache(2, 32, 8)
+    batch = SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None))
+    prefill = batch.prefill
+
+    def fails(rows, prompts, *more):
+        if [66] * 4 in prompts:
+            raise RuntimeError("no")
+        return prefill(rows, prompts, *more)
+    monkeypatch.setattr(batch, "prefill", fails)
+    tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 5)]
+    errors = run_slots(Slots(batch, between=5), tasks)
+    assert [bool(e) for e in errors] == [False, True, False]
+    assert [tasks[i].sequence.ids for i in (0, 2)] == [expected[0], expected[2]]
+
+
+# ---- Tool calls and thinking ---------------------------------------------------------------------
+
+TOOLS = [TOOL, dict(type="function", function=dict(name="add", parameters=dict(
+    type="object", properties=dict(a=dict(type="integer"), s=dict(type="string")))))]
+ANSWERS = [
+    ("hermes", 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', [("weather", {"city": "Rome"})], "Let me see."),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n<tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>',
+     [("add", {"a": 1}), ("weather", {"city": "x"})], ""),
+    ("hermes", 'if a < b and <tool_call> is a tag', [], 'if a < b and <tool_call> is a tag'),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [], '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("qwen_xml", '<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=s>\n34\n</parameter>\n</function>\n</tool_call>', [("add", {"a": 12, "s": "34"})], ""),
+    ("qwen_xml", '<function=add><parameter=a>5</parameter></function>', [("add", {"a": 5})], ""),
+    ("llama", '{"name": "weather", "parameters": {"city": "Oslo"}}', [("weather", {"city": "Oslo"})], ""),
+    ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}', [("add", {"a": 1}), ("add", {"a": 2})], ""),
+    ("llama", '{"answer": 3}', [], '{"answer": 3}'), ("llama", "Plain {text}.", [], "Plain {text}."),
+    ("gemma", '```tool_code\nprint(weather(city="Bern"))\n```', [("weather", {"city": "Bern"})], ""),
+    ("gemma", '```json\n{"name": "add", "parameters": {"a": 3}}\n```', [("add", {"a": 3})], ""),
+    ("gemma", '[weather(city="Bern"), add(a=2)]', [], '[weather(city="Bern"), add(a=2)]'),
+    ("gemma", '```tool_code\nimport os\n```', [], '```tool_code\nimport os\n```'),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("form, text, calls, content", ANSWERS)
+def test_tool_calls_are_found_however_the_text_comes(form, text, calls, content, size):
+    from server.parsing import FORMATS, AnswerParser
+    parser = AnswerParser(FORMATS[form], TOOLS)
+    deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
+    found = [c["function"] for d in deltas for c in d.get("tool_calls", [])]
+    assert [(f["name"], json.loads(f["arguments"])) for f in found] == calls
+    assert "".join(d.get("content", "") for d in deltas).strip() == content
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("inside, text", [(False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."), (True, "Hm, 1 < 2.\n</think>\n\nYes.")])
+def test_thinking_is_apart(inside, text, size):
+    from server.parsing import AnswerParser
+    parser = AnswerParser(thinks=True, inside=inside)
+    deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
+    assert "".join(d.get("reasoning_content", "") for d in deltas).strip() == "Hm, 1 < 2."
+    assert "".join(d.get("content", "") for d in deltas) == "Yes."
