@@ -31,7 +31,8 @@ def make_requests(n: int) -> list[dict]:
     found = []
     for _ in range(n):
         begin, length = draw.randrange(len(text) - 4000), 4 * draw.randrange(100, 500)
-        found.append(dict(prompt=text[begin:begin + length], max_new_tokens=draw.randrange(64, 129)))
+        prompt = text[begin:begin + length]
+        found.append(dict(prompt=prompt, max_new_tokens=draw.randrange(64, 129)))
     return found
 
 

@@ -491,7 +491,7 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     def some(n):
         return torch.randint(0, 160, (n,), generator=g).tolist()
     starts = [some(9), some(12), some(5)]
-    prompts = [start + some(n) for n in (3, 6, 1) for start in starts]
+    prompts = [start + some(n) for start in starts for n in (3, 6, 1)]
     expected = [plain(model, ids, 6) for ids in prompts]
     model.setup_cache(2, 48, 4)
     slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4)
