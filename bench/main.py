@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import tp
-from bench import plots
+from bench import plots, serving
 from bench.cases import BenchmarkCase, build_cases, run_workload
 from bench.drafts import ACCEPTANCE
 from bench.engines import LADDER, MTP, NGRAM
@@ -108,9 +108,9 @@ def add_run_flags(add: Callable) -> None:
     add("--ranks", type=counts(1), default=[], metavar="LIST",
         help="the same on this many processes of this machine, which share the model")
     add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
-    add("--suite", choices=SUITES,
+    add("--suite", choices=(*SUITES, "serve"),
         help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
-             "interrupted, at the same commit")
+             "interrupted, at the same commit; serve: serve.py's clients, a table on stdout")
     add("--only", metavar="TITLES", help="of the suite, these tables, with commas")
 
 
@@ -196,6 +196,8 @@ def read_workloads(args, is_nano_gpt: bool, text_model: tuple) -> list[Workload]
 
 def check_suite(args, parser: Parser, device: torch.device) -> list[str]:
     """-> the titles to run. ValueError where the flags do not fit a suite."""
+    if args.suite == "serve" and args.only:
+        raise ValueError("--suite serve is one table: it cannot be combined with --only")
     if args.suite == "gpu" and device.type == "cpu":
         raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
@@ -203,6 +205,8 @@ def check_suite(args, parser: Parser, device: torch.device) -> list[str]:
     if others:
         raise ValueError(f"--suite has its own commands and cannot be combined with "
                          f"--{min(others)}")
+    if args.suite == "serve":
+        return []
     titles = names(args.only) if args.only else list(SUITES[args.suite])
     for title in titles:
         if title not in SUITES[args.suite]:
@@ -233,7 +237,10 @@ def run(argv: list[str] | None = None) -> int:
         raise ValueError("--suite, --peers and --ranks are not for torchrun: they start processes "
                          "of their own")
     if args.suite:
-        return run_suite(args.suite, check_suite(args, parser, device), device, args.plot)
+        titles = check_suite(args, parser, device)
+        if args.suite == "serve":
+            return serving.run(["--device", args.device])
+        return run_suite(args.suite, titles, device, args.plot)
     if args.ranks:
         check_ranks(args)
         status, result = run_ranks(args.ranks, argv, command)

@@ -21,8 +21,8 @@ import torch
 
 from cli import flags
 from cli.common import log
-from cli.readback import read_late
 from cli.sequence import Sequence
+from cli.slots import Slots, Task
 from generate import Batch
 from sampling import SamplingParams
 
@@ -206,35 +206,16 @@ def serve(batch: Batch, sequences: Iterable[Sequence],
     A row whose sequence has ended takes the next one; params: how each is sampled, None: all as
     the batch's rows are.
     """
-    waiting, running = deque(sequences), {}        # running: slot -> sequence
-    begun, first = {}, {}
-
-    def tokens():
-        """Each step's token, and whose it is; between steps, new sequences for free slots."""
-        while waiting or running:
-            free = [slot for slot in range(batch.n_row) if slot not in running]
-            new = {slot: waiting.popleft() for slot in free[:len(waiting)]}
-            if not new:
-                yield batch.step(), dict(running)
-                continue
-            running.update(new)
-            for sequence in new.values():
-                begun[sequence] = time.perf_counter()
-            prompts = [sequence.prompt_ids for sequence in new.values()]
-            own = [params[sequence] for sequence in new.values()] if params else None
-            yield batch.prefill(list(new), prompts, params=own), new
-
-    for ids, owners in read_late(tokens()):
-        now = time.perf_counter()
-        for slot, sequence in owners.items():
-            if sequence.finish_reason:             # its row went on while this was read
-                continue
-            first.setdefault(sequence, now)
-            sequence.push(ids[slot])
-            if sequence.finish_reason:
-                del running[slot]
-                batch.end(slot)
-                yield Done(sequence, slot, begun[sequence], first[sequence], now)
+    slots, first = Slots(batch), {}
+    slots.waiting.extend(Task(sequence, params[sequence] if params else None)
+                         for sequence in sequences)
+    for task, slot, token_id, *_ in slots.run():
+        now, sequence = time.perf_counter(), task.sequence
+        first.setdefault(sequence, now)
+        sequence.push(token_id)
+        if sequence.finish_reason:
+            slots.drop(task)
+            yield Done(sequence, slot, task.begun_s, first[sequence], now)
 
 
 # ---- Results ------------------------------------------------------------------------------------

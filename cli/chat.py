@@ -10,8 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
+
+from cli.sequence import n_common
 
 try:
     import readline  # noqa: F401                  # input() edits lines and has a history with it
@@ -23,11 +24,6 @@ HELP = """/clear         start a new conversation
 /stats         tokens so far, and how fast the last answer was
 /save FILE     the messages, as a line for --prompts_file
 /exit          leave, as does Ctrl-D; Ctrl-C stops an answer"""
-
-
-def n_common(a: list[int], b: list[int]) -> int:
-    """How many ids two lists begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
 class Chat:

@@ -27,6 +27,17 @@ HELLO, PREFILL_CHUNK = "Hello, my name is", 512
 def build_parser() -> Parser:
     p = Parser(description="Generate text from an open-weight transformer. "
                            "Text goes to stdout, everything else to stderr.", formatter_class=Help)
+    add_model(p)
+    add_text(p)
+    add_sampling(p)
+    add = add_speed(p)
+    add("--compare", action="store_true",
+        help="after each sample generate it again without drafts, and print the speedup")
+    add_output(p)
+    return p
+
+
+def add_model(p: Parser) -> None:
     add = p.add_argument_group("model").add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
         help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
@@ -42,6 +53,9 @@ def build_parser() -> Parser:
     add("--max_seq_length", type=number(int, 2),
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
              "the kinds dynamic and longrope takes its factors for this length")
+
+
+def add_text(p: Parser) -> None:
     add = p.add_argument_group("text").add_argument
     add("--prompt", action="append", default=[],
         help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
@@ -62,6 +76,11 @@ def build_parser() -> Parser:
     add("--stop", action="append", default=[], metavar="TEXT",
         help="end before this text appears (repeatable)")
     add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+    add("--json_schema", type=Path, metavar="FILE",
+        help="the text is JSON that this schema allows (needs llguidance)")
+
+
+def add_sampling(p: Parser) -> None:
     add = p.add_argument_group(
         "sampling", "The model's own generation_config.json overrides these defaults.").add_argument
     add("--temperature", type=SAMPLING["temperature"], default=0.8, help="0: greedy")
@@ -73,6 +92,10 @@ def build_parser() -> Parser:
     add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
         help="above 1 makes tokens that already appeared less likely")
     add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
+
+
+def add_speed(p: Parser):
+    """-> the function that adds more of these."""
     add = p.add_argument_group("speed").add_argument
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true",
@@ -87,20 +110,21 @@ def build_parser() -> Parser:
     add("--speculate_k", type=number(int, 1), metavar="K",
         help="always draft K tokens; default: 5 at most (4 of mtp's, 8 of ngram's), fewer while "
              "they are wrong")
-    add("--compare", action="store_true",
-        help="after each sample generate it again without drafts, and print the speedup")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prompts are run N tokens at a time, which bounds the memory that they need")
     add("--engine", choices=ENGINES,
         help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
              "cuda_graph: the eager step captured in a CUDA graph")
+    return add
+
+
+def add_output(p: Parser) -> None:
     add = p.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
     add("--output", type=Path, metavar="FILE",
         help="append one JSON object per prompt to FILE; what is there already is not run again")
     add("--profile", type=Path, metavar="FILE",
         help="write a Chrome trace of the last sample to FILE.json")
-    return p
 
 
 def add_adapter(add) -> None:
@@ -165,6 +189,8 @@ def check(args) -> None:
     if drafting and (args.batch_size > 1 or args.engine == "recompute"):
         raise ValueError("drafting is for one row and the KV cache: it cannot be combined with "
                          "--batch_size or --engine recompute")
+    if args.json_schema and (drafting or args.random or args.ignore_eos):
+        raise ValueError("--json_schema cannot be combined with drafting, --random or --ignore_eos")
     if args.compare and (args.interactive or many(args)):
         raise ValueError("--compare is for one prompt")
     if args.prompts_file and args.prompt:

@@ -4,7 +4,14 @@
     while not sequence.finish_reason: print(sequence.push(next_id), end="")
 """
 
+from itertools import takewhile
+
 from formats.tokenizer import Detokenizer
+
+
+def n_common(a: list[int], b: list[int]) -> int:
+    """How many ids two lists begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
 class Sequence:

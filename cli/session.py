@@ -27,6 +27,7 @@ from cli.engines import (
     warm_up,
 )
 from cli.flags import HELLO
+from cli.grammar import Grammars, import_llguidance, json_schema
 from cli.mtp import MAX_DRAFT, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
@@ -42,6 +43,7 @@ from formats.shapes import random_checkpoint
 from generate import Batch, bucket, generate
 from kernels import cpu_ops
 from kernels.compile import will_change_over
+from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
@@ -60,6 +62,9 @@ def run(argv: list[str] | None) -> int:
     many = flags.many(args)
     if engine == "compile" and device.type == "cpu":
         cpu_ops.start_building()                   # beside the loading
+    if args.json_schema:
+        schema_of(args.json_schema)                # before the model is loaded
+        import_llguidance()
     requests, complaints, finished = from_rank_0(lambda: read_work(args))
     results = batch.Results(None if tp.rank() else args.output, args.json)
 
@@ -96,6 +101,14 @@ def run(argv: list[str] | None) -> int:
         interrupted = batch.run(jobs, session.batch, results)
         return 130 if interrupted else 1 if complaints else 0
     return show_samples(session, work[0])
+
+
+def schema_of(path: Path) -> tuple[str, str]:
+    """A file's JSON schema, for cli/grammar.py. OSError or ValueError where there is none."""
+    try:
+        return json_schema(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
 
 
 def read_work(args) -> tuple[list, list, set]:
@@ -269,9 +282,11 @@ class Session:
     def build(self, draft, params: list[SamplingParams]) -> None:
         """The batch that runs; params: of each request."""
         args, default = self.args, flags.sampling_params(self.args)
-        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        self.generator = self.new_generator()
         sampler = build_sampler(self.model, [default] * self.n_rows, self.generator, params)
         needs_figures = args.json or args.profile or self.drafter or args.compile_prefill
+        if args.json_schema:
+            self.constrain(sampler)
         self.changes_over = (self.engine == "compile" and not needs_figures
                              and will_change_over(self.model))
         steps = build_steps(self.model, self.engine, args.compile_prefill, not self.changes_over)
@@ -282,6 +297,23 @@ class Session:
         if self.drafter:
             self.batch = build_speculative(self.model, sampler, steps, self.engine, self.k,
                                            bool(args.speculate_k), draft)
+
+    def constrain(self, sampler) -> None:
+        """Every row's text is JSON of --json_schema. Where it ends, only an end may follow."""
+        spec = schema_of(self.args.json_schema)
+        n_vocab = self.model.cfg.vocab_size
+        eos_ids = self.source.eos_ids or self.tokenizer.eos_ids
+        grammars = Grammars(self.tokenizer, eos_ids, n_vocab)
+        try:
+            grammars.check(spec)
+        except ValueError as e:
+            raise ValueError(f"{self.args.json_schema}: {e}") from None
+        n_row = len(sampler.noise)
+        mask = TokenMask(n_row, n_vocab, self.device, lambda params: grammars.matcher(spec))
+        sampler.processors.append(mask)
+
+    def new_generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.args.seed)
 
     def compile(self, prompts: list[list[int]], longest: int) -> None:
         """Warm up for prompts like these, and for at most `longest` positions."""

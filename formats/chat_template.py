@@ -35,9 +35,8 @@ def render(template: str, messages: list[dict], /, **more) -> str:
     environment.globals.update(raise_exception=raise_exception,
                          strftime_now=lambda f: datetime.datetime.now().strftime(f))
     try:
-        return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=True, tools=None, documents=None,
-            **more)
+        more = dict(add_generation_prompt=True, tools=None, documents=None) | more
+        return environment.from_string(template).render(messages=messages, **more)
     except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"the chat template does not render: {e}") from None
 
@@ -50,10 +49,15 @@ class Shield:
         self.signs = {name: SHIELD + chr(FIRST_SIGN + i) for i, name in enumerate(names)}
         self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
-    def hide(self, text):
-        if not isinstance(text, str):
-            return text
-        return self.pattern.sub(lambda match: self.signs[match[0]], text.replace(SHIELD, ""))
+    def hide(self, value):
+        """In a text, and in all texts of a list or an object."""
+        if isinstance(value, list):
+            return [self.hide(x) for x in value]
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(x) for key, x in value.items()}
+        if not isinstance(value, str):
+            return value
+        return self.pattern.sub(lambda match: self.signs[match[0]], value.replace(SHIELD, ""))
 
     def bring_back(self, text: str) -> str:
         return re.sub(SHIELD + "(.)", lambda match: self.names[ord(match[1]) - FIRST_SIGN], text)
@@ -65,7 +69,8 @@ def encode_chat(tokenizer, messages: list[dict], /, **more) -> list[int]:
     """
     names, special = tokenizer.backend.special_tokens()
     shield = Shield(names)
-    messages = [{key: shield.hide(value) for key, value in m.items()} for m in messages]
+    messages = shield.hide(messages)
+    more = {key: shield.hide(value) if key == "tools" else value for key, value in more.items()}
     text = tokenizer.render(messages, **more).encode("utf-8", "replace").decode()
     if SHIELD not in text:
         return tokenizer.encode(text, bos=False)

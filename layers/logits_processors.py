@@ -2,6 +2,8 @@
 
 A Sampler calls begin() for a new sequence in a row, observe() after each token, and forward() on
 the logits. One of your own is appended to sampler.processors before anything is compiled.
+`users`, the rows that need it, lets a sampler that is not traced leave it out
+(cli/request_sampler.py).
 """
 
 import torch
@@ -9,7 +11,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RepetitionPenalty(nn.Module):
+class Processor(nn.Module):
+    """Keeps state for each row: begin(), observe() and forward() of the kinds below."""
+
+    def __init__(self):
+        super().__init__()
+        self.users = set()                         # rows whose parameters are not neutral
+
+    def use(self, row: int, needed: bool) -> None:
+        (self.users.add if needed else self.users.discard)(row)
+
+    def begin(self, row: int, prompt: list[int], params) -> None:
+        """A new sequence in this row."""
+
+    def observe(self, token: Tensor) -> None:
+        """token [B, 1] has been generated."""
+
+
+class KeptLogits(Processor):
+    """Changes nothing, and keeps what the model said of a row's next token: for logprobs.
+
+    The first of the processors; params.logprobs says which rows want it.
+    """
+
+    def __init__(self, n_row: int, n_vocab: int, device):
+        super().__init__()
+        self.register_buffer("logits", torch.zeros(n_row, n_vocab, device=device))
+
+    def begin(self, row: int, prompt: list[int], params) -> None:
+        self.use(row, getattr(params, "logprobs", False))
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        if draft_tokens is None:
+            self.logits[rows] = logits
+        return logits
+
+
+def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
+    """How often each place [n_place, V] has seen each of draft_tokens [1, k]: the last place all,
+    each place before it one less."""
+    one_hot = F.one_hot(draft_tokens[0], n_vocab)
+    return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]
+
+
+class RepetitionPenalty(Processor):
     """Makes the tokens of prompt and answer less likely."""
 
     def __init__(self, n_row: int, n_vocab: int, device):
@@ -20,14 +65,13 @@ class RepetitionPenalty(nn.Module):
         self.register_buffer("seen", seen)
 
     def begin(self, row: int, prompt: list[int], params) -> None:
-        """A new sequence in this row."""
+        self.use(row, params.repetition_penalty != 1)
         self.penalty[row] = params.repetition_penalty
         seen = torch.zeros(self.seen.shape[1], dtype=torch.bool, pin_memory=self.seen.is_cuda)
         seen[prompt] = True
         self.seen[row].copy_(seen, non_blocking=True)          # pinned: a GPU is not waited for
 
     def observe(self, token: Tensor) -> None:
-        """token [B, 1] has been generated."""
         self.seen.scatter_(1, token, True)
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
@@ -35,9 +79,99 @@ class RepetitionPenalty(nn.Module):
         place has seen all of draft_tokens [1, k] too, each place before it one less."""
         seen = self.seen[rows]
         if draft_tokens is not None:
-            one_hot = F.one_hot(draft_tokens[0], logits.shape[1])
-            so_far = F.pad(one_hot.cumsum(0), (0, 0, 1, 0))    # [k + 1, V]
-            seen = seen | (so_far[-len(logits):] > 0)
+            seen = seen | (counts_so_far(draft_tokens, *logits.shape) > 0)
         penalty = self.penalty[rows]
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
         return torch.where(seen, penalized, logits)
+
+
+class CountPenalty(Processor):
+    """Less for each token of the answer: presence_penalty once, frequency_penalty each time.
+
+    As OpenAI's reference has it: the prompt does not count.
+    """
+
+    def __init__(self, n_row: int, n_vocab: int, device):
+        super().__init__()
+        for name in ("presence", "frequency"):
+            self.register_buffer(name, torch.zeros(n_row, 1, device=device))
+        self.register_buffer("count", torch.zeros(n_row, n_vocab, device=device))
+
+    def begin(self, row: int, prompt: list[int], params) -> None:
+        for name in ("presence", "frequency"):
+            getattr(self, name)[row] = getattr(params, f"{name}_penalty", 0.0)
+        self.use(row, bool(self.presence[row] != 0 or self.frequency[row] != 0))
+        self.count[row] = 0
+
+    def observe(self, token: Tensor) -> None:
+        self.count.scatter_add_(1, token, torch.ones_like(token, dtype=self.count.dtype))
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        """As RepetitionPenalty's."""
+        count = self.count[rows]
+        if draft_tokens is not None:
+            count = count + counts_so_far(draft_tokens, *logits.shape)
+        return logits - self.frequency[rows] * count - self.presence[rows] * (count > 0)
+
+
+class LogitBias(Processor):
+    """Adds to the logits of some tokens; params.logit_bias: pairs (id, number)."""
+
+    def __init__(self, n_row: int, n_vocab: int, device):
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(n_row, n_vocab, device=device))
+
+    def begin(self, row: int, prompt: list[int], params) -> None:
+        pairs = getattr(params, "logit_bias", ())
+        if row in self.users:
+            self.bias[row] = 0
+        self.use(row, bool(pairs))
+        for i, value in pairs:
+            self.bias[row, i] = value
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        return logits + self.bias[rows]
+
+
+class TokenMask(Processor):
+    """Lets a row have only the tokens with which a grammar can go on.
+
+    A bit for each token, in a buffer that stands still, so that a compiled step reads it. A matcher
+    has advance(id), and fill(words), which writes the bits of the next token: it needs the last
+    token on the host, so rows that have one, and only they, make a GPU wait.
+    """
+
+    def __init__(self, n_row: int, n_vocab: int, device, matcher_of):
+        """matcher_of(params) -> a row's matcher, or None."""
+        super().__init__()
+        n_word = -(-n_vocab // 32)
+        self.matcher_of, self.matchers = matcher_of, {}
+        self.words = torch.full((n_row, n_word), -1, dtype=torch.int32)    # on the host
+        self.register_buffer("allowed", self.words.to(device, copy=True))
+        self.register_buffer("bit", torch.arange(32, dtype=torch.int32, device=device))
+
+    def begin(self, row: int, prompt: list[int], params) -> None:
+        had_one = self.matchers.pop(row, None)
+        matcher = self.matcher_of(params)
+        self.use(row, matcher is not None)
+        if matcher:
+            self.matchers[row] = matcher
+            matcher.fill(self.words[row])
+        elif had_one:
+            self.words[row] = -1
+        if matcher or had_one:
+            self.allowed[row] = self.words[row].to(self.allowed.device)
+
+    def observe(self, token: Tensor) -> None:
+        if not self.matchers:
+            return
+        rows = list(self.matchers)
+        for row, i in zip(rows, token[rows, 0].tolist()):
+            self.matchers[row].advance(i)
+            self.matchers[row].fill(self.words[row])
+        self.allowed[rows] = self.words[rows].to(self.allowed.device)
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        allowed = (self.allowed[rows][..., None] >> self.bit) & 1          # [b, words, 32]
+        allowed = allowed.flatten(1)[:, :logits.shape[1]]
+        return torch.where(allowed > 0, logits, -torch.inf)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
 MAX_CORE_LINES, MAX_CORE_CHARACTERS = 1000, 40
 PARSERS = {"generate.py": "cli.flags", "quantize.py": "cli.quantizing", "eval.py": "cli.evaluate",
-           "benchmark.py": "bench.main"}
+           "benchmark.py": "bench.main", "serve.py": "server.main"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}
 
@@ -180,7 +180,7 @@ def flag_row(action: argparse.Action) -> str:
 
 
 def flags() -> str:
-    """Every flag of the four commands, as their parsers have it."""
+    """Every flag of the five commands, as their parsers have it."""
     sys.path[:0] = [str(ROOT)]
     lines = []
     for command, module in PARSERS.items():

@@ -13,7 +13,7 @@ from test_errors import refused, run
 from test_generate import command
 
 import generate
-from cli import batch, engines, readback, report
+from cli import batch, engines, readback, report, slots
 from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
@@ -133,10 +133,10 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     read_late, n_late = readback.read_late, []
 
     def far(tokens):
-        for ids, owners in read_late((token.as_subclass(Far), owners) for token, owners in tokens):
-            n_late.append(sum(1 for row in (owners or {}).values() if row.finish_reason))
-            yield ids, owners
-    monkeypatch.setattr(batch, "read_late", far)
+        for ids, tag in read_late((token.as_subclass(Far), tag) for token, tag in tokens):
+            n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.sequence.finish_reason))
+            yield ids, tag
+    monkeypatch.setattr(slots, "read_late", far)
     monkeypatch.setattr(report, "read_late", far)
     assert serve(model, work, 3)[0] == expected and sum(n_late) > 4
     rows = [Sequence(NullTokenizer(), ids, max_new=9) for ids in prompts()[:3]]

@@ -17,16 +17,16 @@ ROOT = Path(generate.__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import map as readme_map  # noqa: E402
 
-ROOMS = ("bench", "cli", "formats", "gptq", "kernels", "layers")
+ROOMS = ("bench", "cli", "formats", "gptq", "kernels", "layers", "server")
 CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
-COMMANDS = ("benchmark", "eval")
+COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
     "layers": set(), "sampling": {"layers"}, "kernels": {"layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
     "formats": {"model", "layers", "quantize"}, "tp": {"formats", "kernels", "layers"}, "gptq": {"formats", "model", "layers", "quantize"},
     "generate": {"model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
-    "eval": {"cli"}, "benchmark": {"bench"},
+    "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }
 MODULES = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

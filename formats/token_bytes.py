@@ -1,0 +1,45 @@
+"""The bytes that each token stands for: what grammars and logprobs speak of.
+
+    pieces = token_bytes(tokenizer)                # pieces[i]; None: a token that is no text
+"""
+
+import json
+import re
+
+from formats.tokenizer import Tokenizer
+
+
+def byte_of_sign() -> dict[str, int]:
+    """GPT-2's table: the printable character that stands for each byte -> the byte."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xa1, 0xac + 1), *range(0xae, 0xff + 1)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
+    """Of a tokenizer of either library; None: special tokens, and gaps in the vocabulary."""
+    backend = tokenizer.backend
+    pieces = [tokenizer.piece(i) for i in range(backend.n_vocab)]
+    if backend.kind == "sentencepiece":
+        return [None if i in backend.control or piece is None else _of_text(piece)
+                for i, piece in enumerate(pieces)]
+    added = backend.fast.get_added_tokens_decoder()
+    signs = byte_of_sign() if '"ByteLevel"' in json.dumps(
+        json.loads(backend.fast.to_str()).get("decoder")) else None
+    found = []
+    for i, piece in enumerate(pieces):
+        if i in added:
+            found.append(None if added[i].special else added[i].content.encode())
+        elif piece is None:
+            found.append(None)
+        elif signs and all(c in signs for c in piece):
+            found.append(bytes(signs[c] for c in piece))
+        else:
+            found.append(_of_text(piece))
+    return found
+
+
+def _of_text(piece: str) -> bytes:
+    if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+        return bytes([int(match[1], 16)])
+    return piece.replace("\u2581", " ").encode()

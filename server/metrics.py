@@ -1,0 +1,43 @@
+"""What /metrics says, in Prometheus' text format.
+
+    metrics = Metrics(); metrics.running.set(3); metrics.text()
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    def __init__(self):
+        self.registry = CollectorRegistry()
+
+        def make(kind, name, text, *labels, **more):
+            return kind(f"gpt_faster_{name}", text, labels, registry=self.registry, **more)
+
+        self.requests = make(Counter, "requests", "requests answered", "path", "status")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "tokens of prompts")
+        self.cached_tokens = make(Counter, "cached_tokens", "of those, found in a slot's cache")
+        self.new_tokens = make(Counter, "new_tokens", "tokens generated")
+        self.running = make(Gauge, "running", "answers that have a slot")
+        self.waiting = make(Gauge, "waiting", "answers that wait for one")
+        self.slots = make(Gauge, "slots", "rows of the batch")
+        self.first = make(Histogram, "time_to_first_token_seconds",
+                          "from the queue to the first token", buckets=SECONDS)
+        self.between = make(Histogram, "time_between_tokens_seconds",
+                            "from a token to the next", buckets=SECONDS)
+
+    def token(self, job, now: float) -> None:
+        """A job's next token came now."""
+        self.new_tokens.inc()
+        if job.first:
+            self.between.observe(now - job.last)
+        else:
+            job.first = now
+            self.first.observe(now - job.submitted)
+            self.prompt_tokens.inc(len(job.task.sequence.prompt_ids))
+            self.cached_tokens.inc(job.task.n_reused)
+        job.last = now
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

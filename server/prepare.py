@@ -1,0 +1,276 @@
+"""From a request to tasks: its prompt's ids, its parameters, its grammar.
+
+Refused says what is wrong. It knows the tokenizer and the flags; no HTTP, no device.
+
+    work = Model(session).prepare_chat(asked)      # a Work; its tasks go to server/engine.py
+"""
+
+import json
+import re
+import time
+from dataclasses import dataclass, field
+
+from cli import flags
+from cli.common import log
+from cli.grammar import json_schema
+from cli.request_sampler import RequestParams
+from cli.sequence import Sequence
+from cli.slots import Task
+from formats.token_bytes import token_bytes
+from server.parsing import FORMATS, AnswerParser, detect, forced, instructions
+from server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
+
+COMPLETION_TOKENS = 16                             # OpenAI's, where max_tokens is not given
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass
+class Work:
+    """A request's answers, in their order; prompts: the text of each prompt, to echo."""
+
+    tasks: list[Task]
+    n_new: int
+    n_choices: int
+    prompts: list[str] = field(default_factory=list)
+    parsers: list[AnswerParser] = field(default_factory=list)
+
+
+class Model:
+    """What the server knows of its model."""
+
+    def __init__(self, session):
+        self.session, self.args, self.tokenizer = session, session.args, session.tokenizer
+        self.limit = session.length
+        self.n_vocab = session.model.cfg.vocab_size
+        self.name = self.args.served_name or session.source.path.name
+        self.card = dict(id=self.name, object="model", created=int(time.time()),
+                         owned_by="gpt-faster", max_model_len=self.limit)
+        template = self.tokenizer.chat_template
+        self.knows_tools = detect(template) is not None
+        self.form = FORMATS[self.args.tool_format] if self.args.tool_format else detect(template)
+        self.thinks = "<think>" in (template or "")
+        self.pieces = None                         # bytes of each token
+
+    def check_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refused(404, f"the model '{name}' is not here: this is '{self.name}'",
+                          param="model", code="model_not_found")
+
+    def token_bytes(self, i: int) -> bytes:
+        if self.pieces is None:
+            self.pieces = token_bytes(self.tokenizer)
+        piece = self.pieces[i] if i < len(self.pieces) else None
+        return (self.tokenizer.piece(i) or "").encode() if piece is None else piece
+
+    # ---- Chats ----------------------------------------------------------------------------------
+
+    def prepare_chat(self, asked: ChatRequest) -> Work:
+        if self.tokenizer.chat_template is None:
+            raise Refused(400, "this model has no chat template: use /v1/completions")
+        if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+            raise Refused(400, "max_tokens and max_completion_tokens are one limit: give one",
+                          param="max_tokens")
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs", param="top_logprobs")
+        tools = self.tools(asked)
+        messages = [as_dict(message) for message in asked.messages]
+        if self.args.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, dict(role="system", content=self.args.system_prompt))
+        more = {**(self.args.chat_template_kwargs or {}), **(asked.chat_template_kwargs or {})}
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in more:
+                raise Refused(400, f"chat_template_kwargs cannot replace {name}",
+                              param="chat_template_kwargs")
+        if tools and self.knows_tools:
+            more["tools"] = tools
+        elif tools:
+            messages = with_system(messages, instructions(tools, self.form))
+        try:
+            ids = self.tokenizer.encode_chat(messages, **more)
+        except ValueError as e:
+            raise Refused(400, str(e), param="messages") from None
+        grammar = self.grammar(asked, tools)
+        limit = asked.max_completion_tokens or asked.max_tokens
+        if limit == 0 or asked.max_tokens == 0:
+            raise Refused(400, "max_tokens: Input should be greater than 0", param="max_tokens")
+        n_top = (asked.top_logprobs or 0) if asked.logprobs else None
+        work = self.work(asked, [ids], limit, n_top, grammar)
+        inside = self.thinks and grammar is None and self.opens_thinking(ids)
+        thinks = self.thinks and grammar is None
+        one_call = asked.parallel_tool_calls is False
+        work.parsers = [AnswerParser(self.form, tools, thinks, inside, one_call)
+                        for _ in work.tasks]
+        return work
+
+    def opens_thinking(self, ids: list[int]) -> bool:
+        return self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+
+    def tools(self, asked: ChatRequest) -> list[dict]:
+        """Those that may be called. Refused where the model cannot."""
+        choice = asked.tool_choice
+        if not asked.tools:
+            if choice not in (None, "none", "auto"):
+                raise Refused(400, "tool_choice needs tools", param="tool_choice")
+            return []
+        if choice == "none":
+            return []
+        if self.form is None:
+            raise Refused(400, "this model's chat template knows no tools (--tool_format says how "
+                          "to call them all the same)", param="tools")
+        return [tool.model_dump(exclude_none=True) for tool in asked.tools]
+
+    def grammar(self, asked: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
+        wanted = self.own_grammars(asked)
+        if (form := asked.response_format) and form.type != "text":
+            if form.type == "json_schema" and form.json_schema is None:
+                raise Refused(400, "response_format: json_schema is missing",
+                              param="response_format")
+            schema = form.json_schema.schema_ if form.type == "json_schema" else None
+            text = ANY_OBJECT if schema is None else json.dumps(schema)
+            wanted["response_format"] = json_schema(text)
+        if tools and asked.tool_choice not in (None, "auto"):
+            if asked.tool_choice != "required":
+                name = asked.tool_choice.function.name
+                tools = [tool for tool in tools if tool["function"]["name"] == name]
+                if not tools:
+                    raise Refused(400, f"no tool is named '{name}'", param="tool_choice")
+            try:
+                wanted["tool_choice"] = forced(tools, self.form)
+            except ValueError as e:
+                raise Refused(400, str(e), param="tool_choice") from None
+        return self.checked(wanted)
+
+    def own_grammars(self, asked: Request) -> dict[str, tuple[str, str]]:
+        return {kind: (kind, text) for kind in ("regex", "grammar")
+                if (text := getattr(asked, kind)) is not None}
+
+    def checked(self, wanted: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
+        """The one that is wanted, compiled."""
+        if not wanted:
+            return None
+        if len(wanted) > 1:
+            raise Refused(400, f"{' and '.join(wanted)} exclude each other", param=min(wanted))
+        [(param, spec)] = wanted.items()
+        if self.session.drafter:
+            raise Refused(400, f"{param} cannot be combined with speculation, with which this "
+                          "server runs", param=param)
+        try:
+            self.session.grammars().check(spec)
+        except ImportError as e:
+            raise Refused(501, str(e), param=param) from None
+        except ValueError as e:
+            raise Refused(400, str(e), param=param) from None
+        return spec
+
+    # ---- Completions ----------------------------------------------------------------------------
+
+    def prepare_completion(self, asked: CompletionRequest) -> Work:
+        if asked.best_of not in (None, asked.n or 1):
+            raise Refused(400, "best_of is not supported but as n", param="best_of")
+        prompt = asked.prompt
+        if isinstance(prompt, str) or prompt and isinstance(prompt[0], int):
+            prompt = [prompt]
+        if not prompt or len(prompt) > 128:
+            raise Refused(400, "prompt: give 1 to 128 prompts", param="prompt")
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in prompt]
+        limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        if limit == 0 and not asked.echo:
+            raise Refused(400, "max_tokens 0 needs echo", param="max_tokens")
+        work = self.work(asked, ids, limit, asked.logprobs, self.checked(self.own_grammars(asked)),
+                         bool(asked.echo))
+        work.prompts = texts
+        return work
+
+    # ---- Both -----------------------------------------------------------------------------------
+
+    def work(self, asked: Request, prompts: list[list[int]], limit: int | None, n_top: int | None,
+             grammar, echo: bool = False) -> Work:
+        """limit: new tokens at most; None: all that fit."""
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        if len(stops) > 16 or not all(stops):
+            raise Refused(400, "stop: at most 16 texts, none of them empty", param="stop")
+        if asked.stream_options and not asked.stream:
+            raise Refused(400, "stream_options needs stream", param="stream_options")
+        if n_top is not None and self.session.drafter:
+            raise Refused(400, "logprobs cannot be combined with speculation, with which this "
+                          "server runs", param="logprobs")
+        params, n, tasks = self.params(asked, grammar, n_top), asked.n or 1, []
+        for ids in prompts:
+            self.check_prompt(ids)
+            room = self.limit - len(ids)
+            n_new = room if limit is None else limit
+            if n_new > room:
+                raise Refused(400, f"{len(ids)} tokens of the prompt and {n_new} new ones exceed "
+                              f"{self.limit}: shorten the prompt or ask for less",
+                              param="max_tokens", code="context_length_exceeded")
+            for i in range(n):
+                own = params if params.seed is None else seeded(params, i)
+                sequence = Sequence(self.tokenizer, ids, self.session.eos_ids, stops,
+                                    max(1, n_new))
+                tasks.append(Task(sequence, own, n_top, echo and n_top is not None))
+        if limit == 0 and n_top is None:           # nothing to run: the prompt alone
+            for task in tasks:
+                task.sequence.finish_reason = "length"
+            return Work(tasks, 0, n)
+        return Work(tasks, 1, n)
+
+    def check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise Refused(400, "the prompt has no tokens", param="prompt")
+        if max(ids) >= self.n_vocab:
+            raise Refused(400, f"the prompt has the id {max(ids)}, and the model {self.n_vocab} "
+                          "tokens", param="prompt")
+        if len(ids) >= self.limit:
+            raise Refused(400, f"the prompt has {len(ids)} tokens, and there are {self.limit} "
+                          "positions: shorten it, or serve with a larger --max_seq_length",
+                          param="prompt", code="context_length_exceeded")
+
+    def params(self, asked: Request, grammar, n_top: int | None) -> RequestParams:
+        """What the request says, and where it is silent the flags."""
+        stated = {name: getattr(self.args, name)
+                  for name in flags.SAMPLING if name != "seed"}
+        for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
+            if (value := getattr(asked, name)) is not None:
+                stated[name] = value
+        stated["top_k"] = max(0, stated["top_k"])  # -1: off, as elsewhere
+        if stated.get("seed") is not None:
+            stated["seed"] %= 1 << 63
+        bias = []
+        for text, value in (asked.logit_bias or {}).items():
+            if not re.fullmatch(r"\d{1,9}", text) or int(text) >= self.n_vocab:
+                raise Refused(400, f"logit_bias: '{text[:20]}' is no token's id",
+                              param="logit_bias")
+            bias.append((int(text), float(value)))
+        return RequestParams(**stated, logit_bias=tuple(bias), grammar=grammar,
+                             logprobs=n_top is not None)
+
+
+def seeded(params: RequestParams, i: int) -> RequestParams:
+    """The i-th answer's own seed."""
+    return RequestParams(**{**vars(params), "seed": (params.seed + i) % (1 << 63)})
+
+
+def as_dict(message: Message) -> dict:
+    """As chat templates want a message: its text in one piece, arguments as objects."""
+    fields = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        fields["content"] = "".join(part.text for part in message.content)
+    fields.setdefault("content", "")
+    if message.role == "developer":
+        fields["role"] = "system"
+    for call in fields.get("tool_calls", []):
+        call.pop("index", None)
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            log("serve.py: note: a tool call's arguments are no JSON: given as text")
+    return fields
+
+
+def with_system(messages: list[dict], text: str) -> list[dict]:
+    """The text at the end of the system prompt."""
+    if messages[0]["role"] == "system":
+        first = dict(messages[0], content=f"{messages[0]['content']}\n\n{text}")
+        return [first, *messages[1:]]
+    return [dict(role="system", content=text), *messages]
