@@ -130,6 +130,12 @@ def is_plain_llama(cfg) -> bool:
     return cfg == plain and len(cfg.rope) == 1 and cfg.rope[0].kind in ("default", "llama3")
 
 
+def is_latent(cfg) -> bool:
+    """A mixture with latent attention and DeepSeek-V3's router, as GLM-4.7-Flash is one?"""
+    has_latents = getattr(cfg.mixer[0], "kind", None) == "latent"
+    return has_latents and cfg.moe is not None and cfg.moe.scores == "sigmoid"
+
+
 def check_plain_llama(cfg, peer: str) -> None:
     """ValueError if cfg has anything that a Llama has not."""
     if not is_plain_llama(cfg):
@@ -174,8 +180,11 @@ def open_gguf_model(checkpoint) -> GGUFModel:
     if path.suffix != ".gguf":
         if any(tensor.read_rows is not None for tensor in checkpoint.tensors.values()):
             raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")
-        check_plain_llama(checkpoint.cfg, "llama.cpp")
-        return GGUFModel("llama", _llama_fields(checkpoint.cfg), _random_llama(checkpoint.cfg))
+        cfg = checkpoint.cfg
+        if is_latent(cfg):
+            return GGUFModel("deepseek2", _latent_fields(cfg), _random(_latent_shapes(cfg)))
+        check_plain_llama(cfg, "llama.cpp")
+        return GGUFModel("llama", _llama_fields(cfg), _random(_llama_shapes(cfg)))
     reader = gguf.GGUFReader(path)
     fields = [GGUFField(f.name, f.contents(), f.types[0], f.types[-1])
               for f in reader.fields.values()]
@@ -245,34 +254,54 @@ def _write_tensors(writer, tensors: dict[str, GGUFTensor], gguf_format: str) -> 
 
 
 def _llama_fields(cfg) -> list[GGUFField]:
-    """Metadata of a plain Llama with a vocabulary of no meaning."""
+    """Metadata of a plain Llama."""
+    return _fields(cfg, "llama", {
+        "attention.head_count_kv": cfg.n_kv_head, "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim})
+
+
+def _latent_fields(cfg) -> list[GGUFField]:
+    """Metadata of latent attention and DeepSeek-V3's router: one key head, of latents."""
+    import gguf
+    types, latent, moe = gguf.GGUFValueType, cfg.mixer[0], cfg.moe
+    fields = _fields(cfg, "deepseek2", {
+        "attention.head_count_kv": 1, "attention.key_length": latent.kv_rank + cfg.head_dim,
+        "attention.value_length": latent.kv_rank, "attention.kv_lora_rank": latent.kv_rank,
+        "attention.q_lora_rank": latent.q_rank, "attention.value_length_mla": latent.v_dim,
+        "attention.key_length_mla": latent.nope_dim + cfg.head_dim,
+        "leading_dense_block_count": [*cfg.sparse, True].index(True),
+        "expert_count": moe.n_expert, "expert_used_count": moe.n_active, "expert_gating_func": 2,
+        "expert_feed_forward_length": moe.expert_dim,
+        "expert_shared_count": moe.shared_dim // moe.expert_dim})
+    scale = "deepseek2.expert_weights_scale"
+    return [*fields, GGUFField(scale, moe.routed_scale, types.FLOAT32, None),
+            GGUFField("deepseek2.expert_weights_norm", moe.norm_topk_prob, types.BOOL, None)]
+
+
+def _fields(cfg, arch: str, more: dict[str, int]) -> list[GGUFField]:
+    """What both have, with a vocabulary of no meaning."""
     import gguf
     types = gguf.GGUFValueType
     integers = {
         "block_count": cfg.n_layer, "context_length": cfg.context, "embedding_length": cfg.dim,
         "feed_forward_length": cfg.ffn_dim, "vocab_size": cfg.vocab_size,
-        "attention.head_count": cfg.n_head, "attention.head_count_kv": cfg.n_kv_head,
-        "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim,
-        "rope.dimension_count": cfg.head_dim}
+        "attention.head_count": cfg.n_head, "rope.dimension_count": cfg.head_dim} | more
     special = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
     tokens = special + [f"t{i}" for i in range(cfg.vocab_size)]
     unknown, control, byte, normal = 2, 3, 6, 1
     token_types = [unknown, control, control] + [byte] * 256 + [normal] * cfg.vocab_size
     n = cfg.vocab_size
     return [
-        *(GGUFField(f"llama.{key}", value, types.UINT32, None) for key, value in integers.items()),
-        GGUFField("llama.attention.layer_norm_rms_epsilon", cfg.norm_eps, types.FLOAT32, None),
-        GGUFField("llama.rope.freq_base", cfg.rope[0].theta, types.FLOAT32, None),
+        *(GGUFField(f"{arch}.{key}", value, types.UINT32, None) for key, value in integers.items()),
+        GGUFField(f"{arch}.attention.layer_norm_rms_epsilon", cfg.norm_eps, types.FLOAT32, None),
+        GGUFField(f"{arch}.rope.freq_base", cfg.rope[0].theta, types.FLOAT32, None),
         GGUFField("tokenizer.ggml.model", "llama", types.STRING, None),
         GGUFField("tokenizer.ggml.tokens", tokens[:n], types.ARRAY, types.STRING),
         GGUFField("tokenizer.ggml.scores", [0.0] * n, types.ARRAY, types.FLOAT32),
         GGUFField("tokenizer.ggml.token_type", token_types[:n], types.ARRAY, types.INT32)]
 
 
-def _random_llama(cfg) -> dict[str, GGUFTensor]:
-    """Normal, as small as an initialization; norms are ones."""
-    import numpy as np
-    random = np.random.default_rng(0)
+def _llama_shapes(cfg) -> dict[str, tuple[int, ...]]:
     q_dim = cfg.n_head * cfg.head_dim
     kv_dim = cfg.n_kv_head * cfg.head_dim
     layer = {
@@ -280,15 +309,48 @@ def _random_llama(cfg) -> dict[str, GGUFTensor]:
         "attn_k": (kv_dim, cfg.dim), "attn_v": (kv_dim, cfg.dim), "attn_output": (cfg.dim, q_dim),
         "ffn_gate": (cfg.ffn_dim, cfg.dim), "ffn_up": (cfg.ffn_dim, cfg.dim),
         "ffn_down": (cfg.dim, cfg.ffn_dim)}
+    return _shapes(cfg, [layer] * cfg.n_layer)
+
+
+def _latent_shapes(cfg) -> dict[str, tuple[int, ...]]:
+    latent, moe, D = cfg.mixer[0], cfg.moe, cfg.dim
+    N, width = cfg.n_head, latent.nope_dim + cfg.head_dim
+    attention = {
+        "attn_norm": (D,), "ffn_norm": (D,), "attn_q_a": (latent.q_rank, D),
+        "attn_q_a_norm": (latent.q_rank,), "attn_q_b": (N * width, latent.q_rank),
+        "attn_kv_a_mqa": (latent.kv_rank + cfg.head_dim, D), "attn_kv_a_norm": (latent.kv_rank,),
+        "attn_k_b": (N, latent.kv_rank, latent.nope_dim),
+        "attn_v_b": (N, latent.v_dim, latent.kv_rank), "attn_output": (D, N * latent.v_dim)}
+    dense = {"ffn_gate": (cfg.ffn_dim, D), "ffn_up": (cfg.ffn_dim, D), "ffn_down": (D, cfg.ffn_dim)}
+    E, F = moe.n_expert, moe.expert_dim
+    sparse = {
+        "ffn_gate_inp": (E, D), "exp_probs_b.bias": (E,), "ffn_gate_exps": (E, F, D),
+        "ffn_up_exps": (E, F, D), "ffn_down_exps": (E, D, F), "ffn_gate_shexp": (moe.shared_dim, D),
+        "ffn_up_shexp": (moe.shared_dim, D), "ffn_down_shexp": (D, moe.shared_dim)}
+    layers = [attention | (sparse if cfg.sparse[i % len(cfg.sparse)] else dense)
+              for i in range(cfg.n_layer)]
+    return _shapes(cfg, layers)
+
+
+def _shapes(cfg, layers: list[dict]) -> dict[str, tuple[int, ...]]:
+    """Of the whole model, by the shapes of its layers' matrices."""
     shapes = {"token_embd": (cfg.vocab_size, cfg.dim), "output_norm": (cfg.dim,)}
     if not cfg.tied:
         shapes["output"] = (cfg.vocab_size, cfg.dim)
-    for i in range(cfg.n_layer):
+    for i, layer in enumerate(layers):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _random(shapes: dict[str, tuple[int, ...]]) -> dict[str, GGUFTensor]:
+    """Normal, as small as an initialization; norms are ones, as are routers' biases."""
+    import numpy as np
+    random = np.random.default_rng(0)
 
     def row_reader(shape):
         if len(shape) == 1:
             return lambda begin, end: np.ones(shape)
-        return lambda begin, end: 0.02 * random.standard_normal((end - begin, shape[1]), np.float32)
-    return {f"{name}.weight": GGUFTensor(shape, row_reader(shape))
-            for name, shape in shapes.items()}
+        n = shape[-1]
+        return lambda begin, end: 0.02 * random.standard_normal((end - begin, n), np.float32)
+    names = {name: name if name.endswith("bias") else f"{name}.weight" for name in shapes}
+    return {names[name]: GGUFTensor(shape, row_reader(shape)) for name, shape in shapes.items()}

@@ -319,3 +319,17 @@ def test_workers_need_no_package_of_ours():
     tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
             if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
     assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names
+
+
+def test_a_twin_with_latent_attention(tmp_path):
+    """A shape with random weights as llama.cpp's deepseek2: our reader finds the same math in it."""
+    from formats.checkpoint import Checkpoint
+    from formats.config import config_from_hf
+    cfg = config_from_hf(dict(
+        model_type="glm4_moe_lite", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=300,
+        kv_lora_rank=64, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=32, v_head_dim=64, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, n_shared_experts=2, max_position_embeddings=128))[0]
+    path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")
+    source = read_checkpoint(path)
+    assert source.cfg.moe.routed_scale == pytest.approx(1.8) and source.cfg.norm_eps == pytest.approx(1e-5)      # fp32 there
+    assert source.cfg == replace(cfg, norm_eps=source.cfg.norm_eps, moe=replace(cfg.moe, routed_scale=source.cfg.moe.routed_scale))
