@@ -241,7 +241,7 @@ def _random_fields(twin: Twin) -> list[GGUFField]:
     """Metadata with a vocabulary of no meaning."""
     import gguf
     types = gguf.GGUFValueType
-    known = {int: (types.UINT32, None), float: (types.FLOAT32, None),
+    known = {int: (types.UINT32, None), float: (types.FLOAT32, None), bool: (types.BOOL, None),
              list: (types.ARRAY, types.INT32)}
     n = twin.metadata["vocab_size"]
     special = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
@@ -266,6 +266,7 @@ def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
         if len(shape) == 1:
             value = -1 if name.endswith("ssm_a") else 0 if name.endswith("bias") else 1
             return lambda begin, end: np.full(shape, value)
-        return lambda begin, end: 0.02 * random.standard_normal((end - begin, shape[1]), np.float32)
+        n = shape[-1]
+        return lambda begin, end: 0.02 * random.standard_normal((end - begin, n), np.float32)
     return {name: GGUFTensor(shape, row_reader(name, shape))
             for name, shape in twin.shapes.items()}

@@ -8,8 +8,9 @@ It knows names and shapes; bench/exports.py has the weights and writes the file.
 from typing import NamedTuple
 
 from layers.delta import GatedDelta
+from layers.latent import Latent
 
-BARE = "ssm_a", "ssm_dt.bias"                      # tensors that are no weights
+BARE = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensors that are no weights
 
 
 class Twin(NamedTuple):
@@ -19,12 +20,15 @@ class Twin(NamedTuple):
 
 
 def twin_of(cfg) -> Twin:
-    """Llama, whose stretched RoPE costs nothing and is left out, or Qwen3.5."""
+    """Llama, whose stretched RoPE costs nothing and is left out; Qwen3.5; GLM-4.7-Flash."""
     if is_plain_llama(cfg):
         return Twin("llama", _metadata(cfg), _shapes(cfg, [_attention(cfg)] * cfg.n_layer))
     if is_plain_qwen35(cfg):
         return _qwen35(cfg)
-    raise ValueError("llama.cpp: --random of a plain Llama or a dense Qwen3.5 only")
+    if is_latent(cfg):
+        return _deepseek2(cfg)
+    raise ValueError("llama.cpp: --random of a plain Llama, a dense Qwen3.5, or a mixture with "
+                     "latent attention only")
 
 
 def is_plain_llama(cfg) -> bool:
@@ -39,6 +43,12 @@ def is_plain_qwen35(cfg) -> bool:
     *deltas, attention = cfg.mixer
     return (attention is None and deltas and cfg.attn_gate and cfg.moe is None
             and all(isinstance(mixer, GatedDelta) for mixer in deltas))
+
+
+def is_latent(cfg) -> bool:
+    """A mixture with latent attention and DeepSeek-V3's router, as GLM-4.7-Flash is one?"""
+    return (isinstance(cfg.mixer[0], Latent) and cfg.moe is not None
+            and cfg.moe.scores == "sigmoid")
 
 
 def _metadata(cfg) -> dict:
@@ -58,15 +68,16 @@ def _attention(cfg) -> dict:
 
 
 def _shapes(cfg, layers: list[dict]) -> dict:
-    """layers: what each has beside its feed-forward."""
+    """layers: what each has, perhaps beside a feed-forward."""
     shapes = {"token_embd.weight": (cfg.vocab_size, cfg.dim), "output_norm.weight": (cfg.dim,)}
     if not cfg.tied:
         shapes["output.weight"] = (cfg.vocab_size, cfg.dim)
     ffn = {"ffn_gate": (cfg.ffn_dim, cfg.dim), "ffn_up": (cfg.ffn_dim, cfg.dim),
            "ffn_down": (cfg.dim, cfg.ffn_dim)}
     for i, layer in enumerate(layers):
+        parts = layer if "ffn_gate_inp" in layer else layer | ffn
         shapes |= {f"blk.{i}.{name if name in BARE else name + '.weight'}": shape
-                   for name, shape in (layer | ffn).items()}
+                   for name, shape in parts.items()}
     return shapes
 
 
@@ -93,3 +104,31 @@ def _qwen35(cfg) -> Twin:
         layer["post_attention_norm"] = (cfg.dim,)
         layer.pop("ffn_norm", None)
     return Twin("qwen35", metadata, _shapes(cfg, layers))
+
+
+def _deepseek2(cfg) -> Twin:
+    """With one key head, of latents."""
+    latent, moe, D, N = cfg.mixer[0], cfg.moe, cfg.dim, cfg.n_head
+    width, E, F = latent.nope_dim + cfg.head_dim, moe.n_expert, moe.expert_dim
+    metadata = _metadata(cfg) | {
+        "attention.head_count_kv": 1, "attention.key_length": latent.kv_rank + cfg.head_dim,
+        "attention.value_length": latent.kv_rank, "attention.kv_lora_rank": latent.kv_rank,
+        "attention.q_lora_rank": latent.q_rank, "attention.value_length_mla": latent.v_dim,
+        "attention.key_length_mla": width,
+        "leading_dense_block_count": [*cfg.sparse, True].index(True),
+        "expert_count": E, "expert_used_count": moe.n_active, "expert_gating_func": 2,
+        "expert_feed_forward_length": F, "expert_shared_count": moe.shared_dim // F,
+        "expert_weights_scale": float(moe.routed_scale), "expert_weights_norm": moe.norm_topk_prob}
+    attention = {
+        "attn_norm": (D,), "ffn_norm": (D,), "attn_q_a": (latent.q_rank, D),
+        "attn_q_a_norm": (latent.q_rank,), "attn_q_b": (N * width, latent.q_rank),
+        "attn_kv_a_mqa": (latent.kv_rank + cfg.head_dim, D), "attn_kv_a_norm": (latent.kv_rank,),
+        "attn_k_b": (N, latent.kv_rank, latent.nope_dim),
+        "attn_v_b": (N, latent.v_dim, latent.kv_rank), "attn_output": (D, N * latent.v_dim)}
+    experts = {
+        "ffn_gate_inp": (E, D), "exp_probs_b.bias": (E,), "ffn_gate_exps": (E, F, D),
+        "ffn_up_exps": (E, F, D), "ffn_down_exps": (E, D, F), "ffn_gate_shexp": (moe.shared_dim, D),
+        "ffn_up_shexp": (moe.shared_dim, D), "ffn_down_shexp": (D, moe.shared_dim)}
+    layers = [attention | (experts if cfg.sparse[i % len(cfg.sparse)] else {})
+              for i in range(cfg.n_layer)]
+    return Twin("deepseek2", metadata, _shapes(cfg, layers))

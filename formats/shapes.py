@@ -116,7 +116,7 @@ SHAPES = {
         model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
         intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
     "GLM-4.7-Flash": lambda: _glm_flash(47),
-    "GLM-4.7-Flash-8L": lambda: _glm_flash(8),     # cut to 8 layers: 5.2 billion parameters
+    "GLM-4.7-Flash-4L": lambda: _glm_flash(4),     # cut to 4 layers: 2.6 billion parameters
     "LFM2-350M": lambda: _lfm2(1024, 6656, 16, (2, 5, 8, 10, 12, 14)),
     "LFM2-1.2B": lambda: _lfm2(2048, 12288, 32, (2, 5, 8, 10, 12, 14)),
     "LFM2-2.6B": lambda: _lfm2(2048, 10752, 32, (2, 6, 9, 12, 15, 18, 21, 24), n_layer=30,

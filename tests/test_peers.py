@@ -179,7 +179,7 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
 
 
 @pytest.mark.parametrize("source, kind, message", [
-    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama or a dense Qwen3.5 only"),
+    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama, a dense Qwen3.5, or"),
     ("stories15M", "Q5_K", "no kind Q5_K of GGUF"),
 ])
 def test_no_twin(families, source, kind, message, tmp_path):
@@ -319,3 +319,32 @@ def test_workers_need_no_package_of_ours():
     tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
             if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
     assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names
+
+
+def test_a_twin_with_latent_attention(tmp_path):
+    """A shape with random weights as llama.cpp's deepseek2: our reader finds the same math in it."""
+    from formats.checkpoint import Checkpoint
+    from formats.config import config_from_hf
+    cfg = config_from_hf(dict(
+        model_type="glm4_moe_lite", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=300,
+        kv_lora_rank=64, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=32, v_head_dim=64, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, n_shared_experts=2, max_position_embeddings=128))[0]
+    path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")
+    source = read_checkpoint(path)
+    assert source.cfg.moe.routed_scale == pytest.approx(1.8) and source.cfg.norm_eps == pytest.approx(1e-5)      # fp32 there
+    assert source.cfg == replace(cfg, norm_eps=source.cfg.norm_eps, moe=replace(cfg.moe, routed_scale=source.cfg.moe.routed_scale))
+
+
+def test_a_twin_with_states(tmp_path):
+    """A dense Qwen3.5 with random weights: our reader finds the same math, and tensors of the same shapes."""
+    from formats.checkpoint import Checkpoint
+    from formats.config import config_from_hf
+    from formats.parameters import tensor_shapes
+    cfg = config_from_hf(dict(
+        model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=300,
+        num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, rope_theta=1e7))[0]
+    path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")
+    source = read_checkpoint(path)
+    assert replace(source.cfg, norm_eps=cfg.norm_eps) == cfg
+    assert {name: tuple(t.shape) for name, t in source.tensors.items()} == {n: tuple(s) for n, s in tensor_shapes(cfg).items()}
