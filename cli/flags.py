@@ -79,7 +79,8 @@ def build_parser() -> Parser:
         help="compile prefill too (on a CPU --compile does already); implies --compile")
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that drafts tokens")
+        help="a smaller model of the same vocabulary that drafts tokens; or Gemma 4's own drafter "
+             "(gemma4_assistant)")
     add("--speculate", choices=["ngram", "int8", "int4"],
         help="draft tokens without one: what followed the last three tokens before, or by a "
              "quantized copy of the model itself")
