@@ -247,7 +247,7 @@ def test_every_family_by_operations(families, name):
     assert cpu_layers.use_operations(model)
     cfg = model.cfg
     other_attention = (cfg.attn_gate or cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
-                       or cfg.scores.growth or cfg.qk_norm == "layer")
+                       or cfg.scores.growth or cfg.qk_norm == "layer" or cfg.v_norm)
     for layer in model.layers:
         known = not other_attention, not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
         assert getattr(layer.forward, "halves", (False, False)) == known
