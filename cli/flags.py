@@ -102,7 +102,8 @@ def add_speed(p: Parser):
         help="compile prefill too (on a CPU --compile does already); implies --compile")
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that drafts tokens")
+        help="a smaller model of the same vocabulary that drafts tokens; or Gemma 4's own drafter "
+             "(gemma4_assistant)")
     add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
         help="draft tokens without one: by the head that the checkpoint has for it (multi-token "
              "prediction), what followed the last three tokens before, or by a quantized copy of "

@@ -44,6 +44,7 @@ class SharedAttention(nn.Module):
         self.wq = nn.Linear(cfg.dim, cfg.n_head * cfg.head_dim, bias=cfg.qkv_bias)
         self.wo = nn.Linear(cfg.n_head * cfg.head_dim, cfg.dim, bias=cfg.o_bias)
         self.q_norm = VectorNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.source = []                           # share() says it
 
     def share(self, source: nn.Module) -> None:
         """source: a model.Attention."""
@@ -57,7 +58,8 @@ class SharedAttention(nn.Module):
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, _=0) -> None:
         """Has none. Without the source's, its keys of a call have to last until they are used."""
-        self.source[1].keeps_keys = batch_size == 0
+        for attend in self.source[1:]:
+            attend.keeps_keys = batch_size == 0
 
     def keys_and_values(self, kv_len: int, batch_idx):
         """Each [B, K, kv_len, H], as the source saw them in this call."""

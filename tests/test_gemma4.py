@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 
 import gguf
@@ -308,3 +309,28 @@ def test_a_drafter_for_another_model(families, drafters):
     draft = open_assistant(drafters[False][0]).load(FP32, "cpu")
     with pytest.raises(ValueError, match="heads of 16|width of 64"):
         draft.join(load_model(read_checkpoint(families("llama3")[0]), FP32, "cpu"))
+
+
+def test_the_command(families, drafters, tmp_path, capsys):
+    """generate.py with the drafter beside the model, and what it says of memory; and a drafter for another width."""
+    from bench.exports import _write_made_up_tokenizer
+    from cli.session import main
+    shutil.copytree(families("gemma4")[0], tmp_path / "model")
+    _write_made_up_tokenizer(160, tmp_path / "model")
+    run = ["--checkpoint_path", str(tmp_path / "model"), "--prompt", "t5 t9 t7", "--max_new_tokens", "12", "--temperature", "0", "--json",
+           "--dtype", "float32", "--ignore_eos"]
+    said = {}
+    for name, more in (("plain", []), ("drafted", ["--draft_checkpoint_path", str(drafters[True][0])]),
+                       ("compiled", ["--compile", "--draft_checkpoint_path", str(drafters[True][0])])):
+        assert main(run + more) == 0
+        out = capsys.readouterr()
+        said[name] = json.loads(out.out)
+        assert "KV cache" in out.err
+    assert said["plain"]["new_ids"] == said["drafted"]["new_ids"] == said["compiled"]["new_ids"]
+    assert said["drafted"]["speculate"] == drafters[True][0].name and sum(said["drafted"]["accept_counts"]) > 0
+    other = json.loads((drafters[False][0] / "config.json").read_text())
+    shutil.copytree(drafters[False][0], tmp_path / "drafter")
+    (tmp_path / "drafter/config.json").write_text(json.dumps({**other, "backbone_hidden_size": 48}))
+    with pytest.raises(SystemExit):
+        main([*run, "--draft_checkpoint_path", str(tmp_path / "drafter")])
+    assert "its projections are" in capsys.readouterr().err
