@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from formats.lazy import LazyTensor, made_from, narrow
 from kernels import collectives
 from kernels.collectives import all_gather, all_reduce
+from layers.delta import SHARED_BY_HEADS
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
@@ -24,7 +25,8 @@ OUT, IN = -2, -1
 SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
          "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
-         "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN}
+         "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN,
+         **{f"attn.{name}": OUT for name in SHARED_BY_HEADS}}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
 VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
 WIDE_NORMS = {"attn.q_norm": OUT, "attn.k_norm": OUT}
@@ -61,6 +63,7 @@ def shard_config(cfg, n: int):
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
+                   mixer=tuple(m and m.shard(n) for m in cfg.mixer),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
@@ -74,6 +77,8 @@ def shared_widths(cfg) -> dict[str, int]:
     if cfg.moe:
         widths["experts' width"] = cfg.moe.expert_dim
         widths["shared expert's width"] = cfg.moe.shared_dim
+    for mixer in filter(None, cfg.mixer):
+        widths |= mixer.shared_widths()
     return {name: width for name, width in widths.items() if width}
 
 

@@ -20,7 +20,7 @@ from formats.lazy import (
     scaled,
 )
 from formats.parameters import tensor_shapes
-from model import ModelConfig
+from model import ModelConfig, at
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Folds:
     post_norm_scale: float = 1.0                   # what norms behind a branch are multiplied by
     first_pos: int = 0                             # which learned position is the first (OPT)
     log_decay: bool = False                        # DeltaNet's decays are log(-decay) there
+    tiled_heads: bool = False                      # its value heads: the first of each key head,
+                                                   # then the second of each (llama.cpp)
     one_norm: bool = False                         # of both branches of a parallel block
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
@@ -72,6 +74,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
         tensors[name] = scaled(tensors[name], folds.post_norm_scale)
+    if folds.tiled_heads:
+        _group_value_heads(tensors, cfg)
     _add_constants(tensors, cfg, folds)
     if folds.norm_after_rope:
         _norm_before_rope(tensors)
@@ -121,6 +125,23 @@ def _norm_before_rope(tensors: dict[str, LazyTensor]) -> None:
 
 def product(q: LazyTensor, k: LazyTensor) -> torch.Tensor:
     return q.whole().float() * k.whole().float()
+
+
+def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:
+    """DeltaNet's value heads of one key head side by side, where they were tiled. In place."""
+    for name, t in tensors.items():
+        layer = re.match(r"layers\.(\d+)\.attn\.(v|gate|beta|decay|decay_\w+|conv_v|wo)\b", name)
+        shape = layer and at(int(layer[1]), cfg.mixer)
+        if not shape:
+            continue
+        columns = layer[2] == "wo"
+        n = t.shape[1 if columns else 0]
+        heads = torch.arange(n).view(-1, shape.n_k_head, n // shape.n_v_head)
+        order = heads.transpose(0, 1).flatten()
+        if columns:
+            tensors[name] = made_from(t, lambda a, b, t=t, order=order: t.read_rows(a, b)[:, order])
+        else:
+            tensors[name] = index_select(t, order)
 
 
 def _partial_rope_order(rotated: int, head_dim: int) -> torch.Tensor:

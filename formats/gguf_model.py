@@ -14,7 +14,7 @@ from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
 from formats.lazy import LazyTensor, constant, made_from
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
-from formats.names import Fused
+from formats.names import GGUF_DELTA_NAMES, Fused
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
@@ -54,6 +54,9 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
+    "full_attention_interval": "full_attention_interval",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
 GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
     "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
@@ -74,16 +77,19 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "ernie4_5-moe": "ernie4_5_moe", "bloom": "bloom", "mpt": "mpt", "starcoder": "gpt_bigcode",
     "jais2": "jais2", "glm4moe": "glm4_moe", "dots1": "dots1", "exaone-moe": "exaone_moe",
     "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text",
+    "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next",
 }
 GGUF_INTERLEAVED = (                               # RoPE turns neighbours
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
     "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer")
+GGUF_TILED = ("qwen35", "qwen35moe")               # DeltaNet's value heads in another order
 GGUF_DIFFERENT = {                                 # names that mean something else there
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
     "seed_oss": {"post_attention_norm": "ffn_norm"},
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "glm4moe": {"post_attention_norm": "ffn_norm"},
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), GGUF_DELTA_NAMES),
 }
 FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
 
@@ -188,6 +194,16 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return dict(attn_config=attention, no_bias=not c["mlp_bias"])
     if arch == "starcoder":
         return dict(multi_query=c.get("num_key_value_heads") != n_head)
+    if arch in ("qwen35", "qwen35moe", "qwen3next"):
+        n_value, inner = (metadata.get(f"{arch}.ssm.{key}") for key in (
+            "time_step_rank", "inner_size"))
+        if not n_value or not inner or inner % n_value:
+            raise ValueError(f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank "
+                             f"{n_value}")
+        is_recurrent = metadata.get(f"{arch}.attention.recurrent_layers")
+        kinds = is_recurrent and ["linear_attention" if one else "full_attention"
+                                  for one in is_recurrent[:c["num_hidden_layers"]]]
+        return dict(linear_value_head_dim=inner // n_value, layer_types=kinds or None)
     if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
         return dict(mup_enabled=True)
     return {}
@@ -220,6 +236,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # its converter has added it
+                     "log_decay": False, "tiled_heads": arch in GGUF_TILED,
                      "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
     names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:

@@ -105,6 +105,16 @@ DELTA_NAMES = {
     "linear_attn.A_log": "attn.decay_rate", "linear_attn.dt_bias": "attn.decay_bias",
     "linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.wo",
 }
+GGUF_DELTA_NAMES = {
+    "attn_q": DELTA_NAMES["self_attn.q_proj"],
+    "attn_qkv": DELTA_NAMES["linear_attn.in_proj_qkv"],
+    "ssm_in": DELTA_NAMES["linear_attn.in_proj_qkvz"],
+    "ssm_ba": DELTA_NAMES["linear_attn.in_proj_ba"],
+    "ssm_beta": "attn.beta", "ssm_alpha": "attn.decay",
+    "ssm_conv1d.weight": DELTA_NAMES["linear_attn.conv1d.weight"],
+    "ssm_a": "attn.decay_rate", "ssm_dt.bias": "attn.decay_bias",
+    "ssm_norm": "attn.norm", "ssm_out": "attn.wo", "post_attention_norm": "ffn_norm",
+}
 HUNYUAN_NAMES = {
     "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
 }

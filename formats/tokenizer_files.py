@@ -16,6 +16,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = _WORDS + r"\p{N}{1,3}" + _REST, _WORDS + r"\p{N}" + _REST
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN, GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{tail}"
@@ -44,11 +45,11 @@ GGUF_SPLITS = {
     "glm4": (LLAMA3,), "chatglm-bpe": (LLAMA3,), "hunyuan-dense": DEEPSEEK3,
     "deepseek-v3": DEEPSEEK3, "minimax-m2": (GPT4O,), "afmoe": (GROUPED, UNSPACED, DEEPSEEK3[-1]),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
-    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
-    "llama4": (GPT4O,),
+    "qwen35": (QWEN35,), "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,),
+    "gpt-4o": (GPT4O,), "llama4": (GPT4O,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
-COMPOSED = ("qwen2", "deepseek-r1-qwen")           # accents become one with their letters first
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with their letters first
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 

@@ -22,8 +22,8 @@ from layers.moe import ExpertLinear
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.
-STAGES = (("attn.wqkv", "attn.gate"), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
-          ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
+STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wo",), ("ffn.gate_up",),
+          ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",))
 
 
 def split_windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:

@@ -271,8 +271,8 @@ def reversed_(t):
 @pytest.mark.parametrize("part, change", [
     ("conv", reversed_), ("decay_rate", torch.zeros_like), ("decay_bias", torch.zeros_like), ("norm.weight", lambda t: t + 1),
     ("gate.weight", torch.zeros_like), ("rates.weight", lambda t: t.roll(len(t) // 2, 0)),
-    ("qkv.weight", lambda t: torch.cat((t[32:64], t[:32], t[64:]))),       # keys for queries
-    ("gate.weight", lambda t: t.view(2, 2, -1, 64).transpose(0, 1).reshape(-1, 64)),       # heads as llama.cpp has them
+    ("qkv.weight", lambda t: torch.cat((t[64:128], t[:64], t[128:]))),       # keys for queries
+    ("gate.weight", lambda t: t.view(4, 2, -1, 64).transpose(0, 1).reshape(-1, 64)),       # heads as llama.cpp has them
 ])
 def test_planted_errors(families, part, change):
     """Each part of a layer shows in the logits."""

@@ -195,7 +195,7 @@ def test_unsupported_features_are_named(capsys, llama):
     for change, message in (
             (dict(model_type="nonsense"), "model_type 'nonsense' is not supported (supported: llama, mistral"),
             (dict(model_type="mamba2"), "'mamba2' is not supported: it has state-space layers (Mamba, RWKV), another"),
-            (dict(model_type="qwen3_next"), "it has gated DeltaNet"), (dict(model_type="deepseek_v3"), "(MLA), another kind"),
+            (dict(model_type="olmo_hybrid"), "it has gated DeltaNet"), (dict(model_type="deepseek_v3"), "(MLA), another kind"),
             (dict(model_type="lfm2"), "it has convolution layers"), (dict(model_type="t5"), "an encoder and a decoder"),
             (dict(model_type=...), "model_type 'None'"),
             (dict(hidden_act="relu"), "activation 'relu'"), (dict(clip_qkv=8.0), "'clip_qkv' is not supported"),

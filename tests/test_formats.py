@@ -109,7 +109,9 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "ministral3-long": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
                  "afmoe": "afmoe", "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe", "bloom": "bloom",
                  "mpt": "mpt", "gpt_bigcode": "starcoder", "jais2": "jais2", "glm4_moe": "glm4moe", "solar_open": "glm4moe",
-                 "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer"}
+                 "dots1": "dots1", "exaone_moe": "exaone-moe", "minimax_m2": "minimax-m2", "muse_glimmer": "muse-glimmer",
+                 "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
+DELTA = ("qwen3next", "qwen35", "qwen35moe")
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
 BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
 KEYS = {                                                   # after the architecture's name: config attribute
@@ -153,6 +155,10 @@ OTHER_KEYS = {                                             # what a converter wr
     "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
     "muse-glimmer": lambda c: {"logit_scale": c.output_multiplier},
     "glm4moe": lambda c: {"nextn_predict_layers": 1, "block_count": 5} if c.num_mtp_layers else {},
+    **dict.fromkeys(DELTA, lambda c: {
+        "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim, "ssm.group_count": c.linear_num_key_heads,
+        "ssm.time_step_rank": c.linear_num_value_heads, "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
+        "full_attention_interval": 4, **({"nextn_predict_layers": 1, "block_count": 5} if getattr(c, "num_mtp_layers", 0) else {})}),
     "exaone-moe": lambda c: {"expert_shared_count": c.num_shared_experts, "nextn_predict_layers": 1, "block_count": 5},
 }
 INSTEAD = {                                                # HF's name where gguf's own table has none
@@ -179,6 +185,44 @@ def is_tied(model):
     return (config if hasattr(config, "tie_word_embeddings") else config.text_config).tie_word_embeddings
 
 
+def delta_as_llama_cpp(name, t, arch, c):
+    """What the converter makes of Qwen3-Next's and Qwen3.5's layers: names that gguf knows, heads tiled, decays worked out."""
+    K, V, dv = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_value_head_dim
+    keys = c.linear_key_head_dim * K
+
+    def tiled(t, width, dim=0):
+        if arch == "qwen3next":
+            return t
+        return t.unflatten(dim, (K, V // K, width)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        t = t + 1
+    if "conv1d" in name:
+        t = t.squeeze()
+    if "in_proj_qkv." in name or "conv1d" in name:
+        t = torch.cat((t[:2 * keys], tiled(t[2 * keys:], dv)))
+    if name.endswith("A_log"):
+        t = -t.exp()
+    if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        t = tiled(t, 1)
+    if "in_proj_z" in name:
+        t = tiled(t, dv)
+    if "linear_attn.out_proj" in name:
+        t = tiled(t, dv, 1)
+    name = name.replace("dt_bias", "dt_proj.bias")
+    if "in_proj_qkvz" in name:                             # split there: q, k and v of all heads, and z
+        n = V // K * dv
+        q, k, v, z = t.unflatten(0, (K, -1)).split((c.linear_key_head_dim, c.linear_key_head_dim, n, n), dim=1)
+        return [(name.replace("qkvz", "qkv"), torch.cat([p.flatten(0, 1) for p in (q, k, v)])), (name.replace("qkvz", "z"), z.flatten(0, 1))]
+    return [(name, t)]
+
+
+DELTA_INSTEAD = {f"linear_attn.{theirs}": (ours,) for theirs, ours in {
+    "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight", "A_log": "ssm_a",
+    "dt_proj.bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight"}.items()}
+
+
 def as_llama_cpp(model, arch):
     """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
     c = getattr(model.config, "text_config", model.config)
@@ -186,7 +230,10 @@ def as_llama_cpp(model, arch):
     known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     younger = {"mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
     names = gguf.get_tensor_name_map(known.get(arch, younger.get(arch)), c.num_hidden_layers)
-    for name, t in model.state_dict().items():
+    tensors = model.state_dict().items()
+    if arch in DELTA:
+        tensors = [pair for name, t in tensors for pair in delta_as_llama_cpp(name, t, arch, c)]
+    for name, t in tensors:
         if name == "lm_head.weight" and is_tied(model) or "vis" in name or "projector" in name:
             continue
         name = name.replace("language_model.", "")
@@ -210,7 +257,7 @@ def as_llama_cpp(model, arch):
         if arch == "gpt-oss" and t.ndim == 3:
             t = t.transpose(1, 2)                          # [E, in, out] in the checkpoint
         *prefix, inner = name.split(".", 3)
-        into = INSTEAD.get(inner, ())
+        into = (INSTEAD | DELTA_INSTEAD).get(inner, ())
         if "act_fn" in name:                               # lists, not tensors
             continue
         if inner.endswith("e_score_correction_bias"):
@@ -305,6 +352,12 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     return path
 
 
+def replace_in(config, **changes):
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
 def variant(name, **changes):
     """A tiny model of a family with some config values changed."""
     config = tiny.FAMILIES[name]()
@@ -339,6 +392,12 @@ def test_gguf(families, name, tmp_path):
         model = variant(name, ffn_hidden_size=256, bias=False)
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
+    if ARCHITECTURES[name] in DELTA:                       # every fourth layer has full attention
+        kinds = dict(layer_types=["linear_attention"] * 3 + ["full_attention"])
+        nested = name in ("qwen3_5", "qwen3_5_moe")
+        if nested:
+            kinds = dict(text_config=replace_in(tiny.FAMILIES[name]().text_config, **kinds))
+        model = variant(name, **kinds) if nested else variant(name, **kinds, mlp_only_layers=[])
     path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
     source = read_checkpoint(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path

@@ -128,6 +128,12 @@ def test_splits_equal_transformers():
                 assert [p for p, _ in pieces] == [p for p, _ in theirs.pre_tokenize_str(text)]
 
 
+def test_qwen35_cuts_as_its_tokenizer():
+    """Combining marks are letters, which those of Qwen2 are not."""
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+    assert tokenizer_files.GGUF_SPLITS["qwen35"] == (PRETOKENIZE_REGEX,) and "qwen35" in tokenizer_files.COMPOSED
+
+
 @pytest.mark.parametrize("text, pieces", [
     ("1234567", ["1", "234", "567"]), ("123456", ["123", "456"]), ("a12b3456.", ["a", "12", "b", "3", "456", "."]),
     ("12", ["12"]), ("日本12345語です", ["日本", "12", "345", "語です"])])

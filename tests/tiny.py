@@ -9,7 +9,7 @@ SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_atten
             num_key_value_heads=2, vocab_size=160, max_position_embeddings=128, rms_norm_eps=1e-5)
 DELTA_MOE = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=64)
 DELTA = dict(SIZE, head_dim=24, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+             linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=12,
              rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
@@ -58,7 +58,7 @@ FAMILIES = {
     "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(
         **{k: v for k, v in DELTA.items() if k != "intermediate_size"}, **DELTA_MOE),
     "qwen3_5": lambda: hf.Qwen3_5Config(
-        text_config=dict(DELTA, linear_num_value_heads=2, linear_value_head_dim=32, linear_conv_kernel_dim=3, rope_parameters=dict(
+        text_config=dict(DELTA, linear_num_value_heads=4, linear_value_head_dim=16, linear_conv_kernel_dim=3, rope_parameters=dict(
             DELTA["rope_parameters"], mrope_section=[2, 2, 2], mrope_interleaved=True)),
         vision_config=dict(QWEN_VISION, num_position_embeddings=16)),
     "qwen3_5_moe": lambda: hf.Qwen3_5MoeConfig(
