@@ -188,7 +188,7 @@ OTHER_KEYS = {                                             # what a converter wr
     **dict.fromkeys(DELTA, lambda c: {
         "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim, "ssm.group_count": c.linear_num_key_heads,
         "ssm.time_step_rank": c.linear_num_value_heads, "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
-        "full_attention_interval": 4}),
+        "full_attention_interval": 4, **({"nextn_predict_layers": 1, "block_count": 5} if getattr(c, "num_mtp_layers", 0) else {})}),
     "exaone-moe": lambda c: {"expert_shared_count": c.num_shared_experts, "nextn_predict_layers": 1, "block_count": 5},
 }
 INSTEAD = {                                                # HF's name where gguf's own table has none

@@ -14,7 +14,7 @@ from conftest import SMOLLM2
 from helpers import GREEDY, ids_of
 from safetensors.torch import load_file, save_file
 from test_errors import refused, run
-from test_formats import write_gguf
+from test_formats import variant, write_gguf
 from test_speculate import HOWS, chi_square, plain
 from transformers.cache_utils import MtpCache
 
@@ -258,6 +258,26 @@ def test_gguf(heads, tmp_path):
     del more["blk.4.nextn.shared_head_norm.weight"]
     source = read_checkpoint(write_gguf(model, "glm4moe", tmp_path / "without.gguf", more=more))
     assert torch.equal(source.mtp().tensors["norm.weight"].whole(), source.tensors["norm.weight"].whole())
+
+
+def test_gguf_of_qwen(heads, tmp_path):
+    """As llama.cpp's converter names them: a layer more, norms with the added one, queries and gate in one."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    model, more = variant("qwen3_5_text", layer_types=kinds, num_mtp_layers=1), {}
+    own = dict(fc="eh_proj", pre_fc_norm_embedding="enorm", pre_fc_norm_hidden="hnorm", norm="shared_head.norm")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 5)
+    for key, t in load_file(heads("qwen3_5_text")[0] / "model.safetensors").items():
+        if key.startswith("mtp."):
+            inner = key.removeprefix("mtp.").removeprefix("layers.0.")
+            stem = inner.removesuffix(".weight")
+            name = f"model.layers.4.{own[stem]}.weight" if stem in own else f"model.layers.4.{inner}"
+            more[names.get_name(name, (".weight",))] = (t + 1 if name.endswith("norm.weight") else t).numpy()
+    source = read_checkpoint(write_gguf(model, "qwen35", tmp_path / "model.gguf", more=more))
+    head, again = read_checkpoint(heads("qwen3_5_text")[0]).mtp(), source.mtp()
+    assert source.cfg.n_layer == 4 and again.cfg == replace(head.cfg, norm_eps=again.cfg.norm_eps)
+    assert again.tensors.keys() == head.tensors.keys()
+    for name, t in head.tensors.items():
+        torch.testing.assert_close(again.tensors[name].whole(), t.whole(), rtol=0, atol=0)
 
 
 @pytest.fixture

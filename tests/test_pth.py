@@ -69,7 +69,7 @@ def test_scalars_empty_names_and_every_dtype(tmp_path):
               for n, t in tensors.items()}
     content = dict(model={n: pth.Blank(str(i), t.shape, t.dtype) for i, (n, t) in enumerate(tensors.items())}, text="ß", none=None)
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
-        pth._write(archive, "x", content, lazies, lambda i: None)
+        pth._write(archive, "x", content, lazies, lambda i, n: None)
     found = torch.load(tmp_path / "x.pth", weights_only=True)
     assert found["text"] == "ß" and found["none"] is None
     for n, t in tensors.items():
