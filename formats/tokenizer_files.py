@@ -45,8 +45,8 @@ GGUF_SPLITS = {
     "glm4": (LLAMA3,), "chatglm-bpe": (LLAMA3,), "hunyuan-dense": DEEPSEEK3,
     "deepseek-v3": DEEPSEEK3, "minimax-m2": (GPT4O,), "afmoe": (GROUPED, UNSPACED, DEEPSEEK3[-1]),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "smaug-bpe": (LLAMA3,),
-    "qwen35": (QWEN35,), "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
-    "llama4": (GPT4O,),
+    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,),
+    "llama4": (GPT4O,), "qwen35": (QWEN35,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
 COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with their letters first
