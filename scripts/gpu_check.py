@@ -86,6 +86,7 @@ def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transfor
         t = torch.randn(shape, generator=draw)
         t = t * 1.5 * shape[-1] ** -0.5 if name.endswith("weight") and len(shape) > 1 else t * 0.3
         t = 1 + t if "norm" in name and name.endswith("weight") else t
+        t = -t.abs() if name.endswith("decay_rate") else t
         rows = t.flatten(0, 1) if len(shape) > 2 else t
         return LazyTensor(name, shape, FP32, lambda a, b: rows[a:b])
     tensors = {name: lazy(name, shape) for name, shape in tensor_shapes(cfg).items()}

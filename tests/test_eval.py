@@ -58,7 +58,7 @@ def sliding(model, ids, window, stride):
 
 # ---- Perplexity ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "gpt2", "qwen2_moe", "phi3-longrope"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "gpt2", "qwen2_moe", "phi3-longrope", "qwen3_5_text"])
 @pytest.mark.parametrize("window, stride", [(40, 20), (33, 7), (16, 16), (89, 89), (128, 64)])
 def test_perplexity_is_transformers(families, ours, family, window, stride):
     """The last window is short in each case, down to one token, which then has nothing before it."""

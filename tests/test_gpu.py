@@ -16,6 +16,7 @@ from formats.load import load_model, read_checkpoint
 from kernels import cuda as kernels
 from kernels import few_rows, matvec
 from kernels.plain import Kernel, plain
+from layers.delta import GatedDelta
 from sampling import SamplingParams
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
@@ -90,9 +91,10 @@ def test_few_rows_are_computed_as_the_plain_layers_do():
 
 
 def test_layers_that_the_kernels_do_not_know_run_as_they_are():
-    """Parallel blocks, gates, clipped projections, scores that differ by more than a cap and sinks."""
+    """Parallel blocks, gates, DeltaNet, clipped projections, scores that differ by more than a cap and sinks."""
     others = {"parallel": dict(parallel=True, head_bias=True), "gate": dict(attn_gate=True, qk_norm="head"),
               "clip": dict(clip_qkv=0.5), "ALiBi": dict(alibi=True), "gains": dict(gains=True, qk_norm="head"),
+              "DeltaNet": dict(attn_gate=True, mixer=(GatedDelta(2, 4, 32, 32), None)),
               "growth": dict(growth=0.5, growth_from=7), "embeddings": dict(embed_norm=True, post_norm=True, post_norm_eps=0.1)}
     with numbers.on_a_gpu():
         gpu_check.MODELS.update(others)

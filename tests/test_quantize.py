@@ -726,7 +726,7 @@ def gptq_source(families, name, act_order=False, dtype=FP32, **more):
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2", "muse_glimmer", "youtu",
-                                  "gemma4", "gemma4-26b", "lfm2"])
+                                  "gemma4", "gemma4-26b", "lfm2", "qwen3_5_moe_text"])
 def test_gptq_of_a_model(families, name):
     """Every linear solved for the inputs that the quantized model gives it, an expert for its own."""
     source, solver = gptq_source(families, name, head="none")              # int8 would round the embedding too
