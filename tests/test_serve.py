@@ -376,13 +376,13 @@ def test_random_bodies_get_an_answer(server, fields, path):
 
 def test_a_client_that_leaves_frees_its_slot(server):
     stream = server.client.completions.create(model=NAME, prompt="Count:", max_tokens=450, temperature=0, stream=True,
-                                              logit_bias={"2": -100, "0": -100})
+                                              extra_body=dict(ignore_eos=True))
     next(iter(stream))
     assert server.load() == (1, 0)
     stream.close()
     server.wait_until((0, 0), 3)
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    body = json.dumps(dict(prompt="Count:", max_tokens=450, temperature=0, logit_bias={"2": -100, "0": -100}))
+    body = json.dumps(dict(prompt="Count:", max_tokens=450, temperature=0, ignore_eos=True))
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     server.wait_until((1, 0), 5)
     connection.close()
@@ -414,7 +414,7 @@ def test_key_timeout_and_what_needs_none():
         client = server.new_client("sesame")
         assert client.models.list().data[0].id == NAME
         with pytest.raises(openai.APIStatusError) as e:
-            client.completions.create(model=NAME, prompt="Count:", max_tokens=480, temperature=0, logit_bias={"2": -100, "0": -100})
+            client.completions.create(model=NAME, prompt="Count:", max_tokens=480, temperature=0, extra_body=dict(ignore_eos=True))
         assert e.value.status_code == 504
         assert client.completions.create(model=NAME, prompt="Hello", max_tokens=1).usage.completion_tokens == 1
     finally:
@@ -424,7 +424,7 @@ def test_key_timeout_and_what_needs_none():
 def test_sigterm_finishes_what_runs():
     server = Process(n_rows=1)
     stream = server.client.completions.create(model=NAME, prompt="Count:", max_tokens=60, temperature=0, stream=True,
-                                              logit_bias={"2": -100, "0": -100})
+                                              extra_body=dict(ignore_eos=True))
     events = iter(stream)
     next(events)
     server.process.send_signal(signal.SIGTERM)
