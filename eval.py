@@ -7,5 +7,7 @@
 import sys
 
 if __name__ == "__main__":
+    from kernels.quick_import import need_torch
+    need_torch()
     from cli.evaluate import main
     sys.exit(main())

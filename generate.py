@@ -6,24 +6,14 @@ same Batch where many prompts take turns.
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-try:
-    if __name__ == "__main__":
-        from kernels.quick_import import import_torch
-        import_torch()
-    import torch
-except ModuleNotFoundError:                                # not the Python that quickstart made
-    python = Path(__file__).parent / ".venv/bin/python"
-    if __name__ == "__main__" and python.exists() and sys.prefix != str(python.parent.parent):
-        os.execv(python, [python, *sys.argv])
-    print("generate.py: error: this Python has no torch: run `bash scripts/quickstart.sh`, "
-          "which makes .venv", file=sys.stderr)
-    sys.exit(2)
+if __name__ == "__main__":
+    from kernels.quick_import import import_torch
+    import_torch()
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 

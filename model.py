@@ -20,7 +20,7 @@ from layers.attention import Scores, attention
 from layers.feed_forward import GATED, UngatedFeedForward
 from layers.moe import MoE, MoEConfig
 from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap
-from layers.rope import Rope, dynamic_theta, stretch
+from layers.rope import Rope, rope_frequencies
 from layers.window import Ring, n_slots, row_index
 
 
@@ -70,14 +70,6 @@ def at(layer: int, tiled: tuple):
     return tiled[layer % len(tiled)]
 
 
-def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
-    """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most."""
-    n = int(head_dim * rope.partial)               # the rest of a head stands still
-    exponent = torch.arange(0, n, 2, dtype=torch.int64, device="cpu").float() / n
-    freq = stretch(1.0 / dynamic_theta(rope, n, length) ** exponent, rope, length)
-    return F.pad(freq, (0, head_dim // 2 - n // 2))
-
-
 def rotate(x, cos, sin):
     """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
     a, b = x.float().chunk(2, dim=-1)
@@ -99,9 +91,12 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
 
 
 def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype) -> int:
-    """What setup_cache will allocate."""
-    slots = sum(n_slots(at(i, cfg.window), length, longest_call) for i in range(cfg.n_layer))
-    return 2 * batch_size * slots * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
+    """What setup_cache will allocate for the layers."""
+    with torch.device("meta"):
+        model = Transformer(cfg)
+        model.dtype = dtype
+        model.setup_cache(batch_size, length, longest_call, "meta")
+    return sum(t.nbytes for layer in model.layers for t in layer.attn.buffers())
 
 
 class RMSNorm(nn.Module):
@@ -175,6 +170,11 @@ class Attention(nn.Module):
         scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
         self.attend = attention(cfg, SDPA(scale))
         self.cache = None                          # without one, a call sees its own keys only
+
+    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device) -> None:
+        """For n_slot positions; batch_size 0 removes it."""
+        shape = batch_size, self.split[1] // self.head_dim, n_slot, self.head_dim
+        self.cache = KVCache(shape, dtype, device) if batch_size else None
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
@@ -291,14 +291,15 @@ class Transformer(nn.Module):
         return torch.stack([rope_frequencies(r, self.cfg.head_dim, length) for r in self.ropes])
 
     @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
-    def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None) -> None:
+    def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
+                    device=None) -> None:
         """Allocate the KV cache for `length` positions; batch_size 0 removes it.
 
         longest_call: no call will have more tokens (None: any may), so that layers with a window
         need only a ring of slots. RoPE whose frequencies depend on the sequence's length takes
         this one from now on.
         """
-        cfg, device = self.cfg, self.freq.device
+        cfg, device = self.cfg, device or self.freq.device
         self.max_batch_size = batch_size
         self.max_seq_length = length
         self.longest_call = min(longest_call or length, length)
@@ -308,8 +309,7 @@ class Transformer(nn.Module):
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
                                     for w, n in size.items() if batch_size and n < length})
         for i, layer in enumerate(self.layers):
-            shape = (batch_size, cfg.n_kv_head, size[at(i, cfg.window)], cfg.head_dim)
-            layer.attn.cache = KVCache(shape, self.dtype, device) if batch_size else None
+            layer.attn.setup_cache(batch_size, size[at(i, cfg.window)], self.dtype, device)
 
     def forward(self, tokens: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
                 kv_len: int | None = None, batch_idx: Tensor | None = None) -> Tensor:

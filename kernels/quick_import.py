@@ -7,10 +7,13 @@ Names of torch's files are all that it knows. One that this torch lacks is never
 """
 
 import gc
+import os
 import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 # imported by torch to be there; executed when something in them is asked for
@@ -71,8 +74,23 @@ class Finder:
         return spec
 
 
+def need_torch() -> None:
+    """Where this Python has no torch, go on with the one that quickstart made, or end."""
+    if find_spec("torch"):
+        return
+    command = Path(sys.argv[0])
+    environment = command.resolve().parent / ".venv"
+    python = environment / "bin/python"
+    if python.exists() and sys.prefix != str(environment):
+        os.execv(python, [python, *sys.argv])
+    print(f"{command.name}: error: this Python has no torch: run `bash scripts/quickstart.sh`, "
+          "which makes .venv", file=sys.stderr)
+    sys.exit(2)
+
+
 def import_torch() -> None:
-    """ModuleNotFoundError where there is none."""
+    """As need_torch() where there is none."""
+    need_torch()
     sys.meta_path.insert(0, Finder())
     gc.disable()
     import torch  # noqa: F401

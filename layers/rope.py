@@ -1,15 +1,15 @@
-"""How RoPE's frequencies are stretched to a context longer than the one trained on.
+"""RoPE's frequencies, and how they are stretched to a context longer than the one trained on.
 
-Owns what transformers calls rope_scaling; model.py has the frequencies themselves and the turning.
+Owns what transformers calls rope_scaling; model.py has the turning.
 
-    theta = dynamic_theta(rope, n, length)
-    freq = stretch(freq, rope, length)             # radians per position, [n / 2]
+    freq = rope_frequencies(rope, head_dim, length)            # radians per position, [H / 2]
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,6 +28,14 @@ class Rope:
     partial: float = 1.0                           # the share of a head that turns
     divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files)
     long_divisors: tuple[float, ...] | None = None # the same, beyond original_context
+
+
+def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
+    """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most."""
+    n = int(head_dim * rope.partial)               # the rest of a head stands still
+    exponent = torch.arange(0, n, 2, dtype=torch.int64, device="cpu").float() / n
+    freq = stretch(1.0 / dynamic_theta(rope, n, length) ** exponent, rope, length)
+    return F.pad(freq, (0, head_dim // 2 - n // 2))
 
 
 def dynamic_theta(rope: Rope, n: int, length: int) -> float:

@@ -294,8 +294,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=()):
     for name in more:
         w.add_tensor(name, more[name])
     if rope["rope_type"] == "llama3":
-        from layers.rope import Rope
-        from model import rope_frequencies
+        from layers.rope import Rope, rope_frequencies
         scaled = rope_frequencies(Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32), head_dim)
         w.add_tensor("rope_freqs.weight", (rope_frequencies(Rope(5e5), head_dim) / scaled).numpy())
     w.write_header_to_file()
