@@ -281,6 +281,19 @@ def test_json_object_regex_and_grammar(server):
     refused(server, 400, "exclude each other", regex="a", grammar="start: \"a\"")
 
 
+def test_generate_py_takes_a_schema(tmp_path):
+    file = tmp_path / "schema.json"
+
+    def run(text):
+        file.write_text(text)
+        return subprocess.run([sys.executable, "generate.py", "-m", SMOLLM2, "--device", "cpu", "--json_schema", file, "--prompt", "A person: ",
+                               "--temperature", "1", "--max_new_tokens", "120", "--json"], cwd=ROOT, capture_output=True, text=True)
+    jsonschema.validate(json.loads(json.loads(run(json.dumps(SCHEMA)).stdout)["text"]), SCHEMA)
+    for text, match in (("[]", "a JSON schema is an object"), ("{", "not valid JSON"), ('{"contains": 3}', "contains")):
+        result = run(text)
+        assert result.returncode == 2 and match in result.stderr.splitlines()[-1], result.stderr
+
+
 TOOL = dict(type="function", function=dict(name="weather", parameters=dict(
     type="object", required=["city"], additionalProperties=False, properties=dict(city=dict(type="string", maxLength=10)))))
 
