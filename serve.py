@@ -6,5 +6,7 @@
 import sys
 
 if __name__ == "__main__":
+    from kernels.quick_import import need_torch
+    need_torch()
     from server.main import main
     sys.exit(main())

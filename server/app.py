@@ -14,6 +14,7 @@ import ipaddress
 import json
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -333,6 +334,7 @@ def serve(session, slots, listening) -> None:
         engine.drain()
         log("Stopping: what runs is finished, nothing new is taken (again: at once)")
 
+    sys.setswitchinterval(0.0005)                  # the model's thread waits for HTTP's shortly
     before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
     thread.start()
     started.wait(30)

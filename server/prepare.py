@@ -138,16 +138,20 @@ class Model:
                 wanted["tool_choice"] = forced(tools, self.form)
             except ValueError as e:
                 raise Refused(400, str(e), param="tool_choice") from None
-        return self.checked(wanted)
+        return self.checked(wanted, asked.ignore_eos)
 
     def own_grammars(self, asked: Request) -> dict[str, tuple[str, str]]:
         return {kind: (kind, text) for kind in ("regex", "grammar")
                 if (text := getattr(asked, kind)) is not None}
 
-    def checked(self, wanted: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
+    def checked(self, wanted: dict[str, tuple[str, str]],
+                ignore_eos: bool | None) -> tuple[str, str] | None:
         """The one that is wanted, compiled."""
         if not wanted:
             return None
+        if ignore_eos:
+            raise Refused(400, f"ignore_eos cannot be combined with {min(wanted)}, which ends by "
+                          "itself", param="ignore_eos")
         if len(wanted) > 1:
             raise Refused(400, f"{' and '.join(wanted)} exclude each other", param=min(wanted))
         [(param, spec)] = wanted.items()
@@ -177,8 +181,8 @@ class Model:
         limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         if limit == 0 and not asked.echo:
             raise Refused(400, "max_tokens 0 needs echo", param="max_tokens")
-        work = self.work(asked, ids, limit, asked.logprobs, self.checked(self.own_grammars(asked)),
-                         bool(asked.echo))
+        grammar = self.checked(self.own_grammars(asked), asked.ignore_eos)
+        work = self.work(asked, ids, limit, asked.logprobs, grammar, bool(asked.echo))
         work.prompts = texts
         return work
 
@@ -206,8 +210,8 @@ class Model:
                               param="max_tokens", code="context_length_exceeded")
             for i in range(n):
                 own = params if params.seed is None else seeded(params, i)
-                sequence = Sequence(self.tokenizer, ids, self.session.eos_ids, stops,
-                                    max(1, n_new))
+                eos_ids = set() if asked.ignore_eos else self.session.eos_ids
+                sequence = Sequence(self.tokenizer, ids, eos_ids, stops, max(1, n_new))
                 tasks.append(Task(sequence, own, n_top, echo and n_top is not None))
         if limit == 0 and n_top is None:           # nothing to run: the prompt alone
             for task in tasks:

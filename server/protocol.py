@@ -55,6 +55,7 @@ class Request(Strict):
     seed: int | None = None
     regex: str | None = None
     grammar: str | None = None
+    ignore_eos: bool | None = None                 # go on after an end, for benchmarks
     user: str | None = None                        # says who asks; changes nothing, by its meaning
 
 

@@ -281,6 +281,19 @@ def test_json_object_regex_and_grammar(server):
     refused(server, 400, "exclude each other", regex="a", grammar="start: \"a\"")
 
 
+def test_generate_py_takes_a_schema(tmp_path):
+    file = tmp_path / "schema.json"
+
+    def run(text):
+        file.write_text(text)
+        return subprocess.run([sys.executable, "generate.py", "-m", SMOLLM2, "--device", "cpu", "--json_schema", file, "--prompt", "A person: ",
+                               "--temperature", "1", "--max_new_tokens", "120", "--json"], cwd=ROOT, capture_output=True, text=True)
+    jsonschema.validate(json.loads(json.loads(run(json.dumps(SCHEMA)).stdout)["text"]), SCHEMA)
+    for text, match in (("[]", "a JSON schema is an object"), ("{", "not valid JSON"), ('{"contains": 3}', "contains")):
+        result = run(text)
+        assert result.returncode == 2 and match in result.stderr.splitlines()[-1], result.stderr
+
+
 TOOL = dict(type="function", function=dict(name="weather", parameters=dict(
     type="object", required=["city"], additionalProperties=False, properties=dict(city=dict(type="string", maxLength=10)))))
 
@@ -376,13 +389,13 @@ def test_random_bodies_get_an_answer(server, fields, path):
 
 def test_a_client_that_leaves_frees_its_slot(server):
     stream = server.client.completions.create(model=NAME, prompt="Count:", max_tokens=450, temperature=0, stream=True,
-                                              logit_bias={"2": -100, "0": -100})
+                                              extra_body=dict(ignore_eos=True))
     next(iter(stream))
     assert server.load() == (1, 0)
     stream.close()
     server.wait_until((0, 0), 3)
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    body = json.dumps(dict(prompt="Count:", max_tokens=450, temperature=0, logit_bias={"2": -100, "0": -100}))
+    body = json.dumps(dict(prompt="Count:", max_tokens=450, temperature=0, ignore_eos=True))
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     server.wait_until((1, 0), 5)
     connection.close()
@@ -414,7 +427,7 @@ def test_key_timeout_and_what_needs_none():
         client = server.new_client("sesame")
         assert client.models.list().data[0].id == NAME
         with pytest.raises(openai.APIStatusError) as e:
-            client.completions.create(model=NAME, prompt="Count:", max_tokens=480, temperature=0, logit_bias={"2": -100, "0": -100})
+            client.completions.create(model=NAME, prompt="Count:", max_tokens=480, temperature=0, extra_body=dict(ignore_eos=True))
         assert e.value.status_code == 504
         assert client.completions.create(model=NAME, prompt="Hello", max_tokens=1).usage.completion_tokens == 1
     finally:
@@ -424,7 +437,7 @@ def test_key_timeout_and_what_needs_none():
 def test_sigterm_finishes_what_runs():
     server = Process(n_rows=1)
     stream = server.client.completions.create(model=NAME, prompt="Count:", max_tokens=60, temperature=0, stream=True,
-                                              logit_bias={"2": -100, "0": -100})
+                                              extra_body=dict(ignore_eos=True))
     events = iter(stream)
     next(events)
     server.process.send_signal(signal.SIGTERM)
