@@ -22,6 +22,7 @@ from cli.request_sampler import GREEDY
 from cli.sequence import Sequence, n_common
 from generate import Batch
 from kernels.upload import to_device
+from layers.recurrent import max_rewind
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
 
@@ -169,13 +170,16 @@ class Slots:
     def reusable(self, slot: int, n_same: int) -> int:
         """How much of a row's first n_same positions the model can go on from.
 
-        A ring has given away what is more than a call behind the furthest position written.
+        A ring has given away what is more than a call behind the furthest position written, a state
+        what is more than max_rejected behind it.
         """
         if not self.reuses:
             return 0
         model = self.batch.model
-        rewind = model.longest_call - 1 - self.n_beyond
-        if model.rings and self.n_written[slot] - n_same > rewind:
+        rewind = max_rewind(model)
+        if rewind is None and model.rings:
+            rewind = model.longest_call - 1
+        if rewind is not None and self.n_written[slot] - n_same > rewind - self.n_beyond:
             return 0
         return n_same
 

@@ -108,7 +108,8 @@ class Solver:
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
-            self.keys[self.layer, i] = getattr(layer.attn.attend, "own_keys", None)
+            attend = getattr(layer.attn, "attend", None)
+            self.keys[self.layer, i] = getattr(attend, "own_keys", None)
         layer.to("meta")
         self.ratios += ratios
         print(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "

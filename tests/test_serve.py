@@ -494,7 +494,7 @@ def run_slots(slots, tasks):
     return [errors.get(task) for task in tasks]
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_5_text"])
 def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
     from cli.request_sampler import GREEDY, build_request_sampler
@@ -511,7 +511,7 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 6)]
     assert run_slots(slots, tasks) == [None] * 9
     assert [task.sequence.ids for task in tasks] == expected
-    assert (name == "gemma3_text") or sum(task.n_reused for task in tasks) > 20
+    assert name != "llama3" or sum(task.n_reused for task in tasks) > 20
     assert not slots.running and not slots.beginning
 
 
