@@ -171,17 +171,14 @@ class Slots:
         """How much of a row's first n_same positions the model can go on from.
 
         A ring has given away what is more than a call behind the furthest position written, a state
-        what is more than max_rejected behind it.
+        what is behind those that setup_cache(max_rejected=…) keeps.
         """
-        if not self.reuses:
-            return 0
-        model = self.batch.model
-        rewind = max_rewind(model)
-        if rewind is None and model.rings:
-            rewind = model.longest_call - 1
-        if rewind is not None and self.n_written[slot] - n_same > rewind - self.n_beyond:
-            return 0
-        return n_same
+        model, n_behind = self.batch.model, self.n_written[slot] - n_same
+        if (n_kept := max_rewind(model)) is not None:
+            reaches = n_behind <= n_kept + 1
+        else:
+            reaches = not model.rings or n_behind <= model.longest_call - 1 - self.n_beyond
+        return n_same if reaches and self.reuses else 0
 
     def free(self) -> list[int]:
         return [slot for slot in range(self.batch.n_row)

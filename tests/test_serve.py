@@ -515,6 +515,27 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     assert not slots.running and not slots.beginning
 
 
+def test_slots_go_on_from_a_state(ours):
+    """A conversation that goes on as it was computes what is new only; one that was changed begins anew."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    model = ours("qwen3_5_text")
+    turns, said = [[5, 6, 7, 8, 9], [3, 4], [8, 1, 2]], []
+    model.setup_cache(2, 64, 4, max_rejected=1)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4)
+    tasks = []
+    for turn in turns:
+        tasks += [Task(sequence, GREEDY) for sequence in sequences([said + turn], 6)]
+        assert run_slots(slots, tasks[-1:]) == [None]
+        assert tasks[-1].n_reused == max(0, len(said) - 1)                   # the last token was never fed
+        said = said + turn + tasks[-1].sequence.ids
+    changed = [*said[:9], 77, *said[10:]]
+    tasks += [Task(sequence, GREEDY) for sequence in sequences([changed], 6)]
+    assert run_slots(slots, tasks[-1:]) == [None] and tasks[-1].n_reused == 0
+    for task in tasks:
+        assert task.sequence.ids == plain(model, task.sequence.prompt_ids, 6)
+
+
 def plain(model, ids, n):
     from helpers import GREEDY, generated
     return [t.item() for t in generated(model, [ids], n, GREEDY, use_cache=False)]
