@@ -136,12 +136,13 @@ def test_drafts_of_a_known_acceptance(capsys, monkeypatch):
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
-    original = engines.batch.read_late
+    from cli import slots
+    original = slots.read_late
 
     def late(tokens):
         for ids, owners in original(tokens):
             yield [(i + 1) % 32000 for i in ids], owners
-    monkeypatch.setattr(engines.batch, "read_late", late)
+    monkeypatch.setattr(slots, "read_late", late)
     argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-n", 9, "-d", 12, "--requests", 2, "--engines", "kv_cache"]
     status, out, err = run(capsys, *argv)
     assert status == 1 and "| NO |" in out

@@ -196,7 +196,7 @@ def test_unsupported_features_are_named(capsys, llama):
             (dict(model_type="nonsense"), "model_type 'nonsense' is not supported (supported: llama, mistral"),
             (dict(model_type="mamba2"), "'mamba2' is not supported: it has state-space layers (Mamba, RWKV), another"),
             (dict(model_type="kimi_linear"), "it has gated DeltaNet or other linear"), (dict(model_type="deepseek_v32"), "keys that an indexer chooses"),
-            (dict(model_type="lfm2"), "it has convolution layers"), (dict(model_type="t5"), "an encoder and a decoder"),
+            (dict(model_type="lfm3"), "it has convolution layers"), (dict(model_type="t5"), "an encoder and a decoder"),
             (dict(model_type=...), "model_type 'None'"),
             (dict(hidden_act="relu"), "activation 'relu'"), (dict(clip_qkv=8.0), "'clip_qkv' is not supported"),
             (dict(rope_parameters=dict(rope_type="proportional", rope_theta=1e4)), "RoPE scaling 'proportional'"),

@@ -13,7 +13,7 @@ from conftest import SMOLLM2
 
 import generate
 from bench.engines import share_weights
-from cli import engines, session
+from cli import engines, session, slots
 from cli import evaluate as evaluation
 from cli.calibration_text import calibration_text
 
@@ -352,6 +352,6 @@ def test_ctrl_c(capsys, monkeypatch, adapters):
     monkeypatch.setattr(evaluation, "score", interrupt)
     status, out, _ = run(capsys, "-m", SMOLLM2, "--perplexity", "pydoc", "--limit", 9)
     assert status == 130 and out == ""
-    monkeypatch.setattr(evaluation.batch, "read_late", interrupt)
+    monkeypatch.setattr(slots, "read_late", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(adapters, "generate_until", [("Hi", dict(max_gen_toks=3))], (1,))

@@ -184,7 +184,7 @@ OTHER_KEYS = {                                             # what a converter wr
     "jais2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "minimax-m2": lambda c: {"expert_feed_forward_length": c.intermediate_size},
     "muse-glimmer": lambda c: {"logit_scale": c.output_multiplier},
-    "glm4moe": lambda c: {"nextn_predict_layers": 1, "block_count": 5} if c.num_mtp_layers else {},
+    "glm4moe": lambda c: {"nextn_predict_layers": 1, "block_count": 5} if getattr(c, "num_mtp_layers", 0) else {},
     **dict.fromkeys(DELTA, lambda c: {
         "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim, "ssm.group_count": c.linear_num_key_heads,
         "ssm.time_step_rank": c.linear_num_value_heads, "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,

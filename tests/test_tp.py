@@ -95,7 +95,8 @@ def test_parts_make_up_the_whole(directory, name):
         total = sum(math.prod(part[k].shape) for part in parts for k in part)
         assert total < n * sum(math.prod(t.shape) for t in source.tensors.values())
         model = blank_model(tp.shard_config(source.cfg, n), torch.float32)
-        assert source is not original or {k: p.shape for k, p in model.named_parameters()} == {
+        shapes = {k: p.shape for k, p in model.named_parameters() if k != "per_layer.embed.weight"}      # a table that stays in its file
+        assert source is not original or shapes == {
             k: p.shape for k, p in load_model(tp.shard(source, n, 1), torch.float32, "cpu").named_parameters()}
 
 
