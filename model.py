@@ -74,7 +74,7 @@ class ModelConfig:
 
 
 def at(layer: int, tiled: tuple):
-    """A layer's own entry of `rope`, `window`, `sparse` or `mixer`."""
+    """A layer's own entry of what is tiled over layers."""
     return tiled[layer % len(tiled)]
 
 
