@@ -1,26 +1,35 @@
-"""What exchanges information between positions, as operations: attention, and gated DeltaNet.
+"""What exchanges information between positions, as operations: attention, latent attention, gated
+DeltaNet, short convolutions.
 
-Each says whether a layer's first half has the parts that its operation knows, which linears come
-before and after it, and how it is described. kernels/cpu_layers.py puts them between the others.
+Each says whether a layer's first half has the parts that its operations know and how many tokens
+of a call they take, and adds them to a layer's list (cpu_layers.Operations).
 
     mixer = mixer_of(layer)
-    if mixer.fits(layer): ...
+    if mixer.fits(layer): mixer(layer).add_to(operations)
 """
 
 from torch import nn
 
 from kernels import cpu_ops
+from kernels.cpu_experts import fits_head_matrices
 from kernels.cpu_linears import fits_linear, fits_norm, norm_struct
 from layers.delta import DeltaNet
+from layers.latent import AnyWidths, LatentAttention
 from layers.norms import SoftCap, WideNorm
 from layers.shared_kv import SharedAttention
+from layers.short_conv import ShortConvolution
+
+FEW = 64                                           # rows of a call that is no long prompt's
 
 
 class AttentionMixer:
     """RoPE of queries and keys, the cache, softmax, a gate."""
 
+    few_rows = False                               # takes any number
+
     def __init__(self, layer: nn.Module):
         self.before = linears_before(layer.attn)   # linears that read the layer's normalized input
+        self.linears = [*self.before, "wo"]
         self.half = layer.attn.head_dim // 2       # as many of RoPE's angles, if there are more
 
     @staticmethod
@@ -36,6 +45,17 @@ class AttentionMixer:
         norms = layer.attn_norm, *others, layer.post_attn_norm
         return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
+    def widths(self, width_of) -> dict[str, int]:
+        """Numbers for a row of what lies between; width_of: a linear's name -> inputs, outputs."""
+        return {name: width_of(name)[1] for name in self.before} | {"attended": width_of("wo")[0]}
+
+    def add_to(self, ops) -> None:
+        attn, norm = ops.parts.attn, ops.parts.attn_norm
+        for name in self.before:
+            ops.linear(f"attn.{name}", None, name, norm)
+        ops.at_positions(self.operation(attn, ops.at, ops.types["attended"]))
+        ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
+
     def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.Attention:
         """at: where buffers are, by the linears' names, and "attended"."""
         attend, cache = attn.attend, attn.cache
@@ -45,7 +65,7 @@ class AttentionMixer:
                  for name in ("q_norm", "k_norm", "v_norm")}
         queries = self.before[0]                   # with keys and values, or without
         return cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, S=S,
+            kind=cpu_ops.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, V=H, S=S,
             cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             has_keys=queries == "wqkv", qkv=at[queries],
@@ -59,11 +79,70 @@ def linears_before(attn: nn.Module) -> list[str]:
     return [queries] if getattr(attn, "gate", None) is None else [queries, "gate"]
 
 
+class LatentMixer:
+    """Latents into the cache, queries absorbed, one key for all heads; of few tokens."""
+
+    few_rows = True
+
+    def __init__(self, layer: nn.Module):
+        attn = layer.attn
+        self.before = ["wqkv_a", "wq_b"] if attn.has_q_rank else ["wq_kv_a"]
+        self.linears = [*self.before, "wk_b", "wv_b", "wo"]
+        self.half, self.most = attn.rope_dim // 2, min(FEW, attn.most_absorbed)
+        self.n_head, self.rank, self.rope_dim = attn.n_head, attn.kv_rank, attn.rope_dim
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        attn = layer.attn
+        norms = layer.attn_norm, layer.post_attn_norm, attn.kv_a_norm
+        if attn.has_q_rank:
+            queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
+        else:
+            queries = [attn.wq_kv_a]
+        return (type(attn.attend) is AnyWidths and all(map(fits_norm, norms))
+                and all(map(fits_linear, (*queries, attn.wo)))
+                and all(map(fits_head_matrices, (attn.wk_b, attn.wv_b))))
+
+    def widths(self, width_of) -> dict[str, int]:
+        return {name: width_of(name)[1] for name in self.before} | {
+            "queries": self.n_head * (self.rank + self.rope_dim),
+            "latents": self.n_head * self.rank, "attended": width_of("wo")[0]}
+
+    def add_to(self, ops) -> None:
+        attn, N, width = ops.parts.attn, self.n_head, self.rank + self.rope_dim
+        ops.linear(f"attn.{self.before[0]}", None, self.before[0], ops.parts.attn_norm)
+        stride = sum(attn.split)                   # of queries or their latent, then keys'
+        q, q_stride, k = ops.at[self.before[0]], stride, ops.at[self.before[0]] + 4 * attn.split[0]
+        if attn.has_q_rank:
+            ops.linear("attn.wq_b", "wqkv_a", "wq_b", attn.q_a_norm, x_stride=stride)
+            q, q_stride = ops.at["wq_b"], N * (attn.nope_dim + self.rope_dim)
+        cache = attn.cache.k
+        S, cache_type = cache.shape[1], cpu_ops.TYPES[cache.dtype]
+        ops.at_positions(cpu_ops.Latent(
+            kind=cpu_ops.LATENT, N=N, nope=attn.nope_dim, rope=self.rope_dim, rank=self.rank, S=S,
+            cache_type=cache_type, q_stride=q_stride, k_stride=stride,
+            norm=norm_struct(attn.kv_a_norm), q=q, k=k, queries=ops.at["queries"],
+            cache=cache.data_ptr()))
+        ops.linear("attn.wk_b", self.before[-1], "queries", x_stride=q_stride, out_step=width,
+                   x_step=attn.nope_dim + self.rope_dim, out_stride=N * width)
+        ops.at_positions(cpu_ops.Attention(
+            kind=cpu_ops.ATTENTION, N=N, K=1, H=width, V=self.rank, S=S, cache_type=cache_type,
+            is_turned=True, scale=attn.attend.scale, qkv=ops.at["queries"],
+            k_cache=cache.data_ptr(), v_cache=cache.data_ptr(), out=ops.at["latents"],
+            out_type=ops.types["latents"]))
+        ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank, x_step=self.rank,
+                   out_stride=N * attn.v_dim, out_step=attn.v_dim)
+        ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
+
+
 class DeltaMixer:
     """A short convolution, a state for each head, a gated norm."""
 
+    few_rows = False
+
     def __init__(self, layer: nn.Module):
         self.before, self.half = ["qkv", "gate", "rates"], None
+        self.linears = [*self.before, "wo"]
         self.taps = layer.attn.conv.detach().T.contiguous()
 
     @staticmethod
@@ -75,6 +154,9 @@ class DeltaMixer:
         norms = layer.attn_norm, layer.post_attn_norm
         return (whole and attn.shape.n_tap <= cpu_ops.MOST_TAPS and all(map(fits_norm, norms))
                 and all(map(fits_linear, linears)))
+
+    widths = AttentionMixer.widths
+    add_to = AttentionMixer.add_to
 
     def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.Delta:
         shape, cache = attn.shape, attn.cache
@@ -89,6 +171,37 @@ class DeltaMixer:
             out_type=out_type)
 
 
+class ShortConvMixer:
+    """A convolution between two gates."""
+
+    few_rows = False
+
+    def __init__(self, layer: nn.Module):
+        self.before, self.half = ["wbcx"], None
+        self.linears = [*self.before, "wo"]
+        self.taps = layer.attn.taps.detach().T.contiguous()
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        linears, norms = (layer.attn.wbcx, layer.attn.wo), (layer.attn_norm, layer.post_attn_norm)
+        return all(map(fits_norm, norms)) and all(map(fits_linear, linears))
+
+    widths = AttentionMixer.widths
+    add_to = AttentionMixer.add_to
+
+    def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.ShortConv:
+        inputs, bias = attn.cache.inputs, attn.taps_bias
+        return cpu_ops.ShortConv(
+            kind=cpu_ops.SHORT_CONV, width=attn.shape.width, n_tap=attn.shape.n_tap,
+            n_input=inputs.shape[1], input_type=cpu_ops.TYPES[inputs.dtype], out_type=out_type,
+            taps=self.taps.data_ptr(), bias=None if bias is None else bias.data_ptr(),
+            x=at["wbcx"], inputs=inputs.data_ptr(), out=at["attended"])
+
+
+MIXERS = {DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer}
+
+
 def mixer_of(layer: nn.Module) -> type:
     """Which of them a layer's first half may be; its fits() says whether it is."""
-    return DeltaMixer if isinstance(layer.attn, DeltaNet) else AttentionMixer
+    kinds = [mixer for kind, mixer in MIXERS.items() if isinstance(layer.attn, kind)]
+    return kinds[0] if kinds else AttentionMixer

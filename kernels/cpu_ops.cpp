@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <omp.h>
 #include <thread>
@@ -241,7 +240,7 @@ constexpr int PHASES = 3;                      // of an operation at most
 constexpr int MOST_OPS = 4096;                 // at a time
 static Phase phases[MOST_OPS][PHASES];
 static std::vector<float> shared;              // between threads, within an operation
-static thread_local std::vector<float> own;
+static thread_local std::vector<float> own, own_row;
 
 static std::atomic<bool> out_of_range;         // a token, or a position of the cache: not touched
 
@@ -321,19 +320,25 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
 enum Activation { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU2 };
 
 // x [M, K], perhaps normalized, by weight -> out [M, N]: + bias, activated (gated: the first half
-// of the outputs by the second; out is [M, N / 2]), times factor, + residual. Experts have a weight
-// and a bias each, one after the other, and none of the residual; e's rows of x end before ends[e].
+// of the outputs by the second; out is [M, N / 2]), times others, times factor, + residual.
+// Experts have a weight and a bias each, one after the other, and none of the residual: e's rows
+// end before ends[e], and row m is made of x's row order[m], or m. Without ends each makes M rows
+// of its own columns of x, which begin x_step apart, to columns of out.
 struct Linear {
   int32_t kind, format, M, N, K, group, activation, gated, x_type, out_type, residual_type;
   int32_t x_bits;                              // that x must have: 32, 16, or 8 for many rows
   int32_t n_expert;                            // or 0
+  int32_t x_stride, x_step, out_stride, out_step;                 // strides 0: rows lie together
+  int32_t times_type, times_stride;
   float factor;
   Norm norm;
-  const void *x, *weight, *scales, *residual;
+  const void *x, *weight, *scales, *residual, *times;
   const float* bias;
   void* out;
-  const int32_t* ends;
+  const int32_t *ends, *order;
 };
+
+static inline int outputs(const Linear& op) { return op.gated ? op.N / 2 : op.N; }
 
 static inline vf activated(int activation, vf x) {
   if (activation == SILU) return x * inverse_of(1.0f + exp_of(-x));
@@ -376,11 +381,15 @@ static void finish(const Linear& op, int m, int first, int n, float* y, float* u
     }
   if (op.activation == SILU) activate<SILU>(y, up);
   else if (op.activation) activate<NONE>(y, up, op.activation);
-  long at = (long)m * (op.gated ? op.N / 2 : op.N) + first;
+  float other[ROWS];
+  if (op.times) {
+    read_floats(op.times, op.times_type, (long)m * op.times_stride + first, n, other);
+    for (int i = 0; i < n; i++) y[i] *= other[i];
+  }
+  long at = (long)m * (op.out_stride ? op.out_stride : outputs(op)) + first;
   if (op.residual) {
-    float old[ROWS];
-    read_floats(op.residual, op.residual_type, at, n, old);
-    for (int i = 0; i < n; i++) y[i] = old[i] + op.factor * y[i];
+    read_floats(op.residual, op.residual_type, at, n, other);
+    for (int i = 0; i < n; i++) y[i] = other[i] + op.factor * y[i];
   }
   write_floats(y, n, op.out, op.out_type, at);
 }
@@ -512,7 +521,7 @@ struct Rows {                                  // of x, as floats, as bf16 or as
 
   // row m from floats [K]; most: 32767, or 127 for bytes; by_words: numbers that a shift of int4's
   // words gives together beside each other
-  void quantize(int m, const float* row, int most, bool by_words) {
+  void quantize(int m, const float* row, int most, bool by_words) const {
     static const vi orders[] = {order_of_words(2), order_of_words(4)};
     vi order = orders[most == 127];
     for (int g = 0; g < K / GROUP; g++) {
@@ -839,91 +848,144 @@ static bool is_decoded(const Linear& op) {     // once for all tiles
 }
 
 static void read_row(const Linear& op, int m, int K, float* to) {
-  read_floats(op.x, op.x_type, (long)m * op.K, op.K, to);
+  long row = op.order ? op.order[m] : m;
+  read_floats(op.x, op.x_type, row * (op.x_stride ? op.x_stride : op.K), op.K, to);
   normalize(op.norm, op.K, to);
   std::fill(to + op.K, to + K, 0.0f);
 }
 
-static void by_stored(const Linear& op, Phase* phase, int n_thread) {
-  int K = padded(op.K, GROUP);
-  bool is_shared = op.M > 1, is_read = false;  // one row: each thread reads it, and waits for none
-  int n_out = op.gated ? op.N / 2 : op.N, n_block = padded(n_out, ROWS) / ROWS;
-  int step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));        // blocks of a task
-  int most = numbers(op) == BYTES ? BYTES_TILE : TILE, n_tile = (op.M + most - 1) / most;
-  size_t n_row = is_shared ? 0 : Rows::floats(1, K), n_y = (size_t)step * TILE * ROWS;
-  size_t n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
-  float* row = memory_of(own, K + n_row + LANES + 2 * n_y + 2 * n_decoded);
-  Rows rows(is_shared ? memory_of(shared, 0) : row + K, op.M, K);
-  float* y = row + padded(K + n_row, LANES);
-  Decoded decoded[2] = {{y + 2 * n_y, K}, {y + 2 * n_y + n_decoded, K}};
-  auto read = [&](int m) {
-    read_row(op, m, K, numbers(op) == FLOATS ? rows.x + (long)m * K : row);
+constexpr int MOST_ROWS = 192;                 // of x at a time, as floats: they stay in the L2
+
+// A linear, or an expert of one: rows of x that are read, then tasks that each make blocks of outputs
+struct Product {
+  Linear op;
+  int first;                                   // of its rows, among all experts'
+  int K, n_block, step, n_task;                // step: blocks of a task
+  bool by_stored;                              // or as floats
+
+  Product(const Linear& op, int first, int n_thread) : op(op), first(first) {
+    K = padded(op.K, GROUP);
+    n_block = padded(outputs(op), ROWS) / ROWS;
+    by_stored = is_by_stored(op);
+    step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));
+    n_task = by_stored ? (n_block + step - 1) / step
+                       : n_block * ((op.M + MOST_ROWS - 1) / MOST_ROWS);
+  }
+
+  void read(int m, const Rows& rows) const {
+    float* row = numbers(op) == FLOATS ? rows.x + (long)m * K : memory_of(own, K);
+    read_row(op, m, K, row);
     if (numbers(op) >= INTEGERS)
       rows.quantize(m, row, numbers(op) == BYTES ? 127 : 32767, op.format == INT4);
     if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq());
-  };
-  if (is_shared) do_tasks(phase[0], op.M, 1, read);
-  do_tasks(phase[1], (n_block + step - 1) / step, 1, [&](int task) {
-    if (!is_shared && !is_read) read(0);
-    is_read = true;
-    int first = task * step, last = std::min(n_block, first + step);
+  }
+
+  void make(int task, const Rows& rows) const {
+    if (by_stored) return make_by_stored(task, rows);
+    int from = task / n_block * MOST_ROWS;
+    make_by_floats(task % n_block, rows.x + (long)from * K, from, std::min(MOST_ROWS, op.M - from));
+  }
+
+  void make_by_stored(int task, const Rows& rows) const {
+    int most = numbers(op) == BYTES ? BYTES_TILE : TILE, n_tile = (op.M + most - 1) / most;
+    size_t n_y = (size_t)step * TILE * ROWS, n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
+    float* y = memory_of(own, 2 * n_y + 2 * n_decoded);
+    Decoded decoded[2] = {{y + 2 * n_y, K}, {y + 2 * n_y + n_decoded, K}};
+    int begin = task * step, end = std::min(n_block, begin + step);
     if (n_decoded)
       for (int half = 0; half <= op.gated; half++)
-        decoded[half].decode(op, first + half * n_block, K);
+        decoded[half].decode(op, begin + half * n_block, K);
     for (int j = 0, m = 0; j < n_tile; j++) {  // of nearly equal height
       int height = (op.M - m + n_tile - j - 1) / (n_tile - j);
-      auto to = [&](int half, int i) { return y + half * n_y + (i - first) * height * ROWS; };
+      auto to = [&](int half, int i) { return y + half * n_y + (i - begin) * height * ROWS; };
       for (int half = 0; half <= op.gated; half++)
-        for (int i = first; i < last; i++)
+        for (int i = begin; i < end; i++)
           block_by_tile(height, op, i + half * n_block, rows.from(m), to(half, i),
                         n_decoded ? decoded + half : nullptr);
-      for (int i = first; i < last; i++)
+      for (int i = begin; i < end; i++)
         for (int r = 0; r < height; r++)
-          finish(op, m + r, i * ROWS, std::min(ROWS, n_out - i * ROWS), to(0, i) + r * ROWS,
-                 op.gated ? to(1, i) + r * ROWS : nullptr);
+          finish(op, m + r, i * ROWS, std::min(ROWS, outputs(op) - i * ROWS),
+                 to(0, i) + r * ROWS, op.gated ? to(1, i) + r * ROWS : nullptr);
       m += height;
     }
-  });
-}
+  }
 
-// - Many rows as floats: a block of weights becomes floats [DEPTH, ROWS], which all share
+  // Block i for rows [from, from + M), which are x [M, K]: weights become floats [DEPTH, ROWS], which
+  // all share
+  void make_by_floats(int i, const float* x, int from, int M) const {
+    float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)M * ROWS);
+    float* y[2] = {w + DEPTH * ROWS, w + DEPTH * ROWS + M * ROWS};
+    for (int half = 0; half <= op.gated; half++)
+      for (int k = 0; k < K; k += DEPTH) {
+        int n = std::min(DEPTH, K - k);
+        to_floats(op, i + half * n_block, K, k, n, w);
+        tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
+      }
+    int n = std::min(ROWS, outputs(op) - i * ROWS);
+    for (int m = 0; m < M; m++)
+      finish(op, from + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
+  }
+};
 
-// One block of outputs for rows [first, first + M), which are x [M, K]
-static void block_by_rows(const Linear& op, int i, int n_block, const float* x, int K, int first,
-                          int M) {
-  float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)M * ROWS);
-  float* y[2] = {w + DEPTH * ROWS, w + DEPTH * ROWS + M * ROWS};
-  for (int half = 0; half <= op.gated; half++)
-    for (int k = 0; k < K; k += DEPTH) {
-      int n = std::min(DEPTH, K - k);
-      to_floats(op, i + half * n_block, K, k, n, w);
-      tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
-    }
-  int n = std::min(ROWS, (op.gated ? op.N / 2 : op.N) - i * ROWS);
-  for (int m = 0; m < M; m++)
-    finish(op, first + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
-}
-
-constexpr int MOST_ROWS = 192;                 // of x at a time: they stay in the L2
-
-static void by_panels(const Linear& op, Phase* phase) {
+// The linear of expert e, whose rows begin at `first`
+static Linear expert(const Linear& op, int e, int first, int M) {
+  auto moved = [](const void* p, int type, long n) {
+    return (char*)p + n * (type == FP32 ? 4 : 2);
+  };
   int K = padded(op.K, GROUP);
-  float* x = memory_of(shared, 0);
-  do_tasks(phase[0], op.M, 4, [&](int m) { read_row(op, m, K, x + (long)m * K); });
-  int n_block = padded(op.gated ? op.N / 2 : op.N, ROWS) / ROWS;
-  int n_part = (op.M + MOST_ROWS - 1) / MOST_ROWS;
-  do_tasks(phase[1], n_block * n_part, 1, [&](int task) {
-    int first = task / n_block * MOST_ROWS;
-    block_by_rows(op, task % n_block, n_block, x + (long)first * K, K, first,
-                  std::min(MOST_ROWS, op.M - first));
+  long n_block = (long)padded(outputs(op), ROWS) / ROWS << op.gated;
+  size_t n_scale = (op.format == INT4 ? K / op.group : 1) * n_block * ROWS;
+  Linear one = op;
+  one.M = M;
+  one.weight = (const char*)op.weight + e * n_block * block_bytes(op.format, K);
+  if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
+  if (op.bias) one.bias = op.bias + (long)e * op.N;
+  if (op.order) one.order = op.order + first;
+  else one.x = moved(op.x, op.x_type, op.ends ? (long)first * op.K : (long)e * op.x_step);
+  one.out = moved(op.out, op.out_type, op.ends ? (long)first * outputs(op) : (long)e * op.out_step);
+  return one;
+}
+
+static int rows_in_all(const Linear& op) { return op.n_expert && !op.ends ? op.n_expert * op.M : op.M; }
+
+static void linear(const Linear& op, Phase* phase, int n_thread) {
+  static thread_local std::vector<Product> products;
+  products.clear();
+  int n_row = 0, n_task = 0;
+  for (int e = 0; e < std::max(1, op.n_expert); e++) {
+    int M = op.n_expert && op.ends ? op.ends[e] - n_row : op.M;
+    if (M == 0) continue;
+    products.push_back(Product(op.n_expert ? expert(op, e, n_row, M) : op, n_row, n_thread));
+    n_row += M;
+    n_task += products.back().n_task;
+  }
+  int K = padded(op.K, GROUP);
+  bool is_shared = n_row > 1, is_read = false; // one row: each thread reads it, and waits for none
+  float* memory = is_shared ? memory_of(shared, 0) : memory_of(own_row, Rows::floats(1, K));
+  auto rows_of = [&](const Product& p) {
+    return Rows(memory + Rows::floats(p.first, K), p.op.M, K);
+  };
+  size_t at = 0;                               // the product of a task: a thread's tasks ascend
+  if (is_shared)
+    do_tasks(phase[0], n_row, 1, [&](int row) {
+      while (row >= products[at].first + products[at].op.M) at++;
+      products[at].read(row - products[at].first, rows_of(products[at]));
+    });
+  at = 0;
+  int before = 0;
+  do_tasks(phase[1], n_task, 1, [&](int task) {
+    if (!is_shared && !is_read) products[0].read(0, rows_of(products[0]));
+    is_read = true;
+    for (; task >= before + products[at].n_task; at++) before += products[at].n_task;
+    products[at].make(task - before, rows_of(products[at]));
   });
 }
 
 // ---- Attention ----------------------------------------------------------------------------------
 
 // RoPE of qkv [B, T, N + 2 K, H], the write of keys and values to slots of the caches
-// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, H], times
-// the sigmoid of a gate of its shape if there is one.
+// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, V], times
+// the sigmoid of a gate of its shape if there is one. V is H, or as much of a key as is its value.
 struct Positions {                             // what layers share
   int64_t n_key, mask_b, mask_t, angle_b, slot_b;                 // the others are strides
   const float *cos, *sin;                      // [(B, 1,) T, H / 2]
@@ -932,8 +994,9 @@ struct Positions {                             // what layers share
 };
 
 struct Attention {
-  int32_t kind, B, T, N, K, H, S, cache_type, wide_norm, out_type;
+  int32_t kind, B, T, N, K, H, V, S, cache_type, wide_norm, out_type;
   int32_t has_keys;                            // else qkv are queries, and the cache another layer's
+  int32_t is_turned;                           // or these are as they meet the keys
   float scale, cap;
   Norm q_norm, k_norm, v_norm;
   const Positions* at;
@@ -946,8 +1009,7 @@ constexpr int KEYS = HAS_BF16 ? 256 : 64;      // at a time
 constexpr int QUERIES = 96;                    // heads that share keys are queries side by side
 constexpr int FEW = 4;                         // of which each takes its own sums over a key
 
-static void rotate(const Attention& op, const float* cos, const float* sin, float* x) {
-  int half = op.H / 2;
+static void rotate(int half, const float* cos, const float* sin, float* x) {
   for (int i = 0; i < half; i++) {
     float a = x[i], b = x[i + half];
     x[i] = a * cos[i] - b * sin[i];
@@ -976,7 +1038,7 @@ static void write_keys(const Attention& op, int b, int t) {
   for (int i = 0; i < op.N + (op.has_keys ? op.K : 0); i++) {
     float* x = q + i * op.H;
     if (!op.wide_norm) normalize(i < op.N ? op.q_norm : op.k_norm, op.H, x);
-    rotate(op, cos, sin, x);
+    rotate(op.H / 2, cos, sin, x);
   }
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
@@ -1074,11 +1136,11 @@ static void transpose_keys(const Number* k, int n_key, int n, Number* to) {
         for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * n + h) * ROWS + i] = k[(j + i) * n + h];
 }
 
-// v [n, H] of bf16 -> pairs [n / 2, Hp], neighbours in a word; zeros from n on
-static void pair_values(const uint16_t* v, int n, int H, int Hp, int32_t* to) {
+// v [n, V] of bf16, H apart -> pairs [n / 2, Vp], neighbours in a word; zeros from n on
+static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t* to) {
   for (int j = 0; j < n; j += 2)
-    for (int h = 0; h < H; h++)
-      to[j / 2 * Hp + h] = v[j * H + h] | (j + 1 < n ? v[(j + 1) * H + h] : 0) << 16;
+    for (int h = 0; h < V; h++)
+      to[j / 2 * Vp + h] = v[j * H + h] | (j + 1 < n ? v[(j + 1) * H + h] : 0) << 16;
 }
 
 // s [KEYS], scores of n keys -> their weights; what is masked has none
@@ -1115,8 +1177,8 @@ static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, flo
 template <class Key>
 static void attend(const Attention& op, const Task& task, const Softmax& softmax) {
   constexpr bool BY_PAIRS = HAS_BF16 && sizeof(Key) == 2;
-  int H = op.H, Hp = padded(H, ROWS), share = op.N / op.K, W = width_of(op);
-  int n_query = (task.t1 - task.t0) * share;
+  int H = op.H, V = op.V, Hp = padded(H, ROWS), Vp = padded(V, ROWS);
+  int share = op.N / op.K, W = width_of(op), n_query = (task.t1 - task.t0) * share;
   float* q = memory_of(own, (size_t)n_query * (2 * Hp + KEYS) + 3 * KEYS * Hp);
   float *score = q + n_query * Hp, *k = score + n_query * KEYS, *v = k + KEYS * Hp;
   float *turned = v + KEYS * Hp, *q_pairs = turned + KEYS * Hp;
@@ -1129,7 +1191,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     softmax.sum[r] = 0;
   }
   if (BY_PAIRS) write_floats(q, n_query * Hp, q_pairs, BF16, 0);
-  memset(softmax.out, 0, 4 * (size_t)n_query * Hp);
+  memset(softmax.out, 0, 4 * (size_t)n_query * Vp);
   if (H < Hp) memset(k, 0, 8 * (size_t)KEYS * Hp);
   for (int key = task.key0; key < task.key1; key += KEYS) {
     int n = std::min(KEYS, task.key1 - key), first_t = task.t0;
@@ -1138,13 +1200,13 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     if (n_row == 0) continue;
     long at = cache_at(op, task.b, task.head, key);
     const Key *keys = (const Key*)op.k_cache + at, *values = (const Key*)op.v_cache + at;
-    float *s = score + from * KEYS, *out = softmax.out + from * Hp;
-    bool few = n_row <= FEW && H == Hp;        // straight from the cache
+    float *s = score + from * KEYS, *out = softmax.out + from * Vp;
+    bool few = n_row <= FEW && H == Hp && V == Vp;                // straight from the cache
     if (few) {
       few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, s);
     } else if (BY_PAIRS) {
       for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
-      pair_values((const uint16_t*)values, n, H, Hp, (int32_t*)v);
+      pair_values((const uint16_t*)values, n, V, H, Vp, (int32_t*)v);
       transpose_keys((const int32_t*)k, n, Hp / 2, (int32_t*)turned);
       for (int j = 0; j < n; j += ROWS)
         tiles(n_row, (const int32_t*)turned + j * Hp / 2, ROWS, Hp / 2,
@@ -1152,7 +1214,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     } else {
       for (int j = 0; j < n; j++) {
         read_floats(op.k_cache, op.cache_type, at + (long)j * H, H, k + j * Hp);
-        read_floats(op.v_cache, op.cache_type, at + (long)j * H, H, v + j * Hp);
+        read_floats(op.v_cache, op.cache_type, at + (long)j * H, V, v + j * Vp);
       }
       transpose_keys(k, n, Hp, turned);
       for (int j = 0; j < n; j += ROWS)
@@ -1161,15 +1223,15 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     for (int r = from; r < n_query; r++) {
       float* weights = score + r * KEYS;
       weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, weights, softmax.top + r,
-            softmax.sum + r, softmax.out + r * Hp, Hp);
+            softmax.sum + r, softmax.out + r * Vp, Vp);
       if (BY_PAIRS && !few) write_floats(weights, padded(n, LANES), weights, BF16, 0);
     }
-    for (int h = 0; h < Hp; h += ROWS) {
-      if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Hp, true);
+    for (int h = 0; h < Vp; h += ROWS) {
+      if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Vp, true);
       else if (BY_PAIRS)
-        tiles(n_row, (const int32_t*)v + h, Hp, (n + 1) / 2, (const int32_t*)s, KEYS, out + h, Hp,
+        tiles(n_row, (const int32_t*)v + h, Vp, (n + 1) / 2, (const int32_t*)s, KEYS, out + h, Vp,
               true);
-      else tiles(n_row, v + h, Hp, n, s, KEYS, out + h, Hp, true);
+      else tiles(n_row, v + h, Vp, n, s, KEYS, out + h, Vp, true);
     }
   }
 }
@@ -1177,27 +1239,27 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
 // out of a query, from its softmax over each of n_part parts of the keys, `step` floats apart
 static void write_out(const Attention& op, const Task& task, int r, const Softmax& first,
                       int n_part, long step) {
-  int Hp = padded(op.H, ROWS), share = op.N / op.K;
+  int Vp = padded(op.V, ROWS), share = op.N / op.K;
   int t = task.t0 + r / share, head = task.head * share + r % share;
   float top = op.sinks ? op.sinks[head] : -INFINITY, sum = 0;
   for (int i = 0; i < n_part; i++) top = std::max(top, first.top[r + i * step]);
   if (op.sinks) sum = std::exp(op.sinks[head] - top);
-  std::vector<float> y(2 * Hp, 0.0f);
+  std::vector<float> y(2 * Vp, 0.0f);
   for (int i = 0; i < n_part; i++) {
     if (first.top[r + i * step] == -INFINITY) continue;
     float weight = std::exp(first.top[r + i * step] - top);
     sum += weight * first.sum[r + i * step];
-    for (int h = 0; h < op.H; h++) y[h] += weight * first.out[r * Hp + h + i * step];
+    for (int h = 0; h < op.V; h++) y[h] += weight * first.out[r * Vp + h + i * step];
   }
-  for (int h = 0; h < op.H; h++) y[h] /= sum;
-  long at = (((long)task.b * op.T + t) * op.N + head) * op.H;
+  for (int h = 0; h < op.V; h++) y[h] /= sum;
+  long at = (((long)task.b * op.T + t) * op.N + head) * op.V;
   if (op.gate) {
-    float* gate = y.data() + Hp;
-    copy_floats(op.gate + at, op.H, gate);
-    for (int h = 0; h < Hp; h += LANES)
+    float* gate = y.data() + Vp;
+    copy_floats(op.gate + at, op.V, gate);
+    for (int h = 0; h < Vp; h += LANES)
       store(&y[h], load<vf>(&y[h]) * inverse_of(1.0f + exp_of(-load<vf>(gate + h))));
   }
-  write_floats(y.data(), op.H, op.out, op.out_type, at);
+  write_floats(y.data(), op.V, op.out, op.out_type, at);
 }
 
 struct Plan {                                  // of an attention
@@ -1213,7 +1275,7 @@ struct Plan {                                  // of an attention
     if (n_task < 4 * n_thread)
       n_part = std::min((4 * n_thread + n_task - 1) / n_task, (int)op.at->n_key / 128);
     n_part = std::max(1, n_part);
-    size = (size_t)step_t * share * (padded(op.H, ROWS) + 2);
+    size = (size_t)step_t * share * (padded(op.V, ROWS) + 2);
   }
 
   Softmax softmax(float* memory, int i) const {
@@ -1234,7 +1296,8 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     out_of_range = true;
     return;
   }
-  do_tasks(phase[0], op.B * op.T, 2, [&](int i) { write_keys(op, i / op.T, i % op.T); });
+  if (!op.is_turned)
+    do_tasks(phase[0], op.B * op.T, 2, [&](int i) { write_keys(op, i / op.T, i % op.T); });
   Plan plan(op, n_thread);
   float* memory = memory_of(shared, 0);
   auto write = [&](const Task& task, const Softmax& softmax, int n_part) {
@@ -1255,6 +1318,163 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     do_tasks(phase[2], plan.n_task, 1, [&](int i) {
       write(plan.task(op, i), plan.softmax(memory, i * plan.n_part), plan.n_part);
     });
+}
+
+// ---- Latent attention ---------------------------------------------------------------------------
+
+// What comes before the attention over latents: k [B, T, rank + rope], its first part normalized and
+// its last turned by RoPE, into a slot of the cache [rows, S, rank + rope]; of queries
+// [B, T, N, nope + rope] the last, turned, to queries [B, T, N, rank + rope]'s.
+struct Latent {
+  int32_t kind, B, T, N, nope, rope, rank, S, cache_type, q_stride, k_stride;     // of a token's
+  Norm norm;
+  const Positions* at;
+  const float *q, *k;
+  float* queries;
+  void* cache;
+};
+
+static void turn_latent(const Latent& op, int b, int t) {
+  long m = (long)b * op.T + t, row = op.at->rows ? op.at->rows[b] : b, width = op.rank + op.rope;
+  const float* cos = op.at->cos + b * op.at->angle_b + t * (op.rope / 2);
+  const float* sin = op.at->sin + b * op.at->angle_b + t * (op.rope / 2);
+  for (int i = 0; i < op.N; i++) {
+    float* to = op.queries + (m * op.N + i) * width + op.rank;
+    copy_floats(op.q + m * op.q_stride + (long)i * (op.nope + op.rope) + op.nope, op.rope, to);
+    rotate(op.rope / 2, cos, sin, to);
+  }
+  float* k = memory_of(own, width);
+  copy_floats(op.k + m * op.k_stride, width, k);
+  normalize(op.norm, op.rank, k);
+  rotate(op.rope / 2, cos, sin, k + op.rank);
+  long slot = op.at->slot[b * op.at->slot_b + t];
+  if (slot < 0 || slot >= op.S) {
+    out_of_range = true;
+    return;
+  }
+  write_floats(k, width, op.cache, op.cache_type, (row * op.S + slot) * width);
+}
+
+static void latent(const Latent& op, Phase* phase) {
+  do_tasks(phase[0], op.B * op.T, 1, [&](int i) { turn_latent(op, i / op.T, i % op.T); });
+}
+
+// ---- Mixture of experts -------------------------------------------------------------------------
+
+// logits [M, E] -> each token's A best experts by score + bias, and what they weigh: prob [M, A].
+// All tokens' rows sorted by expert: place [M, A] says which row, order [M A] whose token's, and
+// expert e's end before ends[e].
+struct Route {
+  int32_t kind, M, E, A, n_group, topk_group, group_top, by_sigmoid, normalized;
+  float factor;
+  const float *logits, *bias, *expert_scale;   // [E], or null
+  float* prob;
+  int32_t *place, *order, *ends;
+};
+
+// The places of the n best of x [n_x] -> best; they become -inf
+static void take_best(float* x, int n_x, int n, int* best) {
+  for (int i = 0; i < n; i++) {
+    best[i] = std::max_element(x, x + n_x) - x;
+    x[best[i]] = -INFINITY;
+  }
+}
+
+// choice [E] -> -inf outside of the groups whose group_top best have the largest sums
+static void keep_best_groups(const Route& op, float* choice, float* memory) {
+  int size = op.E / op.n_group;
+  std::vector<int> best(std::max(op.group_top, op.n_group));
+  float* worth = memory + size;
+  for (int g = 0; g < op.n_group; g++) {
+    copy_floats(choice + g * size, size, memory);
+    take_best(memory, size, op.group_top, best.data());
+    worth[g] = 0;
+    for (int i = 0; i < op.group_top; i++) worth[g] += choice[g * size + best[i]];
+  }
+  take_best(worth, op.n_group, op.topk_group, best.data());
+  for (int g = 0; g < op.n_group; g++)
+    if (worth[g] != -INFINITY)
+      std::fill(choice + g * size, choice + (g + 1) * size, -INFINITY);
+}
+
+static void choose_experts(const Route& op, int m) {
+  float* score = memory_of(own, 4 * (size_t)padded(op.E, LANES));
+  float *choice = score + padded(op.E, LANES), *memory = choice + padded(op.E, LANES);
+  int* expert = op.place + (long)m * op.A;     // until the rows are sorted
+  float *prob = op.prob + (long)m * op.A, sum = 0;
+  copy_floats(op.logits + (long)m * op.E, op.E, score);
+  float top = *std::max_element(score, score + op.E);
+  for (int e = 0; e < op.E; e++) {
+    score[e] = op.by_sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - top);
+    sum += score[e];
+  }
+  for (int e = 0; e < op.E; e++) {
+    if (!op.by_sigmoid) score[e] /= sum;
+    choice[e] = score[e] + (op.bias ? op.bias[e] : 0);
+  }
+  if (op.n_group > 1) keep_best_groups(op, choice, memory);
+  take_best(choice, op.E, op.A, expert);
+  sum = 0;
+  for (int a = 0; a < op.A; a++) sum += score[expert[a]];
+  for (int a = 0; a < op.A; a++) {
+    prob[a] = score[expert[a]] * op.factor / (op.normalized ? sum : 1);
+    if (op.expert_scale) prob[a] *= op.expert_scale[expert[a]];
+  }
+}
+
+static void sort_by_expert(const Route& op) {
+  int n = op.M * op.A;
+  std::fill(op.ends, op.ends + op.E, 0);
+  for (int i = 0; i < n; i++) op.ends[op.place[i]]++;
+  for (int e = 0, end = 0; e < op.E; e++) {    // where its rows begin
+    end += op.ends[e];
+    op.ends[e] = end - op.ends[e];
+  }
+  for (int i = 0; i < n; i++) {
+    op.place[i] = op.ends[op.place[i]]++;
+    op.order[op.place[i]] = i / op.A;
+  }
+}
+
+static void route(const Route& op, Phase* phase) {
+  do_tasks(phase[0], op.M, 1, [&](int m) { choose_experts(op, m); });
+  do_tasks(phase[1], 1, 1, [&](int) { sort_by_expert(op); });
+}
+
+// out [M, D] = residual + factor * post(norm(each token's experts' rows y, weighed) + shared_norm(
+// shared, times the sigmoid of a gate [M]))
+struct Combine {
+  int32_t kind, M, D, A, out_type, residual_type;
+  float factor;
+  Norm norm, shared_norm, post;
+  const float *y, *prob;
+  const int32_t* place;
+  const float *shared, *gate;                  // or null
+  const void* residual;
+  void* out;
+};
+
+static void combine(const Combine& op, Phase* phase) {
+  do_tasks(phase[0], op.M, 1, [&](int m) {
+    float *sum = memory_of(own, 2 * (size_t)padded(op.D, LANES)), *other = sum + padded(op.D, LANES);
+    std::fill(sum, sum + op.D, 0.0f);
+    for (int a = 0; a < op.A; a++) {
+      const float* y = op.y + (long)op.place[(long)m * op.A + a] * op.D;
+      float prob = op.prob[(long)m * op.A + a];
+      for (int i = 0; i < op.D; i++) sum[i] += prob * y[i];
+    }
+    normalize(op.norm, op.D, sum);
+    if (op.shared) {
+      float share = op.gate ? 1 / (1 + std::exp(-op.gate[m])) : 1;
+      copy_floats(op.shared + (long)m * op.D, op.D, other);
+      normalize(op.shared_norm, op.D, other);
+      for (int i = 0; i < op.D; i++) sum[i] += share * other[i];
+    }
+    normalize(op.post, op.D, sum);
+    read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, other);
+    for (int i = 0; i < op.D; i++) sum[i] = other[i] + op.factor * sum[i];
+    write_floats(sum, op.D, op.out, op.out_type, (long)m * op.D);
+  });
 }
 
 // ---- Gated DeltaNet -----------------------------------------------------------------------------
@@ -1532,12 +1752,62 @@ static void delta(const Delta& op, Phase* phase) {
   });
 }
 
+// ---- Short convolutions -------------------------------------------------------------------------
+
+// b, c, h of x [B, T, 3, width]: c times the convolution of b h over a channel's last n_tap tokens, the
+// inputs of those before the call in a ring [rows, n_input, width] by position, as Delta's.
+struct ShortConv {
+  int32_t kind, B, T, width, n_tap, n_input, input_type, out_type;
+  const Positions* at;
+  const float *taps, *bias;                    // [n_tap, width], a token's own the last; or null
+  const float* x;
+  void *inputs, *out;
+};
+
+static long input_at(const ShortConv& op, int b, long p) {
+  long row = op.at->rows ? op.at->rows[b] : b;
+  return (row * op.n_input + p % op.n_input) * op.width;
+}
+
+static void conv_input(const ShortConv& op, int b, int t, float* to) {
+  const float* x = op.x + ((long)b * op.T + t) * 3 * op.width;
+  for (int c = 0; c < op.width; c++) to[c] = x[c] * x[2 * op.width + c];
+}
+
+static void short_conv(const ShortConv& op, Phase* phase) {
+  do_tasks(phase[0], op.B * op.T, 1, [&](int i) {
+    int b = i / op.T, t = i % op.T;
+    float *y = memory_of(own, 2 * (size_t)op.width), *h = y + op.width;
+    for (int c = 0; c < op.width; c++) y[c] = op.bias ? op.bias[c] : 0;
+    for (int tap = 0; tap < op.n_tap; tap++) {
+      int from = t - (op.n_tap - 1) + tap;
+      long p = position(op.at, b, 0) + from;
+      if (from >= 0) conv_input(op, b, from, h);
+      else if (p < 0) continue;
+      else read_floats(op.inputs, op.input_type, input_at(op, b, p), op.width, h);
+      for (int c = 0; c < op.width; c++) y[c] += op.taps[(long)tap * op.width + c] * h[c];
+    }
+    const float* gate = op.x + (long)i * 3 * op.width + op.width;
+    for (int c = 0; c < op.width; c++) y[c] *= gate[c];
+    write_floats(y, op.width, op.out, op.out_type, (long)i * op.width);
+  });
+  do_tasks(phase[1], op.B, 1, [&](int b) {     // what a call may go on from
+    float* h = memory_of(own, op.width);
+    for (int t = 0; t < op.T; t++) {
+      long p = position(op.at, b, t);
+      if (p < 0 || p <= position(op.at, b, op.T - 1) - op.n_input || !follows(op.at, b, t)) continue;
+      conv_input(op, b, t, h);
+      write_floats(h, op.width, op.inputs, op.input_type, input_at(op, b, p));
+    }
+  });
+}
+
 // ---- The residual stream ------------------------------------------------------------------------
 
-// out [M, D] = residual + factor * norm(x)
+// out [M, D] = (residual + factor * norm(x)) * scale
 struct AddNorm {
   int32_t kind, M, D, x_type, out_type, residual_type;
-  float factor;
+  float factor, scale;
   Norm norm;
   const void *x, *residual;
   void* out;
@@ -1550,7 +1820,7 @@ static void add_norm(const AddNorm& op, Phase* phase) {
     read_floats(op.x, op.x_type, (long)m * op.D, op.D, x);
     normalize(op.norm, op.D, x);
     read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, old);
-    for (int i = 0; i < op.D; i++) x[i] = old[i] + op.factor * x[i];
+    for (int i = 0; i < op.D; i++) x[i] = (old[i] + op.factor * x[i]) * op.scale;
     write_floats(x, op.D, op.out, op.out_type, (long)m * op.D);
   });
 }
@@ -1624,7 +1894,7 @@ static void masks(const Mask& op, Phase* phase) {
 
 // ---- The entry ----------------------------------------------------------------------------------
 
-enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA };
+enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes() { return HAS_BYTES; }
@@ -1646,7 +1916,7 @@ extern "C" void lay_out(const void* from, long n_block, long n, int n_byte, void
 static size_t shared_floats(const int32_t* op, int n_thread) {
   if (*op == LINEAR) {
     const Linear& linear = *(const Linear*)op;
-    return Rows::floats(linear.M, padded(linear.K, GROUP));
+    return Rows::floats(rows_in_all(linear), padded(linear.K, GROUP));
   }
   if (*op == DELTA) {
     const Delta& delta = *(const Delta*)op;
@@ -1658,64 +1928,34 @@ static size_t shared_floats(const int32_t* op, int n_thread) {
 }
 
 static void do_op(const int32_t* op, Phase* phase, int n_thread) {
-  if (*op == LINEAR && is_by_stored(*(const Linear*)op))
-    by_stored(*(const Linear*)op, phase, n_thread);
-  else if (*op == LINEAR) by_panels(*(const Linear*)op, phase);
+  if (*op == LINEAR) linear(*(const Linear*)op, phase, n_thread);
   else if (*op == ATTENTION) attention(*(const Attention*)op, phase, n_thread);
   else if (*op == ADD_NORM) add_norm(*(const AddNorm*)op, phase);
   else if (*op == EMBED) embed(*(const Embed*)op, phase);
   else if (*op == ANGLES) angles(*(const Angles*)op, phase);
   else if (*op == DELTA) delta(*(const Delta*)op, phase);
+  else if (*op == SHORT_CONV) short_conv(*(const ShortConv*)op, phase);
+  else if (*op == LATENT) latent(*(const Latent*)op, phase);
+  else if (*op == ROUTE) route(*(const Route*)op, phase);
+  else if (*op == COMBINE) combine(*(const Combine*)op, phase);
   else masks(*(const Mask*)op, phase);
-}
-
-// The experts that have rows -> a product of each
-static void add_experts(const Linear& op, std::deque<Linear>& products) {
-  int n_out = op.gated ? op.N / 2 : op.N, K = padded(op.K, GROUP);
-  long n_block = (long)padded(n_out, ROWS) / ROWS << op.gated;    // of an expert
-  size_t n_scale = (op.format == INT4 ? K / op.group : 1) * n_block * ROWS;
-  for (int e = 0, first = 0; e < op.n_expert; first = op.ends[e++]) {
-    if (op.ends[e] == first) continue;
-    Linear one = op;
-    one.n_expert = 0;
-    one.M = op.ends[e] - first;
-    one.x = (const char*)op.x + (size_t)first * op.K * (op.x_type == FP32 ? 4 : 2);
-    one.out = (char*)op.out + (size_t)first * n_out * (op.out_type == FP32 ? 4 : 2);
-    one.weight = (const char*)op.weight + e * n_block * block_bytes(op.format, K);
-    if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
-    if (op.bias) one.bias = op.bias + (long)e * op.N;
-    products.push_back(one);
-  }
 }
 
 // The operations one after the other; each is one of the structs above, which begin with their kind.
 // -> 1 where a token or a position was out of range, else 0.
 extern "C" int run(const int32_t* const* list, int n_listed, int n_thread) {
   static std::mutex one_at_a_time;
-  static std::deque<Linear> products;
-  static std::vector<const int32_t*> ops;
   std::lock_guard<std::mutex> guard(one_at_a_time);
-  products.clear();
-  ops.clear();
-  for (const int32_t* const* op = list; op < list + n_listed; op++) {
-    size_t n = products.size();
-    if (**op == LINEAR && ((const Linear*)*op)->n_expert) {
-      add_experts(*(const Linear*)*op, products);
-      for (; n < products.size(); n++) ops.push_back(&products[n].kind);
-    } else {
-      ops.push_back(*op);
-    }
-  }
-  for (size_t begin = 0; begin < ops.size(); begin += MOST_OPS) {
-    int n = std::min((size_t)MOST_OPS, ops.size() - begin);
+  for (int begin = 0; begin < n_listed; begin += MOST_OPS) {
+    int n = std::min(MOST_OPS, n_listed - begin);
     size_t n_float = 0;
     for (int i = 0; i < n; i++) {
       for (Phase& phase : phases[i]) phase.next = phase.done = 0;
-      n_float = std::max(n_float, shared_floats(ops[begin + i], n_thread));
+      n_float = std::max(n_float, shared_floats(list[begin + i], n_thread));
     }
     memory_of(shared, n_float);
 #pragma omp parallel num_threads(n_thread) if (n_thread > 1)
-    for (int i = 0; i < n; i++) do_op(ops[begin + i], phases[i], n_thread);
+    for (int i = 0; i < n; i++) do_op(list[begin + i], phases[i], n_thread);
   }
   return out_of_range.exchange(false);
 }

@@ -30,7 +30,8 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
            "-fno-tree-reassoc")                    # else sums wait in memory for each other
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
-LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA = range(7)
+(LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE,
+ SHORT_CONV) = range(11)
 MOST_TAPS = 8                                      # of a short convolution
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
 
@@ -129,10 +130,10 @@ def fields(ints: str, *rest) -> list:
 
 class Linear(Structure):
     _fields_ = fields(
-        "kind format M N K group activation gated x_type out_type residual_type x_bits n_expert",
-        ("factor", c_float), ("norm", Norm), ("x", c_void_p), ("weight", c_void_p),
-        ("scales", c_void_p), ("residual", c_void_p), ("bias", c_void_p), ("out", c_void_p),
-        ("ends", c_void_p))
+        "kind format M N K group activation gated x_type out_type residual_type x_bits n_expert "
+        "x_stride x_step out_stride out_step times_type times_stride",
+        ("factor", c_float), ("norm", Norm), *[(name, c_void_p) for name in (
+            "x weight scales residual times bias out ends order".split())])
 
 
 class Positions(Structure):
@@ -142,7 +143,7 @@ class Positions(Structure):
 
 class Attention(Structure):
     _fields_ = fields(
-        "kind B T N K H S cache_type wide_norm out_type has_keys", ("scale", c_float),
+        "kind B T N K H V S cache_type wide_norm out_type has_keys is_turned", ("scale", c_float),
         ("cap", c_float), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm),
         *[(name, c_void_p) for name in (
             "at", "sinks", "gate", "qkv", "k_cache", "v_cache", "out")])
@@ -155,9 +156,33 @@ class Delta(Structure):
             "at taps decay_rate decay_bias x z rates states inputs out".split())])
 
 
+class ShortConv(Structure):
+    _fields_ = fields("kind B T width n_tap n_input input_type out_type",
+                      *[(name, c_void_p) for name in "at taps bias x inputs out".split()])
+
+
+class Latent(Structure):
+    _fields_ = fields("kind B T N nope rope rank S cache_type q_stride k_stride", ("norm", Norm),
+                      *[(name, c_void_p) for name in "at q k queries cache".split()])
+
+
+class Route(Structure):
+    _fields_ = fields(
+        "kind M E A n_group topk_group group_top by_sigmoid normalized", ("factor", c_float),
+        *[(name, c_void_p) for name in "logits bias expert_scale prob place order ends".split()])
+
+
+class Combine(Structure):
+    _fields_ = fields(
+        "kind M D A out_type residual_type", ("factor", c_float), ("norm", Norm),
+        ("shared_norm", Norm), ("post", Norm), *[(name, c_void_p) for name in (
+            "y prob place shared gate residual out".split())])
+
+
 class AddNorm(Structure):
     _fields_ = fields("kind M D x_type out_type residual_type", ("factor", c_float),
-                      ("norm", Norm), ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p))
+                      ("scale", c_float), ("norm", Norm), ("x", c_void_p),
+                      ("residual", c_void_p), ("out", c_void_p))
 
 
 class Embed(Structure):

@@ -21,9 +21,6 @@ from kernels.plain import dequantize
 from layers.attention import ScoredAttention
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
-from layers.latent import Latent
-from layers.moe import MoE
-from layers.short_conv import ShortConv
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8
 
@@ -190,7 +187,7 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
         n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = cpu_ops.Attention(
-        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
         cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
     cpu_ops.run([ctypes.addressof(op)])
@@ -255,8 +252,9 @@ def test_every_family_by_operations(families, name):
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % 32 == mixer.v_dim % 32 == 0
-        known = whole or not other_attention and not isinstance(mixer, Latent | GatedDelta | ShortConv), not isinstance(layer.ffn, MoE) and cfg.activation not in ("relu", "xielu")
-        assert getattr(layer.forward, "halves", (False, False)) == known
+        known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
+                 getattr(layer.end, "gate", None) is not None)
+        assert getattr(layer.forward, "is_known", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 
@@ -291,7 +289,7 @@ def test_rows_of_a_batch(families):
     assert [t.item() for t in generate(batch, [prompts[1]], 12)] == alone[1]
 
 
-@pytest.mark.parametrize("what, halves", [("layer", (False, False)), ("attn", (False, True)), ("ffn", (True, False))])
+@pytest.mark.parametrize("what, halves", [("layer", (False,) * 3), ("attn", (False, True, False)), ("ffn", (True, False, False))])
 def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
     """What computes something else is not computed as if it did not; the other half and other layers are operations."""
     directory, _ = families("llama3")
@@ -309,8 +307,8 @@ def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
     assert cpu_layers.use_operations(model)
     assert ("it runs uncompiled" in capsys.readouterr().err) == (what == "layer")
     for i, layer in enumerate(model.layers):
-        found = getattr(layer.forward, "halves", (False, False))
-        assert found == (halves if i == 1 else (True, True))
+        found = getattr(layer.forward, "is_known", (False,) * 3)
+        assert found == (halves if i == 1 else (True, True, False))
     torch.testing.assert_close(logits_of(model, tokens, 7), expected, atol=2e-4, rtol=2e-4)
 
 
@@ -575,7 +573,7 @@ def test_a_model_with_states(dtype):
     """Prompts of other lengths side by side, chunks, drafts of which some are rejected: as the layers themselves do it."""
     model, other = hybrid(dtype), hybrid(dtype)
     assert cpu_layers.use_operations(other)
-    assert all(layer.forward.halves == (True, True) for layer in other.layers)
+    assert all(layer.forward.is_known == (True, True, False) for layer in other.layers)
     for m in (model, other):
         m.setup_cache(2, 120, 48, max_rejected=4)
     tokens = torch.randint(3, 150, (2, 120))
