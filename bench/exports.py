@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from bench.twins import Twin, is_plain_llama, twin_of
+from bench.twins import UNREAD, Twin, is_plain_llama, twin_of
 from formats.names import HF_NAMES
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
@@ -204,7 +204,8 @@ def _tensor_type(name: str, shape: tuple[int, ...], gguf_format: str):
     """How a tensor is stored in a file of this format."""
     import gguf
     types = gguf.GGMLQuantizationType
-    if len(shape) < 2 or not name.endswith("weight") or re.search("norm|_inp|^pos|conv1d", name):
+    no_matrix = re.search(r"norm|gate_inp|^pos|conv1d|\.conv\.", name)
+    if len(shape) < 2 or not name.endswith("weight") or no_matrix:
         return types.F32
     if gguf_format == "Q4_0" and re.match(r"(token_embd|output)\.", name):
         gguf_format = "Q8_0"
@@ -267,6 +268,8 @@ def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
             value = -1 if name.endswith("ssm_a") else 0 if name.endswith("bias") else 1
             return lambda begin, end: np.full(shape, value)
         n = shape[-1]
+        if name.startswith(UNREAD):
+            return lambda begin, end: np.zeros((end - begin, n), np.float32)
         return lambda begin, end: 0.02 * random.standard_normal((end - begin, n), np.float32)
     return {name: GGUFTensor(shape, row_reader(name, shape))
             for name, shape in twin.shapes.items()}

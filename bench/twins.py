@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 from layers.delta import GatedDelta
 from layers.latent import Latent
+from layers.shared_kv import SharedKV
+from layers.short_conv import ShortConv
+from layers.widths import own_widths
 
+UNREAD = "per_layer_token_embd"                    # but for a row for each token: zeros will do
 BARE = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensors that are no weights
 
 
@@ -20,15 +24,21 @@ class Twin(NamedTuple):
 
 
 def twin_of(cfg) -> Twin:
-    """Llama, whose stretched RoPE costs nothing and is left out; Qwen3.5; GLM-4.7-Flash."""
+    """Llama, whose stretched RoPE costs nothing and is left out; Qwen3.5; GLM-4.7-Flash; LFM2;
+    Gemma 4 without experts.
+    """
     if is_plain_llama(cfg):
         return Twin("llama", _metadata(cfg), _shapes(cfg, [_attention(cfg)] * cfg.n_layer))
     if is_plain_qwen35(cfg):
         return _qwen35(cfg)
     if is_latent(cfg):
         return _deepseek2(cfg)
-    raise ValueError("llama.cpp: --random of a plain Llama, a dense Qwen3.5, or a mixture with "
-                     "latent attention only")
+    if any(isinstance(mixer, ShortConv) for mixer in cfg.mixer) and cfg.moe is None:
+        return _lfm2(cfg)
+    if cfg.layer_end is not None and cfg.moe is None:
+        return _gemma4(cfg)
+    raise ValueError("llama.cpp: --random of a plain Llama, a dense Qwen3.5, LFM2 or Gemma 4, or a "
+                     "mixture with latent attention only")
 
 
 def is_plain_llama(cfg) -> bool:
@@ -75,7 +85,7 @@ def _shapes(cfg, layers: list[dict]) -> dict:
     ffn = {"ffn_gate": (cfg.ffn_dim, cfg.dim), "ffn_up": (cfg.ffn_dim, cfg.dim),
            "ffn_down": (cfg.dim, cfg.ffn_dim)}
     for i, layer in enumerate(layers):
-        parts = layer if "ffn_gate_inp" in layer else layer | ffn
+        parts = layer if "ffn_gate_inp" in layer else ffn | layer
         shapes |= {f"blk.{i}.{name if name in BARE else name + '.weight'}": shape
                    for name, shape in parts.items()}
     return shapes
@@ -132,3 +142,54 @@ def _deepseek2(cfg) -> Twin:
     layers = [attention | (experts if cfg.sparse[i % len(cfg.sparse)] else {})
               for i in range(cfg.n_layer)]
     return Twin("deepseek2", metadata, _shapes(cfg, layers))
+
+
+def _lfm2(cfg) -> Twin:
+    conv, D = next(mixer for mixer in cfg.mixer if mixer), cfg.dim
+    attends = [cfg.mixer[i % len(cfg.mixer)] is None for i in range(cfg.n_layer)]
+    metadata = _metadata(cfg) | {
+        "shortconv.l_cache": conv.n_tap,
+        "attention.head_count_kv": [one * cfg.n_kv_head for one in attends]}
+    attention = _attention(cfg) | {"attn_q_norm": (cfg.head_dim,), "attn_k_norm": (cfg.head_dim,)}
+    convolution = {
+        "attn_norm": (D,), "ffn_norm": (D,), "shortconv.conv": (conv.width, conv.n_tap),
+        "shortconv.in_proj": (3 * conv.width, D), "shortconv.out_proj": (D, conv.width)}
+    shapes = _shapes(cfg, [attention if one else convolution for one in attends])
+    shapes["token_embd_norm.weight"] = shapes.pop("output_norm.weight")
+    return Twin("lfm2", metadata, shapes)
+
+
+def _gemma4(cfg) -> Twin:
+    n, P, D = cfg.n_layer, cfg.layer_end.dim, cfg.dim
+    widths = [own_widths(cfg, i) for i in range(n)]
+    slides = [cfg.window[i % len(cfg.window)] is not None for i in range(n)]
+    has_keys = [not isinstance(cfg.mixer[i % len(cfg.mixer)], SharedKV) for i in range(n)]
+    wide, narrow = (widths[slides.index(one)].head_dim for one in (False, True))
+    metadata = _metadata(cfg) | {
+        "attention.key_length": wide, "attention.value_length": wide,
+        "attention.key_length_swa": narrow, "attention.value_length_swa": narrow,
+        "rope.dimension_count": wide, "rope.dimension_count_swa": narrow,
+        "rope.freq_base": cfg.rope[slides.index(False)].theta,
+        "rope.freq_base_swa": cfg.rope[slides.index(True)].theta,
+        "attention.head_count_kv": [own.n_kv_head for own in widths],
+        "feed_forward_length": [own.ffn_dim for own in widths],
+        "attention.sliding_window": cfg.window[slides.index(True)],
+        "attention.sliding_window_pattern": [int(one) for one in slides],
+        "attention.shared_kv_layers": has_keys.count(False),
+        "embedding_length_per_layer_input": P, "final_logit_softcapping": cfg.logit_cap}
+    layers = []
+    for own, keys in zip(widths, has_keys):
+        layer = _attention(own) | {
+            "attn_q_norm": (own.head_dim,), "attn_k_norm": (own.head_dim,),
+            "post_attention_norm": (D,), "post_ffw_norm": (D,), "layer_output_scale": (1,),
+            "ffn_gate": (own.ffn_dim, D), "ffn_up": (own.ffn_dim, D), "ffn_down": (D, own.ffn_dim)}
+        if not keys:
+            layer = {k: v for k, v in layer.items() if k not in ("attn_k", "attn_v", "attn_k_norm")}
+        if P:
+            layer |= {"inp_gate": (P, D), "proj": (D, P), "post_norm": (D,)}
+        layers.append(layer)
+    shapes = _shapes(cfg, layers) | {"rope_freqs.weight": (wide // 2,)}
+    if P:
+        shapes |= {f"{UNREAD}.weight": (cfg.layer_end.vocab_size, n * P),
+                   "per_layer_model_proj.weight": (n * P, D), "per_layer_proj_norm.weight": (P,)}
+    return Twin("gemma4", metadata, shapes)

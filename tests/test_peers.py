@@ -179,7 +179,7 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
 
 
 @pytest.mark.parametrize("source, kind, message", [
-    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama, a dense Qwen3.5, or"),
+    ("hf", "BF16", "a .gguf or --random is needed"), ("Qwen3-8B", "BF16", "--random of a plain Llama, a dense Qwen3.5, LFM2 or"),
     ("stories15M", "Q5_K", "no kind Q5_K of GGUF"),
 ])
 def test_no_twin(families, source, kind, message, tmp_path):
@@ -348,3 +348,22 @@ def test_a_twin_with_states(tmp_path):
     source = read_checkpoint(path)
     assert replace(source.cfg, norm_eps=cfg.norm_eps) == cfg
     assert {name: tuple(t.shape) for name, t in source.tensors.items()} == {n: tuple(s) for n, s in tensor_shapes(cfg).items()}
+
+
+@pytest.mark.parametrize("shape", [
+    dict(model_type="lfm2", block_ff_dim=96, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]),
+    dict(model_type="gemma4_text", intermediate_size=96, head_dim=32, global_head_dim=64, sliding_window=16, num_kv_shared_layers=1,
+         hidden_size_per_layer_input=32, vocab_size_per_layer_input=300, num_hidden_layers=4, final_logit_softcapping=30.0,
+         use_double_wide_mlp=True, layer_types=["sliding_attention", "full_attention"] * 2)], ids=lambda shape: shape["model_type"])
+def test_a_twin_of_a_new_kind(shape, tmp_path):
+    """Random weights as llama.cpp's architecture: our reader finds the same math, and tensors of the same shapes."""
+    from formats.checkpoint import Checkpoint
+    from formats.config import config_from_hf
+    from formats.parameters import tensor_shapes
+    cfg = config_from_hf(dict(dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=300,
+                                   max_position_embeddings=128), **shape))[0]
+    path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")
+    source = read_checkpoint(path)
+    assert [layer for layer in source.cfg.mixer if layer] == [layer for layer in cfg.mixer if layer]
+    found = {name: tuple(t.shape) for name, t in source.tensors.items()}
+    assert found == {n: tuple(s) for n, s in tensor_shapes(cfg).items()}
