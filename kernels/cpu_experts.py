@@ -1,8 +1,8 @@
 """A mixture's experts on a CPU as two operations: gate and up with the activation, then down; and
 matrices for each head of latent attention, which are experts to the operations.
 
-The router and the sum of what the experts give stay the layer's own: there are many kinds of them,
-and they are short. Experts lie one after the other, each matrix filled up to whole blocks.
+In a call of many tokens; with few the router and the sum are operations too (cpu_feed_forward.py).
+Experts lie one after the other, each matrix filled up to whole blocks.
 
     moe.experts = Experts(moe)                     # where fits_experts(moe)
 """

@@ -21,6 +21,7 @@ from kernels.plain import dequantize
 from layers.attention import ScoredAttention
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
+from layers.moe import MoE, MoEConfig
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8
 
@@ -312,7 +313,35 @@ def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
     torch.testing.assert_close(logits_of(model, tokens, 7), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name, scheme, head", [("mixtral", "int4", "int8"), ("gpt_oss", "int8", "int8"), ("qwen2_moe", "int4", "none")])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("n_group, topk_group, group_top", [(1, 1, 2), (4, 2, 1), (4, 3, 2), (8, 1, 2)])
+def test_choice_of_experts(scores, n_group, topk_group, group_top):
+    """As MoE.route; rows sorted by expert, tokens in order among those of one."""
+    E, A, n = 32, 4, 50
+    cfg = ModelConfig(64, 1, 1, 1, 64, 32, 100, 64, moe=MoEConfig(
+        E, A, 32, norm_topk_prob=scores == "sigmoid", scores=scores, choice_bias=True, n_group=n_group, topk_group=topk_group,
+        group_top=group_top, routed_scale=1.7))
+    moe = MoE(cfg)
+    moe.choice_bias.data.normal_(0, 0.3)
+    logits = torch.randn(n, E)
+    moe.router = torch.nn.Identity()
+    prob, ids = moe.route(logits)
+    found, (place, order) = torch.empty(n, A), torch.empty(2, n * A, dtype=torch.int32)
+    ends = torch.empty(E, dtype=torch.int32)
+    op = cpu_ops.Route(
+        kind=cpu_ops.ROUTE, M=n, E=E, A=A, n_group=n_group, topk_group=topk_group, group_top=group_top, by_sigmoid=scores == "sigmoid",
+        normalized=moe.norm_topk_prob, factor=1.7, logits=logits.data_ptr(), bias=moe.choice_bias.data_ptr(), prob=found.data_ptr(),
+        place=place.data_ptr(), order=order.data_ptr(), ends=ends.data_ptr())
+    cpu_ops.run([ctypes.addressof(op)])
+    torch.testing.assert_close(found, prob, atol=1e-6, rtol=1e-5)
+    sorted_ids, rows = ids.flatten().sort(stable=True)
+    assert ends.tolist() == torch.searchsorted(sorted_ids, torch.arange(E), right=True).tolist()
+    assert order.tolist() == (rows // A).tolist() and place[rows].tolist() == list(range(n * A))
+
+
+@pytest.mark.parametrize("name, scheme, head", [
+    ("mixtral", "int4", "int8"), ("gpt_oss", "int8", "int8"), ("qwen2_moe", "int4", "none"), ("deepseek_v2", "int8", "int8"),
+    ("gemma4-26b", "int8", "int8"), ("glm4_moe", "int4", "int8")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_experts(families, name, scheme, head, dtype):
     directory, _ = families(name)
