@@ -50,8 +50,8 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """
     ordered = probs.sort(-1, descending=True).values
     mass_above = ordered.cumsum(-1) - ordered
-    n_kept = (mass_above < top_p).sum(-1, keepdim=True)
-    return probs >= ordered.gather(-1, n_kept - 1)
+    n_more = (mass_above < top_p)[..., 1:].sum(-1, keepdim=True)       # than one
+    return probs >= ordered.gather(-1, n_more)
 
 
 def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:

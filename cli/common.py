@@ -1,6 +1,6 @@
 """What every command line here shares: flags, one-line errors, devices.
 
-It knows no model and no other file of ours; generate.py, benchmark.py and the scripts use it.
+It knows no model, and of our files formats/messages.py alone; the commands and the scripts use it.
 
     sys.exit(guarded(run))                         # run(argv) -> exit status
 """
@@ -11,11 +11,14 @@ import pydoc_data.topics
 import re
 import resource
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from formats.messages import Unforeseen, first_line, is_out_of_memory, one_line
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
 
@@ -30,7 +33,10 @@ def fail(message) -> None:
 
 
 def guarded(run: Callable, argv: list[str] | None = None) -> int:
-    """Run a command -> its exit status: 2 on bad input (one line on stderr), 130 on Ctrl-C."""
+    """Run a command -> its exit status: 2 on bad input (one line on stderr), 130 on Ctrl-C.
+
+    What is neither bad input nor a lack of something keeps its traceback, and Python's status 1.
+    """
     with suppress(AttributeError):                         # a terminal may know fewer characters
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -38,16 +44,41 @@ def guarded(run: Callable, argv: list[str] | None = None) -> int:
     except BrokenPipeError:                                # the reader of our output left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (OSError, ValueError, ImportError) as e:
-        fail(e)
-    except RuntimeError as e:
-        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
-            raise
-        fail("out of memory: try a smaller model, --max_seq_length or --batch_size "
-             f"({str(e).splitlines()[0][:160]})")
     except KeyboardInterrupt:
         log("interrupted")
         return 130
+    except Exception as e:
+        message = explained(e)
+        if message is None:
+            raise
+        if is_debugging(argv):
+            show_where(e)
+        fail(message)
+
+
+def explained(e: Exception) -> str | None:
+    """The line that a user gets, or None: it is a mistake of ours, and a traceback says more."""
+    if is_out_of_memory(e):
+        return ("out of memory: try a smaller model, --max_seq_length or --batch_size "
+                f"({first_line(e)})")
+    if isinstance(e, OSError | ValueError | ImportError | Unforeseen):
+        return one_line(str(e))
+    return None
+
+
+def show_where(e: Exception) -> None:
+    """The traceback, and those of what it followed from, also where it says `from None`."""
+    inner = e
+    while inner is not None:
+        inner.__suppress_context__ = False
+        inner = inner.__cause__ or inner.__context__
+    traceback.print_exception(e)
+
+
+def is_debugging(argv: list[str] | None) -> bool:
+    """Asked by --debug, or by the environment's GPT_FASTER_DEBUG, to show where errors arise?"""
+    asked = "--debug" in map(str, sys.argv if argv is None else argv)
+    return asked or os.environ.get("GPT_FASTER_DEBUG", "0") not in ("", "0")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -57,7 +88,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with dashes for underscores, and errors in one line."""
+    """argparse with dashes for underscores, --debug, and errors in one line."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.add_argument("--debug", action="store_true", help="show where an error arises, with "
+                          "its traceback; so does GPT_FASTER_DEBUG=1 in the environment")
 
     def parse_args(self, args=None, namespace=None):
         def underscores(match):

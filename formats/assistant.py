@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from formats.checkpoint import Checkpoint, check
-from formats.config import BAD_CONFIG, config_from_hf
+from formats.config import Stated, config_from_hf, count
 from formats.fold import Folds, fold
 from formats.huggingface import hub_weights
 from formats.json_file import read_json
 from formats.lazy import LazyTensor
 from formats.load import load_part, weights_in
+from formats.messages import reading
 from formats.names import GEMMA4_NAMES, HF_NAMES, rename
 from formats.parameters import blank_model
+from formats.schema import check_keys
 from layers.shared_kv import SharedKV
 from model import ModelConfig, Transformer, at, visible
 
@@ -136,10 +138,8 @@ def is_assistant(path: Path) -> bool:
 def open_assistant(path: Path) -> AssistantCheckpoint:
     """A directory's, checked by names and shapes. ValueError says what was found and expected."""
     config = read_json(path / "config.json")
-    try:
+    with reading(path / "config.json"):
         cfg = _config(config)
-    except BAD_CONFIG as e:
-        raise ValueError(f"{path / 'config.json'}: {e}") from None
     weights = weights_in(path)
     body, own, order = [], {}, None
     for t in hub_weights(path, weights.name):
@@ -149,10 +149,8 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
             own[f"{OWN[t.name.removesuffix('.weight')]}.weight"] = t
         else:
             body.append(t)
-    try:
+    with reading(path):
         tensors = fold(rename(body, HF_NAMES | GEMMA4_NAMES, cfg), cfg, Folds())
-    except BAD_CONFIG as e:
-        raise ValueError(f"{path}: {e}") from None
     source = AssistantCheckpoint(path, cfg, tensors, order=order)
     check(source)
     _check_own(source, own)
@@ -161,16 +159,23 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
 
 
 def _config(config: dict) -> AssistantConfig:
+    config = Stated(config)
+    check_keys(config)
     kind = config["model_type"].replace("assistant", "text")
-    text = {**config["text_config"], "model_type": kind, "num_kv_shared_layers": 0}
+    text = {**(config["text_config"] or {}), "model_type": kind, "num_kv_shared_layers": 0}
     cfg = config_from_hf({**text, "hidden_size_per_layer_input": 0})[0]
+    for key in ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k"):
+        if key.startswith("back") or config.get("use_ordered_embeddings"):
+            count(config, key)
     facts = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig)}
     facts.update(mixer=(SharedKV(None),), logit_cap=None)
     if config.get("use_ordered_embeddings"):
         facts.update(n_centroid=config["num_centroids"],
                      n_active=config["centroid_intermediate_top_k"])
-        if cfg.vocab_size % config["num_centroids"]:
-            raise ValueError(f"{cfg.vocab_size} tokens in {config['num_centroids']} clusters")
+        if (cfg.vocab_size % config["num_centroids"]
+                or config["centroid_intermediate_top_k"] > config["num_centroids"]):
+            raise ValueError(f"{cfg.vocab_size} tokens in {config['num_centroids']} clusters, of "
+                             f"which {config['centroid_intermediate_top_k']} count")
     return AssistantConfig(**facts, backbone_dim=config["backbone_hidden_size"])
 
 

@@ -7,20 +7,29 @@ import datetime
 import json
 import re
 
+from formats.messages import first_line
+
 SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
 FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
+
+
+class Refused(ValueError):
+    """What a template says by raise_exception()."""
 
 
 def render(template: str, messages: list[dict], /, **more) -> str:
     """The template's text for messages [{role, content}], ready for the next answer.
 
-    In jinja2's sandbox, with what transformers gives a template. ValueError where it refuses.
+    In jinja2's sandbox, with what transformers gives a template, and an end (sandbox.py).
+    ValueError where it refuses, or goes wrong.
     """
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from formats.sandbox import LimitedEnvironment
+    from formats.sandbox import render as render_limited
 
     def raise_exception(message):
-        raise ValueError(f"the chat template refuses: {message}")
+        raise Refused(f"the chat template refuses: {message}")
 
     class Generation(jinja2.ext.Extension):    # marks answers for training: only its inside
         tags = {"generation"}
@@ -29,16 +38,18 @@ def render(template: str, messages: list[dict], /, **more) -> str:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                          extensions=["jinja2.ext.loopcontrols", Generation])
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                     extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
     environment.globals.update(raise_exception=raise_exception,
                          strftime_now=lambda f: datetime.datetime.now().strftime(f))
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | more
-        return environment.from_string(template).render(messages=messages, **more)
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"the chat template does not render: {e}") from None
+        return render_limited(environment, template, messages=messages, **more)
+    except Refused:
+        raise
+    except Exception as e:                         # its expressions may raise anything
+        raise ValueError(f"the chat template does not render: {first_line(e)}") from None
 
 
 class Shield:

@@ -14,7 +14,7 @@ from torch.nn import Linear
 
 from formats.fold import Folds
 from formats.lazy import LazyTensor
-from formats.messages import some
+from formats.messages import reading, some
 from formats.parameters import blank_model, disk_names, tensor_shapes
 from layers.moe import ExpertLinear
 from model import ModelConfig
@@ -88,12 +88,10 @@ def check(source: Checkpoint) -> None:
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
         if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
             del tensors[name]
-    try:
+    with reading(source.path):
         dtypes = _expect_quantized(tensors, shapes, cfg)
         _check_names_and_shapes(tensors, shapes)
         _check_dtypes(tensors, dtypes)
-    except ValueError as e:
-        raise ValueError(f"{source.path}: {e}") from None
 
 
 def _expect_quantized(tensors, shapes, cfg) -> dict[str, torch.dtype]:

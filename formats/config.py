@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from formats.schema import brief, check_config, check_keys
 from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
 from layers.latent import Latent
@@ -21,19 +22,18 @@ from layers.short_conv import ShortConv
 from layers.widths import Widths
 from model import ModelConfig
 
-BAD_CONFIG = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError,
-              RuntimeError)                        # what nonsense in a config may run into
-NUMBERS = ("sliding_window", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
-           "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
-           "final_logit_softcapping", "partial_rotary_factor", "decoder_sparse_step",
-           "shared_expert_intermediate_size", "rms_norm_eps", "n_shared_experts",
-           "routed_scaling_factor", "logit_scale", "clip_qkv", "post_norm_eps", "alibi_bias_max",
-           "qk_scale_factor", "output_multiplier")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
             "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
             "add_cross_attention", "clip_qkv")
+
+
+class Stated(dict):
+    """What a config.json states."""
+
+    def __missing__(self, key):
+        raise ValueError(f"config.json has no '{key}'")
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
@@ -43,12 +43,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     """
     family, c = _complete(c)
     _check(c, family)
-    n_layer = _count(c, "num_hidden_layers")
-    if n_layer > 1000:                             # the model is built before it is compared
-        raise ValueError(f"'num_hidden_layers' is {n_layer}, expected at most 1000")
+    n_layer = count(c, "num_hidden_layers")
     facts = {"n_layer": n_layer, **_widths(c), **_biases(c), **_scales(c, family),
              "activation": _activation(c, family), "norm_eps": float(c["rms_norm_eps"]),
-             "vocab_size": _count(c, "vocab_size"),
+             "vocab_size": count(c, "vocab_size"),
              "tied": bool(c.get("tie_word_embeddings", False)),
              "parallel": bool(c.get("use_parallel_residual", False)),
              "post_norm": bool(c.get("use_post_norm", False)),
@@ -65,17 +63,22 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
         raise ValueError("RoPE that makes queries longer is not supported before their norms")
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
-    return ModelConfig(**{**facts, **family.overrides}), c
+    cfg = ModelConfig(**{**facts, **family.overrides})
+    check_config(cfg)
+    return cfg, c
 
 
 def _complete(c: dict) -> tuple[Family, dict]:
     """The family, and config.json in one spelling with the family's defaults filled in."""
+    check_keys({key: c.get(key) for key in ("model_type", "text_config")})
     _refuse_other_kinds(c)
     c = _text_part(c)
+    check_keys({"model_type": c.get("model_type")})
     _refuse_other_kinds(c)
     kind = ALIASES.get(c.get("model_type"), c.get("model_type"))
     if kind not in FAMILIES:
-        raise ValueError(f"model_type '{kind}' is not supported (supported: {', '.join(FAMILIES)})")
+        raise ValueError(f"model_type '{kind}' is not supported (supported: "
+                         f"{', '.join(FAMILIES)})")
     family = FAMILIES[kind]
     aliases = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
                "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts",
@@ -83,7 +86,15 @@ def _complete(c: dict) -> tuple[Family, dict]:
     c = {aliases.get(key, key): value for key, value in c.items()}
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
     c["model_type"] = kind
-    return family, family.respell(c)
+    check_keys(c)
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads",
+                "max_position_embeddings"):
+        count(c, key)
+    for key in ("mlp_layer_types", "no_rope_layers"):
+        if c.get(key) and len(c[key]) < c["num_hidden_layers"]:
+            raise ValueError(f"'{key}' has {len(c[key])} entries for {c['num_hidden_layers']} "
+                             "layers")
+    return family, Stated(family.respell(Stated(c)))
 
 
 def _refuse_other_kinds(c: dict) -> None:
@@ -97,7 +108,7 @@ def _refuse_other_kinds(c: dict) -> None:
 def _text_part(c: dict) -> dict:
     """Of a multimodal model's config.json."""
     kind = c.get("model_type")
-    if "text_config" in c:
+    if c.get("text_config") is not None:
         return {"model_type": TEXT_PARTS.get(kind, f"{kind}_text"), **c["text_config"]}
     if "vision_config" in c:                       # Qwen2-VL as released: one level for all
         return {**c, "model_type": f"{kind}_text"}
@@ -105,11 +116,7 @@ def _text_part(c: dict) -> dict:
 
 
 def _check(c: dict, family: Family) -> None:
-    """ValueError names what is no number, or asks for what the model does not have."""
-    for key in NUMBERS:
-        value = c.get(key) or 0
-        if type(value) not in (int, float) or value < 0:
-            raise ValueError(f"'{key}' is {value!r}, expected a positive number")
+    """ValueError names what asks for something that the model does not have."""
     for key in NOT_READ:
         if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")
@@ -117,12 +124,12 @@ def _check(c: dict, family: Family) -> None:
         raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")
 
 
-def _count(c: dict, key: str, default: int | None = None) -> int:
+def count(c: dict, key: str, default: int | None = None) -> int:
     value = default if c.get(key) is None else c[key]
     if value is None:
         raise ValueError(f"config.json has no '{key}'")
     if type(value) is not int or value < 1:
-        raise ValueError(f"'{key}' is {value!r}, expected a positive integer")
+        raise ValueError(f"'{key}' is {brief(value)}, expected a positive integer")
     return value
 
 
@@ -136,22 +143,22 @@ def _activation(c: dict, family: Family) -> str | None:
 
 
 def _widths(c: dict) -> dict:
-    dim, n_head = _count(c, "hidden_size"), _count(c, "num_attention_heads")
-    n_kv_head = _count(c, "num_key_value_heads", n_head)
+    dim, n_head = count(c, "hidden_size"), count(c, "num_attention_heads")
+    n_kv_head = count(c, "num_key_value_heads", n_head)
     if n_head % n_kv_head:
         raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
                          "evenly")
     return dict(dim=dim, n_head=n_head, n_kv_head=n_kv_head,
-                head_dim=_count(c, "head_dim", dim // n_head),
-                ffn_dim=_count(c, "intermediate_size"))
+                head_dim=count(c, "head_dim", dim // n_head),
+                ffn_dim=count(c, "intermediate_size"))
 
 
 def _latent(c: dict, facts: dict) -> dict:
     """Latent attention, whose head_dim is that of the part that RoPE turns."""
-    q_rank, rope_dim = c.get("q_lora_rank"), _count(c, "qk_rope_head_dim")
-    nope_dim = _count(c, "qk_nope_head_dim")
-    latent = Latent(q_rank=q_rank and _count(c, "q_lora_rank"), kv_rank=_count(c, "kv_lora_rank"),
-                    nope_dim=nope_dim, v_dim=_count(c, "v_head_dim", facts["head_dim"]))
+    q_rank, rope_dim = c.get("q_lora_rank"), count(c, "qk_rope_head_dim")
+    nope_dim = count(c, "qk_nope_head_dim")
+    latent = Latent(q_rank=q_rank and count(c, "q_lora_rank"), kv_rank=count(c, "kv_lora_rank"),
+                    nope_dim=nope_dim, v_dim=count(c, "v_head_dim", facts["head_dim"]))
     if rope_dim % 2:
         raise ValueError(f"'qk_rope_head_dim' is {rope_dim}, expected an even number")
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
@@ -164,7 +171,7 @@ def _latent(c: dict, facts: dict) -> dict:
 
 def _short_convolutions(c: dict, facts: dict) -> tuple:
     """conv_layers: which layers are some."""
-    conv = ShortConv(facts["dim"], _count(c, "conv_L_cache"), bool(c.get("conv_bias")))
+    conv = ShortConv(facts["dim"], count(c, "conv_L_cache"), bool(c.get("conv_bias")))
     return _tile([conv if is_conv else None for is_conv in c["conv_layers"]])
 
 
@@ -200,8 +207,8 @@ def _growth(c: dict) -> dict:
         return {}
     if c.get("sliding_window"):
         raise ValueError("'llama_4_scaling_beta' is not supported beside 'sliding_window'")
-    original = _count({**c, **rope}, "original_max_position_embeddings",
-                      _count(c, "max_position_embeddings"))
+    original = count({**c, **rope}, "original_max_position_embeddings",
+                      count(c, "max_position_embeddings"))
     return dict(growth=float(growth), growth_from=original)
 
 
@@ -224,7 +231,7 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
         rope = [replace(r, theta=float(t)) if t else Rope(kind="none")
                 for r, t in zip(rope, thetas)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
-    context = max([_count(c, "max_position_embeddings"), *stretched])
+    context = max([count(c, "max_position_embeddings"), *stretched])
     sparse = [family.is_sparse(c, i) for i in range(n_layer)]
     mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
     more = dict(mixer=_tile([mixers.get(kind) for kind in kinds])) if mixers else {}
@@ -238,8 +245,8 @@ def _own_parts(c: dict, n_layer: int) -> dict:
         return {}
     widths, n_head = [], c["num_attention_heads"]
     for own in c["layer_widths"]:
-        width = Widths(_count(own, "head_dim"), _count(own, "num_key_value_heads"),
-                       _count(own, "intermediate_size"))
+        width = Widths(count(own, "head_dim"), count(own, "num_key_value_heads"),
+                       count(own, "intermediate_size"))
         if n_head % width.n_kv_head:
             raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
                              "heads evenly")
@@ -247,7 +254,7 @@ def _own_parts(c: dict, n_layer: int) -> dict:
             c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
     mixer = [None if source is None else SharedKV(source) for source in c["kv_sources"]]
     dim = c.get("hidden_size_per_layer_input") or 0
-    end = LayerEnd(dim, _count(c, "vocab_size_per_layer_input") if dim else 0)
+    end = LayerEnd(dim, count(c, "vocab_size_per_layer_input") if dim else 0)
     return dict(widths=_tile(widths), mixer=_tile(mixer), layer_end=end)
 
 
@@ -257,12 +264,12 @@ def _tile(values: list) -> tuple:
 
 
 def _experts(c: dict) -> dict:
-    n_expert, n_active = _count(c, "num_experts"), _count(c, "num_experts_per_tok")
+    n_expert, n_active = count(c, "num_experts"), count(c, "num_experts_per_tok")
     if n_active > n_expert:
         raise ValueError(f"{n_active} active of {n_expert} experts")
-    expert_dim = _count(c, "moe_intermediate_size", _count(c, "intermediate_size"))
+    expert_dim = count(c, "moe_intermediate_size", count(c, "intermediate_size"))
     shared_dim = (c.get("n_shared_experts") or 0) * expert_dim
-    n_group, topk_group = _count(c, "n_group", 1), _count(c, "topk_group", 1)
+    n_group, topk_group = count(c, "n_group", 1), count(c, "topk_group", 1)
     size = n_expert // n_group
     group_top = 1 if c.get("topk_method") == "group_limited_greedy" else 2
     if (n_expert % n_group or topk_group > n_group or n_active > size * topk_group

@@ -356,13 +356,14 @@ def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
         sliding_attention=dict(rope_theta=1e4),
         full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6))
     ropes = {}
-    for kind, rope in stated.items():
+    for kind in ("sliding_attention", "full_attention"):
+        rope = stated.get(kind) or {}
         width = next((own["head_dim"] for k, own in zip(kinds, widths) if k == kind), c["head_dim"])
         if rope.get("rope_type") == "proportional":
             turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
             divisors = [float(rope.get("factor", 1))] * turning
             divisors += [float("inf")] * (width // 2 - turning)
-            rope = dict(rope_theta=rope["rope_theta"], divisors=divisors)
+            rope = dict(rope_theta=rope.get("rope_theta"), divisors=divisors)
         ropes[kind] = {**rope, "head_dim": None if width == c["head_dim"] else width}
     return ropes
 

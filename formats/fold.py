@@ -73,7 +73,7 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     if folds.one_norm:
         for name in [name for name in tensors if ".attn_norm." in name]:
             tensors.setdefault(name.replace("attn_norm", "ffn_norm"), tensors[name])
-    if folds.first_pos:
+    if folds.first_pos and "pos_embed.weight" in tensors:
         table = tensors["pos_embed.weight"]
         tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
@@ -206,7 +206,9 @@ def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None
         if not shape:
             continue
         columns = layer[2] == "wo"
-        n = t.shape[1 if columns else 0]
+        n = t.shape[-1] if columns else t.n_row
+        if n % shape.n_v_head or not n:            # check() says what is wrong
+            continue
         heads = torch.arange(n).view(-1, shape.n_k_head, n // shape.n_v_head)
         order = heads.transpose(0, 1).flatten()
         if columns:
@@ -228,6 +230,7 @@ def _partial_rope_order(rotated: int, head_dim: int) -> torch.Tensor:
 def _reorder_heads(tensors: dict[str, LazyTensor], order: torch.Tensor) -> None:
     """Put each query and key head's rows in another order, in place."""
     for name, t in tensors.items():
-        if re.search(r"\.(w[qk]|[qk]_norm)\.", name):
+        fits = t.shape and t.shape[0] % len(order) == 0    # else check() says what is wrong
+        if fits and re.search(r"\.(w[qk]|[qk]_norm)\.", name):
             heads = torch.arange(t.shape[0]).view(-1, len(order))
             tensors[name] = index_select(t, heads[:, order].flatten())

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
-from formats.config import BAD_CONFIG, config_from_hf, head_dim
+from formats.config import Stated, config_from_hf, head_dim
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
 from formats.lazy import LazyTensor, constant, made_from
+from formats.messages import reading
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import GGUF_DELTA_NAMES, Fused
+from formats.schema import brief, check_keys, is_number
 
 END_OF_TURN = ("<turn|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
@@ -115,19 +117,36 @@ GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is t
     "ffn_down_exps.scale": "ffn.expert_scale", "pre_ffw_norm_2": "ffn.norm",
     "post_ffw_norm_1": "ffn.post_shared_norm", "post_ffw_norm_2": "ffn.post_norm",
 }
+MAY_DIFFER = ("num_key_value_heads", "intermediate_size", "num_attention_heads")
+METADATA_KINDS = (                                 # keys that no word of config.json stands for
+    ("a whole number", lambda v: type(v) is int and 0 <= v < 1 << 22,
+     "nextn_predict_layers rope.dimension_count attention.key_length_mla expert_gating_func "
+     "attention.value_length_mla attention.value_length attention.key_length_swa "
+     "attention.shared_kv_layers ssm.inner_size embedding_length_per_layer_input "
+     "shortconv.l_cache"),
+    ("a number", is_number, "attention.temperature_scale rope.scaling.yarn_log_multiplier"),
+    ("whole numbers", lambda v: type(v) is int or isinstance(v, list) and all(
+        type(one) in (int, bool) for one in v), "attention.sliding_window_pattern"),
+    ("a list of truth values", lambda v: isinstance(v, list) and all(
+        type(one) is bool for one in v), "attention.recurrent_layers"),
+)
 FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
 
 
 def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     """What a GGUF says of its model, in config.json's words. ValueError names a problem."""
     arch = metadata.get("general.architecture")
-    if arch not in GGUF_FAMILIES:
-        raise ValueError(f"architecture '{arch}' is not supported "
+    if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
+        raise ValueError(f"architecture {brief(arch)} is not supported "
                          f"(supported: {', '.join(GGUF_FAMILIES)})")
     if "token_embd.weight" not in tensors:
         raise ValueError("no token_embd.weight")
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
+    check_keys({key: value for key, value in c.items()     # of which some have one for each layer
+                if not (key in MAY_DIFFER and isinstance(value, list))})
+    check_metadata(arch, metadata)
+    c = Stated(c)
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
     dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
     if type(dim) is int and type(n_head) is int and n_head:            # not as the family's class
@@ -179,6 +198,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
                if f"rope_{name}.weight" in tensors}
     if "freqs" in factors:                         # Llama 3.1's scaling, worked out per frequency
         scaling["divisors"] = factors["freqs"]
+    if ("factors_long" in factors) != ("factors_short" in factors):
+        raise ValueError("only one of rope_factors_long and rope_factors_short is there")
     if "factors_long" in factors:
         scaling.update(rope_type="longrope", short_factor=factors["factors_short"],
                        long_factor=factors["factors_long"])
@@ -195,8 +216,17 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     turning = metadata.get(f"{arch}.rope.dimension_count")
     # latent attention states its own widths; Gemma 4 has two kinds of heads
     if turning and arch != "gemma4" and not c.get("kv_lora_rank"):
-        c["partial_rotary_factor"] = turning / head_dim(c)
+        c["partial_rotary_factor"] = turning / max(1, head_dim(c))
     return c
+
+
+def check_metadata(arch: str, metadata: dict) -> None:
+    """ValueError names a key beside GGUF_KEYS whose value is of another kind than it can be."""
+    for what, is_one, keys in METADATA_KINDS:
+        for key in keys.split():
+            value = metadata.get(f"{arch}.{key}")
+            if value is not None and not is_one(value):
+                raise ValueError(f"'{arch}.{key}' is {brief(value)}, expected {what}")
 
 
 def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
@@ -310,7 +340,10 @@ def _activations(metadata: dict) -> list[LazyTensor]:
     """xIELU's numbers, which are no tensors here but lists with one for each layer."""
     found = []
     for name in ("alpha_p", "alpha_n"):
-        for i, value in enumerate(metadata.get(f"xielu.{name}") or []):
+        values = metadata.get(f"xielu.{name}") or []
+        if not isinstance(values, list) or not all(map(is_number, values)):
+            raise ValueError(f"'xielu.{name}' is {brief(values)}, expected a number for each layer")
+        for i, value in enumerate(values):
             found.append(constant(f"blk.{i}.ffn.activation.{name}", (1,), float(value)))
     return found
 
@@ -319,17 +352,17 @@ def read_gguf(path: Path) -> RawCheckpoint:
     """A GGUF file, or the first of a split one."""
     metadata, tensors = read_gguf_tensors(path)
     n_part = metadata.get("split.count", 1)
+    if type(n_part) is not int or not 0 <= n_part <= 99999:
+        raise ValueError(f"{path}: split.count is {brief(n_part)}, expected a number of files")
     for i in range(1, n_part):
         part = Path(re.sub(r"-00001-of-", f"-{i + 1:05d}-of-", str(path)))
         if part == path or not part.exists():
             raise FileNotFoundError(f"{part}: part {i + 1} of {n_part} is missing")
         tensors += read_gguf_tensors(part)[1]
     arch = metadata.get("general.architecture")
-    tensors += _activations(metadata)
-    try:
+    with reading(path):
+        tensors += _activations(metadata)
         cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
-    except BAD_CONFIG as e:
-        raise ValueError(f"{path}: {e}") from None
     with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # its converter has added it
@@ -343,6 +376,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     behind = metadata.get(f"{arch}.nextn_predict_layers")
     tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    tokenizer["path"] = path                       # for what is wrong with it
     raw = RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=_eos_ids(metadata),
                         tokenizer=tokenizer)
     if head:
@@ -356,8 +390,9 @@ def read_gguf(path: Path) -> RawCheckpoint:
 
 def _eos_ids(metadata: dict) -> list[int]:
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    ids = [metadata[key] for key in keys if metadata.get(key) is not None]
-    tokens = metadata.get("tokenizer.ggml.tokens") or []   # many name one id only
+    ids = [metadata[key] for key in keys if type(metadata.get(key)) is int]
+    tokens = metadata.get("tokenizer.ggml.tokens")         # many name one id only
+    tokens = tokens if isinstance(tokens, list) else []
     ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]
     if "<|end|>" in tokens and "<|return|>" not in tokens: # Phi-3 ends there, gpt-oss goes on
         ids.append(tokens.index("<|end|>"))

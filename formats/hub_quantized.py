@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from formats.lazy import LazyTensor, cached, made_from, offset
+from formats.schema import brief
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
@@ -30,6 +31,31 @@ PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|b
                      r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
 
 
+WHOLE = lambda v: type(v) is int and -1 <= v < 1 << 22
+TEXT, OBJECT = (lambda v: isinstance(v, str)), (lambda v: isinstance(v, dict))
+SCHEME = dict(format=TEXT, weights=dict(
+    group_size=WHOLE, block_structure=lambda v: isinstance(v, str | list)))
+METHOD = dict(                                     # what a quantization_config may say, where read
+    quant_method=TEXT, quant_algo=TEXT, version=TEXT, format=TEXT, backend=TEXT,
+    checkpoint_format=TEXT, bits=WHOLE, w_bit=WHOLE, group_size=WHOLE, q_group_size=WHOLE,
+    weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(WHOLE, v)),
+    config_groups=[SCHEME], sparsity_config=dict(format=TEXT),
+    transform_config=dict(config_groups=OBJECT))
+
+
+def check_shape(found, expected, name: str = "it") -> None:
+    """ValueError names what is of another kind. [kind]: an object of any keys; null is anything."""
+    inner = expected[0] if isinstance(expected, list) else None
+    fits = OBJECT(found) if isinstance(expected, dict | list) else expected(found)
+    if not fits:
+        raise ValueError(f"'{name}' is {brief(found)}")
+    if isinstance(expected, dict | list):
+        for key, value in found.items():
+            kind = inner or expected.get(key)
+            if kind and value is not None:
+                check_shape(value, kind, key)
+
+
 def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
     """All tensors of a checkpoint, a quantized linear's as one X.weight [out, in] or [E, out, in].
 
@@ -40,9 +66,10 @@ def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTenso
     ValueError: a method, format, version or bits that is not supported; tensors that are missing
     or do not fit each other.
     """
+    check_shape(quantization, METHOD)
     method = quantization.get("quant_method")
     if method not in READERS:
-        _refuse(f"quant_method {method!r}", READERS)
+        _refuse(f"quant_method {brief(method)}", READERS)
     tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
     done = list(READERS[method](tensors, quantization))      # takes what it reads out of `tensors`
     alone = next((name for name in tensors if PARTNER.search(name)), None)
@@ -220,6 +247,8 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
 
     def rows(a, b):
         column = group.whole().long() if group else None
+        if group and not -1 <= int(column.min()) <= int(column.max()) < grid[-1]:
+            raise ValueError(f"{group.name} has groups beyond the {grid[-1]} that there are")
         if group and bi and (column <= 0).all():   # all 0, or all -1: what unordered groups leave
             column = None
         w = values(a, b).float()

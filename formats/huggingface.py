@@ -5,27 +5,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
-from formats.config import BAD_CONFIG, config_from_hf
+from formats.config import config_from_hf
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.hub_quantized import dequantized
 from formats.json_file import read_json
 from formats.lazy import LazyTensor
-from formats.messages import first_line
+from formats.messages import reading
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import HF_NAMES, OUR_NAMES, look_up
 from formats.safetensors_file import read_safetensors
+from formats.schema import brief
 from formats.torch_file import lazy_tensors, read_torch
+
+SAMPLING = dict(temperature=lambda v: 0 <= v <= 1e6, top_k=lambda v: 0 <= v <= 1e9 and v == int(v),
+                top_p=lambda v: 0 < v <= 1, min_p=lambda v: 0 <= v <= 1,
+                repetition_penalty=lambda v: 0 < v <= 1e6)
 
 
 def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     """config.json and what lies beside it; weights: the file, or the index of its shards."""
     path = directory / "config.json"
     config = read_json(path)
-    try:
+    with reading(path):
         cfg, c = config_from_hf(config)
-    except BAD_CONFIG as e:
-        raise ValueError(f"{path}: {e}") from None
     if "vision_config" in config:
         print("note: of this multimodal model only the text part is read", file=sys.stderr)
     tensors = hub_weights(directory, weights)
@@ -36,10 +39,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if quantization and c["model_type"] == "gpt2":
         raise ValueError(f"{path}: a quantized GPT-2 is not supported: use the original model")
     if quantization:
-        try:
+        with reading(f"{path}: quantization_config"):
             tensors = dequantized(tensors, quantization)
-        except BAD_CONFIG as e:
-            raise ValueError(f"{path}: quantization_config: {first_line(e)}") from None
     behind = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers")
     tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     family = FAMILIES[c["model_type"]]
@@ -60,22 +61,41 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
 def hub_weights(directory: Path, name: str) -> list[LazyTensor]:
     """Every tensor of model.safetensors, pytorch_model.bin, or the shards that an index lists."""
     if name.endswith(".index.json"):
-        shards = sorted(set(read_json(directory / name).get("weight_map", {}).values()))
+        shards = _shards(directory / name)
     else:
         shards = [name]
     tensors = []
     for shard in shards:
         path = directory / shard
-        if not path.exists():
+        if not path.is_file():
             raise FileNotFoundError(f"{path}: listed in {name} but not there: download it again")
         tensors += (read_safetensors(path) if shard.endswith(".safetensors")
                    else lazy_tensors(read_torch(path)))
     return tensors
 
 
+def _shards(index: Path) -> list[str]:
+    """The files that an index lists, which lie where it lies. Links among them are followed, as the
+    hub's cache consists of such.
+    """
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index}: 'weight_map' is {brief(listed)}, expected tensors and files")
+    for shard in listed.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+            raise ValueError(f"{index}: {brief(shard)} is no name of a file beside it")
+    return sorted(set(listed.values()))
+
+
 def _ids(value) -> list[int]:
     value = value if isinstance(value, list) else [value]
-    return [i for i in value if type(i) is int]
+    return [i for i in value if type(i) is int and 0 <= i < 1 << 31]
+
+
+def sampling_values(stated: dict) -> dict:
+    """Those of a model's sampling values that can be."""
+    return {k: int(v) if k == "top_k" else float(v) for k, v in stated.items()
+            if type(v) in (int, float) and k in SAMPLING and SAMPLING[k](v)}
 
 
 def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]:
@@ -88,15 +108,11 @@ def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]
         except ValueError as e:                    # some on the Hub are broken; they are optional
             print(f"note: ignored: {e}", file=sys.stderr)
     ids = []
-    for c in (generation, config.get("text_config", {}), config):
+    for c in (generation, config.get("text_config") or {}, config):
         ids += _ids(c.get("eos_token_id"))
-    valid = dict(temperature=lambda v: v >= 0, top_k=lambda v: v == int(v) >= 0,
-                 top_p=lambda v: 0 < v <= 1, min_p=lambda v: 0 <= v <= 1,
-                 repetition_penalty=lambda v: v > 0)
-    stated = {k: generation[k] for k in valid
+    stated = {k: generation[k] for k in SAMPLING
               if generation.get("do_sample") and generation.get(k) is not None}
-    defaults = {k: int(v) if k == "top_k" else float(v) for k, v in stated.items()
-                if isinstance(v, (int, float)) and valid[k](v)}
+    defaults = sampling_values(stated)
     if bad := set(stated) - set(defaults):
         print(f"note: ignored in {path}: {', '.join(sorted(bad))}", file=sys.stderr)
     return list(dict.fromkeys(ids)), defaults

@@ -22,14 +22,13 @@ from torch.nn import Linear
 
 from formats import lora
 from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_in_file
-from formats.config import BAD_CONFIG
 from formats.fold import fold
 from formats.gguf_model import read_gguf
 from formats.hub import resolve
 from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
 from formats.lazy import LazyTensor, as_rows
-from formats.messages import first_line, some
+from formats.messages import first_line, reading, some
 from formats.meta import read_llama2c, read_meta
 from formats.names import rename
 from formats.parameters import blank_model, disk_names
@@ -60,9 +59,11 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
 
     FileNotFoundError or ValueError say in one line what was found and what was expected.
     """
-    raw = read(path)
+    with reading(path):
+        raw = read(path)
     if adapter is not None:
-        raw.tensors = lora.merged(raw.tensors, adapter)
+        with reading(adapter):
+            raw.tensors = lora.merged(raw.tensors, adapter)
     source = finished(raw)
     source.adapter = adapter
     if raw.mtp:
@@ -79,17 +80,15 @@ def open_head(raw: RawCheckpoint) -> Checkpoint:
 
 def finished(raw: RawCheckpoint) -> Checkpoint:
     """The tensors by our names, folded and checked. ValueError as read_checkpoint()."""
-    try:
+    with reading(raw.path):
         tensors = rename(raw.tensors, raw.names, raw.cfg)
         if raw.folds:
             tensors = fold(tensors, raw.cfg, raw.folds)
-    except BAD_CONFIG as e:
-        raise ValueError(f"{raw.path}: {e}") from None
-    if raw.hub_quantized:
-        tensors = quantized_alike(tensors, raw.cfg)
-    source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
-                        raw.quantization)
-    check(source)
+        if raw.hub_quantized:
+            tensors = quantized_alike(tensors, raw.cfg)
+        source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
+                            raw.quantization)
+        check(source)
     return source
 
 
@@ -160,18 +159,19 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
     kept: its parameters, as an earlier call gave them: then nothing is read.
     """
-    model = blank_model(source.cfg, dtype)
+    with reading(source.path):
+        model = blank_model(source.cfg, dtype)
 
-    def scheme(name):
-        return scheme_at(source.tensors, disk_names(name)[0])
-    put_quantized_linears(model, scheme, dtype, device)
-    put_file_table(model, source, dtype, device)
-    if kept:
-        take_kept(model, kept)
-    else:
-        load_part(model, "", source, device)
-    share_embedding(model)
-    return model.to(device).eval()                 # the parameters are there already: the rest
+        def scheme(name):
+            return scheme_at(source.tensors, disk_names(name)[0])
+        put_quantized_linears(model, scheme, dtype, device)
+        put_file_table(model, source, dtype, device)
+        if kept:
+            take_kept(model, kept)
+        else:
+            load_part(model, "", source, device)
+        share_embedding(model)
+        return model.to(device).eval()                 # the parameters are there already: the rest
 
 
 def put_file_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
@@ -236,5 +236,5 @@ def _copy(target: torch.Tensor, t: LazyTensor, path: Path) -> None:
     try:
         for start, end, rows in t.chunks():
             target[start:end].copy_(rows)
-    except (SafetensorError, RuntimeError, ValueError) as e:
-        raise ValueError(f"{path}: {t.name} cannot be read: {first_line(e)}") from None
+    except (SafetensorError, ValueError) as e:
+        raise ValueError(f"{path}: {t.name} cannot be read: {first_line(e)}") from e

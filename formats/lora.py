@@ -15,6 +15,7 @@ from formats.lazy import LazyTensor, made_from, transpose
 from formats.messages import some
 from formats.names import bare
 from formats.safetensors_file import read_safetensors
+from formats.schema import brief, is_number
 from formats.torch_file import lazy_tensors, read_torch
 
 PART = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
@@ -61,7 +62,7 @@ def _config(directory: Path) -> dict:
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{path}: 'peft_type' is {kind!r}, only LORA is supported")
+        raise ValueError(f"{path}: 'peft_type' is {brief(kind)}, only LORA is supported")
     for key in VARIANTS:
         if config.get(key):
             raise ValueError(f"{path}: '{key}' is not supported")
@@ -71,9 +72,9 @@ def _config(directory: Path) -> dict:
             re.compile(pattern)
         values = [config.get("lora_alpha"), *alphas.values()]
     except (AttributeError, TypeError, re.error):
-        raise ValueError(f"{path}: 'alpha_pattern' is {alphas!r}, expected patterns") from None
-    if bad := [value for value in values if type(value) not in (int, float)]:
-        raise ValueError(f"{path}: 'lora_alpha' is {bad[0]!r}, expected a number")
+        raise ValueError(f"{path}: 'alpha_pattern' is {brief(alphas)}, expected patterns") from None
+    if bad := [value for value in values if not is_number(value)]:
+        raise ValueError(f"{path}: 'lora_alpha' is {brief(bad[0])}, expected a number")
     return config
 
 

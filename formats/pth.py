@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint, RawCheckpoint
+from formats.huggingface import sampling_values
 from formats.lazy import LazyTensor
 from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
 from formats.parameters import blank_model, disk_names
+from formats.schema import brief, build, check_config
 from formats.torch_file import lazy_tensors
 from layers.attention import Scores
 from layers.delta import GatedDelta
@@ -49,41 +51,72 @@ STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorag
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
     """content: what torch_file.read_torch() gives."""
-    if content.get("version", 1) > VERSION:
-        raise ValueError(f"{path}: its format is version {content['version']}, this program "
+    if content.get("version", 1) not in range(1, VERSION + 1):
+        raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
                          f"reads up to {VERSION}: update it, or convert the original again")
+    _check_content(content)
     tensors, head = split_head(lazy_tensors(content["model"]), None)
+    tokenizer = content.get("tokenizer")
+    tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
     raw = RawCheckpoint(path, config_from_dict(content["config"]), tensors, OUR_NAMES, None,
-                        content["eos_ids"], content["defaults"],
-                        content["tokenizer"] or path.parent, content.get("quantization"))
+                        content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
+                        content.get("quantization"))
     if content.get("mtp"):
         cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
         raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES)
     return raw
 
 
+def _check_content(content: dict) -> None:
+    """ValueError names a part of the file that is missing, or of another kind."""
+    def whole_numbers(value):
+        return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
+
+    expected = {"config": dict, "model": dict, "eos_ids": whole_numbers, "defaults": dict,
+                "tokenizer": dict | None, "quantization": dict | None, "mtp": dict | None}
+    for name, kind in expected.items():
+        value = content.get(name)
+        fits = kind(value) if kind is whole_numbers else isinstance(value, kind)
+        if not fits:
+            raise ValueError(f"its '{name}' is {brief(value)}, which is not as we write it")
+
+
 def config_from_dict(d: dict) -> ModelConfig:
-    """The config as a .pth stores it."""
+    """The config as a .pth stores it. ValueError names what cannot be."""
     d = _with_parts(d)
-    unknown = set(d) - {f.name for f in dataclasses.fields(ModelConfig)}
-    if unknown:
-        raise ValueError(f"written by a newer gpt-faster: unknown config fields {sorted(unknown)}")
-    if isinstance(d["qk_norm"], bool):             # before there were two ways to do it
+    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
-    as_tuples = lambda r: {k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}
-    end, mixers = d.get("layer_end"), d.get("mixer", [None])
-    parts = {"rope": tuple(Rope(**as_tuples(r)) for r in d["rope"]),
-             "mixer": tuple(m and mixer_from_dict(as_tuples(m)) for m in mixers),
-             "widths": tuple(w and Widths(**w) for w in d.get("widths", [None])),
-             "layer_end": end and LayerEnd(**end),
-             "scores": Scores(**d["scores"]), "moe": d["moe"] and MoEConfig(**d["moe"])}
-    return ModelConfig(**{**as_tuples(d), **parts})
+    end, moe = d.get("layer_end"), d.get("moe")
+    mixers, widths = _several(d, "mixer", [None]), _several(d, "widths", [None])
+    parts = {"rope": tuple(build(Rope, _as_tuples(r)) for r in _several(d, "rope")),
+             "mixer": tuple(m if m is None else mixer_from_dict(m) for m in mixers),
+             "widths": tuple(w if w is None else build(Widths, w) for w in widths),
+             "layer_end": end if end is None else build(LayerEnd, end),
+             "scores": build(Scores, d.get("scores")),
+             "moe": moe if moe is None else build(MoEConfig, moe)}
+    cfg = build(ModelConfig, _as_tuples(d), **parts)
+    check_config(cfg)
+    return cfg
+
+
+def _as_tuples(d: dict) -> dict:
+    if not isinstance(d, dict):
+        return d                                   # build() refuses it
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in d.items()}
+
+
+def _several(d: dict, name: str, default=None) -> list | tuple:
+    value = d.get(name, default)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"its config's '{name}' is {brief(value)}, expected one for each layer")
+    return value
 
 
 def mixer_from_dict(d: dict):
-    if d["kind"] not in MIXERS:
-        raise ValueError(f"written by a newer gpt-faster: unknown layer {d['kind']}")
-    return MIXERS[d["kind"]](**d)
+    kind = d.get("kind") if isinstance(d, dict) else d
+    if not isinstance(kind, str) or kind not in MIXERS:
+        raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
+    return build(MIXERS[kind], _as_tuples(d))
 
 
 def _with_parts(d: dict) -> dict:

@@ -16,6 +16,8 @@ DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torc
 
 
 def read_safetensors(path: Path) -> list[LazyTensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as e:

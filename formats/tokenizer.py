@@ -13,6 +13,8 @@ from pathlib import Path
 
 from formats import chat_template as chat
 from formats import tokenizer_files
+from formats.messages import reading
+from formats.schema import brief
 from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend
 
 
@@ -69,20 +71,40 @@ def load(source: Path | str | dict) -> Tokenizer:
 
     FileNotFoundError or ValueError say in one line what is missing or broken.
     """
-    if isinstance(source, dict) and "backend" in source:
-        return Tokenizer(**_from_state(source))
-    if isinstance(source, dict):
-        return Tokenizer(**tokenizer_files.from_gguf(source))
-    return Tokenizer(**tokenizer_files.from_directory(Path(source)))
+    path = source.get("path", "tokenizer") if isinstance(source, dict) else source
+    with reading(path):
+        if isinstance(source, dict) and "backend" in source:
+            return Tokenizer(**_from_state(source))
+        if isinstance(source, dict):
+            return Tokenizer(**tokenizer_files.from_gguf(source))
+        return Tokenizer(**tokenizer_files.from_directory(Path(source)))
 
 
 def _from_state(state: dict) -> dict:
     keys = ("bos_id", "add_bos", "chat_template", "names", "eos_ids")
     arguments = {key: state.get(key) for key in keys}
+    data, control = state.get("data"), state.get("control")
+    if state["backend"] not in ("json", "sentencepiece") or not isinstance(data, str):
+        raise ValueError(f"a tokenizer of the kind {brief(state['backend'])} is not known")
+    fits = dict(bos_id=int | None, chat_template=str | None, names=dict | None,
+                eos_ids=list | None)
+    for key, kind in fits.items():
+        if not isinstance(arguments[key], kind):
+            raise ValueError(f"its tokenizer's '{key}' is {brief(arguments[key])}")
     if state["backend"] == "json":
-        return dict(arguments, backend=TokenizersBackend(state["data"]))
-    data = base64.b64decode(state["data"])
-    return dict(arguments, backend=SentencePieceBackend(data, state.get("control")))
+        return dict(arguments, backend=TokenizersBackend(data))
+    if control is not None and not is_numbered(control):
+        raise ValueError(f"its tokenizer's 'control' is {brief(control)}, expected texts by number")
+    try:
+        data = base64.b64decode(data, validate=True)
+    except ValueError:
+        raise ValueError("its SentencePiece model is not base64") from None
+    return dict(arguments, backend=SentencePieceBackend(data, control))
+
+
+def is_numbered(control) -> bool:
+    return isinstance(control, dict) and all(
+        type(i) is int and isinstance(text, str) for i, text in control.items())
 
 
 class Detokenizer:

@@ -6,6 +6,24 @@ the beginning and the end of a sequence. It decides nothing: tokenizer.py does.
 
 import base64
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from formats.messages import first_line
+
+SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
+
+
+@contextmanager
+def library(what: str) -> Iterator[None]:
+    """tokenizers raises bare Exceptions, and panics where a regular expression takes too long."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e) is not Exception and type(e).__name__ != "PanicException":
+            raise
+        raise ValueError(f"not {what}: {first_line(e)}") from None
 
 
 class TokenizersBackend:
@@ -15,10 +33,8 @@ class TokenizersBackend:
 
     def __init__(self, data):
         from tokenizers import Tokenizer
-        try:
+        with library("a readable tokenizer.json"):
             self.fast = Tokenizer.from_str(data) if isinstance(data, str) else data
-        except Exception as e:                     # the library raises the bare class
-            raise ValueError(f"not a readable tokenizer.json: {e}") from None
         self.data = data
         self.control = {}                          # it finds them by itself
         self.eos_ids = []
@@ -31,14 +47,31 @@ class TokenizersBackend:
 
     def _prefix(self) -> list[int]:
         """What its post-processor puts first."""
-        plain, whole = (self.fast.encode("a", add_special_tokens=s).ids for s in (False, True))
+        with library("a tokenizer.json that encodes"):
+            plain, whole = (self.fast.encode("a", add_special_tokens=s).ids
+                            for s in (False, True))
         starts = [i for i in range(len(whole)) if whole[i:i + len(plain)] == plain]
         return whole[:starts[0]] if starts else []
+
+    def check_speed(self) -> None:
+        """ValueError where its regular expressions take longer and longer for longer texts.
+
+        Each doubling is tried for itself, so that this ends where they do not.
+        """
+        for sign in (" ", "a", "1", "\n", "!"):
+            for n in (32, 64, 128, 256):
+                start = time.perf_counter()
+                self.encode(sign * n + "~é", special=False)
+                took = time.perf_counter() - start
+                if took > SLOWEST:
+                    raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
+                                     f"{n} times {sign!r}")
 
     def encode(self, text: str, special: bool) -> list[int]:
         """special: whether "<s>" and the like are tokens, not text."""
         self.fast.encode_special_tokens = not special
-        return self.fast.encode(text, add_special_tokens=False).ids
+        with library("a tokenizer that encodes this text"):
+            return self.fast.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         return self.fast.decode(ids, skip_special_tokens=True)
@@ -83,8 +116,11 @@ class SentencePieceBackend:
         self.n_vocab = processor.get_piece_size()
         self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
         self.eos_ids = [i for i in [processor.eos_id()] if i >= 0]
-        self.control = control or {i: processor.id_to_piece(i) for i in range(self.n_vocab)
-                                   if processor.is_control(i)}
+        try:
+            self.control = control or {i: processor.id_to_piece(i) for i in range(self.n_vocab)
+                                       if processor.is_control(i)}
+        except UnicodeDecodeError:
+            raise ValueError("a SentencePiece model with tokens that are no UTF-8") from None
         self.ids = {text: i for i, text in self.control.items()}
         names = sorted(self.ids, key=len, reverse=True)
         self.names = names

@@ -9,8 +9,10 @@ import struct
 import sys
 from pathlib import Path
 
-from formats.json_file import read_json
-from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend
+from formats.json_file import read_json, read_text
+from formats.messages import reading
+from formats.schema import brief
+from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend, library
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -53,13 +55,19 @@ COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with the
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
+def is_text(value) -> bool:
+    """Not half a character, as JSON can have."""
+    return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
+
+
 def from_directory(directory: Path) -> dict:
     """tokenizer.json, else tokenizer.model: SentencePiece, or Llama 3's list of base64 tokens."""
     config = {}
     if (directory / "tokenizer_config.json").exists():
         config = read_json(directory / "tokenizer_config.json")
     names = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()
-             if k.endswith("_token") and isinstance(v, (str, dict))}       # or an AddedToken
+             if k.endswith("_token")}              # or an AddedToken
+    names = {k: v for k, v in names.items() if is_text(v)}
     more = dict(names=names, chat_template=_chat_template(directory, config))
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -67,16 +75,15 @@ def from_directory(directory: Path) -> dict:
     if not path.exists():
         raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or "
                                 "tokenizer.model")
-    try:
+    with reading(path):
         if path.suffix == ".json":
             return dict(more, **_from_json(path, names, config.get("add_bos_token")))
         return dict(more, **_from_model(path.read_bytes(), config.get("add_bos_token")))
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
 
 
 def _from_json(path: Path, names: dict, add_bos: bool | None) -> dict:
-    backend = TokenizersBackend(path.read_text(encoding="utf-8"))
+    backend = TokenizersBackend(read_text(path))
+    backend.check_speed()
     bos_id = backend.bos_id
     if "bos_token" in names:
         bos_id = backend.fast.token_to_id(names["bos_token"])
@@ -97,10 +104,14 @@ def _from_model(data: bytes, add_bos: bool | None) -> dict:
 def _chat_template(directory: Path, config: dict) -> str | None:
     """chat_template.jinja wins over tokenizer_config.json (a string, or a list of named ones)."""
     if (directory / "chat_template.jinja").exists():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(directory / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {t["name"]: t["template"] for t in template}.get("default")
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is "
+                         f"{brief(template)}, expected a text")
     return template
 
 
@@ -119,7 +130,8 @@ def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tup
     """A tokenizers.Tokenizer. whole_words: a piece that is a token needs no merges (Llama 3)."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
-    fast = Fast(models.BPE(vocab, merges, ignore_merges=whole_words))
+    with library("a vocabulary with merges of its tokens"):
+        fast = Fast(models.BPE(vocab, merges, ignore_merges=whole_words))
     fast.normalizer = normalizers.NFC() if nfc else None
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -136,8 +148,16 @@ def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
     -> the text of a tokenizer.json, and the ids that end a text, a message or a turn.
     """
     letters = byte_letters()
-    lines = map(bytes.split, data.splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    ranks = {}
+    for n, line in enumerate(data.splitlines(), 1):
+        match = re.fullmatch(rb"([A-Za-z0-9+/]+=*) (\d{1,9})", line)
+        try:
+            ranks[base64.b64decode(match[1])] = int(match[2])
+        except (TypeError, ValueError):
+            raise ValueError(f"line {n} is {brief(line)}, expected a token in base64 and its rank"
+                             ) from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"the ranks of {len(ranks)} tokens are not 0 to {len(ranks) - 1}")
     vocab = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
     merges = []
     for token, rank in vocab.items():
@@ -166,6 +186,7 @@ def from_gguf(metadata: dict) -> dict:
     kind, tokens = get("model"), get("tokens")
     if not tokens:
         raise ValueError("this GGUF holds no tokenizer (tokenizer.ggml.tokens)")
+    _check_gguf(get)
     if kind not in ("gpt2", "llama", "gemma4"):
         raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama, "
                          "gemma4)")
@@ -206,6 +227,36 @@ def from_gguf(metadata: dict) -> dict:
                 bos_id=backend.bos_id if bos_id is None else bos_id)
 
 
+def _check_gguf(get) -> None:
+    """ValueError names a list or a number of tokenizer.ggml.* that cannot be."""
+    def texts(value):
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+    tokens = get("tokens")
+    n = len(tokens) if texts(tokens) else -1
+
+    def one_each(kinds):
+        return lambda v: isinstance(v, list) and len(v) == n and all(type(x) in kinds for x in v)
+
+    def is_id(value):
+        return type(value) is int and 0 <= value < 1 << 31
+
+    known = dict(model=str, pre=str, tokens=texts, token_type=one_each((int,)), merges=texts,
+                 scores=one_each((int, float)), bos_token_id=is_id, eos_token_id=is_id,
+                 padding_token_id=is_id, unknown_token_id=lambda v: is_id(v) and v < n)
+    for key, kind in known.items():
+        value = get(key)
+        fits = isinstance(value, str) if kind is str else value is None or kind(value)
+        if value is not None and not fits:
+            raise ValueError(f"tokenizer.ggml.{key} is {brief(value)}, which does not fit "
+                             f"{n} tokens")
+    bad = [m for m in get("merges") or [] if m.count(" ") != 1]
+    if bad:
+        raise ValueError(f"tokenizer.ggml.merges has {brief(bad[0])}, expected two tokens")
+    if any(not 0 <= kind <= 255 for kind in get("token_type") or []):
+        raise ValueError("tokenizer.ggml.token_type has kinds that are not known")
+
+
 def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
                   added: list[str], unknown: str | None):
     """A tokenizers.Tokenizer of Gemma 4's kind: SentencePiece's pieces, put together by merges.
@@ -215,7 +266,9 @@ def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special:
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
     space = "\N{LOWER ONE EIGHTH BLOCK}"
-    fast = Fast(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    with library("a vocabulary with merges of its tokens"):
+        fast = Fast(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True,
+                               byte_fallback=True))
     fast.normalizer = normalizers.Replace(" ", space)
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     fast.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(),
