@@ -90,6 +90,9 @@ def _complete(c: dict) -> tuple[Family, dict]:
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads",
                 "max_position_embeddings"):
         count(c, key)
+    if c["num_attention_heads"] > c["hidden_size"]:
+        raise ValueError(f"{c['num_attention_heads']} attention heads for a width of "
+                         f"{c['hidden_size']}")
     for key in ("mlp_layer_types", "no_rope_layers"):
         if c.get(key) and len(c[key]) < c["num_hidden_layers"]:
             raise ValueError(f"'{key}' has {len(c[key])} entries for {c['num_hidden_layers']} "

@@ -322,6 +322,8 @@ def _gemma4_respelled(c):
         is_shared = i >= n - n_shared
         own = {key: c.get(key) for key in ("head_dim", "num_key_value_heads", "intermediate_size")}
         own |= _gemma4_heads(c, i, kind)
+        if odd := [key for key in own if type(own[key]) is not int]:
+            raise ValueError(f"layer {i} has no '{odd[0]}'")
         if is_shared and c.get("use_double_wide_mlp"):
             own["intermediate_size"] *= 2
         widths.append(own)

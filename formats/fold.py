@@ -93,6 +93,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
 
 def _order_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
     rotated = int(cfg.head_dim * cfg.rope[0].partial)
+    if rotated > cfg.head_dim:
+        raise ValueError(f"RoPE is to turn {rotated} numbers of heads that have {cfg.head_dim}")
     if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
         turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
         _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))

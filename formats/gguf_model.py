@@ -139,8 +139,8 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
     if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
         raise ValueError(f"architecture {brief(arch)} is not supported "
                          f"(supported: {', '.join(GGUF_FAMILIES)})")
-    if "token_embd.weight" not in tensors:
-        raise ValueError("no token_embd.weight")
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        raise ValueError("no matrix token_embd.weight")
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
     check_keys({key: value for key, value in c.items()     # of which some have one for each layer

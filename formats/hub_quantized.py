@@ -44,7 +44,9 @@ METHOD = dict(                                     # what a quantization_config 
 
 
 def check_shape(found, expected, name: str = "it") -> None:
-    """ValueError names what is of another kind. [kind]: an object of any keys; null is anything."""
+    """ValueError names what is of another kind. [kind]: an object of any keys. Of other objects a
+    value may be null.
+    """
     inner = expected[0] if isinstance(expected, list) else None
     fits = OBJECT(found) if isinstance(expected, dict | list) else expected(found)
     if not fits:
@@ -52,7 +54,7 @@ def check_shape(found, expected, name: str = "it") -> None:
     if isinstance(expected, dict | list):
         for key, value in found.items():
             kind = inner or expected.get(key)
-            if kind and value is not None:
+            if kind and (value is not None or inner):
                 check_shape(value, kind, key)
 
 

@@ -116,9 +116,9 @@ def check_keys(c: dict) -> None:
         what, is_one = kinds.get(key) or needed.get(key) or (None, None)
         if what and not is_one(value) and (value is not None or key in needed):
             raise ValueError(f"'{key}' is {brief(value)}, expected {what}")
-    for key in INNER:
-        if isinstance(c.get(key), dict):
-            check_keys(c[key])
+    for inner in (*map(c.get, INNER), *(c.get("per_layer_config") or {}).values()):
+        if isinstance(inner, dict):
+            check_keys(inner)
 
 
 @cache

@@ -80,16 +80,24 @@ def load(source: Path | str | dict) -> Tokenizer:
         return Tokenizer(**tokenizer_files.from_directory(Path(source)))
 
 
+def _is_id(value) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+STATE_KINDS = dict(
+    bos_id=_is_id, chat_template=lambda v: isinstance(v, str),
+    eos_ids=lambda v: isinstance(v, list) and all(map(_is_id, v)),
+    names=lambda v: isinstance(v, dict) and all(isinstance(text, str) for text in v.values()))
+
+
 def _from_state(state: dict) -> dict:
     keys = ("bos_id", "add_bos", "chat_template", "names", "eos_ids")
     arguments = {key: state.get(key) for key in keys}
     data, control = state.get("data"), state.get("control")
     if state["backend"] not in ("json", "sentencepiece") or not isinstance(data, str):
         raise ValueError(f"a tokenizer of the kind {brief(state['backend'])} is not known")
-    fits = dict(bos_id=int | None, chat_template=str | None, names=dict | None,
-                eos_ids=list | None)
-    for key, kind in fits.items():
-        if not isinstance(arguments[key], kind):
+    for key, is_one in STATE_KINDS.items():
+        if arguments[key] is not None and not is_one(arguments[key]):
             raise ValueError(f"its tokenizer's '{key}' is {brief(arguments[key])}")
     if state["backend"] == "json":
         return dict(arguments, backend=TokenizersBackend(data))

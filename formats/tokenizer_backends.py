@@ -21,7 +21,8 @@ def library(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as e:
-        if type(e) is not Exception and type(e).__name__ != "PanicException":
+        foreseen = type(e) is Exception or isinstance(e, UnicodeError)
+        if not foreseen and type(e).__name__ != "PanicException":
             raise
         raise ValueError(f"not {what}: {first_line(e)}") from None
 
