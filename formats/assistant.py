@@ -52,6 +52,7 @@ class Assistant(Transformer):
         self.enter = nn.Linear(2 * cfg.backbone_dim, cfg.dim, bias=False)
         self.leave = nn.Linear(cfg.dim, cfg.backbone_dim, bias=False)
         self.centroids = self.clusters = None
+        self.path = None                           # for what does not fit; load() says it
         if cfg.n_centroid:
             self.centroids = nn.Linear(cfg.dim, cfg.n_centroid, bias=False)
 
@@ -62,7 +63,7 @@ class Assistant(Transformer):
         """
         self.model, theirs = [model], model.cfg    # in a list: no part of the drafter
         if theirs.dim != self.cfg.backbone_dim or theirs.vocab_size != self.cfg.vocab_size:
-            raise ValueError(f"it drafts for a width of {self.cfg.backbone_dim} and "
+            raise ValueError(f"{self.path}: it drafts for a width of {self.cfg.backbone_dim} and "
                              f"{self.cfg.vocab_size} tokens, not {theirs.dim} and "
                              f"{theirs.vocab_size}")
         for i, layer in enumerate(self.layers):
@@ -70,7 +71,7 @@ class Assistant(Transformer):
             alike = [other.attn for j, other in enumerate(model.layers)
                      if at(j, theirs.window) == window and hasattr(other.attn, "wqkv")]
             if not alike or alike[-1].head_dim != layer.attn.head_dim:
-                raise ValueError(f"its layer {i} has heads of {layer.attn.head_dim} and a window "
+                raise ValueError(f"{self.path}: its layer {i} has heads of {layer.attn.head_dim} and a window "
                                  f"of {window}, which no layer of the model has")
             layer.attn.share(alike[-1])
 
@@ -123,6 +124,7 @@ class AssistantCheckpoint(Checkpoint):
     def load(self, dtype: torch.dtype, device) -> Assistant:
         model = blank_model(self.cfg, dtype, Assistant)
         load_part(model, "", self, device)
+        model.path = self.path
         if self.order is not None:
             clusters = self.order.whole().long().view(self.cfg.n_centroid, -1)
             model.clusters = clusters.to(device)

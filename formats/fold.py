@@ -73,7 +73,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     if folds.one_norm:
         for name in [name for name in tensors if ".attn_norm." in name]:
             tensors.setdefault(name.replace("attn_norm", "ffn_norm"), tensors[name])
-    if folds.first_pos and "pos_embed.weight" in tensors:
+    if folds.first_pos and tensors.get("pos_embed.weight") and (
+            len(tensors["pos_embed.weight"].shape) == 2):
         table = tensors["pos_embed.weight"]
         tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
@@ -95,6 +96,8 @@ def _order_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Fol
     rotated = int(cfg.head_dim * cfg.rope[0].partial)
     if rotated > cfg.head_dim:
         raise ValueError(f"RoPE is to turn {rotated} numbers of heads that have {cfg.head_dim}")
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"RoPE is to turn {rotated} numbers of a head, expected an even number")
     if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
         turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
         _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))

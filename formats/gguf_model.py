@@ -117,7 +117,7 @@ GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is t
     "ffn_down_exps.scale": "ffn.expert_scale", "pre_ffw_norm_2": "ffn.norm",
     "post_ffw_norm_1": "ffn.post_shared_norm", "post_ffw_norm_2": "ffn.post_norm",
 }
-MAY_DIFFER = ("num_key_value_heads", "intermediate_size", "num_attention_heads")
+MAY_DIFFER = ("num_key_value_heads", "intermediate_size")
 METADATA_KINDS = (                                 # keys that no word of config.json stands for
     ("a whole number", lambda v: type(v) is int and 0 <= v < 1 << 22,
      "nextn_predict_layers rope.dimension_count attention.key_length_mla expert_gating_func "
@@ -133,7 +133,20 @@ METADATA_KINDS = (                                 # keys that no word of config
 FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
 
 
-def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
+class Tensors(dict):
+    """By their names there."""
+
+    def __missing__(self, name):
+        raise ValueError(f"no {name}")
+
+    def numbers(self, name: str) -> list[float]:
+        """What a short vector holds."""
+        if len(self[name].shape) != 1:
+            raise ValueError(f"{name} is {list(self[name].shape)}, expected a vector")
+        return self[name].whole().tolist()
+
+
+def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
     """What a GGUF says of its model, in config.json's words. ValueError names a problem."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
@@ -193,7 +206,7 @@ def config_from_gguf(metadata: dict, tensors: dict[str, LazyTensor]) -> dict:
                if f"{arch}.rope.scaling.{key}" in metadata}
     if scaling.get("rope_type", "none") == "none":
         scaling["rope_type"] = "default"
-    factors = {name: tensors[f"rope_{name}.weight"].whole().tolist()
+    factors = {name: tensors.numbers(f"rope_{name}.weight")
                for name in ("freqs", "factors_short", "factors_long")
                if f"rope_{name}.weight" in tensors}
     if "freqs" in factors:                         # Llama 3.1's scaling, worked out per frequency
@@ -290,7 +303,7 @@ def _latent(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
     turning = metadata.get(f"{arch}.rope.dimension_count", 0)
     v_dim, n_head = width("value"), c.get("num_attention_heads", 1)
     if arch == "minicpm3":                         # it has no key for it
-        v_dim = tensors["blk.0.attn_output.weight"].shape[1] // n_head
+        v_dim = tensors["blk.0.attn_output.weight"].shape[-1] // n_head
     widths = dict(q_lora_rank=c.get("q_lora_rank"), qk_rope_head_dim=turning, v_head_dim=v_dim,
                   qk_nope_head_dim=width("key") - turning, num_key_value_heads=n_head)
     if arch == "minicpm3":
@@ -312,15 +325,18 @@ def _gemma4(c: dict, metadata: dict, tensors: dict) -> dict:
     """Heads, key/value heads and widths by layer; RoPE of both kinds of attention."""
     n, get = c["num_hidden_layers"], lambda key: metadata.get(f"gemma4.{key}")
     slides = get("attention.sliding_window_pattern")
-    if not isinstance(slides, list) or len(slides) < n:
+    if not isinstance(slides, list) or len(slides) < n or True not in slides[:n]:
         raise ValueError("no gemma4.attention.sliding_window_pattern for each layer")
+    stated = (c.get("num_key_value_heads"), c.get("intermediate_size"))
+    if any(isinstance(value, list) and len(value) < n for value in stated):
+        raise ValueError(f"fewer than {n} of attention.head_count_kv or feed_forward_length")
     kv, ffn = ([value[i] if isinstance(value, list) else value for i in range(n)]
-               for value in (c.get("num_key_value_heads"), c.get("intermediate_size")))
+               for value in stated)
     widths = [get("attention.key_length_swa") if one else get("attention.key_length")
               for one in slides]
     has_keys = range(n - (get("attention.shared_kv_layers") or 0))
     table = tensors.get("per_layer_token_embd.weight")
-    divisors = tensors["rope_freqs.weight"].whole().tolist()
+    divisors = tensors.numbers("rope_freqs.weight")
     divisors = [math.inf if d > 1e29 else d for d in divisors]         # such do not turn
     return dict(
         head_dim=get("attention.key_length_swa"), num_key_value_heads=kv[slides.index(True)],
@@ -362,7 +378,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     arch = metadata.get("general.architecture")
     with reading(path):
         tensors += _activations(metadata)
-        cfg, c = config_from_hf(config_from_gguf(metadata, {t.name: t for t in tensors}))
+        cfg, c = config_from_hf(config_from_gguf(metadata, Tensors((t.name, t) for t in tensors)))
     with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # its converter has added it
