@@ -71,8 +71,8 @@ class Assistant(Transformer):
             alike = [other.attn for j, other in enumerate(model.layers)
                      if at(j, theirs.window) == window and hasattr(other.attn, "wqkv")]
             if not alike or alike[-1].head_dim != layer.attn.head_dim:
-                raise ValueError(f"{self.path}: its layer {i} has heads of {layer.attn.head_dim} and a window "
-                                 f"of {window}, which no layer of the model has")
+                raise ValueError(f"{self.path}: its layer {i} has heads of {layer.attn.head_dim} "
+                                 f"and a window of {window}, which no layer of the model has")
             layer.attn.share(alike[-1])
 
     def inputs(self, pos: Tensor, kv_len: int) -> list[tuple]:

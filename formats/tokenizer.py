@@ -30,6 +30,7 @@ class Tokenizer:
                  names: dict[str, str] | None = None, eos_ids: list[int] | None = None):
         self.backend = backend
         self.n_vocab = backend.n_vocab
+        self.path = "tokenizer"                    # for what goes wrong later; load() knows it
         self.bos_id = bos_id
         self.add_bos = add_bos and bos_id is not None
         self.chat_template = chat_template
@@ -39,7 +40,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
         """bos: None is as the model's config says; special=False reads "<s>" as plain text."""
         text = text.encode("utf-8", "replace").decode()    # a terminal may send bytes that are none
-        ids = self.backend.encode(text, special)
+        with reading(self.path):
+            ids = self.backend.encode(text, special)
         wants_bos = self.add_bos if bos is None else bos
         return [self.bos_id, *ids] if wants_bos else ids
 
@@ -49,7 +51,8 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Without the special tokens; incomplete UTF-8 becomes U+FFFD."""
-        return self.backend.decode(ids)
+        with reading(self.path):
+            return self.backend.decode(ids)
 
     def render(self, messages: list[dict], /, **more) -> str:
         """The chat template's text for messages [{role, content}]. ValueError where it refuses."""
@@ -74,10 +77,14 @@ def load(source: Path | str | dict) -> Tokenizer:
     path = source.get("path", "tokenizer") if isinstance(source, dict) else source
     with reading(path):
         if isinstance(source, dict) and "backend" in source:
-            return Tokenizer(**_from_state(source))
-        if isinstance(source, dict):
-            return Tokenizer(**tokenizer_files.from_gguf(source))
-        return Tokenizer(**tokenizer_files.from_directory(Path(source)))
+            arguments = _from_state(source)
+        elif isinstance(source, dict):
+            arguments = tokenizer_files.from_gguf(source)
+        else:
+            arguments = tokenizer_files.from_directory(Path(source))
+        tokenizer = Tokenizer(**arguments)
+    tokenizer.path = path
+    return tokenizer
 
 
 def _is_id(value) -> bool:

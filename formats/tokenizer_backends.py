@@ -137,11 +137,13 @@ class SentencePieceBackend:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.processor.decode([i for i in ids
-                                      if i < self.n_vocab and i not in self.control])
+        known = [i for i in ids if i < self.n_vocab and i not in self.control]
+        with library("a SentencePiece model of UTF-8"):
+            return self.processor.decode(known)
 
     def piece(self, i: int) -> str | None:
-        return self.processor.id_to_piece(i)
+        with library("a SentencePiece model of UTF-8"):
+            return self.processor.id_to_piece(i)
 
     def special_tokens(self) -> tuple[list[str], re.Pattern]:
         """The longest first; and what matches any."""

@@ -100,7 +100,7 @@ def test_one_place_for_defaults():
 
 
 # Flags that documents name and that are not ours.
-FOREIGN_FLAGS = {"--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
+FOREIGN_FLAGS = {"--n", "--formats", "--save", "--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
                  "--rdzv_endpoint"}
 
 
