@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.cuda import INT4_CUDA, INT8_CUDA, has_kernels
+from kernels.grid import best_grid
 from kernels.linear import PackedEmbedding, PackedLinear
 from kernels.moe import packed_rows
 from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
@@ -138,11 +139,9 @@ class Int4(Scheme):
         scale, zero = self.grid(groups)
         return self.pack(self.codes(groups, scale, zero).flatten(-2), scale, zero)
 
-    def grid(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Groups [..., G] -> scale and zero [...], from the smallest to the largest weight."""
-        low, high = groups.aminmax(dim=-1)
-        scale = ((high - low) / 15).clamp(min=1e-20).bfloat16().float()
-        return scale, (low + 8 * scale).bfloat16().float()
+    def grid(self, groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Groups [..., G] -> scale and zero [...]. importance [G]: how much an error counts."""
+        return best_grid(groups, importance)
 
     def codes(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """w [..., n], scale and zero [...] -> 0 to 15 [..., n], as floating-point numbers."""

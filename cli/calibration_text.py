@@ -1,8 +1,22 @@
-"""What GPTQ is calibrated on: a file, the text of lm-eval tasks, or Python's own documentation."""
+"""What GPTQ is calibrated on: a file, the text of lm-eval tasks, or what the model itself writes.
 
+    tokens = written(model, tokenizer, eos_ids, n_row=32, length=512)
+"""
+
+import time
 from pathlib import Path
 
-from cli.common import english_text
+import torch
+from torch import Tensor
+
+from cli.common import english_text, log
+from model import Transformer
+
+# Half of the rows begin with nothing: what a model says most. The others differ in language.
+OPENINGS = ("The ", "In the year ", "How to ", "def ", "#include <", "Die ", "Le ", "La ciudad ",
+            "在", "1. ", "import ", "Question: ", "<!DOCTYPE html>", "В ", "Il ", "O ", "日本")
+REQUESTS = ("Hello!", "Write a short story.", "Explain how a bicycle works.", "Was ist Musik?",
+            "Écris un poème.", "Write a Python function that sorts a list.", "¿Qué es el agua?")
 
 
 def calibration_text(file: str | None, tasks: list[str], include_path: str | None = None) -> str:
@@ -41,3 +55,52 @@ def task_texts(names: list[str], include_path: str | None):
             target = target[0] if isinstance(target, list) else target
             question = task.doc_to_text(doc)
             yield f"{question}{task.config.target_delimiter if question else ''}{target}"
+
+
+def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
+    """What n_row texts begin with; every fourth is a conversation, where there is a template."""
+    start = [tokenizer.bos_id] if tokenizer.bos_id is not None else sorted(eos_ids)[:1]
+    rows = []
+    for i in range(n_row):
+        ids = tokenizer.encode(OPENINGS[i // 2 % len(OPENINGS)]) if i % 2 else start
+        if i % 4 == 1 and tokenizer.chat_template:
+            message = dict(role="user", content=REQUESTS[i // 4 % len(REQUESTS)])
+            ids = tokenizer.encode(tokenizer.render([message]), bos=False)
+        rows.append(ids or tokenizer.encode("The"))
+    return rows
+
+
+@torch.inference_mode()
+def written(model: Transformer, tokenizer, eos_ids: set[int], n_row: int, length: int) -> Tensor:
+    """What the model writes at temperature 1 -> [n_row, length]; always the same.
+
+    A text that ends is followed by another, as in training. Removes the model's cache.
+    """
+    device = model.freq.device
+    rows = torch.zeros(n_row, length, dtype=torch.int64)
+    given = torch.zeros(n_row, length, dtype=torch.bool)
+    for i, ids in enumerate(openings(tokenizer, eos_ids, n_row)):
+        ids = ids[:length]
+        rows[i, :len(ids)] = torch.tensor(ids)
+        given[i, :len(ids)] = True
+    rows, given = rows.to(device), given.to(device)
+    ends = torch.tensor(sorted(eos_ids), device=device)
+    start = rows[0, 0]                             # the beginning of a text
+    random = torch.Generator(device).manual_seed(0)
+    model.setup_cache(n_row, length)
+    begin = last = time.perf_counter()
+    for t in range(length - 1):
+        kv_len = min(length, -(-(t + 1) // 64) * 64)
+        logits = model(rows[:, t:t + 1], torch.arange(t, t + 1, device=device), 1, kv_len)[:, 0]
+        total = logits.softmax(-1).cumsum(-1)      # ten times faster than a number for each token
+        point = torch.rand(n_row, 1, device=device, generator=random) * total[:, -1:]
+        drawn = torch.searchsorted(total, point)[:, 0].clamp(max=total.shape[-1] - 1)
+        drawn = torch.where(torch.isin(rows[:, t], ends), start, drawn)
+        rows[:, t + 1] = torch.where(given[:, t + 1], rows[:, t + 1], drawn)
+        if time.perf_counter() > last + 10:
+            last = time.perf_counter()
+            left = (last - begin) / (t + 1) * (length - 2 - t)
+            log(f"the model writes text to calibrate on: {t + 2} of {length} tokens of {n_row} "
+                f"rows, {left:.0f} s left")
+    model.setup_cache(0, length)
+    return rows.cpu()

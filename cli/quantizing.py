@@ -3,21 +3,22 @@
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
 import torch
 
-from cli.calibration_text import calibration_text
+from cli.calibration_text import calibration_text, written
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
 from cli.flags import add_adapter
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
 from formats.hub import output_path, resolve
-from formats.load import read_checkpoint
+from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
-from formats.quantized import add_choices, quantized
+from formats.quantized import add_choices, note, quantized
 from gptq import calibrate
 from quantize import MODES, scheme_named
 
@@ -42,19 +43,19 @@ def build_parser() -> Parser:
     add("--device", default="auto", help="where to compute: auto, cpu, cuda, cuda:1, mps, xpu")
     add = p.add_argument_group("int4-gptq").add_argument
     add("--calibration_file", metavar="FILE",
-        help="UTF-8 text to calibrate on; default: Python's own documentation, without the last "
-             "fifth, which eval.py measures perplexity on")
+        help="UTF-8 text to calibrate on; default: what the model itself writes, and as much of "
+             "Python's own documentation")
     add("--calibration_tasks", nargs="+", default=[], metavar="TASK",
         help="or the text of these lm-eval tasks")
     add("--include_path", metavar="DIR", help="where lm-eval finds more tasks")
-    add("--calibration_limit", type=number(int, 2), default=128, help="windows of text at most")
+    add("--calibration_limit", type=number(int, 2), default=64, help="windows of text at most")
     add("--calibration_seq_length", type=number(int, 2), default=512, help="tokens in a window")
     add("--pad_calibration_inputs", action="store_true",
         help="use the last window too, which is shorter, filled up with zeros")
     add("--percdamp", type=number(float, 0, above=True), default=0.01,
         help="added to the Hessian's diagonal, as a share of its mean")
     add("--blocksize", type=number(int, 1), default=128, help="columns solved at a time")
-    add("--act_order", action="store_true",
+    add("--act_order", action=argparse.BooleanOptionalAction, default=True,
         help="the columns with the largest inputs first; the file's layout stays the same")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of the calibration's forward passes")
@@ -79,6 +80,8 @@ def run(argv=None) -> int:
     if gptq:
         solver = build_solver(args, source, device)
         new = quantized(source, mode, args.groupsize, args.quantize_head, device, solver)
+    if text := note(source, mode, args.groupsize):
+        log(text)
     write(new, output, quiet=bool(gptq))
     if gptq:
         log(solver.summary())
@@ -88,22 +91,28 @@ def run(argv=None) -> int:
 
 def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
     """Ready to solve the first layer. ValueError where text, tokenizer and model do not fit."""
-    text = calibration_text(args.calibration_file, args.calibration_tasks,
-                                      args.include_path)
-    length = args.calibration_seq_length
+    text = calibration_text(args.calibration_file, args.calibration_tasks, args.include_path)
+    length, limit = args.calibration_seq_length, args.calibration_limit
     if length > source.cfg.context:
         raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
                          f"{source.cfg.context}")
-    ids = tokenizers.load(source.tokenizer).encode(text)
+    tokenizer = tokenizers.load(source.tokenizer)
+    ids = tokenizer.encode(text)
     if max(ids, default=0) >= source.cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
                          f"{source.cfg.vocab_size} tokens: they do not belong together")
-    tokens = calibrate.split_windows(ids, length, args.calibration_limit,
-                                     args.pad_calibration_inputs)
+    dtype = pick_dtype(args.dtype, device, source.cfg)
+    given = args.calibration_file or args.calibration_tasks
+    n_written = 0 if given else limit // 2
+    tokens = calibrate.split_windows(ids, length, limit - n_written, args.pad_calibration_inputs)
+    if n_written:
+        model = load_model(source, dtype, device)
+        eos_ids = {*(source.eos_ids or tokenizer.eos_ids)}
+        tokens = torch.cat((written(model, tokenizer, eos_ids, n_written, length), tokens))
+        del model
     log(f"calibrating on {len(tokens)} windows of {length} tokens")
-    return calibrate.Solver(
-        source, tokens, device, pick_dtype(args.dtype, device, source.cfg),
-        scheme_named("int4", args.groupsize), args.percdamp, args.blocksize, args.act_order)
+    return calibrate.Solver(source, tokens, device, dtype, scheme_named("int4", args.groupsize),
+                            args.percdamp, args.blocksize, args.act_order)
 
 
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from formats.lazy import LazyTensor
+from formats.gguf_int4 import as_int4
+from formats.lazy import LazyTensor, Packed
 from formats.schema import brief
 
 MOST_ENTRIES = 1 << 24                             # a hundred times the longest vocabulary
@@ -139,15 +140,26 @@ def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTe
     n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     row_bytes = math.prod(row) * n_bytes // n_block
 
-    def read_rows(a, b):
+    def bytes_of(a, b):
         blocks = np.frombuffer(data, np.uint8, (b - a) * row_bytes, a * row_bytes)
+        return blocks.reshape(b - a, -1)
+
+    def read_bytes(a, b):
+        return torch.from_numpy(bytes_of(a, b).copy())
+
+    def read_rows(a, b):
         if kind == gguf.GGMLQuantizationType.BF16:         # torch does this one faster
-            return torch.from_numpy(blocks.copy()).view(torch.bfloat16).view(b - a, *row)
-        values = gguf.dequantize(blocks.reshape(b - a, -1), kind)
+            return read_bytes(a, b).view(torch.bfloat16).view(b - a, *row)
+        values = gguf.dequantize(bytes_of(a, b), kind)
         return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
 
     def read_vector(a, b):                         # a vector's blocks do not end with its rows
         values = gguf.dequantize(np.frombuffer(data, np.uint8), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
-    return LazyTensor(name, shape, dtype, read_vector if len(shape) == 1 else read_rows)
+    if len(shape) == 1:
+        return LazyTensor(name, shape, dtype, read_vector)
+    t = LazyTensor(name, shape, dtype, read_rows)
+    if n_block > 1:
+        t.packed = Packed(kind.name, as_int4(t, kind.name, read_bytes))
+    return t

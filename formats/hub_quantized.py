@@ -14,7 +14,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from formats.lazy import LazyTensor, cached, made_from, offset
+from formats.lazy import LazyTensor, Packed, cached, made_from, offset
 from formats.schema import brief
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
@@ -74,6 +74,9 @@ def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTenso
         _refuse(f"quant_method {brief(method)}", READERS)
     tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
     done = list(READERS[method](tensors, quantization))      # takes what it reads out of `tensors`
+    for t in done:
+        if t.dtype.is_floating_point and t.name.endswith("weight"):
+            t.packed = Packed(method)
     alone = next((name for name in tensors if PARTNER.search(name)), None)
     if alone:
         raise ValueError(f"{alone}: the quantized tensor that it belongs to is missing")

@@ -10,11 +10,23 @@ where there are more than two (experts [E, out, in] have E * out rows):
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 22                                    # elements in memory at a time, beside the model
+
+
+class Packed(NamedTuple):
+    """How a file has a matrix whose rows are read as plain numbers.
+
+    kind: as the format calls it, "Q4_1". int4: its own codes, scales and zeros, where quantize.py's
+    int4 with groups of 32 says the same.
+    """
+
+    kind: str
+    int4: tuple["LazyTensor", ...] = ()
 
 
 @dataclass
@@ -31,6 +43,7 @@ class LazyTensor:
     read_rows: Callable[[int, int], Tensor] | None         # (start, end) -> [end - start, *row]
     made_of: tuple["LazyTensor", ...] = ()
     fill: Callable[[Tensor], None] | None = None
+    packed: Packed | None = None                   # None too where other numbers were made of it
 
     @property
     def n_row(self) -> int:
@@ -125,7 +138,9 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
         row = row // n * size + index[row % n]
         low = int(row.min())                       # near each other mostly: one read, then sort
         return t.read_rows(low, int(row.max()) + 1)[row - low]
-    return made_from(t, read_rows, shape=shape)
+    packed = t.packed and Packed(t.packed.kind, tuple(index_select(leaf, index)
+                                                      for leaf in t.packed.int4))
+    return made_from(t, read_rows, shape=shape, packed=packed)
 
 
 def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:

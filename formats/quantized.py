@@ -10,6 +10,7 @@ the first layer to the last: the checkpoint's tensors are sorted so, and whoever
 takes them one after another.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,20 +28,26 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
     mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
     int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
     int8 serves both and int4 is a copy for the output. solver(name) -> leaves, in place of rounding
-    the linears (GPTQ).
-    ValueError where the source is quantized already or the group size does not divide.
+    the linears (GPTQ). What is in four bits already stays as it is: the groups of a GGUF where they
+    are as asked for, a hub's whatever they are.
+    ValueError where all is quantized already, or otherwise, or the group size does not divide.
     """
-    if stated := describe(source):
-        raise ValueError(f"{source.path} is quantized already ({stated}): start from the original")
     everything = dict(source.tensors)
-    schemes = {name: scheme_named(mode, groupsize) for name in everything if LINEARS.search(name)}
-    if head != "none":
+    there = {f"{name.removesuffix('.scales')}.weight" for name in everything
+             if name.endswith(".scales")}
+    schemes = {name: scheme_named(mode, groupsize) for name in everything
+               if LINEARS.search(name) and name not in there}
+    if head != "none" and not there & {"head.weight", "embed.weight"}:
         scheme, name = scheme_named(head, groupsize), "head.weight"
         if source.cfg.tied and scheme.serves_embedding:
             name = "embed.weight"
         elif source.cfg.tied:
             everything["head.weight"] = _renamed(everything["embed.weight"], "head.weight")
         schemes[name] = scheme
+    goes_on = mode != "int8" and not solver and schemes and "int4" in describe(source)
+    if there and not goes_on:
+        raise ValueError(f"{source.path} is quantized already ({describe(source)}): start from the "
+                         "original")
     _check_groups(everything, schemes)
     tensors = {}
     for name in sorted(everything, key=_layer):
@@ -56,7 +63,7 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
 
 
 def _renamed(t: LazyTensor, name: str) -> LazyTensor:
-    return made_from(t, t.read_rows, name=name)
+    return made_from(t, t.read_rows, name=name, packed=t.packed)
 
 
 def _layer(name: str) -> int:
@@ -82,6 +89,8 @@ def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
     if t.read_rows is None:                        # random weights: so are these
         return [LazyTensor(f"{x}.{leaf}", *kind, None, fill=_filler(scheme, leaf))
                 for leaf, kind in layout.items()]
+    if not solver and has_own_codes(t, scheme):
+        return [replace(leaf, name=f"{x}.{n}") for n, leaf in zip(layout, t.packed.int4)]
     rows = _SolvedRows(t, solver) if solver else _RoundedRows(t, scheme, device)
 
     def lazy(leaf, shape, dtype):
@@ -91,6 +100,10 @@ def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
         new.read_rows = lambda a, b: rows.read(leaf, times * a, times * b).view(b - a, *row)
         return new
     return [lazy(leaf, *kind) for leaf, kind in layout.items()]
+
+
+def has_own_codes(t: LazyTensor, scheme: Scheme) -> bool:
+    return bool(t.packed and t.packed.int4) and scheme.name == "int4-g32"
 
 
 def _filler(scheme: Scheme, leaf: str) -> Callable:
@@ -171,6 +184,27 @@ def describe(source: Checkpoint) -> str:
     return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
 
 
+def note(source: Checkpoint, mode: str, groupsize: int) -> str:
+    """What int4 adds where a file's linears are in few bits already, in a line; else ""."""
+    if mode == "int8":                             # loses next to nothing on any
+        return ""
+    linears = {name: t for name, t in source.tensors.items() if LINEARS.search(name)}
+    scheme = scheme_named(mode, groupsize)
+    anew, n_own = {}, 0
+    for name, t in linears.items():
+        if name.replace(".weight", ".scales") in source.tensors or has_own_codes(t, scheme):
+            n_own += 1
+        elif t.packed:
+            anew[t.packed.kind] = True
+    if not n_own and not anew:
+        return ""
+    kept = f"{n_own} of {len(linears)} linears keep the four bits of their file"
+    if not anew:
+        return f"note: {kept}"
+    rounded = f"weights in {', '.join(anew)} are rounded again, to {scheme.name}: a second loss"
+    return f"note: {rounded}; {kept}" if n_own else f"note: {rounded}"
+
+
 # ---- Flags --------------------------------------------------------------------------------------
 
 def add_flags(add: Callable) -> None:
@@ -191,4 +225,7 @@ def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
     """What --quantize and its companions ask for."""
     if args.quantize is None:
         return source
-    return quantized(source, args.quantize, args.groupsize, args.quantize_head, device)
+    new = quantized(source, args.quantize, args.groupsize, args.quantize_head, device)
+    if text := note(source, args.quantize, args.groupsize):
+        print(text, file=sys.stderr, flush=True)
+    return new

@@ -1,8 +1,9 @@
 """GPTQ's Hessians: run calibration text through a model layer by layer, and solve each linear.
 
-Owns which linears are solved together. One layer's weights and all hidden states are in memory at a
-time; a layer sees what the quantized layers before it give (the embedding is as it was). The codes
-are a quantize.Scheme's, the mathematics solve.py's.
+Owns which linears are solved together. The text goes through twice: through the model as it was,
+and as it has become, whose inputs a layer is solved for (the embedding is as it was). A part of
+what these are off by, the layer makes up for. One layer's weights and all windows' hidden states
+are in memory at a time. The codes are a quantize.Scheme's, the mathematics solve.py's.
 
     solver = Solver(source, tokens, device, dtype, scheme_named("int4-g32"))
     solver("layers.0.attn.wq.weight")              # -> the scheme's leaves: weight, scales, zeros
@@ -10,6 +11,7 @@ are a quantize.Scheme's, the mathematics solve.py's.
 
 import statistics
 import sys
+import time
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.load import load_part, put_file_table
 from formats.parameters import blank_model, disk_names
-from gptq.solve import output_error, solve
+from gptq.solve import corrected, output_error, solve
 from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
 from quantize import Scheme
@@ -27,6 +29,7 @@ STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",)
           ("attn.wq_kv_a",), ("attn.wq_b",), ("attn.wbcx",), ("attn.wo",), ("ffn.gate_up",),
           ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",),
           ("end.gate",), ("end.down",))
+CORRECTION = 0.5                                   # share of the inputs' deviation to make up for
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
 
 
@@ -55,7 +58,7 @@ class Solver:
     @torch.inference_mode()
     def __init__(self, source: Checkpoint, tokens: Tensor, device, dtype: torch.dtype,
                  scheme: Scheme, percdamp: float = 0.01, blocksize: int = 128,
-                 act_order: bool = False):
+                 act_order: bool = True):
         """tokens [n, T]; every ninth window, or the last one, is held out to judge by."""
         self.source = source
         self.device = device
@@ -75,10 +78,12 @@ class Solver:
             self.x.append(x)
             self.layer_inputs = self.model.layer_inputs(shared)
             self.own.append([inputs[3:] for inputs in self.layer_inputs])
-        self.keys = {}                             # layer, window -> what later layers take of it
-        n = len(self.x)
+        self.x_original = list(self.x)
+        self.keys = {}                             # is original?, layer, window -> what later
+        n = len(self.x)                            # layers take of it
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
+        self.begin = time.perf_counter()
 
     def summary(self) -> str:
         better = sum(ratio < 1 for ratio in self.ratios)
@@ -99,6 +104,7 @@ class Solver:
         name, layer = f"layers.{self.layer}", self.model.layers[self.layer]
         load_part(self.model, f"{name}.", self.source, self.device)
         modules, ratios = dict(layer.named_modules()), []
+        self.original_inputs = self._run_original(layer, modules)
         for n in ROUNDED:                          # before wo, whose inputs they make
             if n in modules:
                 self._round(f"{name}.{n}", modules[n])
@@ -108,37 +114,70 @@ class Solver:
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
-            attend = getattr(layer.attn, "attend", None)
-            self.keys[self.layer, i] = getattr(attend, "own_keys", None)
         layer.to("meta")
         self.ratios += ratios
-        print(f"layer {self.layer + 1} of {self.source.cfg.n_layer}: output error on held-out text "
-              f"{statistics.median(ratios):.2f} of rounding's", file=sys.stderr, flush=True)
+        self._report(statistics.median(ratios))
 
-    def _run(self, layer, i: int) -> Tensor:
+    def _report(self, ratio: float) -> None:
+        done, n_layer = self.layer + 1, self.source.cfg.n_layer
+        left = (time.perf_counter() - self.begin) / done * (n_layer - done)
+        print(f"layer {done} of {n_layer}: output error on held-out text {ratio:.2f} of rounding's"
+              f"{f', {left:.0f} s left' if left else ''}", file=sys.stderr, flush=True)
+
+    def _run_original(self, layer, modules) -> dict:
+        """Before anything is solved -> the inputs [T, in] of each window, by module.
+
+        Of experts none: the rows that are routed to one are others than they will be.
+        """
+        inputs = {}
+
+        def see(module, args):
+            inputs.setdefault(module, []).append(args[0].flatten(0, -2))
+        first = [next((modules[n] for n in stage if n in modules), None) for stage in STAGES]
+        hooks = [module.register_forward_pre_hook(see) for module in first
+                 if module is not None and not isinstance(module, ExpertLinear)]
+        for i in range(len(self.x)):
+            self.x_original[i] = self._run(layer, i, original=True)
+        for hook in hooks:
+            hook.remove()
+        return inputs
+
+    def _run(self, layer, i: int, original: bool = False) -> Tensor:
         """The layer that is solved now, with what it takes of window i."""
         if isinstance(layer.attn, SharedAttention):
-            layer.attn.source[1].own_keys = self.keys[layer.attn.source_layer, i]
+            key = original, layer.attn.source_layer, i
+            layer.attn.source[1].own_keys = self.keys[key]
         given = self.layer_inputs[self.layer][:3]
-        return layer(self.x[i], *given, None, *self.own[i][self.layer])
+        x = (self.x_original if original else self.x)[i]
+        x = layer(x, *given, None, *self.own[i][self.layer])
+        attend = getattr(layer.attn, "attend", None)
+        self.keys[original, self.layer, i] = getattr(attend, "own_keys", None)
+        return x
 
-    def _hessians(self, layer, module) -> tuple[Tensor, Tensor]:
+    def _hessians(self, layer, module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the module's inputs, from the text to calibrate on and the text held out.
 
-        [in, in], or [E, in, in] with each expert's own inputs.
+        [in, in], or [E, in, in] with each expert's own inputs. Third, but of experts, solve.py's
+        cross [in, in].
         """
         experts, n_in = isinstance(module, ExpertLinear), module.weight.shape[-1]
         shape = (module.weight.shape[0], n_in, n_in) if experts else (n_in, n_in)
         both = torch.zeros(2, *shape, device=self.device)
+        originals = self.original_inputs.pop(module, None)
+        cross = None if originals is None else torch.zeros(n_in, n_in, device=self.device)
 
         def see(_, inputs):
-            x = inputs[0].flatten(0, -2).float()
+            rows = inputs[0].flatten(0, -2)
+            x = rows.float()
             if not experts:
                 both[held].addmm_(x.T, x)
             else:
                 for e in inputs[1].unique().tolist():
-                    rows = x[inputs[1] == e]
-                    both[held, e].addmm_(rows.T, rows)
+                    mine = x[inputs[1] == e]
+                    both[held, e].addmm_(mine.T, mine)
+            if cross is not None and not held:     # in the model's dtype: five times faster
+                off = (originals[i].float() - x).to(rows.dtype)
+                cross.add_(off.T @ rows)
             raise InputsRecorded
 
         hook = module.register_forward_pre_hook(see)
@@ -151,9 +190,9 @@ class Solver:
                     pass
         finally:
             hook.remove()
-        return both[0], both[1]
+        return both[0], both[1], cross
 
-    def _solve(self, name, module, hessian, held_out) -> float:
+    def _solve(self, name, module, hessian, held_out, cross) -> float:
         """-> how the output error on held-out text compares with rounding's."""
         tensors = [self.source.tensors[p] for p in disk_names(f"{name}.weight")]
         weight = torch.cat([t.whole().to(self.device).float() for t in tensors], dim=-2)
@@ -163,7 +202,8 @@ class Solver:
         solved, error, rounding_error = [], 0.0, 0.0
         for w, target, h, held in zip(weight.view(shape), module.weight.view(shape),
                                       hessian.view(square), held_out.view(square)):
-            found = solve(w, h, self.scheme, *self.solve_options)
+            aim = w if cross is None else corrected(w, h, cross, CORRECTION, self.solve_options[0])
+            found = solve(aim, h, self.scheme, *self.solve_options)
             error += output_error(self._values(*found) - w, held)
             rounding_error += output_error(self._rounded(w) - w, held)
             target.copy_(self._values(*found))

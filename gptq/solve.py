@@ -38,45 +38,67 @@ def output_error(change: Tensor, hessian: Tensor) -> float:
     return float(((change @ hessian) * change).sum())
 
 
+def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, share: float,
+              percdamp: float = 0.01) -> Tensor:
+    """The weight that makes up for a share of how far its inputs are off (arXiv 2504.02692).
+
+    cross [in, in]: sum of (original input - input).T @ input. With share 1 it is least squares'
+    answer, inputs as they are, to the outputs of the original; less of it fits the text less.
+    """
+    upper = inverse_factor(hessian, percdamp)
+    return weight + share * (weight @ cross) @ (upper.T @ upper)
+
+
+def solving_order(hessian: Tensor, groupsize: int) -> Tensor:
+    """Columns in the order to solve them: the group with the largest inputs first, and in it too.
+
+    A group stays together, so that its grid is chosen when it is known what its columns have become
+    and no order needs to be stored.
+    """
+    size = hessian.diagonal().unflatten(0, (-1, groupsize))
+    columns = size.argsort(dim=1, descending=True, stable=True)
+    columns = columns + groupsize * torch.arange(len(size), device=size.device)[:, None]
+    return columns[size.sum(1).argsort(descending=True, stable=True)].flatten()
+
+
 def solve(weight: Tensor, hessian: Tensor, scheme, percdamp: float = 0.01, blocksize: int = 128,
-          act_order: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+          act_order: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """weight [out, in], hessian [in, in], fp32 -> codes [out, in], scales and zeros [out, in/G].
 
     Column by column: round it, and spread what that changed in the outputs over the columns to
-    come. scheme: its grid(), codes(), values() and groupsize. blocksize: columns whose spreading
-    onto the rest waits for one product. act_order: the columns with the largest inputs first, all
-    groups' grids fixed beforehand, so that a group stays G neighbours and no order needs to be
-    stored.
+    come. scheme: its grid(), codes(), values() and groupsize. An error of a column counts by the
+    inverse of its U squared: what is left of it when the columns to come have made up for it.
+    blocksize: columns whose spreading onto the rest waits for one product. act_order: in
+    solving_order(), else from left to right.
     """
     n_out, n_in = weight.shape
     groupsize = scheme.groupsize
-    W = weight.float().clone()
     H = hessian.float().clone()
     dead = H.diagonal() == 0
     H.diagonal()[dead] = 1
-    scales, zeros = (t.clone() for t in scheme.grid(W.unflatten(-1, (-1, groupsize))))
-    order = H.diagonal().argsort(descending=True) if act_order else torch.arange(
-        n_in, device=W.device)
-    group = order // groupsize
-    W = W[:, order]
+    order = solving_order(H, groupsize) if act_order else torch.arange(n_in, device=H.device)
     U = inverse_factor(H[order][:, order], percdamp)
+    W = weight.float().T[order].contiguous()       # [in, out]: a column's numbers are neighbours
     codes = torch.empty_like(W)
+    scales = torch.empty(n_in // groupsize, n_out, device=W.device)
+    zeros = torch.empty_like(scales)
     for a in range(0, n_in, blocksize):
         b = min(a + blocksize, n_in)
-        block = W[:, a:b].clone()
-        error = torch.empty(n_out, b - a, device=W.device)
+        block = W[a:b].clone()
+        error = torch.empty_like(block)
         for i in range(b - a):
-            g = int(group[a + i])
-            if not act_order and (a + i) % groupsize == 0:     # from what the columns are by now
+            g = (a + i) // groupsize
+            if (a + i) % groupsize == 0:           # from what the columns are by now
                 end = a + i + groupsize
-                ahead = W[:, b:max(b, end)] - error[:, :i] @ U[a:a + i, b:max(b, end)]
-                now = torch.cat((block[:, i:i + groupsize], ahead), 1)
-                scales[:, g], zeros[:, g] = scheme.grid(now)
-            w = block[:, i:i + 1]
-            code = scheme.codes(w, scales[:, g], zeros[:, g])
-            value = scheme.values(code, scales[:, g], zeros[:, g])
-            codes[:, a + i] = code[:, 0]
-            error[:, i] = (w - value)[:, 0] / U[a + i, a + i]
-            block[:, i + 1:] -= error[:, i:i + 1] * U[a + i, a + i + 1:b]
-        W[:, b:] -= error @ U[a:b, b:]
-    return codes[:, order.argsort()], scales, zeros
+                ahead = W[b:max(b, end)] - U[a:a + i, b:max(b, end)].T @ error[:i]
+                now = torch.cat((block[i:i + groupsize], ahead)).T
+                importance = U.diagonal()[a + i:end] ** -2
+                scales[g], zeros[g] = scheme.grid(now, importance)
+            code = scheme.codes(block[i, :, None], scales[g], zeros[g])
+            value = scheme.values(code, scales[g], zeros[g])
+            codes[a + i] = code[:, 0]
+            error[i] = (block[i] - value[:, 0]) / U[a + i, a + i]
+            block[i + 1:] -= U[a + i, a + i + 1:b, None] * error[i]
+        W[b:] -= U[a:b, b:].T @ error
+    groups = (order[::groupsize] // groupsize).argsort()
+    return codes[order.argsort()].T.contiguous(), scales[groups].T, zeros[groups].T

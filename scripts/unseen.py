@@ -1,0 +1,164 @@
+"""What quantization costs on texts that nobody calibrated on: perplexity and KL divergence.
+
+Three texts of 20,000 characters: English and German from Debian's handbook (`apt-get download
+debian-handbook`), Python from the standard library's source. Windows as eval.py takes them.
+
+    python scripts/unseen.py -m model.gguf int8 int4-g32 model_int4-gptq.g32.pth Q4_K_M
+"""
+
+import html.parser
+import io
+import json
+import lzma
+import math
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cli.common import Parser, english_text, guarded, log  # noqa: E402
+from cli.evaluate import windows  # noqa: E402
+from formats import tokenizer as tokenizers  # noqa: E402
+from formats.load import load_model, open_checkpoint  # noqa: E402
+from formats.quantized import quantized  # noqa: E402
+from quantize import SCHEMES  # noqa: E402
+from scripts.k_quants import importance_of, q4_k_m  # noqa: E402
+
+CHARACTERS = 20_000
+MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
+AT_ONCE = 128                                      # positions whose logits exist at a time
+
+
+# ---- The texts ----------------------------------------------------------------------------------
+
+class Paragraphs(html.parser.HTMLParser):
+    """The handbook's paragraphs: <div class="para">."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.inside = [], False
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "div" and ("class", "para") in attributes:
+            self.found.append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != "div"
+
+    def handle_data(self, data):
+        if self.inside:
+            self.found[-1] += data
+
+
+def handbook() -> tarfile.TarFile:
+    """Debian's package, unpacked in memory: an ar archive whose last member is data.tar.xz."""
+    with tempfile.TemporaryDirectory() as directory:
+        subprocess.run(["apt-get", "download", "-qq", "debian-handbook"], cwd=directory, check=True)
+        deb = next(Path(directory).glob("*.deb")).read_bytes()
+    at = deb.index(b"data.tar.xz")
+    size = int(deb[at + 48:at + 58])
+    return tarfile.open(fileobj=io.BytesIO(lzma.decompress(deb[at + 60:at + 60 + size])))
+
+
+def prose(archive: tarfile.TarFile, language: str) -> str:
+    """Running text from the middle of the book, without what is not translated."""
+    folder, paragraphs = f"html/{language}/sect.", []
+    for name in sorted(name for name in archive.getnames() if folder in name):
+        parser = Paragraphs()
+        parser.feed(archive.extractfile(name).read().decode())
+        paragraphs += [" ".join(text.split()) for text in parser.found]
+    long = [text for text in paragraphs if len(text.split()) > 25]
+    whole = "\n\n".join(t for t in long if language.startswith("en") or " the " not in t)
+    return whole[2 * CHARACTERS:3 * CHARACTERS]
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Fetched once, then from `folder`."""
+    if not folder.exists():
+        archive = handbook()
+        sources = "".join(Path(__import__(m).__file__).read_text() for m in MODULES)
+        made = {"english": prose(archive, "en-US"), "german": prose(archive, "de-DE"),
+                "python": sources[:CHARACTERS]}
+        folder.mkdir(parents=True)
+        for name, text in made.items():
+            (folder / f"{name}.txt").write_text(text)
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
+
+
+# ---- Measuring ----------------------------------------------------------------------------------
+
+def last_states(model, ids: list[int]) -> torch.Tensor:
+    """What the last layer gives, [T, D]."""
+    tokens, pos = torch.tensor([ids]), torch.arange(len(ids))
+    x, *shared = model.embed_inputs(tokens, pos, len(ids))
+    for layer, inputs in zip(model.layers, model.layer_inputs(shared)):
+        x = layer(x, *inputs[:3], None, *inputs[3:])
+    return x[0]
+
+
+@torch.inference_mode()
+def compare(model, original, rows) -> tuple[float, float]:
+    """Perplexity, and mean KL divergence from the original's distribution, in nats."""
+    divergence, nats, total = 0.0, 0.0, 0
+    for ids, n in rows:
+        states = [last_states(m, ids)[-n - 1:-1] for m in (original, model)]
+        targets = torch.tensor(ids[-n:])[:, None]
+        for a in range(0, n, AT_ONCE):
+            p, q = (m.unembed(x[None, a:a + AT_ONCE])[0].log_softmax(-1)
+                    for m, x in zip((original, model), states))
+            divergence += float((p.exp() * (p - q)).sum())
+            nats -= float(q.gather(1, targets[a:a + AT_ONCE]).sum())
+        total += n
+    return math.exp(nats / total), divergence / total
+
+
+def open_variant(source, original, tokenizer, name: str):
+    """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
+    if name.startswith("Q4_K_M"):
+        importance = {}
+        if name == "Q4_K_M+imatrix":               # of the text that GPTQ calibrates on too
+            ids = tokenizer.encode(english_text())[:32 * 512]
+            importance = importance_of(original, torch.tensor(ids).view(-1, 512))
+        source, bits = q4_k_m(source, importance)
+        return load_model(source, torch.bfloat16, "cpu"), bits
+    source = quantized(source, name) if name in SCHEMES else open_checkpoint(name)
+    n_bit = sum(8 * math.prod(t.shape) * t.dtype.itemsize for t in source.tensors.values())
+    n_weight = sum(p.numel() for p in original.parameters())
+    return load_model(source, torch.bfloat16, "cpu"), n_bit / n_weight
+
+
+def run(argv: list[str] | None = None) -> int:
+    p = Parser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", "-m", required=True, help="the original")
+    p.add_argument("variants", nargs="+",
+        help="schemes (int8, int4-g32, …), files, Q4_K_M, Q4_K_M+imatrix")
+    p.add_argument("--window", type=int, default=1024)
+    args = p.parse_args(argv)
+    source = open_checkpoint(args.model)
+    original = load_model(source, torch.bfloat16, "cpu")
+    original.setup_cache(0, args.window)
+    tokenizer = tokenizers.load(source.tokenizer)
+    rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
+            for name, text in texts(ROOT / "checkpoints/quality/texts").items()}
+    for name in ("bfloat16", *args.variants):
+        model, bits = original, 16.0
+        if name != "bfloat16":
+            model, bits = open_variant(source, original, tokenizer, name)
+            model.setup_cache(0, args.window)
+        result = dict(weights=name, bits=bits)
+        for text, of_text in rows.items():
+            log(f"{name}: {text}")
+            perplexity, divergence = compare(model, original, of_text)
+            result[text] = dict(perplexity=perplexity, kl=divergence)
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))
