@@ -3,7 +3,6 @@
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -55,8 +54,9 @@ def build_parser() -> Parser:
     add("--percdamp", type=number(float, 0, above=True), default=0.01,
         help="added to the Hessian's diagonal, as a share of its mean")
     add("--blocksize", type=number(int, 1), default=128, help="columns solved at a time")
-    add("--act_order", action=argparse.BooleanOptionalAction, default=True,
-        help="the columns with the largest inputs first; the file's layout stays the same")
+    add("--act_order", action="store_true", default=True,
+        help="the columns with the largest inputs first, by default; the layout stays the same")
+    add("--no_act_order", action="store_false", dest="act_order", help="from left to right")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="of the calibration's forward passes")
     return p
