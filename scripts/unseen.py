@@ -27,7 +27,7 @@ from formats import tokenizer as tokenizers  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
 from quantize import SCHEMES  # noqa: E402
-from scripts.k_quants import importance_of, q4_k_m  # noqa: E402
+from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 
 CHARACTERS = 20_000
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
