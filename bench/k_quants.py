@@ -3,7 +3,7 @@
 Owns which type each tensor gets (llama.cpp's src/llama-quant.cpp, of a dense model). The code is
 that of the package xllamacpp, in an environment of its own:
 
-    python3 -m venv .venv-q && .venv-q/bin/pip install --no-deps xllamacpp==2026.10.11549
+    python3 -m venv .venv-q && .venv-q/bin/pip install xllamacpp==2026.10.11549
 """
 
 import ctypes

@@ -21,13 +21,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from cli.common import Parser, english_text, guarded, log  # noqa: E402
 from cli.evaluate import windows  # noqa: E402
 from formats import tokenizer as tokenizers  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
 from quantize import SCHEMES  # noqa: E402
-from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 
 CHARACTERS = 20_000
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
