@@ -1,32 +1,44 @@
-"""How fast serve.py answers many clients, beside generate.py with the same prompts and slots.
+"""How fast serve.py answers many clients, beside generate.py with the same prompts and slots, and
+beside llama.cpp's server where scripts/install_peers.sh has made it.
 
-It starts both as processes, and speaks HTTP as any client does: it imports nothing of the server.
+It starts all as processes, and speaks HTTP as any client does: it imports nothing of the server.
 
     python benchmark.py --suite serve
 """
 
-import http.client
 import json
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+
+from bench.clients import ask_all, first_token
 from bench.machine import ROOT
+from bench.peers import environment, peer_path
 from cli.common import english_text, log
+from formats.load import open_checkpoint
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
+ROUNDS = 3                                         # in turn; the medians count
+LENGTH = 1024                                      # positions of a slot
+STARTS_WITHIN = 120                                # seconds
 
 
-def make_requests(n: int) -> list[dict]:
+def make_requests(n: int, seed: int = 0) -> list[dict]:
     """Prompts of about 100 to 500 tokens, and 64 to 128 new ones; always the same."""
-    draw, text = random.Random(0), english_text()
+    draw, text = random.Random(seed), english_text()
     found = []
     for _ in range(n):
         begin, length = draw.randrange(len(text) - 4000), 4 * draw.randrange(100, 500)
@@ -35,87 +47,122 @@ def make_requests(n: int) -> list[dict]:
     return found
 
 
-def post(port: int, request: dict) -> tuple[float, list[float]]:
-    """-> when it was sent, and when each token came."""
-    body = dict(prompt=request["prompt"], max_tokens=request["max_new_tokens"], temperature=0,
-                stream=True, ignore_eos=True)
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    start, times = time.perf_counter(), []
-    connection.request("POST", "/v1/completions", json.dumps(body),
-                       {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise RuntimeError(answer.read().decode())
-    for line in answer:
-        if line.startswith(b"data: {"):
-            times.append(time.perf_counter())
-    connection.close()
-    return start, times
+def our_server(n_slot: int, port: int, flags: list[str]) -> list:
+    return [sys.executable, "serve.py", "--compile", "--port", port, "--batch_size", n_slot,
+            "--max_seq_length", LENGTH, *flags]
 
 
-def measure_server(n_client: int, requests: list[dict], flags: list[str]) -> dict:
-    """Each client sends its next request when its last one has ended."""
-    command = [sys.executable, "serve.py", "--compile", "--port", "0", "--batch_size",
-               str(n_client), "--max_seq_length", "1024", *flags]
-    server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def llama_server(n_slot: int, port: int, flags: list[str]) -> list:
+    """On the same weights in bf16, with the threads that ours has. ValueError where it is absent.
+    """
+    binary = environment("llama.cpp") / "bin/llama-server"
+    if not binary.exists():
+        raise ValueError("llama.cpp is not installed: run scripts/install_peers.sh")
+    weights = SimpleNamespace(quantization="none", dtype=torch.bfloat16)
+    path = peer_path("llama.cpp", open_checkpoint(None), None, weights)
+    n_thread = torch.get_num_threads()
+    return [binary, "--model", path, "--host", "127.0.0.1", "--port", port, "--threads", n_thread,
+            "--threads-batch", n_thread, "--parallel", n_slot, "--ctx-size", LENGTH * n_slot,
+            "--no-kv-unified", "--cache-ram", 0, "--fit", "off", "--load-mode", "none"]
+
+
+SERVERS = {"serve.py": our_server, "llama.cpp": llama_server}
+
+
+@contextmanager
+def served(command: Callable, n_slot: int, flags: list[str]):
+    """-> the port of a server that is ready. RuntimeError where it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [str(part) for part in command(n_slot, port, flags)]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
     try:
-        for line in server.stderr:
-            if found := re.search(r"on http://127\.0\.0\.1:(\d+)", line):
-                break
-        else:
-            raise RuntimeError("serve.py did not start")
-        port, waiting, results = int(found[1]), list(requests), []
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        post(port, dict(prompt="Warm up", max_new_tokens=4))
-
-        def client():
-            while waiting:
-                results.append(post(port, waiting.pop(0)))
-
-        clients = [threading.Thread(target=client) for _ in range(n_client)]
-        begin = time.perf_counter()
-        for thread in clients:
-            thread.start()
-        for thread in clients:
-            thread.join()
-        seconds = time.perf_counter() - begin
+        end = time.monotonic() + STARTS_WITHIN
+        while not is_ready(port):
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{Path(argv[0]).name} did not start")
+            time.sleep(0.05)
+        yield port
     finally:
-        server.terminate()
-        server.wait(60)
-    first = sorted(times[0] - start for start, times in results)
-    gaps = sorted(b - a for _, times in results for a, b in zip(times, times[1:]))
+        process.terminate()
+        process.wait(60)
+
+
+def is_ready(port: int) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with suppress(OSError):                        # not listening yet, or 503 while it loads
+        return opener.open(f"http://127.0.0.1:{port}/health").status == 200
+    return False
+
+
+def measure_server(command: Callable, n: int, requests: list[dict], flags: list[str]) -> dict:
+    """n clients of n slots -> tokens a second, and seconds."""
+    with served(command, n, flags) as port:
+        ask_all(port, [dict(prompt="Warm up", max_new_tokens=4)], 1)
+        begin = time.perf_counter()
+        answers = ask_all(port, requests, n)
+        seconds = time.perf_counter() - begin
+        beside = [dict(prompt=f"{i} waves", max_new_tokens=900) for i in range(n - 1)]
+        [late, later] = [dict(r, prompt=r["prompt"][:800]) for r in make_requests(2, seed=1)]
+        alone_s = first_token(port, late, [])
+        beside_s = first_token(port, later, beside)
+    first = sorted(answer.times[0] - answer.start for answer in answers)
+    gaps = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:]))
     n_new = sum(request["max_new_tokens"] for request in requests)
-    return dict(tok_s=n_new / seconds, ttft_s=statistics.median(first), ttft_p99_s=at(first, 0.99),
-                gap_s=statistics.median(gaps), gap_p99_s=at(gaps, 0.99))
+    return dict(tok_s=n_new / seconds, first_s=statistics.median(first), first_99_s=at(first, 0.99),
+                gap_s=statistics.median(gaps), gap_99_s=at(gaps, 0.99), alone_s=alone_s,
+                beside_s=beside_s)
 
 
 def at(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> float:
-    """generate.py --prompts_file -> tok/s in all."""
+def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> dict:
+    """generate.py --prompts_file -> tokens a second in all."""
     with tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory) / "prompts.jsonl"
         prompts.write_text("\n".join(map(json.dumps, requests)))
         command = [sys.executable, "generate.py", "--compile", "--batch_size", str(n_slot),
                    "--prompts_file", prompts, "--output", Path(directory) / "out.jsonl",
-                   "--temperature", "0", "--ignore_eos", "--max_seq_length", "1024", *flags]
+                   "--temperature", "0", "--ignore_eos", "--max_seq_length", str(LENGTH), *flags]
         result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True)
-    return float(re.search(r"([\d.]+) tok/s in all", result.stderr)[1])
+    return dict(tok_s=float(re.search(r"([\d.]+) tok/s in all", result.stderr)[1]))
 
 
-def run(flags: list[str], clients=CLIENTS) -> int:
-    """Print a table -> exit status. flags: for both commands."""
-    print("| clients | tok/s | generate.py | ratio | first token, ms (99 %) "
-          "| between tokens, ms (99 %) |\n|" + "---|" * 6)
+def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int) -> dict:
+    """-> of each server and of the command, the medians of so many rounds in turn."""
+    requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2))
+    measure_command(n, requests[:1], flags)        # what is compiled, is from here on
+    found = {}
+    for i in range(rounds):
+        log(f"{n} clients, round {i + 1} of {rounds}")
+        for name, command in servers.items():
+            found.setdefault(name, []).append(measure_server(command, n, requests, flags))
+        found.setdefault("generate.py", []).append(measure_command(n, requests, flags))
+    return {name: {key: statistics.median(r[key] for r in results) for key in results[0]}
+            for name, results in found.items()}
+
+
+def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
+    """Print a table -> exit status. flags: for both of our commands."""
+    servers = dict(SERVERS)
+    try:
+        llama_server(1, 0, [])                     # exports the model, too
+    except ValueError as e:
+        log(str(e))
+        del servers["llama.cpp"]
+    print("| clients | | tok/s | of generate.py's | first token, ms (99 %) | between tokens, ms "
+          "(99 %) | a first token alone, ms | beside the others |\n|" + "---|" * 8)
     for n in clients:
-        log(f"{n} clients")
-        requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2))
-        measure_command(n, requests[:1], flags)    # what is compiled, is from here on
-        served, command = measure_server(n, requests, flags), measure_command(n, requests, flags)
-        ms = {name: 1000 * value for name, value in served.items()}
-        print(f"| {n} | {served['tok_s']:.1f} | {command:.1f} | {served['tok_s'] / command:.2f} "
-              f"| {ms['ttft_s']:.0f} ({ms['ttft_p99_s']:.0f}) "
-              f"| {ms['gap_s']:.1f} ({ms['gap_p99_s']:.1f}) |", flush=True)
+        results = measure(n, servers, flags, rounds)
+        base = results.pop("generate.py")["tok_s"]
+        print(f"| {n} | generate.py | {base:.1f} | | | | | |", flush=True)
+        for name, r in results.items():
+            ms = {key: f"{1000 * value:.1f}" for key, value in r.items()}
+            print(f"| {n} | {name} | {r['tok_s']:.1f} | {r['tok_s'] / base:.2f} "
+                  f"| {ms['first_s']} ({ms['first_99_s']}) | {ms['gap_s']} ({ms['gap_99_s']}) "
+                  f"| {ms['alone_s']} | {ms['beside_s']} |", flush=True)
     return 0

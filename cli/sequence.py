@@ -4,14 +4,15 @@
     while not sequence.finish_reason: print(sequence.push(next_id), end="")
 """
 
-from itertools import takewhile
-
 from formats.tokenizer import Detokenizer
 
 
 def n_common(a: list[int], b: list[int]) -> int:
     """How many ids two lists begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
 
 
 class Sequence:

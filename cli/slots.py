@@ -166,6 +166,7 @@ class Slots:
         drafts = isinstance(batch, SpeculativeBatch)
         self.n_beyond = len(batch.accept_counts) if drafts else 1    # written behind the last token
         self.reuses = drafts or isinstance(batch, SlotBatch)
+        self.max_rewind = max_rewind(batch.model)  # walks all modules: a millisecond
 
     def reusable(self, slot: int, n_same: int) -> int:
         """How much of a row's first n_same positions the model can go on from.
@@ -174,8 +175,8 @@ class Slots:
         what is behind those that setup_cache(max_rejected=…) keeps.
         """
         model, n_behind = self.batch.model, self.n_written[slot] - n_same
-        if (n_kept := max_rewind(model)) is not None:
-            reaches = n_behind <= n_kept + 1
+        if self.max_rewind is not None:
+            reaches = n_behind <= self.max_rewind + 1
         else:
             reaches = not model.rings or n_behind <= model.longest_call - 1 - self.n_beyond
         return n_same if reaches and self.reuses else 0

@@ -2,19 +2,24 @@
 
 import concurrent.futures
 import http.client
+import importlib.metadata
 import json
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
+from collections import Counter
 
 import hypothesis
 import jsonschema
 import openai
 import pytest
+import referencing
 import torch
 from conftest import ROOT, SMOLLM2
 from hypothesis import strategies
@@ -264,6 +269,62 @@ def test_every_structured_answer_validates_at_temperature_1(server):
         for choice in pool.map(ask, range(12)):
             assert choice.finish_reason == "stop"
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+@pytest.fixture(scope="session")
+def public_schemas():
+    """Of JSON-Schema-Test-Suite, drafts 2019-09 and 2020-12, in random order. It comes with jsonschema's sources."""
+    directory = ROOT / ".cache/tests"
+    version = importlib.metadata.version("jsonschema")
+    file = directory / f"jsonschema-{version}.tar.gz"
+    if not file.exists():
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", directory, f"jsonschema=={version}"]
+        result = subprocess.run(pip, capture_output=True, text=True)
+        if result.returncode:
+            pytest.skip(f"pip cannot fetch the suite: {result.stderr.splitlines()[-1]}")
+    schemas = []
+    with tarfile.open(file) as archive:
+        for name in sorted(archive.getnames()):
+            if re.search(r"/json/tests/draft20(19-09|20-12)/[^/]*\.json$", name):
+                schemas += [case["schema"] for case in json.load(archive.extractfile(name)) if isinstance(case["schema"], dict)]
+    return random.Random(0).sample(schemas, len(schemas))
+
+
+def answer_to_schemas(server, schemas, max_tokens):
+    """-> a count of what became of them. Each answer that ended must validate, each refusal say what is not supported."""
+    def ask(i, schema):
+        status, body = server.post("/v1/chat/completions", messages=QUESTION, temperature=1, seed=i, max_tokens=max_tokens,
+                                   response_format=dict(type="json_schema", json_schema=dict(schema=schema)))
+        if status == 400:
+            error = body["error"]
+            assert error["param"] == "response_format", error
+            named = re.findall(r'"([$a-zA-Z]+)"', error["message"])
+            inside = "json-schema.org" in json.dumps(schema.get("$ref", ""))         # what that schema says
+            assert named and (inside or all(f'"{name}"' in json.dumps(schema) for name in named)) or REASONS.search(error["message"]), error
+            return "refused"
+        assert status == 200, (schema, body)
+        [choice] = body["choices"]
+        if choice["finish_reason"] == "stop":
+            jsonschema.validators.validator_for(schema)(schema, registry=NOTHING_REMOTE).validate(json.loads(choice["message"]["content"]))
+        return choice["finish_reason"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return Counter(pool.map(ask, range(len(schemas)), schemas))
+
+
+NOTHING_REMOTE = referencing.Registry()
+REASONS = re.compile("oneOf|Unsatisfiable schema|Resource '|Unknown format|Expected positive integer for '|multipleOf|patternProperty")
+
+
+def test_schemas_of_a_public_suite(server, public_schemas):
+    counts = answer_to_schemas(server, public_schemas[:30], 24)
+    assert counts["refused"] >= 8 and counts["stop"] >= 3, counts
+
+
+@pytest.mark.slow
+def test_answers_to_200_schemas_of_a_public_suite(server, public_schemas):
+    counts = answer_to_schemas(server, public_schemas[:450], 120)
+    print(counts)
+    assert counts["stop"] + counts["length"] >= 200 and counts["stop"] >= 100, counts
 
 
 def test_json_object_regex_and_grammar(server):
