@@ -23,6 +23,7 @@ from cli import flags
 from cli.common import log
 from cli.sequence import Sequence
 from cli.slots import Slots, Task
+from formats.whole_file import lock
 from generate import Batch
 from sampling import SamplingParams
 
@@ -220,15 +221,14 @@ def serve(batch: Batch, sequences: Iterable[Sequence],
 
 # ---- Results ------------------------------------------------------------------------------------
 
-def done_before(path: Path) -> set[int | str]:
-    """The ids of the results in a file that an interrupted run left; a line cut short is removed.
+def done_before(path: Path) -> tuple[set[int | str], int]:
+    """The ids of the results that an interrupted run left, and the bytes that they take: after
+    these comes a line that was cut short, or nothing.
 
     ValueError where the file is something else.
     """
-    if not path.is_file():
-        return set()
     ids, end, beginning = set(), 0, b'{"id": '
-    with open(path, "rb+") as f:
+    with open(path, "rb") as f:
         for i, line in enumerate(f, start=1):
             if not line.endswith(b"\n") and line.startswith(beginning[:len(line)]):
                 break
@@ -241,21 +241,33 @@ def done_before(path: Path) -> set[int | str]:
                 raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
                                  "move this file away") from None
             end += len(line)
-        f.truncate(end)
-    return ids
+    return ids, end
 
 
 class Results:
     """Writes JSON lines as rows end, to a file, to stdout, or both; else texts, in input order."""
 
-    def __init__(self, output: Path | None, as_json: bool):
-        self.file = open(output, "a", encoding="utf-8") if output else None
+    def __init__(self, as_json: bool):
+        self.path = self.file = None
         self.as_json, self.waiting, self.texts = as_json, deque(), {}
+
+    def append_to(self, path: Path) -> set[int | str]:
+        """Write to this file too, which is locked -> the ids of the results that are in it.
+
+        OSError where another process writes it, ValueError where it is something else.
+        """
+        self.path, self.file = path, open(path, "ab", buffering=0)
+        if not path.is_file():                     # a pipe, a terminal: nothing to go on from
+            return set()
+        lock(self.file, path)
+        ids, end = done_before(path)
+        self.file.truncate(end)                    # without a line that was cut short
+        return ids
 
     def write(self, job: Job, **result) -> None:
         line = json.dumps(result)
         if self.file:
-            print(line, file=self.file, flush=True)
+            self._append(f"{line}\n".encode())
         if self.as_json:
             print(line, flush=True)
         elif not self.file:
@@ -263,6 +275,15 @@ class Results:
             self.texts[i] = f"--- {i} ---\n{job.request.shown}{result['text']}"
             while self.waiting and self.waiting[0] in self.texts:
                 print(self.texts.pop(self.waiting.popleft()), flush=True)
+
+    def _append(self, data: bytes) -> None:
+        """OSError where the disk is full, which leaves what the next run removes."""
+        try:
+            while data:
+                data = data[self.file.write(data):]
+        except OSError as e:
+            raise OSError(f"{self.path} cannot be written: {e.strerror}: run this again with more "
+                          "room, it goes on after the results that are there") from None
 
     def close(self) -> None:
         """Interrupted: show what waited for a row that did not end."""

@@ -6,13 +6,16 @@ terminal. Alone, a process is rank 0 of 1, to which all of this does nothing.
     sys.exit(guarded(as_rank(run)))
 """
 
+import atexit
 import datetime
 import os
 import random
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,8 @@ from kernels.private import use_symmetric_memory
 from tp import rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
-_control = []                                      # the group of what is not about tensors
+STORE_ANSWERS = 5.0                                # seconds, at the latest
+_control = {}                                      # by patience: groups for what is no tensor
 
 
 def timeout() -> float:
@@ -61,8 +65,9 @@ def as_rank(run: Callable) -> Callable:
         store, me, n = next(dist.rendezvous("env://", timeout=wait))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                                 store=store, rank=me, world_size=n, timeout=wait)
-        patient = datetime.timedelta(days=365)     # a person may think before typing
-        _control.append(dist.new_group(backend="gloo", timeout=patient))
+        _control[False] = dist.new_group(backend="gloo", timeout=wait)
+        ever = datetime.timedelta(days=365)        # a person may think before typing
+        _control[True] = dist.new_group(backend="gloo", timeout=ever)
         if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
             use_symmetric_memory()
         if me:
@@ -74,8 +79,10 @@ def as_rank(run: Callable) -> Callable:
         try:
             status = run(argv)
         except Exception as e:
-            sys.stderr = stderr if _is_first(store) else _nowhere()
-            if isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e)):
+            lost = isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e))
+            sys.stderr = stderr if _is_first(store, bool(lost)) else _nowhere()
+            if lost:
+                atexit.register(_leave)
                 raise ConnectionError(
                     f"rank {me} of {n} lost another one, which ended or did not answer within "
                     f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
@@ -85,19 +92,35 @@ def as_rank(run: Callable) -> Callable:
     return started
 
 
+def _leave() -> None:
+    """End without the library's own clearing up, which aborts where a connection broke in it."""
+    sys.stdout.flush()
+    os._exit(2)
+
+
 def _nowhere():
     return open(os.devnull, "w", encoding="utf-8", errors="replace")
 
 
-def _is_first(store) -> bool:
-    try:
-        return store.add("failed", 1) == 1
-    except RuntimeError:                           # it went with the first one
-        return False
+def _is_first(store, lost: bool) -> bool:
+    """lost: what holds where the store does not answer, since rank 0, which has it, is killed or
+    stopped."""
+    counts = []
+
+    def count():
+        with suppress(RuntimeError):
+            counts.append(store.add("failed", 1))
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    thread.join(STORE_ANSWERS)
+    return counts == [1] if counts else lost
 
 
-def from_rank_0(make: Callable):
-    """What make() returns or raises on rank 0, on every rank: a file's lines, a measured time."""
+def from_rank_0(make: Callable, patient: bool = False):
+    """What make() returns or raises on rank 0, on every rank: a file's lines, a measured time.
+
+    patient: wait for it without end.
+    """
     if world() == 1:
         return make()
     outcome = [None, None]
@@ -106,7 +129,7 @@ def from_rank_0(make: Callable):
             outcome = [make(), None]
         except Exception as e:
             outcome = [None, e]
-    dist.broadcast_object_list(outcome, src=0, group=_control[0])
+    dist.broadcast_object_list(outcome, src=0, group=_control[patient])
     result, error = outcome
     if error:
         raise error
@@ -120,14 +143,14 @@ def run_on_rank_0(call: Callable, body: Callable[[Callable], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def call_everywhere(*args):
-        from_rank_0(lambda: args)
+        from_rank_0(lambda: args, patient=True)
         return call(*args)
 
     if rank() == 0:
         body(call_everywhere)
-        from_rank_0(lambda: None)
+        from_rank_0(lambda: None, patient=True)
     else:
-        while args := from_rank_0(None):
+        while args := from_rank_0(None, patient=True):
             call(*args)
 
 

@@ -65,8 +65,8 @@ def run(argv: list[str] | None) -> int:
     if args.json_schema:
         schema_of(args.json_schema)                # before the model is loaded
         import_llguidance()
-    requests, complaints, finished = from_rank_0(lambda: read_work(args))
-    results = batch.Results(None if tp.rank() else args.output, args.json)
+    results = batch.Results(args.json)
+    requests, complaints, finished = from_rank_0(lambda: read_work(args, results))
 
     start = time.perf_counter()
     source, tokenizer = open_model(args.checkpoint_path, args.random, args.adapter)
@@ -111,12 +111,12 @@ def schema_of(path: Path) -> tuple[str, str]:
         raise ValueError(f"{path}: {e}") from None
 
 
-def read_work(args) -> tuple[list, list, set]:
+def read_work(args, results: batch.Results) -> tuple[list, list, set]:
     """-> requests, complaints about others, and the ids of those that are finished already."""
     requests, complaints = [], []
     if not args.interactive:
         requests, complaints = batch.read_requests(args, HELLO)
-    return requests, complaints, batch.done_before(args.output) if args.output else set()
+    return requests, complaints, results.append_to(args.output) if args.output else set()
 
 
 # ---- The model that the flags ask for -----------------------------------------------------------

@@ -11,6 +11,8 @@ from formats.messages import first_line
 
 DEFAULT_MODEL = Path(__file__).parent.parent / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
+UNFINISHED = ".download_is_not_finished"            # a file in a directory, while it is so
 SIDECARS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
 
 
@@ -21,20 +23,25 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
-    def weights():
+    def all_names():
         try:
-            names = [file.rfilename for file in HfApi().model_info(repo_id, token=token).siblings]
+            return [file.rfilename for file in HfApi().model_info(repo_id, token=token).siblings]
         except errors.HfHubHTTPError:
             raise
         except Exception:                                  # no network: the cache may have it all
-            names = ["model.safetensors"]
-        old = not any(name.endswith(".safetensors") for name in names)
-        return "*_model*.bin" if old else "*.safetensors"
+            return None
 
     try:
-        return Path(snapshot_download(
-            repo_id, local_dir=local_dir, token=token, allow_patterns=[weights(), *SIDECARS],
-            ignore_patterns=["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]))
+        names = all_names()
+        old = names and not any(name.endswith(".safetensors") for name in names)
+        wanted = ["*_model*.bin" if old else "*.safetensors", *SIDECARS]
+        if local_dir and names:
+            mark_unfinished(local_dir, repo_id)
+        directory = Path(snapshot_download(repo_id, local_dir=local_dir, token=token,
+                                           allow_patterns=wanted, ignore_patterns=UNWANTED))
+        if local_dir:
+            finish(directory, names, wanted)
+        return directory
     except errors.GatedRepoError:                          # before RepositoryNotFound, its parent
         problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
                    "`hf auth login` or set HF_TOKEN")
@@ -59,6 +66,23 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
     raise ValueError(problem)
 
 
+def mark_unfinished(directory: Path, repo_id: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / UNFINISHED).write_text(repo_id)
+
+
+def finish(directory: Path, names: list[str] | None, wanted: list[str]) -> None:
+    """Take the mark away. ValueError where files are missing: without the hub its client is content
+    with any directory."""
+    from huggingface_hub.utils import filter_repo_objects
+    if names is None:
+        return check_finished(directory)
+    expected = filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=UNWANTED)
+    if all((directory / name).exists() for name in expected):
+        (directory / UNFINISHED).unlink(missing_ok=True)
+    check_finished(directory)
+
+
 def resolve(name: str | None) -> Path:
     """A path, which wins, or a hub name, downloaded; None: the model that quickstart fetched.
 
@@ -81,6 +105,15 @@ def resolve(name: str | None) -> Path:
     except (ValueError, OSError) as e:
         raise FileNotFoundError(f"{name}: no such file or directory; "
                                 f"read as a hub name: {e}") from None
+
+
+def check_finished(directory: Path) -> None:
+    """ValueError where scripts/download.py was ended before all files were there: without the
+    smaller ones a model would run, and not know where to stop."""
+    if (directory / UNFINISHED).exists():
+        repo_id = (directory / UNFINISHED).read_text()
+        raise ValueError(f"{directory}: its download was not finished: run `python scripts/"
+                         f"download.py --repo_id {repo_id}` again, which goes on")
 
 
 def output_path(path: Path, name: str) -> Path:

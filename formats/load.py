@@ -24,7 +24,7 @@ from formats import lora
 from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_in_file
 from formats.fold import fold
 from formats.gguf_model import read_gguf
-from formats.hub import resolve
+from formats.hub import check_finished, resolve
 from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
 from formats.lazy import LazyTensor, as_rows
@@ -94,6 +94,7 @@ def finished(raw: RawCheckpoint) -> Checkpoint:
 
 def read(path: Path) -> RawCheckpoint:
     """One reader per format."""
+    check_finished(path if path.is_dir() else path.parent)
     if path.is_dir():
         path = weights_in(path)
     if path.suffix == ".gguf":

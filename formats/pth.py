@@ -26,6 +26,7 @@ from formats.names import OUR_NAMES
 from formats.parameters import blank_model, disk_names
 from formats.schema import brief, build, check_config
 from formats.torch_file import lazy_tensors
+from formats.whole_file import whole_file
 from layers.attention import Scores
 from layers.delta import GatedDelta
 from layers.latent import Latent
@@ -151,17 +152,11 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
                    quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
                    defaults=source.defaults, tokenizer=tokenizer,
                    mtp=head and dataclasses.asdict(head.cfg))
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            if hasattr(os, "posix_fallocate"):     # a full disk says so now
-                os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
-            with zipfile.ZipFile(file, "w") as archive:
-                _write(archive, path.stem, content, tensors, progress)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        if hasattr(os, "posix_fallocate"):         # a full disk says so now
+            os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
+        with zipfile.ZipFile(file, "w") as archive:
+            _write(archive, path.stem, content, tensors, progress)
 
 
 def head_to_keep(source: Checkpoint) -> Checkpoint | None:

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
            "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast",
            "-fno-tree-reassoc")                    # else sums wait in memory for each other
+MARK = b"whole"                                    # ends a library that was written to its end
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE,
@@ -56,6 +58,16 @@ def _home() -> Path:
     return folder if folder == disk.cache_dir() else Path(tempfile.mkdtemp(dir=folder))
 
 
+def is_whole(path: Path) -> bool:
+    """Is it there, to its end? To load what a crash of the machine cut short ends the process."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(MARK), os.SEEK_END)
+            return file.read() == MARK
+    except OSError:
+        return False
+
+
 _building = []                                     # the compiler's process, if one was started
 _threads = []                                      # how many were ours before it was
 
@@ -69,10 +81,11 @@ def start_building() -> None:
         path = library_path()
     except OSError:                                # library() says so
         return
-    if _building or path.exists() or not compiler():
+    if _building or is_whole(path) or not compiler():
         return
-    partial = path.with_suffix(f".{os.getpid()}")
-    script = 'to=$0 at=$1; shift; "$@" -o "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }'
+    partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")     # containers have equal ids
+    script = ('to=$0 at=$1; shift; "$@" -o "$at" && printf %s ' + MARK.decode() + ' >> "$at" '
+              '&& sync "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }')
     command = ["nice", "sh", "-c", script, path, partial, compiler(), *OPTIONS, SOURCE]
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(max(1, _threads[0] - 1))
@@ -98,9 +111,12 @@ def library() -> ctypes.CDLL:
     if _building:
         _, said = _building.pop().communicate()
         take_all_threads()
-        if not library_path().exists():
+        if not is_whole(library_path()):
             raise RuntimeError((said.strip().splitlines() or ["the compiler failed"])[-1])
         disk.remove_unused(_home(), "cpu_ops-*")
+        disk.remove_unused(_home(), "cpu_ops-*.partial", days=1)
+    if not is_whole(library_path()):
+        raise OSError(f"{library_path()} is not there")
     loaded = ctypes.CDLL(str(library_path()))
     loaded.run.argtypes = [ctypes.POINTER(c_void_p), c_int32, c_int32]
     loaded.run.restype = c_int32

@@ -1,5 +1,6 @@
 """The user's cache: compiled operations, weights as they lie in memory; safe to delete."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -13,8 +14,13 @@ DAY = 24 * 3600                                    # seconds
 
 def cache_dir() -> Path:
     """$GPT_FASTER_CACHE, or gpt-faster in $XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("GPT_FASTER_CACHE") or Path(home) / "gpt-faster")
+    if named := os.environ.get("GPT_FASTER_CACHE"):
+        return Path(named)
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:                           # a user whom the system does not know
+        home = os.devnull                          # where nothing is and nothing can be made
+    return Path(home) / "gpt-faster"
 
 
 def writable(n_bytes: int = 1 << 20) -> Path:
@@ -32,11 +38,15 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def remove_old_partials(home: Path) -> None:
-    """Those whose process was killed."""
+def remove_partials(home: Path) -> None:
+    """Those whose process was killed: nobody has locked their data any more."""
     for folder in home.glob(".partial*"):
-        with suppress(OSError):                    # another process removed it
-            if time.time() - folder.stat().st_mtime > DAY:
+        with suppress(OSError):                    # another process has it, or removed it
+            if not (folder / "data").exists():
+                folder.rmdir()
+                continue
+            with open(folder / "data", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -51,8 +61,12 @@ def remove_unused(home: Path, pattern: str, days: int = 30) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a small file, whole or not at all; nothing where the disk is full."""
-    with suppress(OSError):
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        remove_unused(path.parent, f".{path.name}.*", days=1)  # of processes that were killed
         partial.write_text(text)
         os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()

@@ -7,12 +7,14 @@ used for the longest time go first. A file that is not as it was written is made
     tensors = load(key) or save(key, tensors)
 """
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -80,13 +82,17 @@ def save(key: str, tensors: dict[str, Tensor]) -> None:
     partial = None
     try:
         _home().mkdir(parents=True, exist_ok=True, mode=0o700)
+        disk.remove_partials(_home())
         if end > max_bytes():
             return
         partial = Path(tempfile.mkdtemp(prefix=".partial", dir=_home()))
-        _write(partial / "data", tensors, where, end)
-        index = dict(stamp=_stamp(partial / "data"), tensors=where)
-        (partial / "index.json").write_text(json.dumps(index))
-        os.rename(partial, _home() / key)
+        with open(partial / "data", "wb") as file:
+            with suppress(OSError):                # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)   # while it is locked it is being written
+            _write(file, tensors, where, end)
+            index = dict(stamp=_stamp(partial / "data"), tensors=where)
+            (partial / "index.json").write_text(json.dumps(index))
+            os.rename(partial, _home() / key)
         _clear_away(key)
     except OSError:                                # full, or it is there already
         pass
@@ -95,17 +101,17 @@ def save(key: str, tensors: dict[str, Tensor]) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], where: dict, n_bytes: int) -> None:
-    with open(path, "wb") as file:
-        file.truncate(n_bytes)
-        for name, t in tensors.items():
-            file.seek(where[name][2])
-            file.write(t.detach().contiguous().flatten().view(torch.uint8).numpy())
+def _write(file: BinaryIO, tensors: dict[str, Tensor], where: dict, n_bytes: int) -> None:
+    file.truncate(n_bytes)
+    for name, t in tensors.items():
+        file.seek(where[name][2])
+        file.write(t.detach().contiguous().flatten().view(torch.uint8).numpy())
+    file.flush()
+    os.fsync(file.fileno())                        # else a crash may leave zeros of that length
 
 
 def _clear_away(new: str) -> None:
     """Remove what was not used for the longest time, until the rest fits; `new` stays."""
-    disk.remove_old_partials(_home())
     age, size = {}, {}
     for folder in _home().iterdir():
         with suppress(OSError):                    # another process removed it

@@ -42,7 +42,7 @@ def random_request(draw: random.Random) -> tuple[str, dict]:
 
 def client(port: int, seed: int, end: float, counts: Counter) -> None:
     draw = random.Random(seed)
-    while time.time() < end:
+    while time.monotonic() < end:
         path, fields = random_request(draw)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         try:
@@ -81,15 +81,15 @@ def main() -> int:
             port = int(found[1])
             break
     threading.Thread(target=lambda: lines.extend(server.stderr), daemon=True).start()
-    end = time.time() + 60 * args.minutes
+    end = time.monotonic() + 60 * args.minutes
     clients = [threading.Thread(target=client, args=(port, i, end, counts))
                for i in range(args.clients)]
     for thread in clients:
         thread.start()
     while any(thread.is_alive() for thread in clients):
-        time.sleep(min(20, max(1, end - time.time())))
-        print(f"{60 * args.minutes - (end - time.time()):5.0f} s  {resident_mb(server.pid)} MB  "
-              f"{dict(counts)}", flush=True)
+        time.sleep(min(20, max(1, end - time.monotonic())))
+        seconds = 60 * args.minutes - (end - time.monotonic())
+        print(f"{seconds:5.0f} s  {resident_mb(server.pid)} MB  {dict(counts)}", flush=True)
     time.sleep(2)
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/health")
