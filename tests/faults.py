@@ -15,6 +15,7 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -114,6 +115,9 @@ def keep(checkpoint):
     """In a child: weights are made, and kept."""
     kept_weights.WORTH_KEEPING = 0
     kept_weights.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu")
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        if not thread.daemon:
+            thread.join()                                  # it keeps them, as the interpreter's end would wait for it
 
 
 def build():

@@ -292,7 +292,7 @@ def test_what_a_config_may_not_say():
     assert [m and m.n_v_head for m in config_from_hf(base)[0].mixer] == [32, 32, 32, None]
     for change, message in ((dict(linear_num_value_heads=17), "17 value heads cannot share 16"),
                             (dict(linear_key_head_dim=0), "'linear_key_head_dim' is 0"),
-                            (dict(linear_conv_kernel_dim="4"), "expected a positive integer"),
+                            (dict(linear_conv_kernel_dim="4"), "is '4', expected an integer from 0"),
                             (dict(layer_types=["linear"] * 4), "'layer_types' is not 4 times one of")):
         with pytest.raises(ValueError, match=message):
             config_from_hf(base | change)
