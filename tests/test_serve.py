@@ -290,10 +290,15 @@ def public_schemas():
     return random.Random(0).sample(schemas, len(schemas))
 
 
-def answer_to_schemas(server, schemas, max_tokens):
-    """-> a count of what became of them. Each answer that ended must validate, each refusal say what is not supported."""
+def answer_to_schemas(server, tokenizer, schemas, max_tokens):
+    """-> a count of what became of them. Each answer that ended must validate, each refusal say what is not supported.
+
+    At temperature 1 a small model seldom comes to an end: quotes and brackets that close are made likelier.
+    """
+    closing = {str(t): 6 for text in ('"', "}", "]", '"}', '"]', '":', "0") for t in tokenizer.encode(text)[-1:]}
+
     def ask(i, schema):
-        status, body = server.post("/v1/chat/completions", messages=QUESTION, temperature=1, seed=i, max_tokens=max_tokens,
+        status, body = server.post("/v1/chat/completions", messages=QUESTION, temperature=1, seed=i, max_tokens=max_tokens, logit_bias=closing,
                                    response_format=dict(type="json_schema", json_schema=dict(schema=schema)))
         if status == 400:
             error = body["error"]
@@ -315,16 +320,16 @@ NOTHING_REMOTE = referencing.Registry()
 REASONS = re.compile("oneOf|Unsatisfiable schema|Resource '|Unknown format|Expected positive integer for '|multipleOf|patternProperty")
 
 
-def test_schemas_of_a_public_suite(server, public_schemas):
-    counts = answer_to_schemas(server, public_schemas[:30], 24)
+def test_schemas_of_a_public_suite(server, tokenizer, public_schemas):
+    counts = answer_to_schemas(server, tokenizer, public_schemas[:30], 24)
     assert counts["refused"] >= 8 and counts["stop"] >= 3, counts
 
 
 @pytest.mark.slow
-def test_answers_to_200_schemas_of_a_public_suite(server, public_schemas):
-    counts = answer_to_schemas(server, public_schemas[:450], 120)
+def test_answers_to_200_schemas_of_a_public_suite(server, tokenizer, public_schemas):
+    counts = answer_to_schemas(server, tokenizer, public_schemas[:700], 120)
     print(counts)
-    assert counts["stop"] + counts["length"] >= 200 and counts["stop"] >= 100, counts
+    assert counts["stop"] >= 200, counts
 
 
 def test_json_object_regex_and_grammar(server):
