@@ -346,7 +346,8 @@ def _longrope(rope: dict, factor: float, original: int, n_freq: int) -> dict:
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1
-    short, long = (tuple(map(float, rope.get(key) or ())) for key in ("short_factor", "long_factor"))
+    short, long = (tuple(map(float, rope.get(key) or ()))
+                   for key in ("short_factor", "long_factor"))
     if {len(short), len(long)} != {n_freq}:
         raise ValueError(f"{len(short)} short and {len(long)} long RoPE factors for "
                          f"{n_freq} frequencies")

@@ -22,6 +22,8 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
+import ages
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
 MAX_CORE_LINES, MAX_CORE_CHARACTERS = 1000, 40
@@ -213,7 +215,7 @@ def quality() -> str:
         f"{row['stride']}; {counts} tokens); compiled decoding, 200 tokens, medians of 7 "
         f"interleaved runs on {result['threads']} {result['capability']} cores that read memory at "
         f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}; "
-        f"commit {result['commit']}.")
+        f"commit {ages.dated(result)['commit']}.")
     return "\n".join(lines) + "\n"
 
 
@@ -227,7 +229,7 @@ def results() -> list[tuple[str, dict]]:
 def figures() -> str:
     sys.path[:0] = [str(ROOT)]
     from bench import tables
-    return "\n".join(f"**{name}**: `{result['command']}`\n\n{tables.table(result)}\n"
+    return "\n".join(f"**{name}**: `{result['command']}`\n\n{tables.table(ages.dated(result))}\n"
                      for name, result in results())
 
 
@@ -252,7 +254,8 @@ def headline() -> str:
                          f"| **{ours['tok_s']:.1f}** | {speeds.get('llama.cpp', '–')} "
                          f"| {speeds.get('transformers', '–')} "
                          f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
-        sources.append(f"{name} {rows[0]['test']}, commit {result['commit']}, medians of "
+        old = " (older than the code)" if ages.age(result) else ""
+        sources.append(f"{name} {rows[0]['test']}, commit {result['commit']}{old}, medians of "
                        f"{result['repetitions']}")
     lines.append(f"\n{result['machine']}, {result['threads']} threads, {result['capability']}, "
                  f"torch {result['versions']['torch']}; {'; '.join(sources)}.")

@@ -5,6 +5,7 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cli import flags
 
 ROOT = Path(generate.__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
+import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
 ROOMS = ("bench", "cli", "formats", "gptq", "kernels", "layers", "server")
@@ -145,7 +147,64 @@ def test_readme_map_is_fresh(part):
     file, make = readme_map.PARTS[part]
     page = (ROOT / file).read_text()
     stated = page.split(readme_map.begin(part))[1].split(readme_map.end(part))[0]
-    assert stated == make(), "run: python scripts/map.py --write"
+    now = make()
+    assert ages.without_ages(stated) == ages.without_ages(now), "run: python scripts/map.py --write"
+    if ages.has_history():                                 # which tables are older than the code that they time
+        assert stated == now, "the code changed since a table was measured; run: python scripts/map.py --write"
+
+
+def test_every_table_names_its_commit():
+    for title, result in readme_map.results():
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", result["commit"]), title
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch):
+    """-> commit(sources), in a repository of its own, which ages.py then reads."""
+    def git(*arguments):
+        run = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(**sources):
+        for stem, source in sources.items():
+            (tmp_path / stem.replace("_", ".")).write_text(source)
+        git("add", "-A")
+        git("commit", "-qm", "x", "--allow-empty")
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    monkeypatch.setattr(ages, "ROOT", tmp_path)
+    monkeypatch.setattr(ages, "STEP", ("ops.cpp", "model.py"))
+    caches = (ages.has_history, ages.is_known, ages.is_changed)
+    for cache in caches:
+        cache.cache_clear()
+    yield commit
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_table_is_older_only_than_changed_code(history):
+    def age(commit):
+        ages.is_changed.cache_clear()
+        return ages.age({"commit": commit, "command": "benchmark.py", "device": "cpu"})
+
+    first = history(model_py='"""A model."""\nx = 1\n', ops_cpp='int x = 1;  // one\n')
+    assert age(first) == ""
+    history(model_py='"""The model."""\n# one\nx = (1)\n', ops_cpp='/* x */ int x =\n  1;\n', docs_md="more")
+    assert age(first) == age(first + "-dirty") == "", "only comments, docstrings, layout and docs changed"
+    second = history(ops_cpp='int x = 2;\n')
+    assert age(first) == "older than the code: ops.cpp changed since" and age(second) == ""
+    (ages.ROOT / "model.py").write_text("x = 2\n")
+    assert age(first) == "older than the code: ops.cpp, model.py changed since", "what is not committed counts too"
+    assert age("1234567") == "of a commit that is no longer there"
+
+
+def test_without_history_there_are_no_ages(history, monkeypatch):
+    monkeypatch.setattr(ages, "ROOT", Path("/nowhere"))
+    assert not ages.has_history()
+    assert ages.age({"commit": "1234567", "command": "", "device": "cpu"}) == ""
+    text = "commit 127e9d9 (older than the code: a.py, b.cpp and others changed since)."
+    assert ages.without_ages(text) == "commit 127e9d9."
 
 
 def test_the_core_is_short():
