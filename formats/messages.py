@@ -32,7 +32,7 @@ def some(names: list[str]) -> str:
 
 def is_out_of_memory(e: Exception) -> bool:
     return (isinstance(e, MemoryError | torch.OutOfMemoryError)
-            or isinstance(e, RuntimeError) and "can't allocate memory" in str(e))
+            or isinstance(e, RuntimeError | OSError) and "allocate memory" in str(e))
 
 
 @contextmanager

@@ -569,6 +569,24 @@ def test_the_terminal_is_gone(checkpoint, ignored):
     assert process.wait(20) == -signal.SIGHUP or ignored
 
 
+@pytest.mark.slow
+def test_memory_is_refused_in_the_middle(checkpoint, tmp_path):
+    """Wherever an allocation fails: one line that says so, or the text, whole."""
+    expected = Child(tmp_path, *one_text(checkpoint))
+    assert expected.wait() == 0
+    outcomes = Counter()
+    for mb in (0, 2, 8, 20, 32, 44, 56, 68, 80, 92, 104, 128, 256):
+        for more in ([], ["--compile"]):
+            child = Child(tmp_path, limited, resource.RLIMIT_AS, mb << 20, *one_text(checkpoint, *more))
+            if status := child.wait():
+                assert status == 2 and ": error: out of memory: " in child.error(), child.said()
+            else:
+                assert ids_said(child) == ids_said(expected), child.said()
+            outcomes["done" if status == 0 else "refused"] += 1
+    assert outcomes["done"] and outcomes["refused"]
+    report("memory refused", outcomes)
+
+
 # ---- Ranks ---------------------------------------------------------------------------------------
 
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "slow": None}
