@@ -18,8 +18,8 @@ from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import add_choices, note, quantized
-from gptq import calibrate
-from quantize import MODES, scheme_named
+from gptq import budget, calibrate
+from quantize import MODES, Scheme, scheme_named
 
 
 def main() -> int:
@@ -35,12 +35,15 @@ def build_parser() -> Parser:
     add("--mode", choices=[*MODES, "int4-gptq"], default="int8",
         help="int4-gptq: fit the rounding to what the layers are fed")
     add_choices(add)
+    add("--bits", type=number(float, 4, 8.5), metavar="N",
+        help="int4: at most so many a weight of the linears, scales counted; those that four bits "
+             "harm most get eight")
     add("--output", type=Path, metavar="FILE",
         help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
              "source, or in checkpoints/NAME for a GGUF or hub model")
     add("--label", default="", help="put into the default file name: model_LABELint8.pth")
     add("--device", default="auto", help="where to compute: auto, cpu, cuda, cuda:1, mps, xpu")
-    add = p.add_argument_group("int4-gptq").add_argument
+    add = p.add_argument_group("int4-gptq and --bits").add_argument
     add("--calibration_file", metavar="FILE",
         help="UTF-8 text to calibrate on; default: what the model itself writes, and as much of "
              "Python's own documentation")
@@ -70,16 +73,24 @@ def run(argv=None) -> int:
     mode = args.mode.removesuffix("-gptq")
     gptq = mode != args.mode
     scheme = scheme_named(mode, args.groupsize)
-    name = f"model_{args.label}{args.mode}{scheme.suffix}.pth"
-    output = args.output or output_path(path, name)
+    suffix = scheme.suffix + (f"-{args.bits:g}bits" if args.bits else "")
+    output = args.output or output_path(path, f"model_{args.label}{args.mode}{suffix}.pth")
     if output.is_dir() or output.suffix not in (".pth", ".pt"):
         raise ValueError(f"--output {output}: expected a file that ends in .pth")
     if args.calibration_file and args.calibration_tasks:
         raise ValueError("--calibration_file and --calibration_tasks exclude each other")
-    new = quantized(source, mode, args.groupsize, args.quantize_head, device)
-    if gptq:
-        solver = build_solver(args, source, device)
-        new = quantized(source, mode, args.groupsize, args.quantize_head, device, solver)
+    if args.bits and mode != "int4":
+        raise ValueError("--bits is a budget for --mode int4 and int4-gptq")
+    choices = source, mode, args.groupsize, args.quantize_head, device
+    new, solver = quantized(*choices), None
+    if gptq or args.bits:
+        dtype = pick_dtype(args.dtype, device, source.cfg)
+        tokens = calibration_tokens(args, source, device, dtype)
+        others = within_budget(args, source, tokens, device, dtype) if args.bits else {}
+        if gptq:
+            solver = calibrate.Solver(source, tokens, device, dtype, scheme, args.percdamp,
+                                      args.blocksize, args.act_order, others)
+        new = quantized(*choices, solver, others)
     if text := note(source, mode, args.groupsize):
         log(text)
     write(new, output, quiet=bool(gptq))
@@ -89,8 +100,8 @@ def run(argv=None) -> int:
     return 0
 
 
-def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
-    """Ready to solve the first layer. ValueError where text, tokenizer and model do not fit."""
+def calibration_tokens(args, source: Checkpoint, device, dtype: torch.dtype) -> torch.Tensor:
+    """[n, T]. ValueError where text, tokenizer and model do not fit."""
     text = calibration_text(args.calibration_file, args.calibration_tasks, args.include_path)
     length, limit = args.calibration_seq_length, args.calibration_limit
     if length > source.cfg.context:
@@ -101,7 +112,6 @@ def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
     if max(ids, default=0) >= source.cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
                          f"{source.cfg.vocab_size} tokens: they do not belong together")
-    dtype = pick_dtype(args.dtype, device, source.cfg)
     given = args.calibration_file or args.calibration_tasks
     n_written = 0 if given else limit // 2
     tokens = calibrate.split_windows(ids, length, limit - n_written, args.pad_calibration_inputs)
@@ -109,10 +119,19 @@ def build_solver(args, source: Checkpoint, device) -> calibrate.Solver:
         model = load_model(source, dtype, device)
         eos_ids = {*(source.eos_ids or tokenizer.eos_ids)}
         tokens = torch.cat((written(model, tokenizer, eos_ids, n_written, length), tokens))
-        del model
     log(f"calibrating on {len(tokens)} windows of {length} tokens")
-    return calibrate.Solver(source, tokens, device, dtype, scheme_named("int4", args.groupsize),
-                            args.percdamp, args.blocksize, args.act_order)
+    return tokens
+
+
+def within_budget(args, source: Checkpoint, tokens: torch.Tensor, device,
+                  dtype: torch.dtype) -> dict[str, Scheme]:
+    """The tensors that get eight bits. ValueError where the budget is too small for four."""
+    scheme = scheme_named("int4", args.groupsize)
+    model = load_model(source, dtype, device)
+    budget.choose(model, {}, scheme, args.bits)    # is it large enough?
+    chosen = budget.choose(model, budget.measure(model, tokens, scheme), scheme, args.bits)
+    log(f"{len(chosen)} linears get eight bits")
+    return dict.fromkeys(chosen, scheme_named("int8"))
 
 
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,

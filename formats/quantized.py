@@ -22,20 +22,22 @@ from quantize import GROUPSIZES, LINEARS, MODES, Scheme, scheme_named
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
-              device="cpu", solver: Callable | None = None) -> Checkpoint:
+              device="cpu", solver: Callable | None = None,
+              others: dict[str, Scheme] | None = None) -> Checkpoint:
     """The checkpoint with codes and scales for weights, made as they are read.
 
     mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
     int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
     int8 serves both and int4 is a copy for the output. solver(name) -> leaves, in place of rounding
-    the linears (GPTQ). What is in four bits already stays as it is: the groups of a GGUF where they
-    are as asked for, a hub's whatever they are.
+    the linears (GPTQ). others: tensors with a scheme of their own. What is in four bits already
+    stays as it is: the groups of a GGUF where they are as asked for, a hub's whatever they are.
     ValueError where all is quantized already, or otherwise, or the group size does not divide.
     """
     everything = dict(source.tensors)
     there = {f"{name.removesuffix('.scales')}.weight" for name in everything
              if name.endswith(".scales")}
-    schemes = {name: scheme_named(mode, groupsize) for name in everything
+    scheme, others = scheme_named(mode, groupsize), others or {}
+    schemes = {name: others.get(name, scheme) for name in everything
                if LINEARS.search(name) and name not in there}
     if head != "none" and not there & {"head.weight", "embed.weight"}:
         scheme, name = scheme_named(head, groupsize), "head.weight"

@@ -19,7 +19,7 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.load import load_part, put_file_table
 from formats.parameters import blank_model, disk_names
-from gptq.solve import corrected, output_error, solve
+from gptq.solve import corrected, nearest, output_error, solve
 from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
 from quantize import Scheme
@@ -58,11 +58,14 @@ class Solver:
     @torch.inference_mode()
     def __init__(self, source: Checkpoint, tokens: Tensor, device, dtype: torch.dtype,
                  scheme: Scheme, percdamp: float = 0.01, blocksize: int = 128,
-                 act_order: bool = True):
-        """tokens [n, T]; every ninth window, or the last one, is held out to judge by."""
+                 act_order: bool = True, schemes: dict[str, Scheme] | None = None):
+        """tokens [n, T]; every ninth window, or the last one, is held out to judge by.
+
+        schemes: of parameters on disk that have another one, and are rounded.
+        """
         self.source = source
         self.device = device
-        self.scheme = scheme
+        self.scheme, self.others = scheme, schemes or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
         put_file_table(self.model, source, dtype, device)
@@ -105,18 +108,19 @@ class Solver:
         load_part(self.model, f"{name}.", self.source, self.device)
         modules, ratios = dict(layer.named_modules()), []
         self.original_inputs = self._run_original(layer, modules)
-        for n in ROUNDED:                          # before wo, whose inputs they make
-            if n in modules:
-                self._round(f"{name}.{n}", modules[n])
+        others = [n for n in modules if disk_names(f"{name}.{n}.weight")[0] in self.others]
+        rounded = [n for n in ROUNDED if n in modules] + others            # before wo, whose
+        for n in rounded:                                                  # inputs they make
+            self._round(f"{name}.{n}", modules[n])
         for stage in STAGES:
-            stage = [n for n in stage if n in modules]
+            stage = [n for n in stage if n in modules and n not in rounded]
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
         layer.to("meta")
         self.ratios += ratios
-        self._report(statistics.median(ratios))
+        self._report(statistics.median(ratios or [1.0]))
 
     def _report(self, ratio: float) -> None:
         done, n_layer = self.layer + 1, self.source.cfg.n_layer
@@ -205,7 +209,7 @@ class Solver:
             aim = w if cross is None else corrected(w, h, cross, CORRECTION, self.solve_options[0])
             found = solve(aim, h, self.scheme, *self.solve_options)
             error += output_error(self._values(*found) - w, held)
-            rounding_error += output_error(self._rounded(w) - w, held)
+            rounding_error += output_error(nearest(w, self.scheme) - w, held)
             target.copy_(self._values(*found))
             solved.append(found)
         whole = (torch.stack(t).view(*weight.shape[:-1], -1).cpu() for t in zip(*solved))
@@ -216,17 +220,16 @@ class Solver:
         return error / rounding_error if rounding_error else 1.0
 
     def _round(self, name: str, module) -> None:
-        """Matrices [N, out, in] whose inputs nobody sees."""
-        for w, target in zip(self.source.tensors[f"{name}.weight"].whole(), module.weight):
-            target.copy_(self._rounded(w.to(self.device).float()))
-        rows = self.source.tensors[f"{name}.weight"].whole().flatten(0, 1)
-        self.solved[f"{name}.weight"] = self.scheme.quantize(rows)
-
-    def _rounded(self, w: Tensor) -> Tensor:
-        """What the nearest codes stand for."""
-        groups = w.unflatten(-1, (-1, self.scheme.groupsize))
-        grid = self.scheme.grid(groups)
-        return self._values(self.scheme.codes(groups, *grid).flatten(-2), *grid)
+        """Matrices whose inputs nobody sees [N, out, in], and what has a scheme of its own."""
+        parts = disk_names(f"{name}.weight")
+        pieces = []
+        for part in parts:
+            scheme = self.others.get(part, self.scheme)
+            weight = self.source.tensors[part].whole().to(self.device).float()
+            pieces.append(nearest(weight, scheme))
+            leaves = scheme.quantize(weight.flatten(0, -2))
+            self.solved[part] = {leaf: t.cpu() for leaf, t in leaves.items()}
+        module.weight.copy_(torch.cat(pieces, dim=-2))
 
     def _values(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         groups = codes.unflatten(-1, (scales.shape[-1], -1))

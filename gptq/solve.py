@@ -33,6 +33,13 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
     raise ValueError("the inputs' Hessian cannot be inverted: give more damping (--percdamp)")
 
 
+def nearest(weight: Tensor, scheme) -> Tensor:
+    """What a scheme's nearest codes stand for. [..., out, in], of the weight's dtype"""
+    leaves = scheme.quantize(weight.flatten(0, -2))
+    rows = scheme.dequantize(leaves["weight"], leaves["scales"], leaves.get("zeros"), weight.dtype)
+    return rows.view(weight.shape)
+
+
 def output_error(change: Tensor, hessian: Tensor) -> float:
     """The squared change of the outputs, summed over inputs with this Hessian: tr(dW H dW')."""
     return float(((change @ hessian) * change).sum())

@@ -1,0 +1,52 @@
+"""A real model whose weights lie on no grid: each gets noise as large as its rounding to four bits.
+
+The small models of the registries are in four bits already, and whoever knows their format gets its
+numbers back. This makes of one an original for comparisons, a little worse, that favours nobody.
+
+    python scripts/dither.py -m gemma.gguf --output gemma_dithered.pth
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cli.common import Parser, guarded, log  # noqa: E402
+from cli.quantizing import write  # noqa: E402
+from formats.lazy import LazyTensor, cached  # noqa: E402
+from formats.load import open_checkpoint  # noqa: E402
+from quantize import LINEARS, scheme_named  # noqa: E402
+
+
+def dithered(t: LazyTensor, groupsize: int, generator: torch.Generator) -> LazyTensor:
+    """Uniform noise, half a step of int4's grid to each side."""
+    def make():
+        w = t.whole().float()
+        groups = w.unflatten(-1, (-1, groupsize))
+        step, _ = scheme_named("int4", groupsize).grid(groups)
+        noise = torch.rand(groups.shape, generator=generator) - 0.5
+        return (groups + noise * step[..., None]).flatten(-2).bfloat16()
+    return cached(t.name, t.shape, torch.bfloat16, make, t)
+
+
+def run(argv: list[str] | None = None) -> int:
+    p = Parser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", "-m", required=True)
+    p.add_argument("--output", required=True, type=Path)
+    p.add_argument("--groupsize", type=int, default=32)
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args(argv)
+    source = open_checkpoint(args.model)
+    generator = torch.Generator().manual_seed(args.seed)
+    tensors = {name: dithered(t, args.groupsize, generator) if LINEARS.search(name) else t
+               for name, t in source.tensors.items()}
+    write(replace(source, tensors=tensors), args.output, torch.bfloat16)
+    log(f"{args.output} is {args.model} with noise of one int4 step")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))
