@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
@@ -16,8 +17,9 @@ from test_families import close, our_logits
 
 from formats.hub_quantized import INSTEAD, dequantized, unpacked_int4
 from formats.lazy import LazyTensor
-from formats.load import read_checkpoint
-from formats.quantized import schemes
+from formats.load import load_model, read_checkpoint
+from formats.quantized import describe, quantized, schemes
+from kernels.plain import dequantize
 
 N_OUT, N_IN, G = 64, 96, 32
 READS = []                                         # names of tensors that were read
@@ -319,8 +321,10 @@ def as_awq(w):
     return parts, ((q - zero) * wide).T
 
 
-def as_gptq(w):
-    group = group_of(w.shape[1])[torch.randperm(w.shape[1])]           # desc_act
+def as_gptq(w, act_order=True):
+    group = group_of(w.shape[1])
+    if act_order:
+        group = group[torch.randperm(w.shape[1])]
     scales = (torch.rand(w.shape[1] // G, w.shape[0]) * 0.05 + 0.03).half()
     q = (w.T / scales.float()[group] + 8).round().clamp(0, 15).long()
     parts = dict(qweight=packed(q.T, 4).T, scales=scales, g_idx=group.to(torch.int32),
@@ -342,7 +346,8 @@ WHOLE = {"fp8-block": (lambda w: as_fp8(w, (-(-w.shape[0] // 32), -(-w.shape[1] 
                        dict(quant_method="fp8", weight_block_size=[32, 32])),
          "fp8-tensor": (lambda w: as_fp8(w, ()), dict(quant_method="fp8")),
          "awq": (as_awq, dict(quant_method="awq", bits=4, group_size=G, version="gemm")),
-         "gptq": (as_gptq, dict(quant_method="gptq", bits=4, group_size=G, desc_act=True)),
+         "gptq": (partial(as_gptq, act_order=False), dict(quant_method="gptq", bits=4, group_size=G)),
+         "gptq-ordered": (as_gptq, dict(quant_method="gptq", bits=4, group_size=G, desc_act=True)),
          "pack-quantized": (as_packed, ct("pack-quantized", dict(num_bits=4, group_size=G)))}
 
 
@@ -376,7 +381,40 @@ def whole_model(families, family, method, tmp_path, which=r"(proj|w[123])\.weigh
 @pytest.mark.parametrize("family", WHOLE_FAMILIES)
 def test_a_whole_model(families, family, method, tmp_path):
     found = schemes(whole_model(families, family, method, tmp_path))
-    assert found == (f"int4-g{G}" if method in ("awq", "pack-quantized") else "none", "none")
+    assert found == (f"int4-g{G}" if method in ("awq", "gptq", "pack-quantized") else "none", "none")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_four_bits_of_a_file_in_the_kernels(families, method, tmp_path):
+    """--quantize int4 adds a head and leaves the rest: as near to its numbers as the same, dequantized, in bfloat16."""
+    source = whole_model(families, "qwen3", method, tmp_path, r"proj\.weight$")
+    new = quantized(source, "int4", G)
+    assert describe(new) == f"int4-g{G}, head int8"
+    kept = {n: t for n, t in new.tensors.items() if n.rpartition(".")[0] in {x.rpartition(".")[0] for x in source.tensors}}
+    assert all(torch.equal(t.whole(), source.tensors[n].whole()) for n, t in kept.items() if n in source.tensors and "layers" in n)
+    plain = {}
+    for n, t in new.tensors.items():
+        x = n.rpartition(".")[0]
+        if f"{x}.scales" not in new.tensors:
+            plain[n] = t
+        elif n == f"{x}.weight":
+            leaves = [new.tensors.get(f"{x}.{leaf}") for leaf in ("weight", "scales", "zeros")]
+            plain[n] = LazyTensor(n, *kind_of(w := dequantize(*(t and t.whole() for t in leaves), torch.float32)), lambda a, b, w=w: w[a:b])
+    plain = replace(new, tensors=plain, quantization=None)
+    prompt = torch.randint(0, 160, (2, 24))
+    exact, rounded, packed = (logits(of, dtype, prompt) for of, dtype in ((plain, torch.float32), (plain, torch.bfloat16), (new, torch.bfloat16)))
+    assert (packed - exact).norm() < 1.5 * (rounded - exact).norm() < 0.1 * exact.norm()
+    close(logits(new, torch.float32, prompt), exact)
+
+
+def kind_of(w):
+    return tuple(w.shape), w.dtype
+
+
+def logits(source, dtype, prompt):
+    model = load_model(source, dtype, "cpu")
+    model.setup_cache(2, prompt.shape[1])
+    return model(prompt, torch.arange(prompt.shape[1]), logits_to_keep=prompt.shape[1]).float()
 
 
 @pytest.mark.parametrize("which", [r"k_proj\.weight$", r"(q|v|o)_proj\.weight$"])
