@@ -1,7 +1,9 @@
-"""What quantization costs on texts that nobody calibrated on: perplexity and KL divergence.
+"""What quantization costs on texts that nobody calibrated on: perplexity, KL divergence, a cloze.
 
 Three texts of 20,000 characters: English and German from Debian's handbook (`apt-get download
-debian-handbook`), Python from the standard library's source. Windows as eval.py takes them.
+debian-handbook`), Python from the standard library's source. Windows as eval.py takes them. And 200
+places of the English handbook where the next word is one of four: how often the right one is the
+likeliest.
 
     python scripts/unseen.py -m model.gguf int8 int4-g32 model_int4-gptq.g32.pth Q4_K_M
 """
@@ -11,6 +13,8 @@ import io
 import json
 import lzma
 import math
+import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -29,7 +33,7 @@ from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
 from quantize import SCHEMES  # noqa: E402
 
-CHARACTERS = 20_000
+CHARACTERS, ITEMS = 20_000, 200
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
 AT_ONCE = 128                                      # positions whose logits exist at a time
 
@@ -66,8 +70,8 @@ def handbook() -> tarfile.TarFile:
     return tarfile.open(fileobj=io.BytesIO(lzma.decompress(deb[at + 60:at + 60 + size])))
 
 
-def prose(archive: tarfile.TarFile, language: str) -> str:
-    """Running text from the middle of the book, without what is not translated."""
+def prose(archive: tarfile.TarFile, language: str, begin: int, end: int) -> str:
+    """Running text of the book, without what is not translated."""
     folder, paragraphs = f"html/{language}/sect.", []
     for name in sorted(name for name in archive.getnames() if folder in name):
         parser = Paragraphs()
@@ -75,7 +79,7 @@ def prose(archive: tarfile.TarFile, language: str) -> str:
         paragraphs += [" ".join(text.split()) for text in parser.found]
     long = [text for text in paragraphs if len(text.split()) > 25]
     whole = "\n\n".join(t for t in long if language.startswith("en") or " the " not in t)
-    return whole[2 * CHARACTERS:3 * CHARACTERS]
+    return whole[begin:end]
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -83,12 +87,23 @@ def texts(folder: Path) -> dict[str, str]:
     if not folder.exists():
         archive = handbook()
         sources = "".join(Path(__import__(m).__file__).read_text() for m in MODULES)
-        made = {"english": prose(archive, "en-US"), "german": prose(archive, "de-DE"),
-                "python": sources[:CHARACTERS]}
+        middle = 2 * CHARACTERS, 3 * CHARACTERS
+        made = {"english": prose(archive, "en-US", *middle),
+                "german": prose(archive, "de-DE", *middle), "python": sources[:CHARACTERS],
+                "cloze": prose(archive, "en-US", 3 * CHARACTERS, 10 * CHARACTERS)}
         folder.mkdir(parents=True)
         for name, text in made.items():
             (folder / f"{name}.txt").write_text(text)
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
+
+
+def cloze(text: str, n: int) -> list[tuple[str, list[str]]]:
+    """n times 50 words of the text, and four words, of which the first goes on with it."""
+    draw, words = random.Random(0), text.split()
+    plain = [i for i in range(50, len(words)) if re.fullmatch("[a-z]{5,}", words[i])]
+    others = sorted({words[i] for i in plain})
+    return [(" ".join(words[i - 50:i]), [words[i], *draw.sample(others, 3)])
+            for i in draw.sample(plain, n)]
 
 
 # ---- Measuring ----------------------------------------------------------------------------------
@@ -118,6 +133,17 @@ def compare(model, original, rows) -> tuple[float, float]:
     return math.exp(nats / total), divergence / total
 
 
+@torch.inference_mode()
+def right(model, tokenizer, context: str, choices: list[str]) -> bool:
+    """Is the first one the likeliest, its tokens' probabilities multiplied?"""
+    n, scores = len(tokenizer.encode(context)), []
+    for word in choices:
+        ids = tokenizer.encode(f"{context} {word}")
+        log_p = model.unembed(last_states(model, ids)[None, n - 1:-1])[0].log_softmax(-1)
+        scores.append(float(log_p.gather(1, torch.tensor(ids[n:])[:, None]).sum()))
+    return scores[0] == max(scores)
+
+
 def open_variant(source, original, tokenizer, name: str):
     """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
     if name.startswith("Q4_K_M"):
@@ -144,8 +170,10 @@ def run(argv: list[str] | None = None) -> int:
     original = load_model(source, torch.bfloat16, "cpu")
     original.setup_cache(0, args.window)
     tokenizer = tokenizers.load(source.tokenizer)
+    found = texts(ROOT / "checkpoints/quality/texts")
+    items = cloze(found.pop("cloze"), ITEMS)
     rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
-            for name, text in texts(ROOT / "checkpoints/quality/texts").items()}
+            for name, text in found.items()}
     for name in ("bfloat16", *args.variants):
         model, bits = original, 16.0
         if name != "bfloat16":
@@ -156,6 +184,9 @@ def run(argv: list[str] | None = None) -> int:
             log(f"{name}: {text}")
             perplexity, divergence = compare(model, original, of_text)
             result[text] = dict(perplexity=perplexity, kl=divergence)
+        log(f"{name}: cloze")
+        share = sum(right(model, tokenizer, *item) for item in items) / len(items)
+        result["cloze"] = dict(accuracy=share, error=math.sqrt(share * (1 - share) / len(items)))
         print(json.dumps(result), flush=True)
     return 0
 
