@@ -65,15 +65,17 @@ def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -
         raise ValueError(f"{x}.{e}") from None
 
 
-def stays_in_file(name: str, device) -> bool:
-    """Is the tensor read row by row when it is needed? Per-layer embeddings are, on a CPU."""
-    return name == "per_layer.embed.weight" and torch.device(device).type == "cpu"
+def stays_outside(name: str, device) -> bool:
+    """Is the tensor none of what the device holds? Per-layer embeddings, of which it needs rows."""
+    device = torch.device(device).type
+    on_nvidia = device == "cuda" and torch.version.hip is None
+    return name == "per_layer.embed.weight" and (device == "cpu" or on_nvidia)
 
 
 def n_bytes(source: Checkpoint, dtype: torch.dtype, device) -> int:
     """What the weights will take: dtype, or as they are where they are quantized."""
     return sum(math.prod(t.shape) * (1 if t.dtype.itemsize == 1 else dtype.itemsize)
-               for name, t in source.tensors.items() if not stays_in_file(name, device))
+               for name, t in source.tensors.items() if not stays_outside(name, device))
 
 
 def check(source: Checkpoint) -> None:

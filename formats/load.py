@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from formats import lora
-from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_in_file
+from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_outside
 from formats.fold import fold
 from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
@@ -35,7 +35,7 @@ from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
 from formats.torch_file import read_torch
 from layers.moe import ExpertLinear
-from layers.per_layer import FileTable
+from layers.per_layer import FileTable, seen_by_gpu
 from model import Transformer
 from quantize import QuantizedLinear, put_quantized_linears, share_embedding
 
@@ -166,7 +166,7 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
         def scheme(name):
             return scheme_at(source.tensors, disk_names(name)[0])
         put_quantized_linears(model, scheme, dtype, device)
-        put_file_table(model, source, dtype, device)
+        put_table(model, source, dtype, device)
         if kept:
             take_kept(model, kept)
         else:
@@ -175,14 +175,19 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
         return model.to(device).eval()                 # the parameters are there already: the rest
 
 
-def put_file_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
-    """On a CPU: have per-layer embeddings read from where the checkpoint has them, row by row."""
+def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
+    """Per-layer embeddings: on a CPU they stay in the file, for an NVIDIA GPU on the host."""
     name = "per_layer.embed.weight"
-    if name not in source.tensors or not stays_in_file(name, device):
+    if name not in source.tensors or not stays_outside(name, device):
         return
     table = source.tensors[name]
-    read = table.read_rows or (lambda a, b: random_row(table, a))
-    model.per_layer.embed = FileTable(read, table.shape[1], dtype)
+    if torch.device(device).type == "cpu":
+        read = table.read_rows or (lambda a, b: random_row(table, a))
+        model.per_layer.embed = FileTable(read, table.shape[1], dtype)
+        return
+    host = torch.empty(table.shape, dtype=dtype, pin_memory=True)
+    _read_into(host, source, [name])
+    model.per_layer.embed = torch.nn.Embedding.from_pretrained(seen_by_gpu(host, device))
 
 
 def random_row(table: LazyTensor, i: int) -> Tensor:
@@ -201,6 +206,8 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
         if not name.startswith(prefix):
             continue
         for leaf, blank in list(module.named_parameters(recurse=False)):
+            if name == "per_layer.embed" and not blank.is_meta:
+                continue                           # put_table() did it
             p = assigned.get(blank)
             if p is None:
                 # not empty_like, which has torch import sympy for a tensor on meta

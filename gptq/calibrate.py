@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
-from formats.load import load_part, put_file_table
+from formats.load import load_part, put_table
 from formats.parameters import blank_model, disk_names
 from gptq.solve import corrected, nearest, output_error, solve
 from layers.moe import ExpertLinear
@@ -68,7 +68,7 @@ class Solver:
         self.scheme, self.others = scheme, schemes or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
-        put_file_table(self.model, source, dtype, device)
+        put_table(self.model, source, dtype, device)
         for part in ("embed", "pos_embed", "per_layer."):
             load_part(self.model, part, source, device)
         tokens, self.pos = tokens.to(device), torch.arange(tokens.shape[1], device=device)

@@ -2,6 +2,7 @@
 
 The table of all layers' vectors is as large as the rest of a small model, and a call reads a row
 per token of it. So on a CPU it stays in the checkpoint's file: FileTable in place of the embedding.
+Beside an NVIDIA GPU it is in the host's memory, from where kernels read rows themselves.
 Owns the layer's end too, where such a vector comes in, and the number that scales a layer's output.
 
     own, = per_layer(tokens, x)                    # [B, T], [B, T, D] -> [B, T, L, P]
@@ -111,3 +112,20 @@ def file_rows(ids: Tensor, table: int, width: int, dtype: torch.dtype) -> Tensor
 @file_rows.register_fake
 def _(ids, table, width, dtype):
     return ids.new_empty(*ids.shape, width, dtype=dtype)
+
+
+# ---- A table in the host's memory, for a GPU ----------------------------------------------------
+
+class _Shared:
+    """Pinned memory as CUDA's array interface says it: there a GPU has the same addresses."""
+
+    def __init__(self, host: Tensor):
+        self.host = host                           # whoever has a view of it keeps this object
+        self.__cuda_array_interface__ = dict(
+            shape=(host.nbytes,), typestr="|u1", data=(host.data_ptr(), False), version=3)
+
+
+def seen_by_gpu(host: Tensor, device) -> Tensor:
+    """A pinned tensor of the host's, as a tensor of this GPU: each read goes over the bus."""
+    view = torch.as_tensor(_Shared(host), device=device)
+    return view.view(host.dtype).view(host.shape)

@@ -38,6 +38,7 @@ from kernels import plain as kernels
 from kernels.attention import use_fused_attention
 from layers.attention import Scores
 from layers.moe import MoEConfig
+from layers.per_layer import LayerEnd
 from layers.rope import Rope
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
@@ -53,6 +54,8 @@ MODELS = {
                     embed_scale=2.0, rope=(Rope(), Rope(1e6, "linear", 8.0))),
     "Gemma 2": dict(window=(16, None), post_norm=True, activation="gelu_tanh", cap=50.0,
                     logit_cap=30.0, tied=True),
+    "Gemma 4": dict(post_norm=True, qk_norm="head", activation="gelu_tanh",
+                    layer_end=LayerEnd(16, 512)),
     "Mixtral": EXPERTS,
     "Qwen2-MoE": EXPERTS | dict(qkv_bias=True, shared_dim=128, norm_topk_prob=False),
     "gpt-oss": EXPERTS | BIASED | dict(sinks=True, window=(16, None), router_bias=True,

@@ -12,9 +12,11 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
+from formats import load
+from formats.checkpoint import stays_outside
 from formats.config import config_from_hf
 from formats.load import load_model, read_checkpoint
-from formats.parameters import count_parameters
+from formats.parameters import blank_model, count_parameters
 from formats.pth import save_checkpoint
 from formats.shapes import SHAPES, random_checkpoint
 from formats.tokenizer_files import from_gguf
@@ -163,6 +165,25 @@ def test_the_table_stays_in_its_file(families, tmp_path):
         assert isinstance(ours.per_layer.embed, FileTable) and not list(ours.per_layer.embed.parameters())
         ids = torch.tensor([[5, 3, 5], [159, 0, 3]])
         assert torch.equal(ours.per_layer.embed(ids), table[ids])
+
+
+def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
+    """Up to the GPU's own view of pinned memory, which needs one: scripts/gpu_check.py's Gemma 4 reads such a table."""
+    directory, model = families("gemma4")
+    source, pinned, empty = read_checkpoint(directory), [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (pinned.append(pin_memory), empty(*a, **k))[1])
+    monkeypatch.setattr(load, "seen_by_gpu", lambda host, device: host)
+    assert stays_outside("per_layer.embed.weight", "cuda:1") and not stays_outside("per_layer.project.weight", "cuda")
+    ours = blank_model(source.cfg, FP32)
+    load.put_table(ours, source, FP32, "cuda")
+    assert True in pinned
+    table = model.state_dict()["model.language_model.embed_tokens_per_layer.weight"]
+    embed = ours.per_layer.embed
+    assert torch.equal(embed(torch.tensor([[5, 159]]))[0], table[[5, 159]]) and not embed.weight.requires_grad
+    load.load_part(ours, "per_layer.", source, "cpu")      # the rest of it
+    assert ours.per_layer.embed is embed and not ours.per_layer.project.weight.is_meta
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not stays_outside("per_layer.embed.weight", "cuda")
 
 
 def test_rows_of_random_tables_are_always_the_same():
