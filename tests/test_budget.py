@@ -1,0 +1,103 @@
+"""--bits: which linears get eight bits, and that such a file is solved, written and run."""
+
+import pytest
+import torch
+from test_quantize import greedy, meant_checkpoint, model, refused, run, text, windows_of  # noqa: F401 (fixtures too)
+
+from formats.load import load_model, read_checkpoint
+from formats.parameters import disk_names
+from formats.quantized import describe
+from gptq import budget
+from kernels import cpu_layers
+from quantize import Int4, Int8
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def loaded(families, name="llama3"):
+    source = read_checkpoint(families(name)[0])
+    return source, load_model(source, FP32, "cpu")
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma4", "lfm2", "youtu"])
+def test_what_is_measured_is_the_divergence(families, name):
+    """Of the whole model, with one linear rounded, by F.kl_div; and the model is as it was."""
+    source, model = loaded(families, name)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    tokens = windows_of()
+    costs = budget.measure(model, tokens, Int4(32))
+    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+    names = budget.linears(model)
+    assert costs.keys() == names.keys() and min(costs.values()) > 0
+    rows = tokens[::5][:4]
+
+    def logits():
+        model.setup_cache(0, 32)
+        return model(rows, torch.arange(32), logits_to_keep=32).log_softmax(-1)
+    plain = logits()
+    for name in list(names)[::3]:
+        weight = names[name].weight
+        rounded = Int4(32).quantize(weight.flatten(0, -2))
+        rounded = Int4(32).dequantize(*rounded.values(), FP32).view(weight.shape)
+        kept = weight.clone()
+        weight.copy_(rounded)
+        expected = torch.nn.functional.kl_div(logits(), plain, log_target=True, reduction="none").sum(-1).mean()
+        weight.copy_(kept)
+        assert costs[name] == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+
+
+def test_what_is_chosen(families):
+    """The most divergence for a bit, as many as fit; never more bits than asked for."""
+    _, model = loaded(families)
+    modules = budget.linears(model)
+    names, scheme = list(modules), Int4(32)
+    total = sum(m.weight.numel() for m in modules.values())
+    costs = {n: 1e-6 for n in names} | {names[3]: 5.0, names[6]: 4.0}
+
+    def bits(chosen):
+        return sum(budget.n_bit(m, Int8() if disk_names(f"{n}.weight")[0] in chosen else scheme) for n, m in modules.items()) / total
+    assert budget.n_bit(modules[names[0]], scheme) == 5 * modules[names[0]].weight.numel()         # 4 and two scales of 16 for 32
+    assert budget.choose(model, costs, scheme, 5.0) == set()
+    seen = set()
+    for asked in (5.3, 5.6, 6.0, 7.0, 8.5):
+        chosen = budget.choose(model, costs, scheme, asked)
+        assert bits(chosen) <= asked and seen <= chosen
+        seen = chosen
+    assert len(seen) == sum(len(disk_names(f"{n}.weight")) for n in names)
+    enough = (5 * total + sum(budget.n_bit(modules[n], Int8()) - budget.n_bit(modules[n], scheme) for n in (names[3], names[6]))) / total
+    assert budget.choose(model, costs, scheme, enough) == {*disk_names(f"{names[3]}.weight"), *disk_names(f"{names[6]}.weight")}
+    with pytest.raises(ValueError, match="--bits 4.9: int4-g32 alone has 5$"):
+        budget.choose(model, costs, scheme, 4.9)
+
+
+@pytest.mark.parametrize("mode", ["int4", "int4-gptq"])
+def test_a_file_within_a_budget(capsys, model, text, mode):        # noqa: F811
+    how = ["--calibration_file", text, "--calibration_seq_length", 32, "--calibration_limit", 12, "--bits", 6]
+    status, out, err = run(capsys, "-m", model, "--mode", mode, *how)
+    name = f"model_{mode}.g32-6bits.pth"
+    assert status == 0 and out == f"{model / name}\n" and "linears get eight bits" in err, err
+    source, plain = read_checkpoint(model / name), read_checkpoint(model)
+    assert set(describe(source).removesuffix(", head int8").replace(" by GPTQ", "").split("/")) == {"int8", "int4-g32"}
+    eight = [n for n in source.tensors if n.endswith(".scales") and n.startswith("layers") and n.replace("scales", "zeros") not in source.tensors]
+    for scales in eight:
+        n = scales.replace("scales", "weight")
+        expected = Int8().quantize(plain.tensors[n].whole())
+        assert torch.equal(source.tensors[n].whole(), expected["weight"]) and torch.equal(source.tensors[scales].whole(), expected["scales"])
+    assert len(greedy(capsys, "-m", model / name)["new_ids"]) == 20
+
+    prompt, exact = windows_of()[:2], load_model(meant_checkpoint(source), FP32, "cpu")
+    ours = load_model(source, BF16, "cpu")
+    assert cpu_layers.use_operations(ours)                             # both kinds in a layer
+    logits = []
+    for m in (exact, ours):
+        m.setup_cache(2, 32)
+        logits.append(m(prompt, torch.arange(32), logits_to_keep=32).float())
+    assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
+
+
+def test_budgets_that_are_refused(capsys, model, text):            # noqa: F811
+    how = ["-m", model, "--calibration_file", text, "--calibration_seq_length", 32, "--calibration_limit", 12]
+    assert "--bits is a budget for --mode int4 and int4-gptq" in refused(capsys, *how, "--mode", "int8", "--bits", 6)
+    _, out, err = run(capsys, *how, "--mode", "int4", "--bits", 4.5)
+    assert out == "" and "--bits 4.5: int4-g32 alone has 5" in err.splitlines()[-1]
+    assert "must be at least 4" in run(capsys, *how, "--mode", "int4", "--bits", 2)[2]
