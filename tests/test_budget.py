@@ -22,18 +22,18 @@ def loaded(families, name="llama3"):
 @pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma4", "lfm2", "youtu"])
 def test_what_is_measured_is_the_divergence(families, name):
     """Of the whole model, with one linear rounded, by F.kl_div; and the model is as it was."""
-    source, model = loaded(families, name)
-    before = {n: p.clone() for n, p in model.state_dict().items()}
+    source, ours = loaded(families, name)
+    before = {n: p.clone() for n, p in ours.state_dict().items()}
     tokens = windows_of()
-    costs = budget.measure(model, tokens, Int4(32))
-    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
-    names = budget.linears(model)
+    costs = budget.measure(ours, tokens, Int4(32))
+    assert all(torch.equal(before[n], p) for n, p in ours.state_dict().items())
+    names = budget.linears(ours)
     assert costs.keys() == names.keys() and min(costs.values()) > 0
     rows = tokens[::5][:4]
 
     def logits():
-        model.setup_cache(0, 32)
-        return model(rows, torch.arange(32), logits_to_keep=32).log_softmax(-1)
+        ours.setup_cache(0, 32)
+        return ours(rows, torch.arange(32), logits_to_keep=32).log_softmax(-1)
     plain = logits()
     for name in list(names)[::3]:
         weight = names[name].weight
@@ -48,8 +48,8 @@ def test_what_is_measured_is_the_divergence(families, name):
 
 def test_what_is_chosen(families):
     """The most divergence for a bit, as many as fit; never more bits than asked for."""
-    _, model = loaded(families)
-    modules = budget.linears(model)
+    _, ours = loaded(families)
+    modules = budget.linears(ours)
     names, scheme = list(modules), Int4(32)
     total = sum(m.weight.numel() for m in modules.values())
     costs = {n: 1e-6 for n in names} | {names[3]: 5.0, names[6]: 4.0}
@@ -57,17 +57,17 @@ def test_what_is_chosen(families):
     def bits(chosen):
         return sum(budget.n_bit(m, Int8() if disk_names(f"{n}.weight")[0] in chosen else scheme) for n, m in modules.items()) / total
     assert budget.n_bit(modules[names[0]], scheme) == 5 * modules[names[0]].weight.numel()         # 4 and two scales of 16 for 32
-    assert budget.choose(model, costs, scheme, 5.0) == set()
+    assert budget.choose(ours, costs, scheme, 5.0) == set()
     seen = set()
     for asked in (5.3, 5.6, 6.0, 7.0, 8.5):
-        chosen = budget.choose(model, costs, scheme, asked)
+        chosen = budget.choose(ours, costs, scheme, asked)
         assert bits(chosen) <= asked and seen <= chosen
         seen = chosen
     assert len(seen) == sum(len(disk_names(f"{n}.weight")) for n in names)
     enough = (5 * total + sum(budget.n_bit(modules[n], Int8()) - budget.n_bit(modules[n], scheme) for n in (names[3], names[6]))) / total
-    assert budget.choose(model, costs, scheme, enough) == {*disk_names(f"{names[3]}.weight"), *disk_names(f"{names[6]}.weight")}
+    assert budget.choose(ours, costs, scheme, enough) == {*disk_names(f"{names[3]}.weight"), *disk_names(f"{names[6]}.weight")}
     with pytest.raises(ValueError, match="--bits 4.9: int4-g32 alone has 5$"):
-        budget.choose(model, costs, scheme, 4.9)
+        budget.choose(ours, costs, scheme, 4.9)
 
 
 @pytest.mark.parametrize("mode", ["int4", "int4-gptq"])
