@@ -42,6 +42,7 @@ def install() -> None:
         if space == "aten" and takes and not views and base not in KEPT:
             _library.impl(full, on_the_host(op), "CUDA")
     _library.impl("_scaled_dot_product_efficient_attention", efficient_attention, "CUDA")
+    _library.impl("_fused_rms_norm", fused_rms_norm, "CUDA")
 
 
 class Rerun:
@@ -128,6 +129,15 @@ def on_the_host(op):
             return args[written[0]]
         return tree_map(back, result)
     return run
+
+
+def fused_rms_norm(x, shape, weight=None, eps=None):
+    """Of the CPU there is none."""
+    x, weight = map(host, (x, weight))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add(eps).rsqrt()
+    y = x * scale if weight is None else x * scale * weight
+    return back(y), back(scale)
 
 
 def efficient_attention(q, k, v, bias, *args, scale=None, **kwargs):
