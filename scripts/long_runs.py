@@ -77,7 +77,7 @@ def new_task(runner: Runner, i: int) -> Task:
 
 
 def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
-    """As serve.py does: some at a time, prefixes reused; each seventeenth client leaves early."""
+    """As serve.py does: some at a time, prefixes reused; some clients leave after two tokens."""
     model = runner.model
     model.setup_cache(N_SLOTS, LENGTH, 64)
     sampler = build_request_sampler(model, N_SLOTS, torch.Generator(), lambda params: None)
