@@ -26,7 +26,8 @@ EIGHT = scheme_named("int8")
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """Those that are quantized, as they lie in memory, by name."""
     return {name: module for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | ExpertLinear) and LINEARS.search(f"{name}.weight")}
+            if isinstance(module, nn.Linear | ExpertLinear)
+            and LINEARS.search(disk_names(f"{name}.weight")[0])}
 
 
 def n_bit(module: nn.Module, scheme: Scheme) -> int:

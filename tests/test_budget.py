@@ -9,7 +9,7 @@ from formats.parameters import disk_names
 from formats.quantized import describe
 from gptq import budget
 from kernels import cpu_layers
-from quantize import Int4, Int8
+from quantize import LINEARS, Int4, Int8
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -28,6 +28,8 @@ def test_what_is_measured_is_the_divergence(families, name):
     costs = budget.measure(ours, tokens, Int4(32))
     assert all(torch.equal(before[n], p) for n, p in ours.state_dict().items())
     names = budget.linears(ours)
+    on_disk = {n for name in names for n in disk_names(f"{name}.weight")}
+    assert on_disk == {n for n in source.tensors if LINEARS.search(n) and not n.endswith(("wk_b.weight", "wv_b.weight"))}
     assert costs.keys() == names.keys() and min(costs.values()) > 0
     rows = tokens[::5][:4]
 
