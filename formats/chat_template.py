@@ -6,6 +6,7 @@ Knows no tokenizer library: `tokenizer` is a tokenizer.Tokenizer.
 import datetime
 import json
 import re
+from functools import lru_cache
 
 from formats.messages import first_line
 
@@ -23,10 +24,22 @@ def render(template: str, messages: list[dict], /, **more) -> str:
     In jinja2's sandbox, with what transformers gives a template, and an end (sandbox.py).
     ValueError where it refuses, or goes wrong.
     """
+    from formats.sandbox import render as render_limited
+    try:
+        more = dict(add_generation_prompt=True, tools=None, documents=None) | more
+        return render_limited(_compiled(template), messages=messages, **more)
+    except Refused:
+        raise
+    except Exception as e:                         # its expressions may raise anything
+        raise ValueError(f"the chat template does not render: {first_line(e)}") from None
+
+
+@lru_cache(8)
+def _compiled(template: str):
+    """A jinja2.Template; jinja2 is imported when there is one."""
     import jinja2.ext
 
     from formats.sandbox import LimitedEnvironment
-    from formats.sandbox import render as render_limited
 
     def raise_exception(message):
         raise Refused(f"the chat template refuses: {message}")
@@ -42,14 +55,9 @@ def render(template: str, messages: list[dict], /, **more) -> str:
                                      extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
     environment.globals.update(raise_exception=raise_exception,
-                         strftime_now=lambda f: datetime.datetime.now().strftime(f))
-    try:
-        more = dict(add_generation_prompt=True, tools=None, documents=None) | more
-        return render_limited(environment, template, messages=messages, **more)
-    except Refused:
-        raise
-    except Exception as e:                         # its expressions may raise anything
-        raise ValueError(f"the chat template does not render: {first_line(e)}") from None
+                               strftime_now=lambda f: datetime.datetime.now().strftime(f))
+    environment.begin()                            # constants are folded by filters that look at it
+    return environment.from_string(template)
 
 
 class Shield:

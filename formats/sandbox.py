@@ -3,14 +3,16 @@
 Steps of loops and calls look at the clock; what a template makes is bounded by its size, and what
 would make something large in one go is refused before. Knows no chat and no tokenizer.
 
-    text = render(LimitedEnvironment(extensions=[…]), template, messages=messages)
+    environment = LimitedEnvironment(extensions=[…])
+    text = render(environment.from_string(template), messages=messages)
 """
 
 import functools
 import re
+import threading
 import time
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
@@ -43,7 +45,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.deadline = time.monotonic() + SECONDS
+        self.clock = threading.local()             # a server renders in several threads
         self.globals.pop("lipsum", None)           # makes texts of any length
         self.filters = {name: self._limited(name, f) for name, f in self.filters.items()}
         self.filters.update(steps=self._steps, measured=self.measured)
@@ -51,8 +53,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source, name, filename):
         return _Bounded().visit(super()._parse(source, name, filename))
 
+    def begin(self) -> None:
+        self.clock.deadline = time.monotonic() + SECONDS
+
     def tick(self) -> None:
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.clock.deadline:
             raise SecurityError(f"it takes more than {SECONDS} seconds")
 
     def measured(self, value):
@@ -97,11 +102,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
 
-def render(environment: LimitedEnvironment, template: str, **more) -> str:
-    """The template's text, of which no more is made than may be."""
+def render(template: Template, **more) -> str:
+    """The text of a LimitedEnvironment's template, of which no more is made than may be."""
     pieces, n = [], 0
-    for piece in environment.from_string(template).generate(**more):
-        environment.tick()
+    template.environment.begin()
+    for piece in template.generate(**more):
+        template.environment.tick()
         pieces.append(piece)
         n += len(piece)
         if n > MOST_CHARACTERS:
