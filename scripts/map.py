@@ -262,9 +262,33 @@ def headline() -> str:
     return "\n".join(lines) + "\n"
 
 
+def peers() -> str:
+    """Our speed times that of the best peer in each row, by kinds of weights."""
+    sys.path[:0] = [str(ROOT)]
+    from bench import tables
+    kinds, cells, sources = ("none", "int8", "int4-g32"), {}, []
+    for name in ("Short prompts", "Long prompts", "Decoding", "Many prompts"):
+        result = dict(results()).get(name, dict(rows=[]))
+        for row in result["rows"]:
+            peer = tables.best_peer(row, result["rows"])
+            if row["engine"] in tables.PEER_NAMES or not peer or row["error"]:
+                continue
+            test = row["test"] + (f", {row['batch']} slots" if row["batch"] > 1 else "")
+            value = f"{tables.ratio(row, result['rows'], peer):.2f}"
+            value = f"**{value}**" if float(value) < 1 else value
+            cells.setdefault(test, {})[row["quantization"]] = value
+        if result["rows"]:
+            old = ", older than the code" if ages.age(result) else ""
+            sources.append(f"{name} ({result['commit']}{old})")
+    lines = ["| × the best peer | bfloat16 | int8 | int4 |", "|---|---|---|---|"]
+    lines += [f"| {test} | " + " | ".join(row.get(kind, "–") for kind in kinds) + " |"
+              for test, row in cells.items()]
+    return "\n".join(lines) + f"\n\n{', '.join(sources)}.\n"
+
+
 # Part -> where it stands, and what makes it.
 PARTS = {
-    "headline": ("README.md", headline), "core": ("README.md", core),
+    "headline": ("README.md", headline), "peers": ("README.md", peers), "core": ("README.md", core),
     "files": ("docs/design.md", files), "families": ("docs/models.md", families),
     "flags": ("docs/flags.md", flags), "quality": ("docs/quantization.md", quality),
     "figures": ("docs/benchmarks.md", figures),
