@@ -21,7 +21,7 @@ from bench.tables import table
 from cli.common import log
 
 # The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears, and
-# what peers are measured by; on two cores in 25 minutes.
+# what peers are measured by.
 SUITES = {
     "cpu": {
         "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,int8,int4 "

@@ -109,8 +109,8 @@ class Solver:
         modules, ratios = dict(layer.named_modules()), []
         self.original_inputs = self._run_original(layer, modules)
         others = [n for n in modules if disk_names(f"{name}.{n}.weight")[0] in self.others]
-        rounded = [n for n in ROUNDED if n in modules] + others            # before wo, whose
-        for n in rounded:                                                  # inputs they make
+        rounded = dict.fromkeys([n for n in ROUNDED if n in modules] + others)
+        for n in rounded:                          # before wo, whose inputs they make
             self._round(f"{name}.{n}", modules[n])
         for stage in STAGES:
             stage = [n for n in stage if n in modules and n not in rounded]

@@ -6,6 +6,7 @@ table times, and nothing about its figures. Without git, in a shallow clone, it 
     python scripts/ages.py           # the tables of benchmarks/*.json, and commits that docs name
 """
 
+import argparse
 import ast
 import functools
 import itertools
@@ -124,6 +125,7 @@ def without_ages(text: str) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if not has_history():
         print("no ages: this is no git checkout, or a shallow one", file=sys.stderr)
         return 0

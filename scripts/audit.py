@@ -6,6 +6,7 @@ has no answer. Asks about torch first, so that an index without advisories is as
     python scripts/audit.py
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def findings(dependencies: list[dict]) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     try:
         dependencies = ask_all()
     except NoAnswerError as e:
