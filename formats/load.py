@@ -206,8 +206,8 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
         if not name.startswith(prefix):
             continue
         for leaf, blank in list(module.named_parameters(recurse=False)):
-            if name == "per_layer.embed" and not blank.is_meta:
-                continue                           # put_table() did it
+            if not blank.is_meta:
+                continue                           # put_table() gave it memory
             p = assigned.get(blank)
             if p is None:
                 # not empty_like, which has torch import sympy for a tensor on meta

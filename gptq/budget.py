@@ -60,19 +60,19 @@ def measure(model: Transformer, tokens: Tensor, scheme: Scheme) -> dict[str, flo
 
 def _predicted(model: Transformer, tokens: Tensor) -> Tensor:
     """Logarithms of probabilities [n, N_JUDGED, V], fp32."""
-    n = tokens.shape[1]
-    x, *shared = model.embed_inputs(tokens, torch.arange(n, device=tokens.device), n)
-    for layer, inputs in zip(model.layers, model.layer_inputs(shared)):
-        x = layer(x, *inputs[:3], None, *inputs[3:])
-    return model.unembed(x[:, -N_JUDGED:]).log_softmax(-1)
+    pos = torch.arange(tokens.shape[1], device=tokens.device)
+    return model(tokens, pos, logits_to_keep=N_JUDGED).log_softmax(-1)
 
 
 def choose(model: nn.Module, costs: dict[str, float], scheme: Scheme, bits: float) -> set[str]:
     """The parameters on disk that get eight bits, so that linears have `bits` a weight at most.
 
-    The most divergence for a bit first. ValueError where `bits` is less than the scheme alone has.
+    The most divergence for a bit first. ValueError where `bits` is less than the scheme alone has,
+    and where nothing is left to choose from.
     """
     modules = linears(model)
+    if not modules:
+        raise ValueError("--bits: every linear is quantized already")
     total = sum(module.weight.numel() for module in modules.values())
     left = bits * total - sum(n_bit(module, scheme) for module in modules.values())
     if left < 0:

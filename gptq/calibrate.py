@@ -58,14 +58,14 @@ class Solver:
     @torch.inference_mode()
     def __init__(self, source: Checkpoint, tokens: Tensor, device, dtype: torch.dtype,
                  scheme: Scheme, percdamp: float = 0.01, blocksize: int = 128,
-                 act_order: bool = True, schemes: dict[str, Scheme] | None = None):
+                 act_order: bool = True, others: dict[str, Scheme] | None = None):
         """tokens [n, T]; every ninth window, or the last one, is held out to judge by.
 
-        schemes: of parameters on disk that have another one, and are rounded.
+        others: parameters on disk with a scheme of their own, to whose nearest codes they go.
         """
         self.source = source
         self.device = device
-        self.scheme, self.others = scheme, schemes or {}
+        self.scheme, self.others = scheme, others or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
         put_table(self.model, source, dtype, device)

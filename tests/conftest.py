@@ -47,13 +47,22 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in slow]
 
 
+def threads(n):
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread():
+    yield from threads(1)
+
+
 @pytest.fixture
 def two_threads():
     """What is compiled or computed differently for several threads; test.sh's processes have one."""
-    n = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(n)
+    yield from threads(2)
 
 
 @pytest.fixture(scope="session")

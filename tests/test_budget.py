@@ -1,12 +1,15 @@
 """--bits: which linears get eight bits, and that such a file is solved, written and run."""
 
+import shutil
+
 import pytest
 import torch
 from test_quantize import greedy, meant_checkpoint, model, refused, run, text, windows_of  # noqa: F401 (fixtures too)
 
 from formats.load import load_model, read_checkpoint
 from formats.parameters import disk_names
-from formats.quantized import describe
+from formats.pth import save_checkpoint
+from formats.quantized import describe, quantized
 from gptq import budget
 from kernels import cpu_layers
 from quantize import LINEARS, Int4, Int8
@@ -97,9 +100,14 @@ def test_a_file_within_a_budget(capsys, model, text, mode):        # noqa: F811
     assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
 
 
-def test_budgets_that_are_refused(capsys, model, text):            # noqa: F811
+def test_budgets_that_are_refused(capsys, model, text, tmp_path):  # noqa: F811
     how = ["-m", model, "--calibration_file", text, "--calibration_seq_length", 32, "--calibration_limit", 12]
     assert "--bits is a budget for --mode int4 and int4-gptq" in refused(capsys, *how, "--mode", "int8", "--bits", 6)
     _, out, err = run(capsys, *how, "--mode", "int4", "--bits", 4.5)
     assert out == "" and "--bits 4.5: int4-g32 alone has 5" in err.splitlines()[-1]
     assert "must be at least 4" in run(capsys, *how, "--mode", "int4", "--bits", 2)[2]
+    hub = tmp_path / "hub.pth"
+    save_checkpoint(quantized(read_checkpoint(model), "int4", 32, "none"), hub, None)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(model / name, tmp_path)
+    assert "--bits: every linear is quantized already" in run(capsys, "-m", hub, *how[2:], "--mode", "int4", "--bits", 6)[2].splitlines()[-1]

@@ -87,14 +87,6 @@ def some_prompts(ids, n):
     return [ids[300 * i:300 * i + length] for i, length in enumerate((7, 23, 40, 64, 11, 90, 33, 51)[:n])]
 
 
-@pytest.fixture
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
 # ---- Tiny models ---------------------------------------------------------------------------------
 
 @pytest.fixture

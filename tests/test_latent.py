@@ -127,7 +127,7 @@ def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
     from kernels.cpu_experts import PackedExperts
     source = read_checkpoint(families(name)[0])
     source = source if scheme is None else quantized(source, scheme)
-    prompt, seen = tokens(20, 2), []
+    prompt, seen = tokens(20, 3), []
     for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         model = load_model(source, dtype, "cpu")
         if compiled:
@@ -136,11 +136,11 @@ def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
             assert all(layer.forward.is_known[1] for layer in model.layers)
             heads = [m for m in model.modules() if isinstance(m, PackedExperts) and m.bias is None]
             assert len(heads) >= 2 * model.cfg.n_layer or name == "lfm2_moe"
-        model.setup_cache(2, 24)
+        model.setup_cache(3, 24)
         with torch.inference_mode():
             calls = [model(prompt[:, :19], torch.arange(19), 19), model(prompt[:, 19:], torch.tensor([19]))]
         seen.append(torch.cat(calls, dim=1))
     cpu_ops.set_activation_bits(8)
     rows = [((x - seen[0]).norm(dim=-1) / seen[0].norm(dim=-1)).median(dim=1).values for x in seen[1:]]
-    plain, compiled = (row.min() for row in rows)  # where two experts are nearly level the other is chosen, and a row is another
+    plain, compiled = (row.median() for row in rows)       # of three: where two experts are nearly level, one may be another
     assert compiled < 1.2 * plain < 0.1, rows
