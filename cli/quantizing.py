@@ -82,16 +82,17 @@ def run(argv=None) -> int:
     if args.bits and mode != "int4":
         raise ValueError("--bits is a budget for --mode int4 and int4-gptq")
     choices = source, mode, args.groupsize, args.quantize_head, device
-    new, solver = quantized(*choices), None
+    new, solver, others = quantized(*choices), None, {}
     if gptq or args.bits:
         dtype = pick_dtype(args.dtype, device, source.cfg)
         tokens = calibration_tokens(args, source, device, dtype)
-        others = within_budget(args, source, tokens, device, dtype) if args.bits else {}
+        if args.bits:
+            others = within_budget(args, source, tokens, device, dtype)
         if gptq:
             solver = calibrate.Solver(source, tokens, device, dtype, scheme, args.percdamp,
                                       args.blocksize, args.act_order, others)
         new = quantized(*choices, solver, others)
-    if text := note(source, mode, args.groupsize):
+    if text := note(source, mode, args.groupsize, gptq, others):
         log(text)
     write(new, output, quiet=bool(gptq))
     if gptq:

@@ -186,17 +186,22 @@ def describe(source: Checkpoint) -> str:
     return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
 
 
-def note(source: Checkpoint, mode: str, groupsize: int) -> str:
-    """What int4 adds where a file's linears are in few bits already, in a line; else ""."""
+def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
+         others: dict[str, Scheme] | None = None) -> str:
+    """What int4 adds where a file's linears are in few bits already, in a line; else "".
+
+    solved: none keeps its codes. others: as quantized() takes them.
+    """
     if mode == "int8":                             # loses next to nothing on any
         return ""
     linears = {name: t for name, t in source.tensors.items() if LINEARS.search(name)}
-    scheme = scheme_named(mode, groupsize)
+    scheme, others = scheme_named(mode, groupsize), others or {}
     anew, n_own = {}, 0
     for name, t in linears.items():
-        if name.replace(".weight", ".scales") in source.tensors or has_own_codes(t, scheme):
+        own = not solved and name not in others and has_own_codes(t, scheme)
+        if own or name.replace(".weight", ".scales") in source.tensors:
             n_own += 1
-        elif t.packed:
+        elif t.packed and name not in others:
             anew[t.packed.kind] = True
     if not n_own and not anew:
         return ""

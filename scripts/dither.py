@@ -20,13 +20,19 @@ from formats.lazy import LazyTensor, cached  # noqa: E402
 from formats.load import open_checkpoint  # noqa: E402
 from quantize import LINEARS, scheme_named  # noqa: E402
 
+GRID = scheme_named("int4-g32")
 
-def dithered(t: LazyTensor, groupsize: int, generator: torch.Generator) -> LazyTensor:
+
+def is_dithered(name: str, t: LazyTensor) -> bool:
+    return bool(LINEARS.search(name)) and GRID.fits(t.shape[-1])
+
+
+def dithered(t: LazyTensor, generator: torch.Generator) -> LazyTensor:
     """Uniform noise, half a step of int4's grid to each side."""
     def make():
         w = t.whole().float()
-        groups = w.unflatten(-1, (-1, groupsize))
-        step, _ = scheme_named("int4", groupsize).grid(groups)
+        groups = w.unflatten(-1, (-1, GRID.groupsize))
+        step, _ = GRID.grid(groups)
         noise = torch.rand(groups.shape, generator=generator) - 0.5
         return (groups + noise * step[..., None]).flatten(-2).bfloat16()
     return cached(t.name, t.shape, torch.bfloat16, make, t)
@@ -36,12 +42,11 @@ def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
     p.add_argument("--model", "-m", required=True)
     p.add_argument("--output", required=True, type=Path)
-    p.add_argument("--groupsize", type=int, default=32)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     source = open_checkpoint(args.model)
     generator = torch.Generator().manual_seed(args.seed)
-    tensors = {name: dithered(t, args.groupsize, generator) if LINEARS.search(name) else t
+    tensors = {name: dithered(t, generator) if is_dithered(name, t) else t
                for name, t in source.tensors.items()}
     write(replace(source, tensors=tensors), args.output, torch.bfloat16)
     log(f"{args.output} is {args.model} with noise of one int4 step")

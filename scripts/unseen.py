@@ -29,12 +29,14 @@ from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from cli.common import Parser, english_text, guarded, log  # noqa: E402
 from cli.evaluate import windows  # noqa: E402
 from formats import tokenizer as tokenizers  # noqa: E402
+from formats.hub import resolve  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
 from quantize import SCHEMES  # noqa: E402
 
 CHARACTERS, ITEMS = 20_000, 200
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
+LLAMA_CPP = ("Q4_K_M", "Q4_K_M+imatrix")
 AT_ONCE = 128                                      # positions whose logits exist at a time
 
 
@@ -146,7 +148,7 @@ def right(model, tokenizer, context: str, choices: list[str]) -> bool:
 
 def open_variant(source, original, tokenizer, name: str):
     """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
-    if name.startswith("Q4_K_M"):
+    if name in LLAMA_CPP:
         importance = {}
         if name == "Q4_K_M+imatrix":               # of the text that GPTQ calibrates on too
             ids = tokenizer.encode(english_text())[:32 * 512]
@@ -166,6 +168,9 @@ def run(argv: list[str] | None = None) -> int:
         help="schemes (int8, int4-g32, …), files, Q4_K_M, Q4_K_M+imatrix")
     p.add_argument("--window", type=int, default=1024)
     args = p.parse_args(argv)
+    for name in args.variants:
+        if name not in SCHEMES and name not in LLAMA_CPP:
+            resolve(name)                          # or say now that it is not there
     source = open_checkpoint(args.model)
     original = load_model(source, torch.bfloat16, "cpu")
     original.setup_cache(0, args.window)

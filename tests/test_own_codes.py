@@ -64,6 +64,9 @@ def test_a_gguf_keeps_its_codes(families, kind, tmp_path):
     assert note(source, "int4", 32) == f"note: {n} of {n} linears keep the four bits of their file"
     assert note(source, "int4", 64) == f"note: weights in {kind} are rounded again, to int4-g64: a second loss"
     assert note(source, "int8", 32) == ""
+    assert note(source, "int4", 32, solved=True) == f"note: weights in {kind} are rounded again, to int4-g32: a second loss"
+    eight = {next(n for n in source.tensors if n.endswith("attn.wo.weight")): scheme_named("int8")}
+    assert note(source, "int4", 32, others=eight) == f"note: {n - 1} of {n} linears keep the four bits of their file"
     name = next(n for n, t in source.tensors.items() if n.endswith("attn.wo.weight"))
     wide = leaves_of(source.tensors[name], scheme_named("int4", 64))       # groups of 64: made of the numbers
     assert wide[1].shape[-1] == source.tensors[name].shape[-1] // 64 and wide[1].name.endswith(".scales")
