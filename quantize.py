@@ -167,7 +167,7 @@ class Int4(Scheme):
         if leaf == "weight":
             t.random_(0, 256)
         else:
-            t.fill_({"scales": 0.02 / 4.6, "zeros": 0.0}[leaf])        # codes' deviation is 4.6
+            t.fill_({"scales": 0.02 / 4.6, "zeros": 0.01 / 4.6}[leaf])     # 4.6: codes' deviation
 
 
 SCHEMES = {s.name: s for s in (Int8(), *(Int4(size) for size in GROUPSIZES))}

@@ -5,6 +5,7 @@
 
 import errno
 import re
+from functools import partial
 from pathlib import Path
 
 from formats.messages import first_line
@@ -22,6 +23,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
     ValueError or OSError say in one line what went wrong and what to do.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
 
     def all_names():
         try:
@@ -35,13 +37,13 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         names = all_names()
         old = names and not any(name.endswith(".safetensors") for name in names)
         wanted = ["*_model*.bin" if old else "*.safetensors", *SIDECARS]
+        fetch = partial(snapshot_download, repo_id, local_dir=local_dir, token=token,
+                        allow_patterns=wanted, ignore_patterns=UNWANTED)
+        expected = filter_repo_objects(names or [], allow_patterns=wanted, ignore_patterns=UNWANTED)
         if local_dir and names:
-            mark_unfinished(local_dir, repo_id)
-        directory = Path(snapshot_download(repo_id, local_dir=local_dir, token=token,
-                                           allow_patterns=wanted, ignore_patterns=UNWANTED))
-        if local_dir:
-            finish(directory, names, wanted)
-        return directory
+            directory = fill(local_dir, repo_id, fetch, list(expected))
+        else:
+            directory = Path(fetch())
     except errors.GatedRepoError:                          # before RepositoryNotFound, its parent
         problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
                    "`hf auth login` or set HF_TOKEN")
@@ -63,24 +65,23 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
         problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
                    "network and HF_HUB_OFFLINE, or give a path "
                    f"({type(e).__name__}: {first_line(e)})")
+    else:
+        check_finished(directory)      # without the hub its client is content with any directory
+        return directory
     raise ValueError(problem)
 
 
-def mark_unfinished(directory: Path, repo_id: str) -> None:
+def fill(directory: Path, repo_id: str, fetch, expected: list[str]) -> Path:
+    """Marked as unfinished until all files are there. A second process waits for the first: the
+    hub's client begins a file by taking away what another has just finished."""
+    from huggingface_hub.utils import WeakFileLock
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / UNFINISHED).write_text(repo_id)
-
-
-def finish(directory: Path, names: list[str] | None, wanted: list[str]) -> None:
-    """Take the mark away. ValueError where files are missing: without the hub its client is content
-    with any directory."""
-    from huggingface_hub.utils import filter_repo_objects
-    if names is None:
-        return check_finished(directory)
-    expected = filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=UNWANTED)
-    if all((directory / name).exists() for name in expected):
-        (directory / UNFINISHED).unlink(missing_ok=True)
-    check_finished(directory)
+    with WeakFileLock(directory / ".download.lock"):
+        (directory / UNFINISHED).write_text(repo_id)
+        fetch()
+        if all((directory / name).exists() for name in expected):
+            (directory / UNFINISHED).unlink()
+    return directory
 
 
 def resolve(name: str | None) -> Path:

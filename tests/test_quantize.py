@@ -512,6 +512,17 @@ def test_inputs_that_no_kernel_takes():
         quantized(source, "int4")
 
 
+@pytest.mark.parametrize("name", quantize.SCHEMES)
+def test_random_weights_have_no_mean(name):
+    """A mean would be one direction far above all others, and logits whose sign hangs on a bit."""
+    scheme, leaves = quantize.SCHEMES[name], {}
+    for leaf, (shape, dtype) in scheme.leaves((256, 1024)).items():
+        leaves[leaf] = torch.empty(shape, dtype=dtype)
+        scheme.fill(leaf, leaves[leaf])
+    weight = scheme.dequantize(leaves["weight"], leaves["scales"], leaves.get("zeros"), torch.float32)
+    assert weight.mean().abs() < 0.01 * weight.std() and 0.015 < weight.std() < 0.025
+
+
 def test_random_weights_quantized():
     source = random_checkpoint("stories15M")
     for mode, head in HEADS[:3]:
