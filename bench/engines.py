@@ -27,8 +27,9 @@ from cli.engines import (
 from cli.flags import ENGINES, PREFILL_CHUNK
 from cli.report import follow
 from cli.sequence import Sequence
+from cli.slots import RowsBatch
 from formats.mtp import MTPHead
-from generate import Batch, generate
+from generate import generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.linear import PackedLinear
@@ -91,7 +92,7 @@ class Engine:
             self._warm_up(name, prompts, workload)
             self.compile_s = time.perf_counter() - start
 
-    def _build_batch(self, name: str, workload: Workload) -> Batch:
+    def _build_batch(self, name: str, workload: Workload) -> RowsBatch | RecomputeBatch:
         engine = "compile" if name in DRAFTING else name.removesuffix("+prefill")
         engine = engine if engine in ENGINES else "kv_cache"
         steps = build_steps(self.model, engine, name.endswith("+prefill"))
@@ -106,7 +107,7 @@ class Engine:
         if name in DRAFTING:
             return build_speculative(self.model, sampler, steps, engine, DRAFTING[name],
                                      fixed=False, draft=self.head)
-        return Batch(self.model, sampler, steps)
+        return RowsBatch(self.model, sampler, steps)
 
     def _warm_up(self, name: str, prompts: list[list[int]], workload: Workload) -> None:
         first = 1 if workload.n_requests else workload.n_prompt + 1

@@ -26,8 +26,9 @@ from cli.ranks import as_rank, local_device
 from cli.report import weight_bytes
 from cli.sequence import Sequence
 from cli.session import open_model, pick_engine
+from cli.slots import RowsBatch
 from formats import quantized
-from generate import Batch, bucket, load_shard
+from generate import bucket, load_shard
 from model import Transformer
 from sampling import SamplingParams
 
@@ -207,7 +208,7 @@ class Adapter:
             params, stops, eos_ids = self.sampling(wanted := group[0][2])
             index = {Sequence(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
                      for i, ids, _ in sorted(group, key=lambda job: -len(job[1]))}
-            slots = Batch(model, build_sampler(model, [params] * B), self.steps)
+            slots = RowsBatch(model, build_sampler(model, [params] * B), self.steps)
             for done in batch.serve(slots, index):         # decoded as HFLM does: alone
                 ids = [token for token in done.sequence.ids if token not in eos_ids]
                 text = postprocess_generated_text(tokenizer.decode(ids), stops, None)

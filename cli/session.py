@@ -32,6 +32,7 @@ from cli.mtp import MAX_DRAFT, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
+from cli.slots import RowsBatch
 from formats import quantized
 from formats import tokenizer as tokenizers
 from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
@@ -40,7 +41,7 @@ from formats.hub import resolve
 from formats.load import open_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
-from generate import Batch, bucket, generate
+from generate import bucket, generate
 from kernels import cpu_ops
 from kernels.compile import will_change_over
 from layers.logits_processors import TokenMask
@@ -293,7 +294,7 @@ class Session:
         if self.engine == "recompute":
             self.plain = self.batch = RecomputeBatch(self.model, sampler, steps, self.length)
             return
-        self.plain = self.batch = Batch(self.model, sampler, steps)
+        self.plain = self.batch = RowsBatch(self.model, sampler, steps)
         if self.drafter:
             self.batch = build_speculative(self.model, sampler, steps, self.engine, self.k,
                                            bool(args.speculate_k), draft)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import tp
 from cli.readback import read_late
 from cli.request_sampler import GREEDY
 from cli.sequence import Sequence, n_common
@@ -28,11 +29,34 @@ from speculate import SpeculativeBatch
 
 # ---- The device's side --------------------------------------------------------------------------
 
-class SlotBatch(Batch):
+class RowsBatch(Batch):
+    """A Batch whose steps run the rows in use only, where a step may have any shape: on a CPU.
+
+    On a GPU a step is one graph, of all rows.
+    """
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        rows = [row for row, n in enumerate(self.length) if n]
+        if self.device.type != "cpu" or not 0 < len(rows) < self.n_row:
+            return super().step()
+        self.sampler.observe(self.token)
+        self.sampler.draw_noise(rows)
+        index = to_device(rows, self.device)
+        pos = self.pos[index]
+        kv_len = self.kv_len(max(self.length) + 1)
+        new = self.steps.prefill(self.model, self.token[index], pos, torch.zeros_like(pos), kv_len,
+                                 self.sampler, index)
+        self.token = self.token.index_copy(0, index, tp.broadcast(new))
+        self.advance(1)
+        return self.token
+
+
+class SlotBatch(RowsBatch):
     """A Batch whose rows keep their cache while they wait.
 
-    Every step writes in every row, at its position. Of a row that is not in use that is position 0,
-    where the next sequence would find it; here it is the place behind what is worth keeping.
+    A step of all rows writes in each, at its position. Of a row that is not in use that is position
+    0, where the next sequence would find it; here it is the place behind what is worth keeping.
     """
 
     def __init__(self, *args):
@@ -262,15 +286,15 @@ class Slots:
         """Of the prompts, as many tokens as one call may have; those that end give a token."""
         first = next(iter(self.beginning.values()))
         budget = self.between or sum(len(t.sequence.prompt_ids) for t in self.beginning.values())
-        used = longest = 0
+        longest = 0
         for slot, task in self.beginning.items():  # which have as many tokens in the cache
             n = len(task.sequence.prompt_ids) - task.n_done
             if task.n_done != first.n_done or task.prompt_too != first.prompt_too:
                 continue
+            padded = max(longest, min(n, budget)) * (len(owners) + 1)
+            if owners and (padded > budget or first.prompt_too):
+                continue                           # a shorter one may fit
             longest = max(longest, min(n, budget))
-            if owners and (longest * (len(owners) + 1) > budget or first.prompt_too):
-                break
-            used += n
             owners[slot] = task
         n_cached = first.n_done
         if first.prompt_too:

@@ -4,7 +4,8 @@ import torch
 
 from cli.engines import RecomputeBatch, build_sampler, build_speculative
 from cli.flags import PREFILL_CHUNK
-from generate import Batch, Steps, generate
+from cli.slots import RowsBatch
+from generate import Steps, generate
 from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -23,7 +24,7 @@ def lists(prompts):
 def make_batch(model, params, generator=None, steps=Steps(), use_cache=True):
     """A batch with these parameters in its rows."""
     sampler = build_sampler(model, params, generator)
-    return (Batch if use_cache else RecomputeBatch)(model, sampler, steps)
+    return (RowsBatch if use_cache else RecomputeBatch)(model, sampler, steps)
 
 
 def generated(model, prompts, n_new, params=SamplingParams(), generator=None, steps=Steps(), use_cache=True,

@@ -18,6 +18,7 @@ from cli.common import english_text
 from cli.report import follow
 from cli.sequence import Sequence
 from formats.tokenizer import NullTokenizer
+from kernels.cpu_layers import use_operations
 from layers.window import Ring, n_slots
 from model import cache_bytes
 from sampling import SamplingParams
@@ -35,11 +36,12 @@ def alone(model, ids, n_new, how=GREEDY):
     return [t.item() for t in generated(model, [ids], n_new, how, use_cache=False)]
 
 
-def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY):
-    """-> the new ids of each prompt, and the slots in which they were."""
+def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY, kind=None):
+    """-> the new ids of each prompt, and the slots in which they were. kind of batch: else as on a CPU."""
     rows = {Sequence(NullTokenizer(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
     out = {}
     slots = make_batch(model, [how] * n_slots, steps=steps)
+    slots = kind(model, slots.sampler, steps) if kind else slots
     for row, slot, begun, first, end in batch.serve(slots, rows):
         assert row.finish_reason == "length" and begun <= first <= end
         out[rows[row]] = row.ids, slot
@@ -84,9 +86,42 @@ def test_slots_chunks_and_refills_equal_alone(ours, name):
     model.setup_cache(0, 40)                               # RoPE of a kind that follows the length
     expected = [alone_at(model, ids, n) for ids, n in work]
     for longest, steps in ((None, generate.Steps()), (4, generate.Steps()), (8, generate.Steps(pad=True))):
-        model.setup_cache(3, 40, longest)
-        got, slots = serve(model, work, 3, steps)
-        assert got == expected and set(slots) == {0, 1, 2}
+        for kind in (generate.Batch, slots.RowsBatch):     # a step of all rows, or of those in use
+            model.setup_cache(3, 40, longest)
+            got, where = serve(model, work, 3, steps, kind=kind)
+            assert got == expected and set(where) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_slots_by_operations_equal_alone(ours, name, two_threads):
+    """Steps of one, two and three of three rows, by operations in C++."""
+    model, work = ours(name), list(zip(prompts(), NEW))
+    model.setup_cache(0, 40)
+    expected = [alone_at(model, ids, n) for ids, n in work]
+    assert use_operations(model)
+    model.setup_cache(3, 40, 8)
+    assert serve(model, work, 3)[0] == expected
+
+
+@torch.inference_mode()
+def test_a_step_runs_the_rows_in_use(ours, monkeypatch):
+    """A row that has ended costs nothing, and its cache stays as it is."""
+    model, work = ours("llama3"), prompts()[:3]
+    expected = [alone(model, ids, 6) for ids in work]
+    model.setup_cache(3, 40)
+    sizes, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda tokens, *a: (sizes.append(tokens.shape), forward(tokens, *a))[1])
+    rows = make_batch(model, [GREEDY] * 3)
+    got = [rows.prefill([0, 1, 2], work)]
+    got += [rows.step() for _ in range(2)]
+    rows.end(1)
+    was = [t[1].clone() for layer in model.layers for t in layer.attn.cache.buffers()]
+    got += [rows.step() for _ in range(2)]
+    rows.end(0)
+    got += [rows.step()]
+    assert [t[0].item() for t in got][:5] == expected[0][:5] and [t[2].item() for t in got] == expected[2]
+    assert sizes[-5:] == [(3, 1), (3, 1), (2, 1), (2, 1), (1, 1)]
+    assert all(map(torch.equal, was, (t[1] for layer in model.layers for t in layer.attn.cache.buffers())))
 
 
 def alone_at(model, ids, n_new):

@@ -20,6 +20,7 @@ from cli import batch as batches
 from cli import engines
 from cli.common import english_text
 from cli.sequence import Sequence
+from cli.slots import RowsBatch
 from formats.load import load_model, read_checkpoint
 from formats.quantized import quantized
 from formats.tokenizer import NullTokenizer
@@ -65,7 +66,7 @@ class Runs:
         """Through slots that are refilled; order: -1 is the last one first."""
         self.model.setup_cache(n_slots, LENGTH, LENGTH)
         rows = {Sequence(NullTokenizer(), ids, max_new=self.n_new): i for i, ids in list(enumerate(self.prompts))[::order]}
-        slots = Batch(self.model, engines.build_sampler(self.model, [self.how] * n_slots), self.steps)
+        slots = RowsBatch(self.model, engines.build_sampler(self.model, [self.how] * n_slots), self.steps)
         for _ in batches.serve(slots, rows):
             pass
         return [row.ids for row in sorted(rows, key=rows.get)]
@@ -133,7 +134,7 @@ def test_a_generator_for_all_rows(tiny_runs):
     def drawn(prompts, params):
         rows = {Sequence(NullTokenizer(), ids, max_new=12): i for i, ids in enumerate(prompts)}
         sampler = engines.build_sampler(model, [params] * 3, torch.Generator().manual_seed(1))
-        list(batches.serve(Batch(model, sampler), rows))
+        list(batches.serve(RowsBatch(model, sampler), rows))
         return [row.ids for row in sorted(rows, key=rows.get)]
     assert drawn(prompts, params) == drawn(prompts, params)
     assert drawn(prompts[::-1], params)[::-1] != drawn(prompts, params)
