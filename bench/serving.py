@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ from formats.load import open_checkpoint
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
-ROUNDS = 3                                         # in turn; the medians count
+ROUNDS = 4                                         # in turn; the medians count
 LENGTH = 1024                                      # positions of a slot
 STARTS_WITHIN = 120                                # seconds
 
@@ -66,7 +66,7 @@ def llama_server(n_slot: int, port: int, flags: list[str]) -> list:
             "--no-kv-unified", "--cache-ram", 0, "--fit", "off", "--load-mode", "none"]
 
 
-SERVERS = {"serve.py": our_server, "llama.cpp": llama_server}
+SERVERS = {"llama.cpp": llama_server, "serve.py": our_server}
 
 
 @contextmanager
@@ -97,17 +97,15 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def measure_server(command: Callable, n: int, requests: list[dict], flags: list[str]) -> dict:
+def measure_server(port: int, n: int, requests: list[dict], seed: int) -> dict:
     """n clients of n slots -> tokens a second, and seconds."""
-    with served(command, n, flags) as port:
-        ask_all(port, [dict(prompt="Warm up", max_new_tokens=4)], 1)
-        begin = time.perf_counter()
-        answers = ask_all(port, requests, n)
-        seconds = time.perf_counter() - begin
-        beside = [dict(prompt=f"{i} waves", max_new_tokens=900) for i in range(n - 1)]
-        [late, later] = [dict(r, prompt=r["prompt"][:800]) for r in make_requests(2, seed=1)]
-        alone_s = first_token(port, late, [])
-        beside_s = first_token(port, later, beside)
+    begin = time.perf_counter()
+    answers = ask_all(port, requests, n)
+    seconds = time.perf_counter() - begin
+    beside = [dict(prompt=f"{seed} {i} waves", max_new_tokens=900) for i in range(n - 1)]
+    [late, later] = [dict(r, prompt=r["prompt"][:800]) for r in make_requests(2, seed=-1 - seed)]
+    alone_s = first_token(port, late, [])
+    beside_s = first_token(port, later, beside)
     first = sorted(answer.times[0] - answer.start for answer in answers)
     gaps = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:]))
     n_new = sum(request["max_new_tokens"] for request in requests)
@@ -133,15 +131,24 @@ def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> dict
 
 
 def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int) -> dict:
-    """-> of each server and of the command, the medians of so many rounds in turn."""
-    requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2))
-    measure_command(n, requests[:1], flags)        # what is compiled, is from here on
+    """-> of each server and of the command, the medians of so many rounds in turn.
+
+    All servers run all the time and get other prompts in each round; of_command: tokens a second,
+    as the median of the rounds' shares of the command's.
+    """
     found = {}
-    for i in range(rounds):
-        log(f"{n} clients, round {i + 1} of {rounds}")
-        for name, command in servers.items():
-            found.setdefault(name, []).append(measure_server(command, n, requests, flags))
-        found.setdefault("generate.py", []).append(measure_command(n, requests, flags))
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(served(command, n, flags))
+                 for name, command in servers.items()}
+        for i in range(-1, rounds):                # the first one warms up
+            log(f"{n} clients, round {i + 1} of {rounds}" if i >= 0 else f"{n} clients, warm up")
+            requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2) if i >= 0 else n, seed=i)
+            results = {name: measure_server(port, n, requests, i) for name, port in ports.items()}
+            base = results["generate.py"] = measure_command(n, requests, flags)
+            for name, result in results.items():
+                result["of_command"] = result["tok_s"] / base["tok_s"]
+                if i >= 0:
+                    found.setdefault(name, []).append(result)
     return {name: {key: statistics.median(r[key] for r in results) for key in results[0]}
             for name, results in found.items()}
 
@@ -160,9 +167,9 @@ def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
         results = measure(n, servers, flags, rounds)
         base = results.pop("generate.py")["tok_s"]
         print(f"| {n} | generate.py | {base:.1f} | | | | | |", flush=True)
-        for name, r in results.items():
+        for name, r in reversed(results.items()):
             ms = {key: f"{1000 * value:.1f}" for key, value in r.items()}
-            print(f"| {n} | {name} | {r['tok_s']:.1f} | {r['tok_s'] / base:.2f} "
+            print(f"| {n} | {name} | {r['tok_s']:.1f} | {r['of_command']:.2f} "
                   f"| {ms['first_s']} ({ms['first_99_s']}) | {ms['gap_s']} ({ms['gap_99_s']}) "
                   f"| {ms['alone_s']} | {ms['beside_s']} |", flush=True)
     return 0
