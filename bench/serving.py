@@ -31,7 +31,7 @@ from formats.load import open_checkpoint
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
-ROUNDS = 4                                         # in turn; the medians count
+ROUNDS = 3                                         # in turn; the medians count
 LENGTH = 1024                                      # positions of a slot
 STARTS_WITHIN = 120                                # seconds
 

@@ -105,9 +105,9 @@ class Engine:
         try:
             while True:
                 with self.lock:
-                    while not self.inbox and not self.cancelled and not self.draining:
+                    while not (self.draining or self.cancelled or self._has_more()):
                         self.lock.wait(0.2)        # in short: a signal handler sets draining
-                    if self.draining and not self.inbox:
+                    if self.draining and not self._has_more():
                         break
                 for event in self.slots.run():
                     self._take(event)
@@ -119,6 +119,10 @@ class Engine:
             for job in list(self.jobs.values()):
                 self._end(job, error="the server has stopped")
             self._deliver()
+
+    def _has_more(self) -> bool:
+        """Also what came when the slots had just run out of work, and has been taken in since."""
+        return bool(self.inbox or self.slots.waiting)
 
     def _arrivals(self) -> None:
         """Between two calls of the model: who came, who left, whose time is over."""

@@ -628,6 +628,37 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
     assert [tasks[i].sequence.ids for i in (0, 2)] == [expected[0], expected[2]]
 
 
+def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting(ours):
+    """Between the slots' last look at who waits, and the engine's own."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    from server.engine import Engine, Job
+    from server.metrics import Metrics
+    model, prompts = ours("llama3"), [[1, 2, 3], [7, 8, 9]]
+    expected = [plain(model, ids, 4) for ids in prompts]
+    model.setup_cache(1, 32, 8)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    engine = Engine(slots, 4, Metrics())
+    jobs = [Job(Task(sequence, GREEDY), 0, None, time.monotonic() + 60) for sequence in sequences(prompts, 4)]
+    run, ended = slots.run, []
+
+    def run_and_then_it_comes():
+        yield from run()
+        if not ended:
+            engine.submit(jobs[1:])
+        ended.append(True)
+    slots.run = run_and_then_it_comes
+    engine.submit(jobs[:1])
+    thread = threading.Thread(target=engine.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while len(ended) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    engine.drain()
+    thread.join(5)
+    assert [job.task.sequence.ids for job in jobs] == expected and not thread.is_alive()
+
+
 # ---- Tool calls and thinking ---------------------------------------------------------------------
 
 TOOLS = [TOOL, dict(type="function", function=dict(name="add", parameters=dict(
