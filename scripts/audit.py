@@ -68,8 +68,8 @@ def findings(dependencies: list[dict]) -> list[tuple[str, bool]]:
     return lines
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
     try:
         dependencies = ask_all()
     except NoAnswerError as e:

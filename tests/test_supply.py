@@ -106,7 +106,7 @@ def test_what_a_scan_finds(monkeypatch, capsys, found, status, says):
     answer = json.dumps({"dependencies": [{"name": "toy", "version": "1.0", "vulns": found}]})
     monkeypatch.setattr(audit.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, answer, ""))
     monkeypatch.setattr(audit, "ACCEPTED", {"CVE-1": "not reached"} if "accepted" in says else {})
-    assert audit.main() == status and says in capsys.readouterr().out
+    assert audit.main([]) == status and says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stdout,stderr,says", [
@@ -122,7 +122,7 @@ def test_an_index_without_advisories_is_said(monkeypatch, capsys, stdout, stderr
         return subprocess.CompletedProcess(command, 1, stdout, stderr)
 
     monkeypatch.setattr(audit.subprocess, "run", run)
-    assert audit.main() == 0 and len(calls) == 1
+    assert audit.main([]) == 0 and len(calls) == 1
     out = capsys.readouterr().out
     assert out.startswith("Vulnerabilities: not scanned") and says in out and out.count("\n") == 1
 
@@ -132,4 +132,4 @@ def test_a_scan_ends(monkeypatch, capsys):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(audit.subprocess, "run", run)
-    assert audit.main() == 0 and "no answer in 120 seconds" in capsys.readouterr().out
+    assert audit.main([]) == 0 and "no answer in 120 seconds" in capsys.readouterr().out
