@@ -50,9 +50,15 @@ def is_plain_llama(cfg) -> bool:
 
 
 def is_plain_qwen35(cfg) -> bool:
-    *deltas, attention = cfg.mixer
+    *deltas, attention = cfg.mixer[:interval(cfg)]
     return (attention is None and deltas and cfg.attn_gate and cfg.moe is None
-            and all(isinstance(mixer, GatedDelta) for mixer in deltas))
+            and all(isinstance(mixer, GatedDelta) for mixer in deltas)
+            and cfg.mixer == (*deltas, None) * (len(cfg.mixer) // interval(cfg)))
+
+
+def interval(cfg) -> int:
+    """Every so many layers one has attention."""
+    return [*cfg.mixer, None].index(None) + 1
 
 
 def is_latent(cfg) -> bool:
@@ -95,7 +101,7 @@ def _qwen35(cfg) -> Twin:
     delta = cfg.mixer[0]
     keys, values = delta.n_k_head * delta.k_dim, delta.n_v_head * delta.v_dim
     metadata = _metadata(cfg) | {
-        "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": len(cfg.mixer),
+        "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": interval(cfg),
         "ssm.conv_kernel": delta.n_tap, "ssm.state_size": delta.k_dim,
         "ssm.group_count": delta.n_k_head, "ssm.time_step_rank": delta.n_v_head,
         "ssm.inner_size": values}

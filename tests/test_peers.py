@@ -341,7 +341,7 @@ def test_a_twin_with_states(tmp_path):
     from formats.config import config_from_hf
     from formats.parameters import tensor_shapes
     cfg = config_from_hf(dict(
-        model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=300,
+        model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=300,
         num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
         linear_value_head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, rope_theta=1e7))[0]
     path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")
