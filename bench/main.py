@@ -20,7 +20,6 @@ import torch
 import tp
 from bench import plots, serving
 from bench.cases import BenchmarkCase, build_cases, run_workload
-from bench.drafts import ACCEPTANCE
 from bench.engines import LADDER, MTP, NGRAM
 from bench.machine import describe_machine
 from bench.peers import peer_starter
@@ -32,6 +31,7 @@ from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
 from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
 from cli.flags import add_activation_bits
+from cli.mtp import PUBLISHED_ACCEPTANCE
 from cli.ranks import as_rank, local_device
 from cli.session import open_model
 from formats.shapes import SHAPES
@@ -98,7 +98,7 @@ def add_run_flags(add: Callable) -> None:
     add("--engines", metavar="LIST",
         help=f"of {', '.join(LADDER)}, {NGRAM} (compile with tokens drafted by look-up), "
              f"{MTP} (compile with drafts by a head whose tokens are right with probability "
-             f"{ACCEPTANCE}), int8, "
+             f"{PUBLISHED_ACCEPTANCE}), int8, "
              "int4, int4-g64, … (compile with weights like that); "
              "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
              "default: kv_cache,compile, or the whole ladder with --init_from")

@@ -107,10 +107,12 @@ def measure_server(port: int, n: int, requests: list[dict], seed: int) -> dict:
     alone_s = first_token(port, late, [])
     beside_s = first_token(port, later, beside)
     first = sorted(answer.times[0] - answer.start for answer in answers)
-    gaps = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:]))
+    steps = [(answer.times[-1] - answer.times[0]) / (len(answer.times) - 1) for answer in answers]
+    pauses = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:])
+                    if b > a)                      # tokens may come together
     n_new = sum(request["max_new_tokens"] for request in requests)
     return dict(tok_s=n_new / seconds, first_s=statistics.median(first), first_99_s=at(first, 0.99),
-                gap_s=statistics.median(gaps), gap_99_s=at(gaps, 0.99), alone_s=alone_s,
+                step_s=statistics.median(steps), pause_99_s=at(pauses, 0.99), alone_s=alone_s,
                 beside_s=beside_s)
 
 
@@ -162,7 +164,7 @@ def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
         log(str(e))
         del servers["llama.cpp"]
     print("| clients | | tok/s | of generate.py's | first token, ms (99 %) | between tokens, ms "
-          "(99 %) | a first token alone, ms | beside the others |\n|" + "---|" * 8)
+          "(pauses, 99 %) | a first token alone, ms | beside the others |\n|" + "---|" * 8)
     for n in clients:
         results = measure(n, servers, flags, rounds)
         base = results.pop("generate.py")["tok_s"]
@@ -170,6 +172,6 @@ def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
         for name, r in reversed(results.items()):
             ms = {key: f"{1000 * value:.1f}" for key, value in r.items()}
             print(f"| {n} | {name} | {r['tok_s']:.1f} | {r['of_command']:.2f} "
-                  f"| {ms['first_s']} ({ms['first_99_s']}) | {ms['gap_s']} ({ms['gap_99_s']}) "
+                  f"| {ms['first_s']} ({ms['first_99_s']}) | {ms['step_s']} ({ms['pause_99_s']}) "
                   f"| {ms['alone_s']} | {ms['beside_s']} |", flush=True)
     return 0

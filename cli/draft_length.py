@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+ASSUMED, TRUST = 0.8, 2.0                          # acceptance before the first draft, as if so
+MEMORY = 0.9                                       # many were judged; what a round leaves of before
+
 
 class FixedLength:
     """Always k drafts."""
@@ -30,46 +33,61 @@ class FixedLength:
 
 
 class DraftLengthController:
-    """As many drafts as allowed while a round gives more tokens than plain steps would in its time,
-    else fewer; where the fewest do not pay either, none for a while, each time for twice as long:
-    so bad drafts cost little."""
+    """The length whose rounds should give most tokens for their time, if as many drafts are right
+    as were of late. Where none should pay, none for a while, each time for twice as long: so bad
+    drafts cost little."""
 
-    def __init__(self, lengths: list[int], costs: dict[int, float] | None = None):
-        """lengths: how many may be drafted, most first; costs: what such a round takes, in plain
-        steps: lengths that cannot pay are dropped. None: 2, and none is dropped."""
+    def __init__(self, lengths: list[int], costs: dict[int, float] | None = None,
+                 acceptance: float = 1.0):
+        """lengths: how many may be drafted; costs: what such a round takes, in plain steps: lengths
+        that cannot pay where this share of drafts is right are dropped. None: 2, and none is
+        dropped."""
         self.lengths, self.costs = lengths, dict.fromkeys(lengths, 2.0)
         if costs is not None:
-            self.lengths, self.costs = [k for k in lengths if costs[k] < k + 1], costs
+            self.costs = costs
+            self.lengths = [k for k in lengths if costs[k] < expected(k, acceptance)]
         self.begin()
 
     def begin(self) -> None:
         """Another text: what was learned of the last one does not count."""
-        self.level, self.wait, self.pause = 0, 0, 1
+        self.right, self.judged = ASSUMED * TRUST, TRUST
+        self.k, self.wait, self.pause = 0, 0, 1
 
     @property
     def paused(self) -> bool:
         """Will next() be 0 after the coming round?"""
         return not self.lengths or self.wait >= 2
 
+    def speedup(self, k: int) -> float:
+        return expected(k, self.right / self.judged) / self.costs[k]
+
     def next(self) -> int:
         self.wait = max(0, self.wait - 1)
-        return 0 if self.wait or not self.lengths else self.lengths[self.level]
+        if self.wait or not self.lengths:
+            return 0
+        self.k = max(self.lengths, key=self.speedup)
+        return self.k
 
     def learn(self, n_accepted: int) -> None:
-        """n_accepted of the last drafts were right."""
-        if n_accepted + 1 >= self.costs[self.lengths[self.level]]:
-            self.level = max(0, self.level - 1)
+        """n_accepted of the last drafts were right; those behind a wrong one nobody judged."""
+        self.right = ASSUMED * TRUST + MEMORY * (self.right - ASSUMED * TRUST) + n_accepted
+        self.judged = TRUST + MEMORY * (self.judged - TRUST) + min(n_accepted + 1, self.k)
+        if max(map(self.speedup, self.lengths)) > 1:
             self.pause = 1
-        elif self.level < len(self.lengths) - 1:
-            self.level += 1
         else:
             self.pause = min(2 * self.pause, 64)
             self.wait = self.pause
 
 
+def expected(k: int, acceptance: float) -> float:
+    """How many tokens a round of k drafts gives: those right before a wrong one, and one more."""
+    return sum(acceptance ** i for i in range(k + 1))
+
+
 @torch.inference_mode()
 def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int, float]:
-    """What a round of each draft length takes, in plain steps: the medians of n - 1 runs.
+    """What a round of each draft length takes, in plain steps: the medians of n - 1 runs, or of
+    fewer that take half a second.
 
     Overwrites the beginning of the caches.
     """
@@ -112,7 +130,7 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
 
 def _seconds(call: Callable, n: int) -> float:
     times = []
-    for _ in range(n):
+    while len(times) < n and (len(times) < 3 or sum(times) < 0.5):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -108,6 +108,8 @@ def add_speed(p: Parser):
         help="draft tokens without one: by the head that the checkpoint has for it (multi-token "
              "prediction), what followed the last three tokens before, or by a quantized copy of "
              "the model itself")
+    add("--no_speculate", action="store_true",
+        help="draft nothing, where the checkpoint has a head for it and drafts are the default")
     add("--speculate_k", type=number(int, 1), metavar="K",
         help="always draft K tokens; default: 5 at most (4 of mtp's, 8 of ngram's), fewer while "
              "they are wrong")
@@ -166,9 +168,10 @@ def many(args) -> bool:
 
 
 def may_draft(args) -> bool:
-    """One row at a time, and nothing that drafts was asked for."""
-    drafting = args.draft_checkpoint_path or args.speculate
-    return not (drafting or many(args) or args.batch_size > 1 or args.engine == "recompute")
+    """One row at a time, and nothing was said of drafts."""
+    said = args.draft_checkpoint_path or args.speculate or args.no_speculate
+    alone = not many(args) and args.batch_size == 1 and args.engine != "recompute"
+    return alone and not said and not args.json_schema
 
 
 def check(args) -> None:
@@ -185,6 +188,8 @@ def check(args) -> None:
     drafting = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
         raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
+    if args.no_speculate and drafting:
+        raise ValueError("--no_speculate contradicts --speculate and --draft_checkpoint_path")
     if (args.speculate_k or args.compare) and not drafting:
         raise ValueError("--speculate_k and --compare need --draft_checkpoint_path or --speculate")
     if drafting and (args.batch_size > 1 or args.engine == "recompute"):

@@ -10,6 +10,7 @@ overwritten, and a conversation that goes on finds both as the model's cache.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tp
@@ -19,13 +20,17 @@ from model import Transformer
 from sampling import Sampler, draw
 
 MAX_DRAFT = 4                                      # further on a head that goes on by itself errs
+DRAFTED_TOKENS = 65_536                            # the first, hence most frequent, of a vocabulary
+PUBLISHED_ACCEPTANCE = 0.8                         # of Qwen3.5's first drafts
 
 
 def draft_one_token(head, tokens, hidden, pos, kv_len, drafts, sampler) -> tuple:
     """As MTPHead.forward(), behind drafts [1, k] -> the next token, what it was drawn from, and
     its hidden state [1, 1, D]."""
     logits, hidden = head(tokens, hidden, pos, 1, kv_len)
-    probs, ids = sampler.distribution(logits[:, -1], draft_tokens=drafts)
+    missing = sampler.n_vocab - logits.shape[-1]   # tokens that are never drafted
+    logits = F.pad(logits[:, -1], (0, missing), value=-torch.inf)
+    probs, ids = sampler.distribution(logits, draft_tokens=drafts)
     noise = sampler.noise_at(slice(None), pos[-1:] + 1, draft=True)
     return draw(probs, ids, noise), probs, ids, hidden
 

@@ -28,7 +28,7 @@ from cli.engines import (
 )
 from cli.flags import HELLO
 from cli.grammar import Grammars, import_llguidance, json_schema
-from cli.mtp import MAX_DRAFT, hidden_bytes
+from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
@@ -89,12 +89,13 @@ def run(argv: list[str] | None) -> int:
         log(f"{len(finished)} results are in {args.output} already: {len(work)} prompts to go")
     if many and not work:
         return 1 if complaints else 0
-    if source.mtp and flags.may_draft(args):
-        log("note: this checkpoint has a head that drafts tokens: --speculate mtp may be faster")
+    acceptance = 1.0                               # that drafts which are asked for may reach
+    if source.mtp and flags.may_draft(args) and from_rank_0(lambda: drafts_by_default(source)):
+        args.speculate, acceptance = "mtp", PUBLISHED_ACCEPTANCE
     if not many and work and work[0].n_new < args.max_new_tokens:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
-    session = Session(args, source, tokenizer, work, device, dtype, engine, start)
+    session = Session(args, source, tokenizer, work, device, dtype, engine, start, acceptance)
     if args.interactive:
         return talk(session)
     if many:
@@ -153,6 +154,20 @@ def pick_engine(args, device: torch.device) -> str:
         log("note: --compile needs a C++ compiler, none found: running eager (apt-get install g++)")
         return "kv_cache"
     return engine
+
+
+def drafts_by_default(source) -> bool:
+    """Not while operations are built: that text begins uncompiled, and drafts would wait."""
+    if cpu_ops.is_building():
+        return False
+    try:
+        source.mtp()
+    except ValueError as e:
+        log(f"note: the head of this checkpoint that drafts tokens is not used: {e}")
+        return False
+    log("note: this checkpoint's own head drafts tokens, where that pays (--no_speculate: it does "
+        "not)")
+    return True
 
 
 def open_draft(args, source, tokenizer, device):
@@ -216,11 +231,12 @@ def on_each_rank() -> str:
 class Session:
     """A model as the flags want it for these prompts (none: a conversation): loaded and warm.
 
-    start: when loading began.
+    start: when loading began; acceptance: a share of right drafts; lengths of drafts that would not
+    pay with it are left out.
     """
 
     def __init__(self, args, source, tokenizer, work: list[batch.Job], device: torch.device,
-                 dtype: torch.dtype, engine: str, start: float):
+                 dtype: torch.dtype, engine: str, start: float, acceptance: float = 1.0):
         self.args, self.tokenizer, self.device, self.engine = args, tokenizer, device, engine
         self.dtype = dtype
         limit = args.max_seq_length or source.cfg.context
@@ -256,7 +272,7 @@ class Session:
             self.compile_s = time.perf_counter() - start
             log(f"Compilation time: {self.compile_s:.2f} seconds")
         if self.drafter and not args.speculate_k:
-            self.measure(len(work[0].ids) + 1 if work else 1)
+            self.measure(len(work[0].ids) + 1 if work else 1, acceptance)
         self.eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
 
     def describe_model(self) -> None:
@@ -323,9 +339,9 @@ class Session:
         longest = min(longest + (self.k if self.drafter else 0), self.length)
         warm_up(self.batch, prompts, range(shortest + 1, longest))
 
-    def measure(self, n: int) -> None:
+    def measure(self, n: int, acceptance: float) -> None:
         """What drafting costs here, after n tokens."""
-        costs = measure_drafts(self.batch, n)
+        costs = measure_drafts(self.batch, n, acceptance)
         text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
         log(f"Drafting {text}" + ("" if self.batch.draft_length.lengths else ": disabled"))
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -233,20 +233,19 @@ class Http:
     async def stream(self, answer, jobs: list[Job], pieces: asyncio.Queue) -> AsyncIterator[str]:
         """Server-sent events. Whoever closes the connection ends the answers within a step."""
         left = set(jobs)
-        for event in answer.begin():
-            yield sse(event)
+        yield sse(*answer.begin())
         while left:
-            piece = await pieces.get()
-            if piece.error:
-                yield sse(dict(error=failure(piece.error).error))
-                return
-            for event in answer.add(piece):
-                yield sse(event)
-            if piece.finish_reason:
-                left.discard(piece.job)
-        for event in answer.end():
-            yield sse(event)
-        yield "data: [DONE]\n\n"
+            events = []
+            for piece in [await pieces.get(), *rest(pieces)]:
+                if piece.error:
+                    yield sse(*events, dict(error=failure(piece.error).error))
+                    return
+                events += answer.add(piece)
+                if piece.finish_reason:
+                    left.discard(piece.job)
+            if events:
+                yield sse(*events)                 # in one packet
+        yield sse(*answer.end()) + "data: [DONE]\n\n"
 
 
 class Events(StreamingResponse):
@@ -276,8 +275,13 @@ def policy(page: bytes) -> str:
             "frame-ancestors 'none'")
 
 
-def sse(event: dict) -> str:
-    return f"data: {json.dumps(event)}\n\n"
+def sse(*events: dict) -> str:
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+
+def rest(queue: asyncio.Queue) -> Iterator:
+    while not queue.empty():
+        yield queue.get_nowait()
 
 
 def failure(error: str) -> Refused:

@@ -19,6 +19,8 @@ from cli.common import log
 from cli.slots import Event, Logprobs, Slots, Task
 from server.metrics import Metrics
 
+TOGETHER_SECONDS = 0.04                            # 25 times a second text looks as it flows
+
 
 class Busy(Exception):
     """The queue is full."""
@@ -63,7 +65,7 @@ class Engine:
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
         self.jobs = {}                             # task -> job, of all that have not ended
-        self.pieces = []
+        self.pieces, self.urgent, self.delivered = [], False, 0.0
         self.draining = self.dead = False
 
     # ---- From other threads ---------------------------------------------------------------------
@@ -161,6 +163,7 @@ class Engine:
             self._end(job, error="internal", keep=False)
             return
         piece = Piece(job, text, event.token_id, event.logprobs, sequence.finish_reason)
+        self.urgent |= len(sequence.ids) == 1 or sequence.finish_reason is not None
         if sequence.finish_reason:
             self.slots.drop(event.task)
             del self.jobs[event.task]
@@ -171,8 +174,12 @@ class Engine:
         self.slots.drop(job.task, keep)
         self.jobs.pop(job.task, None)
         self.pieces.append(Piece(job, "", None, None, finish_reason, error))
+        self.urgent = True
 
     def _deliver(self) -> None:
-        if self.pieces:
+        """First tokens and ends at once, others together: each delivery wakes the other thread."""
+        now = time.monotonic()
+        if self.pieces and (self.urgent or now - self.delivered >= TOGETHER_SECONDS):
             pieces, self.pieces = self.pieces, []
+            self.urgent, self.delivered = False, now
             self.flush(pieces)

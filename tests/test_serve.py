@@ -14,6 +14,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import hypothesis
 import jsonschema
@@ -657,6 +658,32 @@ def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting
     engine.drain()
     thread.join(5)
     assert [job.task.sequence.ids for job in jobs] == expected and not thread.is_alive()
+
+
+def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypatch):
+    """By a clock that goes 15 ms further with each token."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    from server import engine as module
+    from server.metrics import Metrics
+    model, clock, delivered = ours("llama3"), [100.0], []
+    model.setup_cache(1, 32, 8)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    engine = module.Engine(slots, 4, Metrics(), lambda pieces: delivered.append([p.token_id for p in pieces]))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = slots.run
+
+    def slowly():
+        for event in run():
+            clock[0] += 0.015
+            yield event
+    slots.run = slowly
+    prompts = [[1, 2, 3], [7, 8, 9, 1]]
+    engine.submit([module.Job(Task(sequence, GREEDY), 0, None, 1e9) for sequence in sequences(prompts, 9)])
+    engine.drain()
+    engine.run()
+    assert sum(delivered, []) == [token for ids in prompts for token in plain(model, ids, 9)]
+    assert [len(pieces) for pieces in delivered] == 2 * [2, 3, 3, 1]
 
 
 # ---- Tool calls and thinking ---------------------------------------------------------------------

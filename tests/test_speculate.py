@@ -260,28 +260,31 @@ def test_the_steps_trace(ours, how, monkeypatch):
 # ---- How many to try -----------------------------------------------------------------------------
 
 def test_pace():
-    pace = DraftLengthController([8, 2], {8: 3.5, 2: 1.9})
+    pace = DraftLengthController([8, 2], {8: 3.0, 2: 1.9})
     assert [pace.next() for _ in range(3)] == [8, 8, 8]
     pace.learn(3)
     assert pace.next() == 8
-    pace.learn(2)
-    assert pace.next() == 2
-    pace.learn(1)
-    assert pace.next() == 8
-    pace.learn(0)
+    for k in (8, 2, 2):                                    # half are right, and longer ones no longer pay
+        assert pace.next() == k
+        pace.learn(1)
+    while pace.next() != 8:                                # until they do again
+        pace.learn(pace.k)
     waits = []
-    for _ in range(8):                                     # wrong again and again: longer and longer pauses
+    for _ in range(16):                                    # wrong again and again: longer and longer pauses
         pace.learn(0)
         waits.append(len(list(itertools.takewhile(lambda k: k == 0, (pace.next() for _ in range(99))))))
-    assert waits == [1, 3, 7, 15, 31, 63, 63, 63]
-    pace.learn(2)
-    assert pace.next() == 8
-    pace.learn(0)
-    pace.learn(0)
+    assert [n for n in waits if n][:8] == [1, 3, 7, 15, 31, 63, 63, 63]
+    for _ in range(200):                                   # right again and again: no pauses
+        if pace.next():
+            pace.learn(pace.k)
+    assert (pace.pause, pace.next()) == (1, 8)
     pace.begin()                                           # another text: nothing is known of it
     assert pace.next() == 8
     assert DraftLengthController([8, 2], {8: 9.5, 2: 1.9}).lengths == [2]      # what can never pay
     assert DraftLengthController([8], {8: 9.5}).next() == 0
+    costs = {4: 3.3, 2: 2.5, 1: 1.7}                       # 0.8 of the drafts right: 3.36, 2.44, 1.8 tokens
+    assert DraftLengthController([4, 2, 1], costs, 0.8).lengths == [4, 1]
+    assert DraftLengthController([4, 2, 1], costs).lengths == [4, 2, 1]
     fixed = FixedLength(3)
     for n in (0, 0, 3, 0):
         fixed.learn(n)
