@@ -19,7 +19,7 @@ from cli.common import log
 from cli.slots import Event, Logprobs, Slots, Task
 from server.metrics import Metrics
 
-TOGETHER_SECONDS = 0.04                            # 25 times a second text looks as it flows
+TOGETHER_SECONDS = 0.06                            # 16 times a second text still looks as it flows
 
 
 class Busy(Exception):

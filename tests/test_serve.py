@@ -683,7 +683,7 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
     engine.drain()
     engine.run()
     assert sum(delivered, []) == [token for ids in prompts for token in plain(model, ids, 9)]
-    assert [len(pieces) for pieces in delivered] == 2 * [2, 3, 3, 1]
+    assert [len(pieces) for pieces in delivered] == 2 * [2, 4, 3]
 
 
 # ---- Tool calls and thinking ---------------------------------------------------------------------
