@@ -33,7 +33,6 @@ from generate import (
 )
 from kernels import sort_free
 from kernels.compile import change_over, compile_beside, prepare_for_cuda, will_change_over
-from kernels.cpu_linears import first_rows
 from kernels.cuda_graph import CudaGraph
 from layers.recurrent import max_rewind
 from model import Transformer
@@ -128,12 +127,8 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
 
 def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
                       as_graph: bool, max_draft: int) -> MTPDrafter:
-    """The head as the model is: compiled, with the model's own embedding and output layer, of which
-    a CPU reads a part where the vocabulary is large: a wrong draft costs less than reading all."""
+    """The head as the model is: compiled, with the model's own embedding and output layer."""
     head.join(model)
-    on_cpu = model.freq.device.type == "cpu"       # elsewhere what it gives was not measured
-    if on_cpu and model.cfg.vocab_size > 2 * mtp.DRAFTED_TOKENS:
-        head.head = first_rows(model.head, mtp.DRAFTED_TOKENS) or head.head
     drafter = MTPDrafter(model, head, max_draft=max_draft)
     if as_graph:
         drafter.min_kv_len = prepare_for_cuda(head)
@@ -157,16 +152,15 @@ def rewind(batch: Batch, max_draft: int) -> int:
     return batch.max_length
 
 
-def measure_drafts(batch: SpeculativeBatch, n: int, acceptance: float = 1.0) -> dict[int, float]:
+def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
     """Have it keep the draft lengths that can pay -> what a round of each costs, in plain steps.
 
-    n: tokens so far; acceptance: the share of drafts that may be right, at best. Overwrites the
-    beginning of the caches. By rank 0's clock.
+    n: tokens so far. Overwrites the beginning of the caches. By rank 0's clock.
     """
     batch.drafter.begin(0, batch.max_length, batch.chunk)
     costs = draft_costs(batch, batch.kv_len(n), batch.draft_length.lengths)
     costs = from_rank_0(lambda: costs)
-    batch.draft_length = DraftLengthController(list(costs), costs, acceptance)
+    batch.draft_length = DraftLengthController(list(costs), costs)
     return costs
 
 

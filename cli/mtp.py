@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import tp
 from formats.mtp import HeadConfig, MTPHead
 from generate import bucket
+from kernels.cpu_linears import OPERATIONS
+from kernels.linear import PackedLinear
 from model import Transformer
 from sampling import Sampler, draw
 
@@ -41,6 +43,24 @@ def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
     return sum(length * cfg.dim * dtype.itemsize for cfg in heads)
 
 
+def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
+    """The linear's first n outputs, over its own memory; None where its layout has no such part."""
+    weight = linear.weight
+    if type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks:
+        new = nn.Linear(weight.shape[1], n, bias=False, device="meta")
+        new.weight = nn.Parameter(weight[:n], requires_grad=False)
+        return new
+    whole = isinstance(linear, PackedLinear) and linear.kernel is OPERATIONS
+    if not whole or linear.bias is not None or linear._forward_hooks or n % weight.shape[2]:
+        return None
+    new = PackedLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
+    n_block, scales = n // weight.shape[2], linear.scales
+    if scales is not None:                         # of int4's groups they lie as the weight
+        scales = scales[:n_block if scales.dim() == 3 else n]
+    new.set_leaves((weight[:n_block], scales, None))
+    return new
+
+
 class MTPDrafter:
     """The model's own head drafts: the first token from the model's hidden state, each further one
     from the head's own."""
@@ -49,8 +69,15 @@ class MTPDrafter:
 
     def __init__(self, model: Transformer, head: MTPHead, step: Callable = draft_one_token,
                  max_draft: int = MAX_DRAFT):
-        """step: draft_one_token, compiled or not."""
+        """step: draft_one_token, compiled or not. The head has joined the model.
+
+        On a CPU it reads a part of a large output layer: a wrong draft costs less than reading all.
+        On a GPU, and on ranks, that was not measured.
+        """
         self.model, self.head, self.step = model, head, step
+        measured = model.freq.device.type == "cpu" and tp.world() == 1
+        if measured and model.cfg.vocab_size > 2 * DRAFTED_TOKENS:
+            head.head = first_rows(model.head, DRAFTED_TOKENS) or head.head
         self.max_draft = max_draft                 # so wide are all drafts: few shapes to compile
         self.n_cached = 0                          # slots of the head's cache that hold
 

@@ -17,6 +17,7 @@ import tp
 from cli import batch, flags, kept_weights
 from cli.chat import Chat
 from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
+from cli.draft_length import DraftLengthController
 from cli.engines import (
     RecomputeBatch,
     build_sampler,
@@ -341,9 +342,11 @@ class Session:
 
     def measure(self, n: int, acceptance: float) -> None:
         """What drafting costs here, after n tokens."""
-        costs = measure_drafts(self.batch, n, acceptance)
+        costs = measure_drafts(self.batch, n)
+        pace = DraftLengthController(self.batch.draft_length.lengths, costs, acceptance)
+        self.batch.draft_length = pace
         text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
-        log(f"Drafting {text}" + ("" if self.batch.draft_length.lengths else ": disabled"))
+        log(f"Drafting {text}" + ("" if pace.lengths else ": disabled"))
 
     def tokens(self, prompts: list, n_new: int, n_cached: int = 0,
                draft: bool = True) -> Iterator[Tensor]:

@@ -94,24 +94,6 @@ def packed(linear: nn.Module) -> PackedLinear:
     return new
 
 
-def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
-    """The linear's first n outputs, over its own memory; None where its layout has no such part."""
-    weight = linear.weight
-    if type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks:
-        new = nn.Linear(weight.shape[1], n, bias=False, device="meta")
-        new.weight = nn.Parameter(weight[:n], requires_grad=False)
-        return new
-    whole = isinstance(linear, PackedLinear) and linear.kernel is OPERATIONS
-    if not whole or linear.bias is not None or linear._forward_hooks or n % weight.shape[2]:
-        return None
-    new = PackedLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
-    n_block, scales = n // weight.shape[2], linear.scales
-    if scales is not None:                         # of int4's groups they lie as the weight
-        scales = scales[:n_block if scales.dim() == 3 else n]
-    new.set_leaves((weight[:n_block], scales, None))
-    return new
-
-
 def fits_norm(norm: nn.Module) -> bool:
     known = (nn.Identity, LayerNorm, WideNorm, Scale)
     if isinstance(norm, HeadLayerNorm):
