@@ -31,6 +31,8 @@ def build_parser() -> Parser:
     add_text(p)
     add_sampling(p)
     add = add_speed(p)
+    add("--no_speculate", action="store_true",
+        help="draft nothing, where the checkpoint has a head for it and drafts are the default")
     add("--compare", action="store_true",
         help="after each sample generate it again without drafts, and print the speedup")
     add_output(p)
@@ -108,8 +110,6 @@ def add_speed(p: Parser):
         help="draft tokens without one: by the head that the checkpoint has for it (multi-token "
              "prediction), what followed the last three tokens before, or by a quantized copy of "
              "the model itself")
-    add("--no_speculate", action="store_true",
-        help="draft nothing, where the checkpoint has a head for it and drafts are the default")
     add("--speculate_k", type=number(int, 1), metavar="K",
         help="always draft K tokens; default: 5 at most (4 of mtp's, 8 of ngram's), fewer while "
              "they are wrong")

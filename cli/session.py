@@ -221,7 +221,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
             f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")
     if weights + cache > free:
-        no_drafts = ", or no drafts (--no_speculate)" if len(sources) > 1 else ""
+        no_drafts = ", or no drafts" if len(sources) > 1 else ""
         raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
                          f"{device}: try --quantize, a smaller --max_seq_length or --batch_size"
                          f"{no_drafts}")

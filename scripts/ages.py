@@ -23,7 +23,8 @@ STEP = ("kernels/cpu_ops.cpp", "model.py", "sampling.py", "generate.py", "quanti
         "layers", "cli/engines.py", "cli/batch.py", "cli/slots.py")
 GPU_ONLY = re.compile(r"kernels/(triton_|cuda|few_|matvec|cached_attention|draw\.)")
 # Words of a command -> what it times besides.
-MORE = {"ngram": ("speculate.py", "cli/ngram.py"), "mtp": ("speculate.py", "cli/mtp.py"),
+DRAFTS = "speculate.py", "cli/draft_length.py"
+MORE = {"ngram": (*DRAFTS, "cli/ngram.py"), "mtp": (*DRAFTS, "cli/mtp.py"),
         "--ranks": ("tp.py",), "scripts/quality.py": ("gptq",)}
 SHOWN = 3                                          # names of changed files: the others are "others"
 GONE = "of a commit that is no longer there"

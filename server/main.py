@@ -65,8 +65,6 @@ def check(args) -> None:
     drafting = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
         raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
-    if args.no_speculate and drafting:
-        raise ValueError("--no_speculate contradicts --speculate and --draft_checkpoint_path")
     if args.speculate_k and not drafting:
         raise ValueError("--speculate_k needs --draft_checkpoint_path or --speculate")
     if drafting and (args.batch_size or 1) > 1:
