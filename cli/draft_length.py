@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from cli.ranks import from_rank_0
+
 ASSUMED, TRUST = 0.8, 2.0                          # acceptance before the first draft, as if so
 MEMORY = 0.9                                       # many were judged; what a round leaves of before
 
@@ -89,7 +91,7 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
     """What a round of each draft length takes, in plain steps: the medians of n - 1 runs, or of
     fewer that take half a second.
 
-    Overwrites the beginning of the caches.
+    Overwrites the beginning of the caches. Every rank makes the same calls.
     """
     model, sampler, drafter = batch.model, batch.sampler, batch.drafter
     pos = torch.zeros(1, dtype=torch.int64, device=batch.token.device)
@@ -130,7 +132,10 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
 
 def _seconds(call: Callable, n: int) -> float:
     times = []
-    while len(times) < n and (len(times) < 3 or sum(times) < 0.5):
+
+    def enough():
+        return len(times) >= 3 and from_rank_0(lambda: sum(times) > 0.5)
+    while len(times) < n and not enough():
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -4,8 +4,10 @@
 """
 
 import sys
+import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import generate  # noqa: E402
 import tp  # noqa: E402
-from cli import engines  # noqa: E402
+from cli import draft_length, engines  # noqa: E402
 from cli.common import guarded  # noqa: E402
 from cli.draft_length import DraftLengthController  # noqa: E402
 from cli.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
@@ -99,6 +101,20 @@ def check_guessing(path, n):
             same_tokens(source, row, 30, how, drafts=drafts)
 
 
+def check_measuring(path, n):
+    """Each rank has its own clock, and all make the same calls."""
+    model = generate.load_shard(read_checkpoint(path), FP32, "cpu")
+    model.setup_cache(1, 64)
+    sampler = engines.build_sampler(model, [SamplingParams(temperature=0)], torch.Generator())
+    batch = engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, False)
+    draft_length.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() * (1 + 1e5 * tp.rank()))
+    try:
+        costs = engines.measure_drafts(batch, 6)
+    finally:
+        draft_length.time = time
+    assert costs == from_rank_0(lambda: costs)
+
+
 def check_mtp(path, n):
     """By the checkpoint's own head, a part of which each rank has, beside its part of embedding and output."""
     source = read_checkpoint(path)
@@ -139,7 +155,7 @@ def run(argv):
     for name in ("llama", "mixtral"):
         checks += [(check_quantized, directory / f"for-int4-{name}")]
     checks += [(check, directory / "for-int4-llama") for check in (
-        check_sampling, check_agreement, check_guessing)]
+        check_sampling, check_agreement, check_guessing, check_measuring)]
     checks += [(check_mtp, directory / "for-mtp-glm4_moe")]
     if tp.world() == 2 and not names:
         checks += [(check_compiled, directory / name) for name in ("olmo2", "for-int4-mixtral")]

@@ -56,7 +56,7 @@ def directory(families, heads, tmp_path_factory):
 def test_some_families_and_all_else_on_two_ranks(directory):
     """The quick tier's: sampling, drafting and agreement too."""
     done = torchrun("tests/ranks.py", directory, "llama3", "gemma3_text", "gpt_oss", "olmo2", "qwen3_5_text", ranks=2)
-    assert done.returncode == 0 and "11 checks on 2 ranks, 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0 and "12 checks on 2 ranks, 0 failed" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
