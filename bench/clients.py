@@ -1,6 +1,6 @@
 """Many clients of a completions server in one thread, which takes little from the server's cores.
 
-It notes when each token came and parses nothing else.
+It notes when each event came, of one token or some, and parses nothing else.
 
     answers = ask_all(port, requests, n_client=8)  # in the order in which they end
 """

@@ -107,9 +107,10 @@ def measure_server(port: int, n: int, requests: list[dict], seed: int) -> dict:
     alone_s = first_token(port, late, [])
     beside_s = first_token(port, later, beside)
     first = sorted(answer.times[0] - answer.start for answer in answers)
-    steps = [(answer.times[-1] - answer.times[0]) / (len(answer.times) - 1) for answer in answers]
+    steps = [(answer.times[-1] - answer.times[0]) / (answer.request["max_new_tokens"] - 1)
+             for answer in answers]
     pauses = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:])
-                    if b > a)                      # tokens may come together
+                    if b > a)                      # events may come together
     n_new = sum(request["max_new_tokens"] for request in requests)
     return dict(tok_s=n_new / seconds, first_s=statistics.median(first), first_99_s=at(first, 0.99),
                 step_s=statistics.median(steps), pause_99_s=at(pauses, 0.99), alone_s=alone_s,

@@ -75,8 +75,8 @@ class ChatAnswer(Answer):
         if piece.finish_reason:
             deltas += parser.finish()
         logprobs = None
-        if piece.logprobs is not None:
-            logprobs = [self.logprob(piece.token_id, piece.logprobs)]
+        if piece.logprobs:
+            logprobs = [self.logprob(*token) for token in piece.logprobs]
             self.logprobs[i] += logprobs
             logprobs = dict(content=logprobs, refusal=None)
         for delta in deltas:
@@ -88,7 +88,7 @@ class ChatAnswer(Answer):
         if logprobs and not deltas:
             deltas = [dict(content="")]
         events = []
-        for delta in deltas:                       # a token's logprobs go with its first delta
+        for delta in deltas:                       # logprobs go with the first
             events.append(self.event([dict(index=i, delta=delta, logprobs=logprobs,
                                            finish_reason=None)]))
             logprobs = None
@@ -167,9 +167,10 @@ class CompletionAnswer(Answer):
         text, logprobs = self.start(i)
         if self.asked.max_tokens != 0:             # else it was run for the prompt's logprobs
             text += piece.text
-            if piece.logprobs is not None:
+            if piece.logprobs:
                 logprobs = logprobs or blank()
-                self.put(logprobs, i, piece.token_id, piece.logprobs)
+            for token in piece.logprobs:
+                self.put(logprobs, i, *token)
         self.texts[i] += text
         for key, values in (logprobs or {}).items():
             self.logprobs[i][key] += values

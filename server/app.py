@@ -66,7 +66,7 @@ class Http:
     # ---- Between the threads --------------------------------------------------------------------
 
     def deliver(self, pieces: list[Piece]) -> None:
-        """What a step gave, to those who wait for it. Called in the model's thread."""
+        """What some steps gave, to those who wait for it. Called in the model's thread."""
         def send():
             for piece in pieces:
                 piece.job.send(piece)
@@ -237,10 +237,10 @@ class Http:
         while left:
             events = []
             for piece in [await pieces.get(), *rest(pieces)]:
+                events += answer.add(piece)
                 if piece.error:
                     yield sse(*events, dict(error=failure(piece.error).error))
                     return
-                events += answer.add(piece)
                 if piece.finish_reason:
                     left.discard(piece.job)
             if events:

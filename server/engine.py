@@ -31,13 +31,13 @@ class Draining(Exception):
 
 
 class Piece(NamedTuple):
-    """What a token added. text: to show now, perhaps none, as it may begin a stop string."""
+    """What some tokens added. text: to show now, perhaps none, as it may begin a stop string;
+    logprobs: of each token, with its id, where they are wanted."""
 
     job: "Job"
-    text: str
-    token_id: int | None
-    logprobs: Logprobs | None
-    finish_reason: str | None
+    text: str = ""
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    finish_reason: str | None = None
     error: str | None = None
 
 
@@ -59,13 +59,13 @@ class Engine:
 
     def __init__(self, slots: Slots, max_queue: int, metrics: Metrics,
                  flush: Callable[[list[Piece]], None] = lambda pieces: None):
-        """flush(pieces): delivers what a step gave, all at once."""
+        """flush(pieces): delivers what some steps gave, one piece a job."""
         self.slots, self.max_queue, self.metrics, self.flush = slots, max_queue, metrics, flush
         slots.arrivals = self._arrivals
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
         self.jobs = {}                             # task -> job, of all that have not ended
-        self.pieces, self.urgent, self.delivered = [], False, 0.0
+        self.pieces, self.urgent, self.delivered = {}, False, 0.0      # by job
         self.draining = self.dead = False
 
     # ---- From other threads ---------------------------------------------------------------------
@@ -162,24 +162,31 @@ class Engine:
             log(f"serve.py: error: a request failed: {type(e).__name__}: {e}")
             self._end(job, error="internal", keep=False)
             return
-        piece = Piece(job, text, event.token_id, event.logprobs, sequence.finish_reason)
+        logprobs = ((event.token_id, event.logprobs),) if event.logprobs else ()
         self.urgent |= len(sequence.ids) == 1 or sequence.finish_reason is not None
         if sequence.finish_reason:
             self.slots.drop(event.task)
             del self.jobs[event.task]
-        self.pieces.append(piece)
+        self._add(Piece(job, text, logprobs, sequence.finish_reason))
 
     def _end(self, job: Job, finish_reason: str | None = None, error: str | None = None,
              keep: bool = True) -> None:
         self.slots.drop(job.task, keep)
         self.jobs.pop(job.task, None)
-        self.pieces.append(Piece(job, "", None, None, finish_reason, error))
+        self._add(Piece(job, finish_reason=finish_reason, error=error))
         self.urgent = True
+
+    def _add(self, piece: Piece) -> None:
+        """To what waits of this job already."""
+        if before := self.pieces.get(piece.job):
+            piece = piece._replace(text=before.text + piece.text,
+                                   logprobs=before.logprobs + piece.logprobs)
+        self.pieces[piece.job] = piece
 
     def _deliver(self) -> None:
         """First tokens and ends at once, others together: each delivery wakes the other thread."""
         now = time.monotonic()
         if self.pieces and (self.urgent or now - self.delivered >= TOGETHER_SECONDS):
-            pieces, self.pieces = self.pieces, []
+            pieces, self.pieces = self.pieces, {}
             self.urgent, self.delivered = False, now
-            self.flush(pieces)
+            self.flush(list(pieces.values()))
