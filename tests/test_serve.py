@@ -679,7 +679,8 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
     model, clock, delivered = ours("llama3"), [100.0], []
     model.setup_cache(1, 32, 8)
     slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
-    engine = module.Engine(slots, 4, Metrics(), lambda pieces: delivered.append([p.token_id for p in pieces]))
+    engine = module.Engine(slots, 4, Metrics(), lambda pieces: delivered.extend(
+        (p.text, len(p.job.task.sequence.ids)) for p in pieces))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     run = slots.run
 
@@ -689,11 +690,13 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
             yield event
     slots.run = slowly
     prompts = [[1, 2, 3], [7, 8, 9, 1]]
-    engine.submit([module.Job(Task(sequence, GREEDY), 0, None, 1e9) for sequence in sequences(prompts, 9)])
+    asked = sequences(prompts, 9)
+    engine.submit([module.Job(Task(sequence, GREEDY), 0, None, 1e9) for sequence in asked])
     engine.drain()
     engine.run()
-    assert sum(delivered, []) == [token for ids in prompts for token in plain(model, ids, 9)]
-    assert [len(pieces) for pieces in delivered] == 2 * [2, 4, 3]
+    assert [sequence.ids for sequence in asked] == [plain(model, ids, 9) for ids in prompts]
+    assert "".join(text for text, _ in delivered) == "".join(sequence.text for sequence in asked)
+    assert [n for _, n in delivered] == 2 * [2, 6, 9]
 
 
 # ---- Tool calls and thinking ---------------------------------------------------------------------
