@@ -163,11 +163,14 @@ class Engine:
             self._end(job, error="internal", keep=False)
             return
         logprobs = ((event.token_id, event.logprobs),) if event.logprobs else ()
-        self.urgent |= len(sequence.ids) == 1 or sequence.finish_reason is not None
+        first = len(sequence.ids) == 1
+        self.urgent |= first or sequence.finish_reason is not None
         if sequence.finish_reason:
             self.slots.drop(event.task)
             del self.jobs[event.task]
         self._add(Piece(job, text, logprobs, sequence.finish_reason))
+        if first:                                  # a step of all runs before the next arrivals
+            self._deliver()
 
     def _end(self, job: Job, finish_reason: str | None = None, error: str | None = None,
              keep: bool = True) -> None:

@@ -696,7 +696,7 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
     engine.run()
     assert [sequence.ids for sequence in asked] == [plain(model, ids, 9) for ids in prompts]
     assert "".join(text for text, _ in delivered) == "".join(sequence.text for sequence in asked)
-    assert [n for _, n in delivered] == 2 * [2, 6, 9]
+    assert [n for _, n in delivered] == 2 * [1, 5, 9]
 
 
 # ---- Tool calls and thinking ---------------------------------------------------------------------
