@@ -1,5 +1,5 @@
 """How fast serve.py answers many clients, beside generate.py with the same prompts and slots, and
-beside llama.cpp's server where scripts/install_peers.sh has made it.
+beside the servers of llama.cpp and vLLM where scripts/install_peers.sh has made them.
 
 It starts all as processes, and speaks HTTP as any client does: it imports nothing of the server.
 
@@ -7,6 +7,7 @@ It starts all as processes, and speaks HTTP as any client does: it imports nothi
 """
 
 import json
+import os
 import random
 import re
 import socket
@@ -27,13 +28,14 @@ from bench.clients import ask_all, first_token
 from bench.machine import ROOT
 from bench.peers import environment, peer_path
 from cli.common import english_text, log
+from formats import tokenizer as tokenizers
 from formats.load import open_checkpoint
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 ROUNDS = 3                                         # in turn; the medians count
 LENGTH = 1024                                      # positions of a slot
-STARTS_WITHIN = 120                                # seconds
+STARTS_WITHIN = 300                                # seconds
 
 
 def make_requests(n: int, seed: int = 0) -> list[dict]:
@@ -66,7 +68,40 @@ def llama_server(n_slot: int, port: int, flags: list[str]) -> list:
             "--no-kv-unified", "--cache-ram", 0, "--fit", "off", "--load-mode", "none"]
 
 
-SERVERS = {"llama.cpp": llama_server, "serve.py": our_server}
+def vllm_server(n_slot: int, port: int, flags: list[str]) -> list:
+    """Built for a CPU, in bf16; its defaults but for the room. ValueError where it is absent."""
+    directory = environment("vllm") / "bin"
+    if not directory.parent.name.endswith("vllm"):
+        raise ValueError("vLLM is not installed: run scripts/install_peers.sh vllm")
+    weights = SimpleNamespace(quantization="none", dtype=torch.bfloat16)
+    path = peer_path("vllm", open_checkpoint(None), None, weights)
+    variables = dict(VLLM_CPU_KVCACHE_SPACE=2, VLLM_CPU_OMP_THREADS_BIND="nobind",
+                     VLLM_NO_USAGE_STATS=1, OMP_NUM_THREADS=torch.get_num_threads(),
+                     PATH=f"{directory}:{os.environ['PATH']}")
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), directory / "python",
+            "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--host", "127.0.0.1",
+            "--port", port, "--dtype", "bfloat16", "--max-model-len", LENGTH,
+            "--max-num-seqs", n_slot]
+
+
+SERVERS = {"vllm": vllm_server, "llama.cpp": llama_server, "serve.py": our_server}
+TAKE_IDS = {"vllm"}                                # its files have a made-up tokenizer
+
+
+def is_there(name: str) -> bool:
+    """It can be started; its model is exported, too."""
+    try:
+        SERVERS[name](1, 0, [])
+    except ValueError as e:
+        log(str(e))
+    else:
+        return True
+    return False
+
+
+def as_ids(requests: list[dict]) -> list[dict]:
+    tokenizer = tokenizers.load(open_checkpoint(None).tokenizer)
+    return [dict(request, prompt=tokenizer.encode(request["prompt"])) for request in requests]
 
 
 @contextmanager
@@ -97,13 +132,17 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def measure_server(port: int, n: int, requests: list[dict], seed: int) -> dict:
-    """n clients of n slots -> tokens a second, and seconds."""
+def measure_server(port: int, n: int, requests: list[dict], seed: int,
+                   shaped: Callable = list) -> dict:
+    """n clients of n slots -> tokens a second, and seconds. shaped: requests as this one wants
+    them."""
+    requests = shaped(requests)
     begin = time.perf_counter()
     answers = ask_all(port, requests, n)
     seconds = time.perf_counter() - begin
-    beside = [dict(prompt=f"{seed} {i} waves", max_new_tokens=900) for i in range(n - 1)]
-    [late, later] = [dict(r, prompt=r["prompt"][:800]) for r in make_requests(2, seed=-1 - seed)]
+    beside = shaped([dict(prompt=f"{seed} {i} waves", max_new_tokens=900) for i in range(n - 1)])
+    [late, later] = shaped([dict(r, prompt=r["prompt"][:800])
+                            for r in make_requests(2, seed=-1 - seed)])
     alone_s = first_token(port, late, [])
     beside_s = first_token(port, later, beside)
     first = sorted(answer.times[0] - answer.start for answer in answers)
@@ -146,7 +185,9 @@ def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int)
         for i in range(-1, rounds):                # the first one warms up
             log(f"{n} clients, round {i + 1} of {rounds}" if i >= 0 else f"{n} clients, warm up")
             requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2) if i >= 0 else n, seed=i)
-            results = {name: measure_server(port, n, requests, i) for name, port in ports.items()}
+            results = {name: measure_server(port, n, requests, i,
+                                            as_ids if name in TAKE_IDS else list)
+                       for name, port in ports.items()}
             base = results["generate.py"] = measure_command(n, requests, flags)
             for name, result in results.items():
                 result["of_command"] = result["tok_s"] / base["tok_s"]
@@ -158,12 +199,7 @@ def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int)
 
 def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
     """Print a table -> exit status. flags: for both of our commands."""
-    servers = dict(SERVERS)
-    try:
-        llama_server(1, 0, [])                     # exports the model, too
-    except ValueError as e:
-        log(str(e))
-        del servers["llama.cpp"]
+    servers = {name: command for name, command in SERVERS.items() if is_there(name)}
     print("| clients | | tok/s | of generate.py's | first token, ms (99 %) | between tokens, ms "
           "(pauses, 99 %) | a first token alone, ms | beside the others |\n|" + "---|" * 8)
     for n in clients:
