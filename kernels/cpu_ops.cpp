@@ -158,6 +158,17 @@ static inline vf exp_of(vf x) {                // 0 below -87, 1.6e38 from 88; r
 #endif
 }
 
+static inline vf power_of_2(vf x) {            // of x <= 0; relative error 8e-5: for what becomes bf16
+#if defined(__AVX512F__)
+  x = larger(x, vf{} - 1000.0f);
+  vf n = (vf)_mm512_roundscale_ps((__m512)x, 8), f = x - n;
+  vf p = ((0.05517167f * f + 0.24261112f) * f + 0.69326099f) * f + 0.99992807f;
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return exp_of(x * 0.69314718f);
+#endif
+}
+
 static inline vf inverse_of(vf x) {            // of 1 to 1.6e38; relative error 2e-7
 #if defined(__AVX512F__)
   vf y = (vf)_mm512_rcp14_ps((__m512)x);
@@ -268,6 +279,16 @@ static void read_floats(const void* from, int type, long at, int n, float* to) {
   for (; i < n; i++) to[i] = bf16_to_float(bits[i]);
 }
 
+// The first n of a vector's floats, the others 0
+static inline vf read_vector(const void* from, int type, long at, int n) {
+  if (n < LANES) {
+    float first[LANES] = {};
+    read_floats(from, type, at, n, first);
+    return load<vf>(first);
+  }
+  return type == FP32 ? load<vf>((const float*)from + at) : load_bf16((const uint16_t*)from + at);
+}
+
 static void write_floats(const float* from, int n, void* to, int type, long at) {
   if (type == FP32) return copy_floats(from, n, (float*)to + at);
   uint16_t* bits = (uint16_t*)to + at;
@@ -372,6 +393,22 @@ static inline void activate(float* y, float* up, int activation = A) {
   }
 }
 
+static inline long out_at(const Linear& op, int m, int first) {
+  return (long)m * (op.out_stride ? op.out_stride : outputs(op)) + first;
+}
+
+// What finish() will read and write of a row, which lies far from the row before
+static inline void prefetch_out(const Linear& op, int m, int first) {
+  auto lines = [&](const void* p, int type, auto prefetch) {
+    int bytes = type == FP32 ? 4 : 2;
+    const char* from = (const char*)p + out_at(op, m, first) * bytes;
+    for (int i = 0; i < ROWS * bytes; i += 64) prefetch(from + i);
+  };
+  if (op.residual)
+    lines(op.residual, op.residual_type, [](const char* p) { __builtin_prefetch(p); });
+  lines(op.out, op.out_type, [](const char* p) { __builtin_prefetch(p, 1); });
+}
+
 // y [ROWS] of the n outputs that begin at `first`, up beside a gate -> out of row m
 static void finish(const Linear& op, int m, int first, int n, float* y, float* up) {
   if (op.bias)
@@ -381,17 +418,17 @@ static void finish(const Linear& op, int m, int first, int n, float* y, float* u
     }
   if (op.activation == SILU) activate<SILU>(y, up);
   else if (op.activation) activate<NONE>(y, up, op.activation);
-  float other[ROWS];
-  if (op.times) {
-    read_floats(op.times, op.times_type, (long)m * op.times_stride + first, n, other);
-    for (int i = 0; i < n; i++) y[i] *= other[i];
-  }
-  long at = (long)m * (op.out_stride ? op.out_stride : outputs(op)) + first;
-  if (op.residual) {
-    read_floats(op.residual, op.residual_type, at, n, other);
-    for (int i = 0; i < n; i++) y[i] = other[i] + op.factor * y[i];
-  }
-  write_floats(y, n, op.out, op.out_type, at);
+  long at = out_at(op, m, first), times_at = (long)m * op.times_stride + first;
+  auto write = [&](int i, int count) {           // a vector of floats, or fewer
+    vf out = load<vf>(y + i);
+    if (op.times) out *= read_vector(op.times, op.times_type, times_at + i, count);
+    if (op.residual)
+      out = read_vector(op.residual, op.residual_type, at + i, count) + op.factor * out;
+    write_floats((const float*)&out, count, op.out, op.out_type, at + i);
+  };
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) write(i, LANES);
+  if (i < n) write(i, n - i);
 }
 
 static inline size_t block_bytes(int format, int K) {             // K padded
@@ -898,6 +935,8 @@ struct Product {
     for (int j = 0, m = 0; j < n_tile; j++) {  // of nearly equal height
       int height = (op.M - m + n_tile - j - 1) / (n_tile - j);
       auto to = [&](int half, int i) { return y + half * n_y + (i - begin) * height * ROWS; };
+      if (n_tile > 1)
+        for (int r = 0; r < height; r++) prefetch_out(op, m + r, begin * ROWS);
       for (int half = 0; half <= op.gated; half++)
         for (int i = begin; i < end; i++)
           block_by_tile(height, op, i + half * n_block, rows.from(m), to(half, i),
@@ -1127,29 +1166,58 @@ static void few_scores_of(int n_query, const float* q, const Key* k, int n, int 
   if constexpr (R > 1) few_scores_of<R - 1>(n_query, q, k, n, H, score);
 }
 
-// k [keys, n], floats or pairs -> [keys / ROWS][n][ROWS]
-template <class Number>
-static void transpose_keys(const Number* k, int n_key, int n, Number* to) {
-  for (int j = 0; j < n_key; j += ROWS)
-    for (int h0 = 0; h0 < n; h0 += 8)
-      for (int i = 0; i < ROWS; i++)
-        for (int h = h0; h < h0 + 8; h++) to[(j / ROWS * n + h) * ROWS + i] = k[(j + i) * n + h];
+// a [LANES] -> its columns
+static inline void transpose(vi* a) {
+#pragma GCC unroll 4
+  for (int step = 1; step < LANES; step *= 2) {
+    vi low, high;
+    for (int j = 0; j < LANES; j++) {
+      low[j] = j & step ? LANES + j - step : j;
+      high[j] = j & step ? LANES + j : j + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      if (i & step) continue;
+      vi first = a[i];
+      a[i] = __builtin_shuffle(first, a[i + step], low);
+      a[i + step] = __builtin_shuffle(first, a[i + step], high);
+    }
+  }
+}
+
+// k [n_key, n], floats or pairs -> [keys / ROWS][n][ROWS]; whatever there is from n_key on
+static void transpose_keys(const int32_t* k, int n_key, int n, int32_t* to) {
+  for (int j = 0; j < n_key; j += LANES)
+    for (int h = 0; h < n; h += LANES) {
+      vi a[LANES];
+      for (int i = 0; i < LANES; i++) a[i] = load<vi>(k + std::min(j + i, n_key - 1) * n + h);
+      transpose(a);
+      int32_t* block = to + (long)(j / ROWS * n + h) * ROWS + j % ROWS;
+      for (int i = 0; i < LANES; i++) store(block + i * ROWS, a[i]);
+    }
 }
 
 // v [n, V] of bf16, H apart -> pairs [n / 2, Vp], neighbours in a word; zeros from n on
 static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t* to) {
-  for (int j = 0; j < n; j += 2)
-    for (int h = 0; h < V; h++)
-      to[j / 2 * Vp + h] = v[j * H + h] | (j + 1 < n ? v[(j + 1) * H + h] : 0) << 16;
+  for (int j = 0; j < n; j += 2) {
+    const uint16_t *first = v + j * H, *second = first + H;
+    int32_t* pairs = to + j / 2 * Vp;
+    if (j + 1 < n)
+      for (int h = 0; h < V; h++) pairs[h] = first[h] | second[h] << 16;
+    else
+      for (int h = 0; h < V; h++) pairs[h] = first[h];
+  }
 }
 
-// s [KEYS], scores of n keys -> their weights; what is masked has none
-static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, float* top, float* sum,
-                  float* out, int Hp) {
+// s [KEYS], scores of n keys -> their weights, floats or bf16; what is masked has none. is_masked:
+// something is
+template <bool AS_BF16>
+static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int n, float* s,
+                  float* top, float* sum, float* out, int Hp) {
   int end = padded(n, LANES);
   if (op.cap)
     for (int j = 0; j < end; j += LANES) store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
-  if (memchr(mask, 0, n))
+  if (is_masked)
     for (int j = 0; j < n; j++) s[j] = mask[j] ? s[j] : -INFINITY;
   for (int j = n; j < end; j++) s[j] = -INFINITY;
   vf tops = load<vf>(s);
@@ -1161,9 +1229,16 @@ static void weigh(const Attention& op, const uint8_t* mask, int n, float* s, flo
   }
   vf sums = {};
   for (int j = 0; j < end; j += LANES) {
-    vf p = exp_of(load<vf>(s + j) - new_top);
-    sums += p;
-    store(s + j, p);
+    if (AS_BF16) {
+      constexpr float LOG2_E = 1.44269504f;
+      vf p = power_of_2(load<vf>(s + j) * LOG2_E - new_top * LOG2_E);
+      sums += p;
+      write_floats((const float*)&p, LANES, s, BF16, j);         // before what is read next
+    } else {
+      vf p = exp_of(load<vf>(s + j) - new_top);
+      sums += p;
+      store(s + j, p);
+    }
   }
   if (new_top > *top) {
     float old = *top == -INFINITY ? 0 : std::exp(*top - new_top);
@@ -1205,9 +1280,13 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     if (few) {
       few_scores_of<FEW>(n_row, q + from * Hp, keys, n, H, s);
     } else if (BY_PAIRS) {
-      for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
+      const int32_t* pairs = (const int32_t*)keys;
+      if (H < Hp) {
+        for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
+        pairs = (const int32_t*)k;
+      }
       pair_values((const uint16_t*)values, n, V, H, Vp, (int32_t*)v);
-      transpose_keys((const int32_t*)k, n, Hp / 2, (int32_t*)turned);
+      transpose_keys(pairs, n, Hp / 2, (int32_t*)turned);
       for (int j = 0; j < n; j += ROWS)
         tiles(n_row, (const int32_t*)turned + j * Hp / 2, ROWS, Hp / 2,
               (const int32_t*)q_pairs + from * Hp / 2, Hp / 2, s + j, KEYS, false);
@@ -1216,15 +1295,17 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
         read_floats(op.k_cache, op.cache_type, at + (long)j * H, H, k + j * Hp);
         read_floats(op.v_cache, op.cache_type, at + (long)j * H, V, v + j * Vp);
       }
-      transpose_keys(k, n, Hp, turned);
+      transpose_keys((const int32_t*)k, n, Hp, (int32_t*)turned);
       for (int j = 0; j < n; j += ROWS)
         tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, s + j, KEYS, false);
     }
-    for (int r = from; r < n_query; r++) {
-      float* weights = score + r * KEYS;
-      weigh(op, mask_of(op, task.b, task.t0 + r / share) + key, n, weights, softmax.top + r,
-            softmax.sum + r, softmax.out + r * Vp, Vp);
-      if (BY_PAIRS && !few) write_floats(weights, padded(n, LANES), weights, BF16, 0);
+    auto weigh_rows = few || !BY_PAIRS ? weigh<false> : weigh<true>;
+    for (int t = first_t; t < task.t1; t++) {
+      const uint8_t* mask = mask_of(op, task.b, t) + key;
+      bool is_masked = memchr(mask, 0, n);
+      for (int r = (t - task.t0) * share; r < (t - task.t0 + 1) * share; r++)
+        weigh_rows(op, mask, is_masked, n, score + r * KEYS, softmax.top + r, softmax.sum + r,
+                   softmax.out + r * Vp, Vp);
     }
     for (int h = 0; h < Vp; h += ROWS) {
       if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Vp, true);
