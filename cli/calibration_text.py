@@ -4,6 +4,7 @@
 """
 
 import time
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -12,9 +13,24 @@ from torch import Tensor
 from cli.common import english_text, log
 from model import Transformer
 
-# Half of the rows begin with nothing: what a model says most. The others differ in language.
-OPENINGS = ("The ", "In the year ", "How to ", "def ", "#include <", "Die ", "Le ", "La ciudad ",
-            "在", "1. ", "import ", "Question: ", "<!DOCTYPE html>", "В ", "Il ", "O ", "日本")
+# What a model says most is of one kind: so that other kinds are there, half of the rows begin so
+OPENINGS = (
+    "The city lies on the bank of a river and has about twenty thousand inhabitants. ",
+    "Die Stadt liegt am Ufer eines Flusses und hat etwa zwanzigtausend Einwohner. Im Sommer ",
+    'def read_lines(path):\n    """Return the lines of a file."""\n',
+    "La ville se trouve au bord d'une rivière et compte environ vingt mille habitants. En été, ",
+    "La ciudad está a la orilla de un río y tiene unos veinte mil habitantes. En verano ",
+    "#include <stdio.h>\n\nint main(int argc, char **argv) {\n",
+    "Город расположен на берегу реки, в нём живёт около двадцати тысяч человек. Летом ",
+    "这座城市位于河边，约有两万居民。夏天，",
+    "<!DOCTYPE html>\n<html>\n<head>\n",
+    "A cidade fica à beira de um rio e tem cerca de vinte mil habitantes. No verão ",
+    "La città si trova sulla riva di un fiume e conta circa ventimila abitanti. In estate ",
+    "Question: What is the square root of 144?\nAnswer:",
+    "その町は川のほとりにあり、人口は約二万人です。夏には",
+    "De stad ligt aan de oever van een rivier en telt ongeveer twintigduizend inwoners. ",
+    "SELECT name, COUNT(*) FROM orders ",
+    "Miasto leży nad brzegiem rzeki i liczy około dwudziestu tysięcy mieszkańców. Latem ")
 REQUESTS = ("Hello!", "Write a short story.", "Explain how a bicycle works.", "Was ist Musik?",
             "Écris un poème.", "Write a Python function that sorts a list.", "¿Qué es el agua?")
 
@@ -58,14 +74,19 @@ def task_texts(names: list[str], include_path: str | None):
 
 
 def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
-    """What n_row texts begin with; every fourth is a conversation, where there is a template."""
+    """What n_row texts begin with, of each four: nothing, a conversation if there is a template for
+    one, and two of the OPENINGS."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else sorted(eos_ids)[:1]
+    opening, request = cycle(OPENINGS), cycle(REQUESTS)
     rows = []
     for i in range(n_row):
-        ids = tokenizer.encode(OPENINGS[i // 2 % len(OPENINGS)]) if i % 2 else start
-        if i % 4 == 1 and tokenizer.chat_template:
-            message = dict(role="user", content=REQUESTS[i // 4 % len(REQUESTS)])
+        if i % 4 == 0:
+            ids = start
+        elif i % 4 == 1 and tokenizer.chat_template:
+            message = dict(role="user", content=next(request))
             ids = tokenizer.encode(tokenizer.render([message]), bos=False)
+        else:
+            ids = tokenizer.encode(next(opening))
         rows.append(ids or tokenizer.encode("The"))
     return rows
 

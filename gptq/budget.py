@@ -19,7 +19,7 @@ from layers.moe import ExpertLinear
 from model import Transformer
 from quantize import LINEARS, Scheme, scheme_named
 
-N_WINDOW, LENGTH, N_JUDGED = 4, 256, 64            # windows, their tokens, of which the last count
+N_WINDOW, LENGTH, N_JUDGED = 16, 128, 64           # windows, their tokens, of which the last count
 EIGHT = scheme_named("int8")
 
 
@@ -39,7 +39,8 @@ def n_bit(module: nn.Module, scheme: Scheme) -> int:
 @torch.inference_mode()
 def measure(model: Transformer, tokens: Tensor, scheme: Scheme) -> dict[str, float]:
     """tokens [n, T] -> for each linear's name the mean KL divergence in nats. Removes the cache."""
-    tokens = tokens[::max(1, len(tokens) // N_WINDOW), :LENGTH][:N_WINDOW].to(model.freq.device)
+    spread = torch.linspace(0, len(tokens) - 1, min(len(tokens), N_WINDOW)).round().long()
+    tokens = tokens[spread, :LENGTH].to(model.freq.device)
     model.setup_cache(0, tokens.shape[1])
     original, costs = _predicted(model, tokens), {}
     begin = last = time.perf_counter()

@@ -19,7 +19,7 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.load import load_part, put_table
 from formats.parameters import blank_model, disk_names
-from gptq.solve import corrected, nearest, output_error, solve
+from gptq.solve import corrected, nearest, output_error, shrunk, solve
 from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
 from quantize import Scheme
@@ -30,6 +30,7 @@ STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",)
           ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",),
           ("end.gate",), ("end.down",))
 CORRECTION = 0.5                                   # share of the inputs' deviation to make up for
+SHRINKAGE = 0.3                                    # share of the inputs' correlations to leave out
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
 
 
@@ -203,9 +204,10 @@ class Solver:
         if not weight.isfinite().all():
             raise ValueError(f"{name}.weight has weights that are infinite or no numbers")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
+        hessian = shrunk(hessian, SHRINKAGE).view(square)
         solved, error, rounding_error = [], 0.0, 0.0
-        for w, target, h, held in zip(weight.view(shape), module.weight.view(shape),
-                                      hessian.view(square), held_out.view(square)):
+        for w, target, h, held in zip(weight.view(shape), module.weight.view(shape), hessian,
+                                      held_out.view(square)):
             aim = w if cross is None else corrected(w, h, cross, CORRECTION, self.solve_options[0])
             found = solve(aim, h, self.scheme, *self.solve_options)
             error += output_error(self._values(*found) - w, held)

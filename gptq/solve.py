@@ -40,6 +40,14 @@ def nearest(weight: Tensor, scheme) -> Tensor:
     return rows.view(weight.shape)
 
 
+def shrunk(hessian: Tensor, share: float) -> Tensor:
+    """[..., in, in] -> the same with a share less of what inputs have to do with each other.
+
+    How large an input is holds for other texts; what goes with it is partly this text's own.
+    """
+    return hessian.lerp(hessian.diagonal(dim1=-2, dim2=-1).diag_embed(), share)
+
+
 def output_error(change: Tensor, hessian: Tensor) -> float:
     """The squared change of the outputs, summed over inputs with this Hessian: tr(dW H dW')."""
     return float(((change @ hessian) * change).sum())

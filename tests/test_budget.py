@@ -34,7 +34,7 @@ def test_what_is_measured_is_the_divergence(families, name):
     on_disk = {n for name in names for n in disk_names(f"{name}.weight")}
     assert on_disk == {n for n in source.tensors if LINEARS.search(n)}
     assert costs.keys() == names.keys() and min(costs.values()) > 0
-    rows = tokens[::5][:4]
+    rows = tokens[[0, 1, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 19]]       # of 20
 
     def logits():
         ours.setup_cache(0, 32)

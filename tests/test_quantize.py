@@ -687,6 +687,22 @@ def test_corrected_is_least_squares():
     torch.testing.assert_close(half, (w + found) / 2)
 
 
+def test_shrunk_keeps_the_sizes():
+    """Of one Hessian or of each expert's; with all correlations left out GPTQ is rounding again."""
+    w, hessian = problem(1, 8, 64)
+    both = torch.stack((hessian, 3 * hessian))
+    for share in (0.0, 0.3, 1.0):
+        found = gptq.shrunk(both, share)
+        expected = torch.where(torch.eye(64) > 0, both, (1 - share) * both)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gptq.shrunk(hessian, share), expected[0])
+    d = hessian.diagonal().rsqrt()
+    alone = gptq.shrunk(d[:, None] * hessian * d, 1.0)     # of inputs that are equally large
+    assert all(torch.equal(a, b) for a, b in zip(solved(w, alone, 32), nearest(w, 32)))
+    less = solved(w, gptq.shrunk(hessian, 0.3), 32)
+    assert error(w, solved(w, hessian, 32), hessian) < error(w, less, hessian) < error(w, nearest(w, 32), hessian)
+
+
 def test_grid_is_the_best_of_what_was_tried():
     """Never worse than from the smallest to the largest weight; exact where sixteen values are exact; weighted."""
     w = drawn(1, 50, 32) * drawn(2, 50, 1).exp()
@@ -823,6 +839,7 @@ def test_gptq_of_a_model(families, name):
         w, h = torch.cat([plain.tensors[p].whole() for p in pieces], -2), hessian
         if h.dim() > 2:
             w, h = w[1], h[1]
+        h = gptq.shrunk(h, calibrate.SHRINKAGE)
         aim = w.float() if cross is None else gptq.corrected(w.float(), h, cross, calibrate.CORRECTION)
         found = gptq.solve(aim, h, Int4(32))
         leaves = [torch.cat([source.tensors[p.replace("weight", leaf)].whole() for p in pieces], -2) for leaf in ("weight", "scales", "zeros")]
@@ -835,11 +852,11 @@ def test_gptq_of_a_model(families, name):
                               and not name.endswith("rates")) - len(routed) * (
                                   1 + bool(moe and moe.shared_dim and moe.shared_gate))
     middle = sorted(ratios)[len(ratios) // 2]              # a random model's deviations, which are made up for, are large
-    assert middle < (1.01 if name == "muse_glimmer" else 1) and "median ratio" in solver.summary()
+    assert middle < (1.05 if name == "muse_glimmer" else 1) and "median ratio" in solver.summary()
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma3_text", "deepseek_v2", "gemma4", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_moe", "gemma3_text", "deepseek_v2", "gemma4", "qwen3_5_text", "muse_glimmer"])
 def test_gptq_is_nearer_than_rounding(families, name, act_order):
     """What counts in the end: the whole model's logits, on text that it did not see."""
     source, _ = gptq_source(families, name, act_order, head="none")
