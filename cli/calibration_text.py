@@ -13,7 +13,7 @@ from torch import Tensor
 from cli.common import english_text, log
 from model import Transformer
 
-# What a model says most is of one kind: so that other kinds are there, half of the rows begin so
+# What a model says most is of one kind: so that other kinds are there, most rows begin so
 OPENINGS = (
     "The city lies on the bank of a river and has about twenty thousand inhabitants. ",
     "Die Stadt liegt am Ufer eines Flusses und hat etwa zwanzigtausend Einwohner. Im Sommer ",
@@ -74,15 +74,15 @@ def task_texts(names: list[str], include_path: str | None):
 
 
 def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
-    """What n_row texts begin with, of each four: nothing, a conversation if there is a template for
-    one, and two of the OPENINGS."""
+    """What n_row texts begin with, of each eight: nothing, a conversation if there is a template
+    for one, and OPENINGS."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else sorted(eos_ids)[:1]
     opening, request = cycle(OPENINGS), cycle(REQUESTS)
     rows = []
     for i in range(n_row):
-        if i % 4 == 0:
+        if i % 8 == 0:
             ids = start
-        elif i % 4 == 1 and tokenizer.chat_template:
+        elif i % 8 == 1 and tokenizer.chat_template:
             message = dict(role="user", content=next(request))
             ids = tokenizer.encode(tokenizer.render([message]), bos=False)
         else:

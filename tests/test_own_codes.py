@@ -122,12 +122,12 @@ def test_the_model_writes_what_it_is_calibrated_on(families):
     assert rows.shape == (8, 40) and rows.min() >= 0 and rows.max() < 160
     assert torch.equal(rows, written(model, Words(), {3, 4}, 8, 40)) and model.max_batch_size == 0
     for i in range(8):
-        begin = [7] if i % 4 == 0 else [7, 10 + len(OPENINGS[i - 1 - i // 4]), 11]
+        begin = [7] if i == 0 else [7, 10 + len(OPENINGS[i - 1]), 11]
         assert rows[i, :len(begin)].tolist() == begin
     ended = torch.isin(rows[:, :-1], torch.tensor([3, 4])) & (torch.arange(39) >= 3)
     assert (rows[:, 1:][ended] == 7).all() and len({tuple(row) for row in rows.tolist()}) > 5
-    assert openings(Chatty(), {3}, 6) == [[7], [10 + len("Hello!"), 11], *([7, 10 + len(o), 11] for o in OPENINGS[:2]),
-                                          [7], [10 + len(REQUESTS[1]), 11]]
+    assert openings(Chatty(), {3}, 10) == [[7], [10 + len("Hello!"), 11], *([7, 10 + len(o), 11] for o in OPENINGS[:6]),
+                                           [7], [10 + len(REQUESTS[1]), 11]]
 
 
 def test_without_a_token_that_begins_texts():
