@@ -6,6 +6,7 @@
 
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -300,6 +301,7 @@ def run(argv=None) -> int:
         try:
             line = f"ok      {name}: {known[name](device)}"
         except Exception as e:                     # one that breaks must not hide the others
+            traceback.print_exc()
             line, failed = f"FAILED  {name}: {type(e).__name__}: {str(e).splitlines()[0]}", 1
         print(f"{line} ({time.perf_counter() - start:.0f} s)", flush=True)
         torch._dynamo.reset()
