@@ -19,6 +19,7 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.load import load_part, put_table
 from formats.parameters import blank_model, disk_names
+from gptq.refine import refined
 from gptq.solve import corrected, nearest, output_error, shrunk, solve
 from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
@@ -210,6 +211,7 @@ class Solver:
                                       held_out.view(square)):
             aim = w if cross is None else corrected(w, h, cross, CORRECTION, self.solve_options[0])
             found = solve(aim, h, self.scheme, *self.solve_options)
+            found = refined(aim, h, *found, self.scheme, *self.solve_options[:2])
             error += output_error(self._values(*found) - w, held)
             rounding_error += output_error(nearest(w, self.scheme) - w, held)
             target.copy_(self._values(*found))

@@ -32,7 +32,7 @@ from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
 from formats.quantized import describe, leaves_of, quantized, schemes
 from formats.shapes import random_checkpoint
-from gptq import calibrate
+from gptq import calibrate, refine
 from gptq import solve as gptq
 from kernels import cpu as kernels
 from kernels.cpu import INT4_CPU, INT8_CPU
@@ -687,6 +687,58 @@ def test_corrected_is_least_squares():
     torch.testing.assert_close(half, (w + found) / 2)
 
 
+def test_grids_are_least_squares_for_all_codes_of_a_row():
+    """Beside lstsq on one row's unknowns, inputs' root and codes in float64."""
+    w, hessian = problem(40, 6, 96)
+    q, scales, zeros = solved(w, hessian, 32)
+    root = torch.linalg.cholesky(hessian.double()).T       # H = R' R
+    off = (w - worth(q, scales, zeros)).float() @ hessian
+    found = refine.fitted_grids(off, hessian, q, scales, zeros, 32)
+    member = torch.eye(3, dtype=torch.float64).repeat_interleave(32, 0)
+    for row in range(6):
+        design = torch.cat(((q[row].double() - 8)[:, None] * member, member), 1)
+        expected = torch.linalg.lstsq(root @ design, root @ w[row].double()).solution
+        torch.testing.assert_close(torch.cat((found[0][row], found[1][row])).double(), expected, rtol=5e-3, atol=2e-3)
+    few = torch.full_like(q, 3.0)                          # one code only: a scale says nothing there
+    same = refine.fitted_grids((w - worth(few, scales, zeros)).float() @ hessian, hessian, few, scales, zeros, 32)
+    assert all(t.isfinite().all() for t in same) and (same[0] > 0).all()
+
+
+@pytest.mark.parametrize("blocksize", [1, 40, 1000])
+def test_settled_codes_are_each_the_best_where_all_others_stay(blocksize):
+    """One column after another, by trying all sixteen in float64."""
+    w, hessian = problem(50, 6, 64)
+    q, scales, zeros = solved(w, hessian, 32)
+    expected = q.clone()
+    for i in range(64):
+        tried = torch.stack([expected.clone() for _ in range(16)])
+        tried[..., i] = torch.arange(16.0)[:, None]
+        change = torch.stack([worth(t, scales, zeros) - w.double() for t in tried])
+        costs = (change @ hessian.double() * change).sum(-1)
+        expected[:, i] = costs.argmin(0).float()
+    value = worth(q, scales, zeros).float()
+    found = refine.settled_codes(value - w, hessian, value, scales, zeros, Int4(32), blocksize)
+    assert (found == expected).float().mean() > 0.99       # two as good: fp32 decides
+
+
+def test_refined_is_better_than_solved():
+    """On inputs that it saw and on such that it did not; singular ones too."""
+    ratios, unseen = [], []
+    for seed in range(0, 200, 10):
+        w, hessian = problem(seed, 16, 96)
+        first = solved(w, hessian, 32)
+        found = refine.refined(w, hessian, *first, Int4(32))
+        assert torch.equal(found[1], found[1].bfloat16().float()) and torch.equal(found[0], found[0].round().clamp(0, 15))
+        ratios.append(error(w, found, hessian) / error(w, first, hessian))
+        mix = torch.linalg.cholesky(hessian.double() + 1e-3 * torch.eye(96))
+        x = drawn(seed + 7, 100, 96).double() @ mix.T
+        unseen.append(error(w, found, x.T @ x) / error(w, first, x.T @ x))
+    assert max(ratios) < 1 and sorted(ratios)[10] < 0.93 and sorted(unseen)[10] < 0.97
+    for hessian in (torch.zeros(96, 96), problem(2, 24, 96, 5)[1]):
+        found = refine.refined(w, hessian, *solved(w, hessian, 32), Int4(32))
+        assert all(t.isfinite().all() for t in found) and (found[1] > 0).all()
+
+
 def test_shrunk_keeps_the_sizes():
     """Of one Hessian or of each expert's; with all correlations left out GPTQ is rounding again."""
     w, hessian = problem(1, 8, 64)
@@ -841,7 +893,7 @@ def test_gptq_of_a_model(families, name):
             w, h = w[1], h[1]
         h = gptq.shrunk(h, calibrate.SHRINKAGE)
         aim = w.float() if cross is None else gptq.corrected(w.float(), h, cross, calibrate.CORRECTION)
-        found = gptq.solve(aim, h, Int4(32))
+        found = refine.refined(aim, h, *gptq.solve(aim, h, Int4(32)), Int4(32))
         leaves = [torch.cat([source.tensors[p.replace("weight", leaf)].whole() for p in pieces], -2) for leaf in ("weight", "scales", "zeros")]
         leaves = [t[1] if t.dim() > 2 else t for t in leaves]
         assert torch.equal(leaves[0], pack_nibbles(found[0])) and torch.equal(leaves[1].float(), found[1]) and torch.equal(leaves[2].float(), found[2])
