@@ -229,9 +229,7 @@ class QuantizedExperts(QuantizedLinear):
         if x.device.type == "cpu" or ends is None:
             y = packed_rows(x, ids, self.leaves(), self.kernel, self.shape[1])
         else:
-            weight = self.kernel.unpack(self.weight, x.shape[1])
-            weight = self.scheme.dequantize(weight, self.scales, self.zeros, x.dtype)
-            y = grouped_mm(x, weight, ends)
+            y = grouped_mm(x, self.scheme.dequantize(*self.leaves(), x.dtype), ends)
         return y if self.bias is None else y + self.bias[ids]
 
 

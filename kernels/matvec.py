@@ -38,7 +38,7 @@ def _(x, weight, scales, zeros, bias, norm, eps, residual, activation, ids, shar
 
 def matvec(x, weight, scales=None, zeros=None, bias=None, norm=None, eps=0.0, residual=None,
            activation="", ids=None, share=1) -> Tensor:
-    """x [M, in] by weight [out, in], as it is or in cuda.py's words -> [M, out].
+    """x [M, in] by weight [out, in], or codes as they lie on disk (plain.py) -> [M, out].
 
     norm [in], fp32: RMSNorm x before; activation: of a gate and what is beside it, both halves
     of the outputs; residual [M, out]: is added; ids [M share]: as many rows of outputs, row m of
@@ -59,9 +59,7 @@ def plain_matvec(x, weight, scales, zeros, bias, norm, eps, residual, activation
         weight, scales, zeros, bias = (t if t is None else t[ids]
                                        for t in (weight, scales, zeros, bias))
     if scales is not None:
-        from kernels.cuda import unpack_int4_cuda, unpack_int8_cuda
-        unpack = unpack_int8_cuda if zeros is None else unpack_int4_cuda
-        weight = dequantize(unpack(weight, x.shape[1]), scales, zeros, x.dtype)
+        weight = dequantize(weight, scales, zeros, x.dtype)
     if ids is not None:
         y = (weight @ x[..., None]).squeeze(-1)
         y = y if bias is None else y + bias

@@ -45,7 +45,7 @@ def packed_rows(x: Tensor, ids: Tensor, leaves: tuple, kernel: Kernel, n_out: in
     if is_compiling() and kernel is not PLAIN:
         return matvec(x, *leaves, ids=ids)
     weight, scales, zeros = (t if t is None else t[ids] for t in leaves)
-    w = dequantize(kernel.unpack(weight, x.shape[1]), scales, zeros, torch.float32)
+    w = dequantize(weight, scales, zeros, torch.float32)
     return (w * x[:, None].float()).sum(-1).to(x.dtype)
 
 

@@ -25,14 +25,12 @@ class Kernel(NamedTuple):
     rows: pack's weight, ids [...] -> those rows as on disk [..., in], or longer, where a head may
     also be an embedding. compiled: the packed three -> a Kernel that is faster under a compiler,
     its three.
-    unpack: pack's weight, in -> as on disk, where experts' weights are multiplied whole.
     """
 
     name: str
     product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
-    unpack: Callable[[Tensor, int], Tensor] = lambda weight, n_in: weight
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

@@ -203,8 +203,9 @@ def engines(device) -> str:
 def quantized(device) -> str:
     """Decoding with packed weights: each token is near the best for fp32 of what they stand for.
 
-    Rounding makes a router exchange experts, so a mixture may be further away; a token drawn
-    blindly is 3 standard deviations below the best.
+    Rounding makes a router exchange experts: with plain bf16 weights too single tokens of a mixture
+    are up to 2.6 standard deviations away (eight seeds), all tokens' mean 0.02 to 0.11, quantized
+    to 0.28. So of a mixture the mean counts; of tokens drawn blindly it is 3.
     """
     seen = []
     for how in (dict(mode="int8"), dict(mode="int4", groupsize=64)):
@@ -218,11 +219,10 @@ def quantized(device) -> str:
                     plain.setup_cache(0, 128)
                     logits = plain(whole, torch.arange(70, device=device), 51)[0, :-1]
                 lack = logits.amax(-1) - logits.gather(1, whole[0, 20:, None])[:, 0]
-                lack = (lack.max() / logits.std()).item()
-                most = 1.5 if name == "Mixtral" else 0.5
-                assert lack < most, f"{name}, {how}, {engine}: a token {lack:.2f} below the best"
-                seen.append(lack)
-    return f"each token within {max(seen):.2f} standard deviations of the best logit in fp32"
+                lack = lack.mean() if name == "Mixtral" else lack.max()
+                seen.append((lack / logits.std()).item())
+                assert seen[-1] < 0.5, f"{name}, {how}, {engine}: {seen[-1]:.2f} below the best"
+    return f"tokens within {max(seen):.2f} standard deviations of the best logit in fp32"
 
 
 def drafting(device) -> str:

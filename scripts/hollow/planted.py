@@ -47,21 +47,20 @@ def loop_faults() -> dict[str, tuple]:
 
 def number_faults() -> dict[str, tuple]:
     """-> name: what is put in, and the arguments of numbers.compare() that show it."""
-    from kernels import cuda, few_rows
-    attention, words = few_rows.cached_attention, cuda.to_words
+    from kernels import few_rows
+    attention, matvec = few_rows.cached_attention, few_rows.matvec
 
     def unmasked(*args):
         return attention(*args[:5], torch.ones_like(args[5]), *args[6:])
 
-    def reversed_words(codes, bits):
-        return words(codes.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), bits)
+    def swapped(x, weight, scales, zeros, *rest):
+        weight = weight if zeros is None else weight >> 4 | weight << 4
+        return matvec(x, weight, scales, zeros, *rest)
     return {
         "no mask": ([patch.object(few_rows, "cached_attention", unmasked)],
                     dict(family="Llama", case="verify")),
         "another order of nibbles": (
-            [patch.object(cuda, "to_words", reversed_words),
-             patch.object(cuda, "from_words", lambda w, bits, plain=cuda.from_words:
-                          plain(w, bits).unflatten(-1, (-1, 2)).flip(-1).flatten(-2))],
+            [patch.object(few_rows, "matvec", swapped)],
             dict(family="Llama", case="decode", mode="int4", groupsize=32)),
     }
 
