@@ -3,7 +3,8 @@
 Owns which linears are solved together. The text goes through twice: through the model as it was,
 and as it has become, whose inputs a layer is solved for (the embedding is as it was). A part of
 what these are off by, the layer makes up for. One layer's weights and all windows' hidden states
-are in memory at a time. The codes are a quantize.Scheme's, the mathematics solve.py's.
+and mixed heads are in memory at a time. The codes are a quantize.Scheme's, the mathematics of
+solve.py and refine.py.
 
     solver = Solver(source, tokens, device, dtype, scheme_named("int4-g32"))
     solver("layers.0.attn.wq.weight")              # -> the scheme's leaves: weight, scales, zeros
@@ -85,7 +86,8 @@ class Solver:
             self.own.append([inputs[3:] for inputs in self.layer_inputs])
         self.x_original = list(self.x)
         self.keys = {}                             # is original?, layer, window -> what later
-        n = len(self.x)                            # layers take of it
+        self.mixed = {}                            # layers take of it. Window -> inputs of wo
+        n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
         self.layer, self.solved, self.ratios = -1, {}, []
         self.begin = time.perf_counter()
@@ -118,8 +120,12 @@ class Solver:
             stage = [n for n in stage if n in modules and n not in rounded]
             hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
+            if stage == ["attn.wo"]:               # its inputs stay: nothing before it is solved
+                layer.attn.forward = lambda *_: layer.attn.wo(self.mixed[self.window])
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
+        vars(layer.attn).pop("forward", None)
+        self.mixed = {}
         layer.to("meta")
         self.ratios += ratios
         self._report(statistics.median(ratios or [1.0]))
@@ -153,12 +159,16 @@ class Solver:
         if isinstance(layer.attn, SharedAttention):
             key = original, layer.attn.source_layer, i
             layer.attn.source[1].own_keys = self.keys[key]
-        given = self.layer_inputs[self.layer][:3]
+        given, self.window = self.layer_inputs[self.layer][:3], i
         x = (self.x_original if original else self.x)[i]
         x = layer(x, *given, None, *self.own[i][self.layer])
-        attend = getattr(layer.attn, "attend", None)
-        self.keys[original, self.layer, i] = getattr(attend, "own_keys", None)
+        self._keep_keys(layer, original)
         return x
+
+    def _keep_keys(self, layer, original: bool = False) -> None:
+        if self.window not in self.mixed:          # else its attention has not run again
+            attend = getattr(layer.attn, "attend", None)
+            self.keys[original, self.layer, self.window] = getattr(attend, "own_keys", None)
 
     def _hessians(self, layer, module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the module's inputs, from the text to calibrate on and the text held out.
@@ -184,6 +194,9 @@ class Solver:
             if cross is not None and not held:     # in the model's dtype: five times faster
                 off = (originals[i].float() - x).to(rows.dtype)
                 cross.add_(off.T @ rows)
+            if module is getattr(layer.attn, "wo", None):
+                self._keep_keys(layer)
+                self.mixed[i] = inputs[0]
             raise InputsRecorded
 
         hook = module.register_forward_pre_hook(see)

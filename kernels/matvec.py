@@ -1,8 +1,8 @@
 """A few rows by a weight matrix, as one operator of a compiled GPU step, and its plain reference.
 
-What it reads is normalized and what it writes is activated or added to on the way, in the same
-roundings as the modules' own. triton_matvec.py does it on a GPU; on a CPU the reference runs, so
-that whatever uses the operator can be tested there.
+What it reads is normalized and what it writes is activated or added to on the way, in the modules'
+own roundings, but that on a GPU the normalized row is not rounded. triton_matvec.py does it there;
+on a CPU the reference runs, so that whatever uses the operator can be tested.
 
     y = matvec(x, weight, norm=norm.weight, eps=norm.eps)        # [M, in], M <= 8 -> [M, out]
 """

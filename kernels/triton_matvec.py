@@ -62,14 +62,13 @@ def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, n_row, eps, 
             w = _read(weight + row_at * n_in + column, column, n_in, even).to(tl.float32)
             acc += tl.sum(w * h, 3)
         else:                                                  # s (code - 8) + z
-            four = at // 4 + 2 * t + tl.arange(0, 2)
-            codes = _read(weight + row_at * (n_in // 4) + four, four, n_in // 4, even)
-            codes = codes.to(tl.int32)[:, :, :, :, None] << 19 - 4 * tl.arange(0, 4)
-            codes = (codes & 0x780000 | sixteen).reshape(T, 1, R, 8).to(tl.float32, bitcast=True)
-            first = at + 8 * t
-            g_at = row_at * (n_in // group) + first // group
-            s = _read(scales + g_at, first, n_in, even).to(tl.float32).reshape(T, 1, R)
-            z = _read(zeros + g_at, first, n_in, even).to(tl.float32).reshape(T, 1, R)
+            word_at = weight + row_at * (n_in // 4) + at // 4 + 2 * t
+            word = _read(word_at.to(tl.pointer_type(tl.int32)), at + 8 * t, n_in, even)
+            codes = word >> 4 * tl.arange(0, 8) << 19 & 0x780000 | sixteen
+            codes = codes.to(tl.float32, bitcast=True)
+            g_at = row_at * (n_in // group) + at // group + 8 * t // group
+            s = _read(scales + g_at, at + 8 * t, n_in, even).to(tl.float32).reshape(T, 1, R)
+            z = _read(zeros + g_at, at + 8 * t, n_in, even).to(tl.float32).reshape(T, 1, R)
             acc += s * tl.sum(codes * h, 3) + (z - 24 * s) * tl.sum(h, 3)
 
     result = tl.sum(acc, 0)                                    # [M, R]
@@ -109,8 +108,9 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     n_out = n_row // (2 if activation else 1)
     group = n_in if zeros is None else n_in // scales.shape[-1]
     M = 1 if ids is not None else x.shape[0]
-    R = 1 if scales is None else 2 if zeros is None else 4
-    R = max(R if n_row >= MANY_OUT and M < 4 else R // 2, 2 if activation else 1)
+    R = 1 if scales is None else 2 if zeros is None else 4     # fewer bits: x is read more often
+    R = max(R if n_row >= MANY_OUT else R // 2, 2 if activation or M > 1 else 1)
+    R = min(R, 2) if M > 1 else R                              # or registers are short
     W = 2 if n_in <= 512 else 4 if n_in <= 4096 else 8
     y = x.new_empty(share * x.shape[0], n_out)
     grid = triton.cdiv(n_out, R // 2 if activation else R), len(y) if ids is not None else 1
