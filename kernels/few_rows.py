@@ -3,7 +3,8 @@
     [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
 
 What a layer has beside that (norms after a branch, experts, LayerNorm) runs as in the plain layer,
-between these. Of more than MOST_ROWS rows only the attention is ours.
+between these. Several rows by plain weights are a library's product, and of more than MOST_ROWS
+only the attention is ours.
 """
 
 import torch
@@ -88,8 +89,7 @@ def fused(kind: type) -> type:
                 return x + self.post_ffn_norm(hooked(ffn, y.view_as(x)))
             if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
                 return x + self.post_ffn_norm(ffn(self.ffn_norm(x)))
-            is_ours = leaves(ffn.gate_up) and x.shape[:-1].numel() <= MOST_ROWS
-            activation = few.activation if is_ours else ""
+            activation = few.activation if ours(ffn.gate_up, x) else ""
             h = project(ffn.gate_up, x, self.ffn_norm, few.norm, activation)
             if not activation:
                 h = ffn.activation(*h.chunk(2, dim=-1))
@@ -97,12 +97,19 @@ def fused(kind: type) -> type:
     return FusedLayer
 
 
+def ours(linear: nn.Module, x: Tensor) -> tuple | None:
+    """Its weights, as matvec() takes them, where that is the faster product of so many rows."""
+    weights = leaves(linear)
+    is_plain = weights is not None and weights[1] is None
+    return weights if x.shape[:-1].numel() <= (1 if is_plain else MOST_ROWS) else None
+
+
 def project(linear, x, norm, fusable: bool, activation: str = "", residual=None) -> Tensor:
     """linear(norm(x)), activated or added to the residual, x [B, T, D]."""
-    weights = leaves(linear)
+    weights = ours(linear, x)
     if norm is not None and not (fusable and weights and x.shape[:-1].numel() == 1):
         x, norm = norm(x), None                    # several rows: written once, not by each program
-    if weights is None or x.shape[:-1].numel() > MOST_ROWS:
+    if weights is None:
         y = linear(x)
         return y if residual is None else residual + y
     flat = residual if residual is None else residual.view(-1, residual.shape[-1])

@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.triton_matvec import facts
 
 KEYS = 64                                          # looked at together, if they are not wide
 PROGRAMS = 256                                     # twice as many as a GPU has multiprocessors
@@ -40,7 +43,11 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
                found, y, scale, cap, eps, angle_stride, mask_stride, slot_stride, kv_len,
                n_slot, ring: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
                H: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, Q: tl.constexpr,
-               S: tl.constexpr, n_split: tl.constexpr, precision: tl.constexpr):
+               S: tl.constexpr, n_split: tl.constexpr, precision: tl.constexpr,
+               early: tl.constexpr):
+    if early:                                      # what comes next may load its weights already
+        gdc_launch_dependents()
+        gdc_wait()                                 # for qkv
     G: tl.constexpr = N // K                       # queries that share a key head
     head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kind = qkv.dtype.element_ty
@@ -159,12 +166,13 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     angle_stride = cos.stride(0) if cos.dim() == 4 else 0
     mask_stride = mask.stride(0) if mask.dim() == 4 else 0
     slot_stride = slot.stride(0) if slot.dim() == 2 else 0
+    early = facts(qkv.device)[1]
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, found, y,
         scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
         N, K, T, H, half, 2 * half, Q, keys, n_split,
-        "ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2)
+        "ieee" if qkv.dtype == torch.float32 else "tf32", early,
+        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2, launch_pdl=early)
     return y
 
 
