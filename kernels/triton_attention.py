@@ -166,13 +166,13 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     angle_stride = cos.stride(0) if cos.dim() == 4 else 0
     mask_stride = mask.stride(0) if mask.dim() == 4 else 0
     slot_stride = slot.stride(0) if slot.dim() == 2 else 0
-    early = facts(qkv.device)[1]
+    _, overlap = facts(qkv.device)
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, found, y,
         scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
         N, K, T, H, half, 2 * half, Q, keys, n_split,
-        "ieee" if qkv.dtype == torch.float32 else "tf32", early,
-        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2, launch_pdl=early)
+        "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlap),
+        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2, **overlap)
     return y
 
 

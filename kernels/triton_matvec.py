@@ -175,12 +175,13 @@ def _matvec(x, norm, weight, scales, zeros, bias, residual, ids, y, eps, flip, n
 
 
 @functools.cache
-def facts(device: torch.device) -> tuple[int, bool]:
-    """How many multiprocessors; may a launch begin while the one before it ends?"""
+def facts(device: torch.device) -> tuple[int, dict]:
+    """How many multiprocessors; options of a launch that begins while the one before it ends."""
     if device.type != "cuda":                      # Triton's interpreter
-        return 1, False
+        return 1, {}
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return torch.cuda.get_device_properties(device).multi_processor_count, hopper
+    n_multi = torch.cuda.get_device_properties(device).multi_processor_count
+    return n_multi, {"launch_pdl": True} if hopper else {}
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
@@ -192,15 +193,15 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     group = n_in if zeros is None else n_in // scales.shape[-1]
     bits = 16 if scales is None else 8 if zeros is None else 4
     M = 1 if ids is not None else x.shape[0]
-    y = x.new_empty(share * x.shape[0], n_out)
-    n_y = len(y) if ids is not None else 1
     if M > 1 and M * n_in > ROOM:                  # or registers are short
         parts = x.tensor_split(triton.cdiv(M * n_in, ROOM))
         left = [None] * len(parts) if residual is None else residual.tensor_split(len(parts))
         return torch.cat([launch(part, weight, scales, zeros, bias, norm, eps, old, activation,
                                  ids, share) for part, old in zip(parts, left)])
 
-    n_multi, early = facts(x.device)               # what follows was measured: docs/gpu.md
+    y = x.new_empty(share * x.shape[0], n_out)
+    n_y = len(y) if ids is not None else 1
+    n_multi, overlap = facts(x.device)             # what follows was measured: docs/gpu.md
     R = 2 if bits == 16 else 8 if bits == 4 and M == 1 else 4
     while R > 2 and n_row * n_y < 2 * R * n_multi:
         R //= 2
@@ -211,6 +212,6 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     n_turn = 1 if bits < 16 or M > 1 else min(n_tile, triton.cdiv(n_tile * n_y, resident))
     _matvec[triton.cdiv(n_tile, n_turn), n_y](
         x, norm, weight, scales, zeros, bias, residual, ids, y, eps, FLIP[bits], n_turn, share,
-        n_in, n_out, group, bits, activation, M, R, W * WARP, n_turn > 1, early,
-        num_warps=W, num_stages=1, launch_pdl=early)
+        n_in, n_out, group, bits, activation, M, R, W * WARP, n_turn > 1, bool(overlap),
+        num_warps=W, num_stages=1, **overlap)
     return y

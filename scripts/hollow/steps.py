@@ -50,7 +50,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
           "gpt2": ("none",)}
 LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
 SUMS = 8 << 10                                     # that a product has, for threads' sums only
-WIDEST = {16: "LDG.E.EF.128", 8: "LDG.E.EF.64", 4: "LDG.E.EF"}     # loads of weights, by bits
+WIDEST = "LDG.E.EF.128"                            # loads of weights
 SPILLED = 8                                        # bytes, by attention: of 64 queries two
 MOST_LAUNCHES = {"Llama-2-7B": 5, "Llama-3.1-8B": 5, "Llama-3.2-1B": 5, "Qwen3-8B": 5}  # a layer
 N_ROW = 4                                          # of a batch, whose weights stay packed too
@@ -105,7 +105,7 @@ def read_code(launch, known: dict) -> sass.Code:
     constants = tuple(v if isinstance(v, int | float | str) else v is None
                       for v in launch.arguments)
     if constants not in known:
-        known[constants] = sass.read(device.compile_launch(launch), 1)     # its loop is unrolled
+        known[constants] = sass.read(device.compile_launch(launch), named(launch)["n_turn"])
     return known[constants]
 
 
@@ -170,7 +170,7 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
         if kernel.spilled:
             wrong.append(f"{label}: {kernel.spilled} bytes spilled")
         weights = {load: n for load, n in kernel.loads.items() if ".EF" in load}
-        if not weights.get(WIDEST[bits], 0) >= args["R"]:
+        if not weights.get(WIDEST, 0) >= args["R"]:
             wrong.append(f"{label}: loads of {weights}")
         if kernel.shared > SUMS:
             wrong.append(f"{label}: {kernel.shared} bytes shared")
