@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -146,7 +147,7 @@ def right(model, tokenizer, context: str, choices: list[str]) -> bool:
     return scores[0] == max(scores)
 
 
-def open_variant(source, original, tokenizer, name: str):
+def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
     """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
     if name in LLAMA_CPP:
         importance = {}
@@ -154,11 +155,11 @@ def open_variant(source, original, tokenizer, name: str):
             ids = tokenizer.encode(english_text())[:32 * 512]
             importance = importance_of(original, torch.tensor(ids).view(-1, 512))
         source, bits = q4_k_m(source, importance)
-        return load_model(source, torch.bfloat16, "cpu"), bits
+        return load_model(source, dtype, "cpu"), bits
     source = quantized(source, name) if name in SCHEMES else open_checkpoint(name)
     n_bit = sum(8 * math.prod(t.shape) * t.dtype.itemsize for t in source.tensors.values())
     n_weight = sum(p.numel() for p in original.parameters())
-    return load_model(source, torch.bfloat16, "cpu"), n_bit / n_weight
+    return load_model(source, dtype, "cpu"), n_bit / n_weight
 
 
 def run(argv: list[str] | None = None) -> int:
@@ -167,12 +168,14 @@ def run(argv: list[str] | None = None) -> int:
     p.add_argument("variants", nargs="+",
         help="schemes (int8, int4-g32, …), files, Q4_K_M, Q4_K_M+imatrix")
     p.add_argument("--window", type=int, default=1024)
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+        help="to compute in; float32 is many times faster on a CPU without bfloat16 arithmetic")
     args = p.parse_args(argv)
     for name in args.variants:
         if name not in SCHEMES and name not in LLAMA_CPP:
             resolve(name)                          # or say now that it is not there
-    source = open_checkpoint(args.model)
-    original = load_model(source, torch.bfloat16, "cpu")
+    source, dtype = open_checkpoint(args.model), getattr(torch, args.dtype)
+    original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
     tokenizer = tokenizers.load(source.tokenizer)
     found = texts(ROOT / "checkpoints/quality/texts")
@@ -180,9 +183,9 @@ def run(argv: list[str] | None = None) -> int:
     rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
             for name, text in found.items()}
     for name in ("bfloat16", *args.variants):
-        model, bits = original, 16.0
+        start, model, bits = time.perf_counter(), original, 16.0
         if name != "bfloat16":
-            model, bits = open_variant(source, original, tokenizer, name)
+            model, bits = open_variant(source, original, tokenizer, name, dtype)
             model.setup_cache(0, args.window)
         result = dict(weights=name, bits=bits)
         for text, of_text in rows.items():
@@ -192,6 +195,7 @@ def run(argv: list[str] | None = None) -> int:
         log(f"{name}: cloze")
         share = sum(right(model, tokenizer, *item) for item in items) / len(items)
         result["cloze"] = dict(accuracy=share, error=math.sqrt(share * (1 - share) / len(items)))
+        result["seconds"] = time.perf_counter() - start
         print(json.dumps(result), flush=True)
     return 0
 

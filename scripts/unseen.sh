@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# All rows of docs/quantization.md's "On texts that nobody calibrated on": makes the originals and the
+# GPTQ files in checkpoints/quality (what is there is kept), then prints a line for each file that it
+# made and for each row of a table, with the seconds it took:
+#   bash scripts/unseen.sh | tee rows.jsonl
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+smol=checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf
+gemma=checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf
+here=checkpoints/quality
+mkdir -p $here
+
+# make FILE COMMAND...: unless it is there
+make() {
+  local start=$SECONDS
+  [ -f "$1" ] && return
+  "${@:2}" --output "$1" >&2
+  printf '{"file": "%s", "seconds": %d}\n' "$1" $((SECONDS - start))
+}
+
+gptq="python quantize.py --mode int4-gptq"
+make $here/smol.g64.pth $gptq -m $smol --groupsize 64
+make $here/gemma.g32.pth $gptq -m $gemma --groupsize 32
+make $here/smol_dithered.pth python scripts/dither.py -m $smol
+make $here/gemma_dithered.pth python scripts/dither.py -m $gemma
+for name in smol:5.65 gemma:6.2; do
+  original=$here/${name%:*}_dithered
+  make $original.g32.pth $gptq -m $original.pth --groupsize 32
+  make $original.bits.pth $gptq -m $original.pth --groupsize 32 --bits ${name#*:}
+done
+
+python scripts/unseen.py -m $smol int8 int4-g64 $here/smol.g64.pth int4-g32
+python scripts/unseen.py -m $gemma int8 int4-g32 $here/gemma.g32.pth
+for original in $here/smol_dithered $here/gemma_dithered; do
+  python scripts/unseen.py -m $original.pth \
+    int4-g32 $original.g32.pth Q4_K_M Q4_K_M+imatrix $original.bits.pth
+done
