@@ -3,8 +3,8 @@
 Owns which linears are solved together. The text goes through twice: through the model as it was,
 and as it has become, whose inputs a layer is solved for (the embedding is as it was). A part of
 what these are off by, the layer makes up for. One layer's weights and all windows' hidden states
-and mixed heads are in memory at a time. The codes are a quantize.Scheme's, the mathematics of
-solve.py and refine.py.
+and inputs of its linears are in memory at a time. The codes are a quantize.Scheme's, the
+mathematics of solve.py and refine.py.
 
     solver = Solver(source, tokens, device, dtype, scheme_named("int4-g32"))
     solver("layers.0.attn.wq.weight")              # -> the scheme's leaves: weight, scales, zeros
@@ -15,7 +15,7 @@ import sys
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from formats.checkpoint import Checkpoint
 from formats.load import load_part, put_table
@@ -31,6 +31,7 @@ STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",)
           ("attn.wq_kv_a",), ("attn.wq_b",), ("attn.wbcx",), ("attn.wo",), ("ffn.gate_up",),
           ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",),
           ("end.gate",), ("end.down",))
+LAST = {"attn.wo": "attn", "ffn.down": "ffn"}      # linears that a part of a layer ends with
 CORRECTION = 0.5                                   # share of the inputs' deviation to make up for
 SHRINKAGE = 0.3                                    # share of the inputs' correlations to leave out
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # to nearest: a prompt has no inputs of theirs
@@ -84,11 +85,11 @@ class Solver:
             self.x.append(x)
             self.layer_inputs = self.model.layer_inputs(shared)
             self.own.append([inputs[3:] for inputs in self.layer_inputs])
-        self.x_original = list(self.x)
-        self.keys = {}                             # is original?, layer, window -> what later
-        self.mixed = {}                            # layers take of it. Window -> inputs of wo
         n = len(self.x)
         self.held_out = {i for i in range(n) if i % 9 == 8} or {n - 1}
+        self.x_original = {i: x for i, x in enumerate(self.x) if i not in self.held_out}
+        self.keys = {}                             # by (is original?, layer, window), what later
+                                                   # layers take of it
         self.layer, self.solved, self.ratios = -1, {}, []
         self.begin = time.perf_counter()
 
@@ -118,14 +119,18 @@ class Solver:
             self._round(f"{name}.{n}", modules[n])
         for stage in STAGES:
             stage = [n for n in stage if n in modules and n not in rounded]
-            hessians = self._hessians(layer, modules[stage[0]]) if stage else ()
+            if not stage:
+                continue
+            module, part = modules[stage[0]], LAST.get(stage[0])
+            inputs = {} if part and not isinstance(module, ExpertLinear) else None
+            hessians = self._hessians(layer, module, inputs)
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
-            if stage == ["attn.wo"]:               # its inputs stay: nothing before it is solved
-                layer.attn.forward = lambda *_: layer.attn.wo(self.mixed[self.window])
+            if inputs:                             # nothing before it will change
+                getattr(layer, part).forward = self._end(module, inputs)
         for i in range(len(self.x)):
             self.x[i] = self._run(layer, i)
-        vars(layer.attn).pop("forward", None)
-        self.mixed = {}
+        for part in LAST.values():
+            vars(getattr(layer, part)).pop("forward", None)
         layer.to("meta")
         self.ratios += ratios
         self._report(statistics.median(ratios or [1.0]))
@@ -137,18 +142,18 @@ class Solver:
               f"{f', {left:.0f} s left' if left else ''}", file=sys.stderr, flush=True)
 
     def _run_original(self, layer, modules) -> dict:
-        """Before anything is solved -> the inputs [T, in] of each window, by module.
+        """Before anything is solved -> the inputs [T, in], by module and window to calibrate on.
 
         Of experts none: the rows that are routed to one are others than they will be.
         """
         inputs = {}
 
         def see(module, args):
-            inputs.setdefault(module, []).append(args[0].flatten(0, -2))
+            inputs.setdefault(module, {})[self.window] = args[0].flatten(0, -2)
         first = [next((modules[n] for n in stage if n in modules), None) for stage in STAGES]
         hooks = [module.register_forward_pre_hook(see) for module in first
                  if module is not None and not isinstance(module, ExpertLinear)]
-        for i in range(len(self.x)):
+        for i in self.x_original:
             self.x_original[i] = self._run(layer, i, original=True)
         for hook in hooks:
             hook.remove()
@@ -165,16 +170,26 @@ class Solver:
         self._keep_keys(layer, original)
         return x
 
+    def _end(self, linear: nn.Module, inputs: dict[int, Tensor]):
+        """A part's forward, once its last linear is solved: of that one, and once for a window."""
+        outputs = {}
+
+        def forward(*_):
+            if self.window in inputs:
+                outputs[self.window] = linear(inputs.pop(self.window))
+            return outputs[self.window]
+        return forward
+
     def _keep_keys(self, layer, original: bool = False) -> None:
-        if self.window not in self.mixed:          # else its attention has not run again
+        if "forward" not in vars(layer.attn):      # else its attention has not run again
             attend = getattr(layer.attn, "attend", None)
             self.keys[original, self.layer, self.window] = getattr(attend, "own_keys", None)
 
-    def _hessians(self, layer, module) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _hessians(self, layer, module, kept: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the module's inputs, from the text to calibrate on and the text held out.
 
         [in, in], or [E, in, in] with each expert's own inputs. Third, but of experts, solve.py's
-        cross [in, in].
+        cross [in, in]. kept: gets the inputs, by window.
         """
         experts, n_in = isinstance(module, ExpertLinear), module.weight.shape[-1]
         shape = (module.weight.shape[0], n_in, n_in) if experts else (n_in, n_in)
@@ -194,9 +209,9 @@ class Solver:
             if cross is not None and not held:     # in the model's dtype: five times faster
                 off = (originals[i].float() - x).to(rows.dtype)
                 cross.add_(off.T @ rows)
-            if module is getattr(layer.attn, "wo", None):
+            if kept is not None:
                 self._keep_keys(layer)
-                self.mixed[i] = inputs[0]
+                kept[i] = inputs[0]
             raise InputsRecorded
 
         hook = module.register_forward_pre_hook(see)

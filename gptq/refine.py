@@ -44,9 +44,10 @@ def fitted_grids(off: Tensor, H: Tensor, codes: Tensor, scales: Tensor, zeros: T
         c = rows.view(len(rows), G, groupsize) - 8
         e = e.view(c.shape)
         system = zeros_alone.new_empty(len(rows), 2 * G, 2 * G)
-        for g in range(G):
-            own = slice(g * groupsize, (g + 1) * groupsize)
-            system[:, g, :G] = ((c[:, g] @ H[own]).view(c.shape) * c).sum(2)
+        for g in range(G):                         # of what is symmetric the lower half
+            own, before = slice(g * groupsize, (g + 1) * groupsize), c[:, :g + 1]
+            with_own = (c[:, g] @ H[own, :own.stop]).view(before.shape)
+            system[:, g, :g + 1] = (with_own * before).sum(2)
             system[:, g, G:] = c[:, g] @ to_zeros[own]
         system[:, G:, :G] = system[:, :G, G:].mT
         system[:, G:, G:] = zeros_alone
@@ -75,6 +76,6 @@ def settled_codes(error: Tensor, H: Tensor, value: Tensor, scales: Tensor, zeros
             code = scheme.codes(aim[:, None], scales[:, g], zeros[:, g])
             change[i] = scheme.values(code, scales[:, g], zeros[:, g])[:, 0] - value[a + i]
             codes[a + i] = code[:, 0]
-            block[i + 1:] += H[a + i, a + i + 1:b, None] * change[i]
+            block[i + 1:].addr_(H[a + i, a + i + 1:b], change[i])
         slope[b:] += H[a:b, b:].T @ change
     return codes.T.contiguous()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
-    """The upper Cholesky factor U of the damped Hessian's inverse, inv(H) = U' U. [in, in]
+def lower_factor(hessian: Tensor, percdamp: float) -> Tensor:
+    """The lower Cholesky factor L of the damped Hessian, H = L L'. [in, in]
 
     Damped by percdamp times the mean of the diagonal, and by ten times more until it can be
     factored. ValueError where that does not help, or the Hessian has infinities.
@@ -25,12 +25,18 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
         damped.diagonal().add_(damp)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed:
-                return upper
+            return lower
         damp = 10 * damp
     raise ValueError("the inputs' Hessian cannot be inverted: give more damping (--percdamp)")
+
+
+def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
+    """The upper Cholesky factor U of the damped Hessian's inverse, inv(H) = U' U. [in, in]
+
+    With columns from last to first L is an upper factor R of H = R R', and U its inverse.
+    """
+    R = lower_factor(hessian.flip(0, 1), percdamp).flip(0, 1)
+    return torch.linalg.solve_triangular(R, torch.eye(len(R), device=R.device), upper=True)
 
 
 def nearest(weight: Tensor, scheme) -> Tensor:
@@ -60,8 +66,8 @@ def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, share: float,
     cross [in, in]: sum of (original input - input).T @ input. With share 1 it is least squares'
     answer, inputs as they are, to the outputs of the original; less of it fits the text less.
     """
-    upper = inverse_factor(hessian, percdamp)
-    return weight + share * (weight @ cross) @ (upper.T @ upper)
+    lower = lower_factor(hessian, percdamp)
+    return weight + share * torch.cholesky_solve((weight @ cross).T, lower).T
 
 
 def solving_order(hessian: Tensor, groupsize: int) -> Tensor:
@@ -91,6 +97,7 @@ def solve(weight: Tensor, hessian: Tensor, scheme, percdamp: float = 0.01, block
     H = hessian.float().clone()
     dead = H.diagonal() == 0
     H.diagonal()[dead] = 1
+    H /= H.diagonal().mean()                       # which changes nothing but what overflows
     order = solving_order(H, groupsize) if act_order else torch.arange(n_in, device=H.device)
     U = inverse_factor(H[order][:, order], percdamp)
     W = weight.float().T[order].contiguous()       # [in, out]: a column's numbers are neighbours
@@ -113,7 +120,7 @@ def solve(weight: Tensor, hessian: Tensor, scheme, percdamp: float = 0.01, block
             value = scheme.values(code, scales[g], zeros[g])
             codes[a + i] = code[:, 0]
             error[i] = (block[i] - value[:, 0]) / U[a + i, a + i]
-            block[i + 1:] -= U[a + i, a + i + 1:b, None] * error[i]
+            block[i + 1:].addr_(U[a + i, a + i + 1:b], error[i], alpha=-1)
         W[b:] -= U[a:b, b:].T @ error
     groups = (order[::groupsize] // groupsize).argsort()
     return codes[order.argsort()].T.contiguous(), scales[groups].T, zeros[groups].T

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from cli.common import Parser, english_text, guarded, log  # noqa: E402
 from cli.evaluate import windows  # noqa: E402
+from cli.quantizing import calibration_dtype  # noqa: E402
 from formats import tokenizer as tokenizers  # noqa: E402
 from formats.hub import resolve  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
@@ -168,13 +169,12 @@ def run(argv: list[str] | None = None) -> int:
     p.add_argument("variants", nargs="+",
         help="schemes (int8, int4-g32, …), files, Q4_K_M, Q4_K_M+imatrix")
     p.add_argument("--window", type=int, default=1024)
-    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="to compute in; float32 is many times faster on a CPU without bfloat16 arithmetic")
     args = p.parse_args(argv)
     for name in args.variants:
         if name not in SCHEMES and name not in LLAMA_CPP:
             resolve(name)                          # or say now that it is not there
-    source, dtype = open_checkpoint(args.model), getattr(torch, args.dtype)
+    source = open_checkpoint(args.model)
+    dtype = calibration_dtype("auto", torch.device("cpu"), source.cfg)
     original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
     tokenizer = tokenizers.load(source.tokenizer)

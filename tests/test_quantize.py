@@ -824,8 +824,8 @@ def windows_of(n=20, length=32):
 class Watched(calibrate.Solver):
     """Keeps every Hessian with what it was for, and looks at which layers have weights meanwhile."""
 
-    def _hessians(self, layer, module):
-        found = super()._hessians(layer, module)
+    def _hessians(self, layer, module, kept):
+        found = super()._hessians(layer, module, kept)
         with_weights = [i for i, block in enumerate(self.model.layers) if any(not p.is_meta for p in block.parameters())]
         assert with_weights == [self.layer] and self.model.layers[self.layer] is layer
         assert all(not p.is_meta for p in layer.parameters()) and self.model.head.weight.is_meta
@@ -958,6 +958,13 @@ def test_calibration_windows():
 
 
 # ---- The command line ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("has_bf16, found", [(True, BF16), (False, FP32)])
+def test_calibration_is_in_what_the_cpu_multiplies(families, monkeypatch, has_bf16, found):
+    cfg, cpu = read_checkpoint(families("llama3")[0]).cfg, torch.device("cpu")
+    monkeypatch.setattr(quantizing, "has_bf16", lambda: has_bf16)
+    assert quantizing.calibration_dtype("auto", cpu, cfg) == found
+    assert quantizing.calibration_dtype("bfloat16", cpu, cfg) == BF16
 
 def run(capsys, *argv, command=quantizing.run):
     """-> exit status, stdout, stderr."""
