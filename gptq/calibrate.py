@@ -193,7 +193,7 @@ class Solver:
         """
         experts, n_in = isinstance(module, ExpertLinear), module.weight.shape[-1]
         shape = (module.weight.shape[0], n_in, n_in) if experts else (n_in, n_in)
-        both = torch.zeros(2, *shape, device=self.device)
+        both, strip = torch.zeros(2, *shape, device=self.device), -(-n_in // 4)
         originals = self.original_inputs.pop(module, None)
         cross = None if originals is None else torch.zeros(n_in, n_in, device=self.device)
 
@@ -201,7 +201,8 @@ class Solver:
             rows = inputs[0].flatten(0, -2)
             x = rows.float()
             if not experts:
-                both[held].addmm_(x.T, x)
+                for a in range(0, n_in, strip):    # of what is symmetric little above the diagonal
+                    both[held, a:, a:a + strip].addmm_(x[:, a:].T, x[:, a:a + strip])
             else:
                 for e in inputs[1].unique().tolist():
                     mine = x[inputs[1] == e]
@@ -224,6 +225,8 @@ class Solver:
                     pass
         finally:
             hook.remove()
+        for h in both.view(-1, n_in, n_in):
+            h.tril_().add_(h.tril(-1).mT)
         return both[0], both[1], cross
 
     def _solve(self, name, module, hessian, held_out, cross) -> float:

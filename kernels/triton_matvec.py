@@ -51,7 +51,11 @@ def _eights(word, bits: tl.constexpr, T: tl.constexpr, R: tl.constexpr, flip):
 @triton.jit
 def _rows(weight, scales, zeros, row, column, here, bits: tl.constexpr, step: tl.constexpr,
           n_in: tl.constexpr, group: tl.constexpr):
-    """All of some rows, 128 bits a thread at a time: tuples of weights, scales and zeros."""
+    """All of some rows, 128 bits a thread at a time: tuples of weights, scales and zeros.
+
+    max_contiguous() has a warp's lanes be threads of a row: else Triton 3.7 spreads them over rows,
+    and weights move through shared memory. It widens no load, as pointers are not known to be even.
+    """
     words, s, z = (), (), ()
     row = row.to(tl.int64)[:, None]
     for at in tl.static_range(0, n_in, step):
@@ -63,9 +67,10 @@ def _rows(weight, scales, zeros, row, column, here, bits: tl.constexpr, step: tl
         else:
             place = weight + (row * n_in + c) * bits // 8
             place = place.to(tl.pointer_type(tl.int32)) + tl.arange(0, 4)
+        place = tl.max_contiguous(place, (2, 1, 8 if bits == 16 else 4))
         words = words + (tl.load(place, here, 0, eviction_policy="evict_first"),)
         if bits == 4:
-            g = row * (n_in // group) + c // group
+            g = tl.max_contiguous(row * (n_in // group) + c // group, (2, 1, 1))
             s = s + (tl.load(scales + g, here, 0, eviction_policy="evict_first"),)
             z = z + (tl.load(zeros + g, here, 0, eviction_policy="evict_first"),)
     return words, s, z

@@ -51,6 +51,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
 LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
 SUMS = 8 << 10                                     # that a product has, for threads' sums only
 WIDEST = "LDG.E.EF.128"                            # loads of weights
+MOST_ISSUE = 1.1                                   # times what a product's bytes take
 SPILLED = 8                                        # bytes, by attention: of 64 queries two
 MOST_LAUNCHES = {"Llama-2-7B": 5, "Llama-3.1-8B": 5, "Llama-3.2-1B": 5, "Qwen3-8B": 5}  # a layer
 N_ROW = 4                                          # of a batch, whose weights stay packed too
@@ -175,8 +176,8 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
         if kernel.shared > SUMS:
             wrong.append(f"{label}: {kernel.shared} bytes shared")
         by_bytes, by_instructions = seconds_of(slowest, launch, kernel)
-        if by_instructions > by_bytes:
-            wrong.append(f"{label}: bound by instructions")
+        if by_instructions > MOST_ISSUE * by_bytes:
+            wrong.append(f"{label}: bound by instructions, {by_instructions / by_bytes:.2f}")
     attention = next(launch for launch in launches if launch.name == "_attention")
     for what, launch in (("decode", attention), ("verify", with_queries(attention, 5))):
         kernel = sass.read(device.compile_launch(launch), 1)
