@@ -1,5 +1,7 @@
 """Do our kernels compile for an AMD GPU (gfx942, MI300)? Triton's target only; nothing runs.
 
+The launches are sm_80's: as on an AMD GPU, none begins while the one before it ends.
+
     python scripts/gpu_dryrun.py --only amd
 """
 
