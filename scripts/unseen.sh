@@ -3,8 +3,15 @@
 # GPTQ files in checkpoints/quality (what is there is kept), then prints a line for each file that it
 # made and for each row of a table, with the seconds it took:
 #   bash scripts/unseen.sh | tee rows.jsonl
+# Needs apt-get, for the texts. llama.cpp's quantizer goes into .venv-q.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+bash scripts/setup.sh requirements.txt gemma
+if [ ! -f .venv-q/complete ]; then
+  python3 -m venv .venv-q
+  .venv-q/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
+  touch .venv-q/complete
+fi
 export PATH="$PWD/.venv/bin:$PATH"
 smol=checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 gemma=checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf

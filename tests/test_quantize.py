@@ -966,6 +966,7 @@ def test_calibration_is_in_what_the_cpu_multiplies(families, monkeypatch, has_bf
     assert quantizing.calibration_dtype("auto", cpu, cfg) == found
     assert quantizing.calibration_dtype("bfloat16", cpu, cfg) == BF16
 
+
 def run(capsys, *argv, command=quantizing.run):
     """-> exit status, stdout, stderr."""
     try:
