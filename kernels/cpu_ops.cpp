@@ -224,6 +224,7 @@ static inline vi order_of_words(int n) {       // of 8 numbers: n that lie 8 / n
   for (int i = 0; i < LANES; i++) order[i] = i / 8 * 8 + i % n * (8 / n) + i % 8 / n;
   return order;
 }
+static const vi WORD_ORDERS[] = {order_of_words(2), order_of_words(4)};   // of 16-bit numbers, of bytes
 
 // ---- Threads and memory -------------------------------------------------------------------------
 
@@ -559,8 +560,7 @@ struct Rows {                                  // of x, as floats, as bf16 or as
   // row m from floats [K]; most: 32767, or 127 for bytes; by_words: numbers that a shift of int4's
   // words gives together beside each other
   void quantize(int m, const float* row, int most, bool by_words) const {
-    static const vi orders[] = {order_of_words(2), order_of_words(4)};
-    vi order = orders[most == 127];
+    vi order = WORD_ORDERS[most == 127];
     for (int g = 0; g < K / GROUP; g++) {
       const float* from = row + g * GROUP;
       vf tops = {};

@@ -250,9 +250,10 @@ def test_every_family_by_operations(families, name):
     cfg = model.cfg
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
+    rows = cpu_ops.block_rows()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
-        whole = isinstance(mixer, GatedDelta) and mixer.k_dim % 32 == mixer.v_dim % 32 == 0
+        whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
         known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
                  getattr(layer.end, "gate", None) is not None)
         assert getattr(layer.forward, "is_known", (False,) * 3) == known
