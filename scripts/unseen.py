@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from cli.common import Parser, english_text, guarded, log  # noqa: E402
-from cli.evaluate import windows  # noqa: E402
+from cli.evaluate import score, windows  # noqa: E402
 from cli.quantizing import calibration_dtype  # noqa: E402
 from formats import tokenizer as tokenizers  # noqa: E402
 from formats.hub import resolve  # noqa: E402
@@ -39,7 +39,7 @@ from quantize import SCHEMES  # noqa: E402
 CHARACTERS, ITEMS = 20_000, 200
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
 LLAMA_CPP = ("Q4_K_M", "Q4_K_M+imatrix")
-AT_ONCE = 128                                      # positions whose logits exist at a time
+AT_ONCE, CONTEXTS = 512, 8                         # positions at a time; contexts of the cloze
 
 
 # ---- The texts ----------------------------------------------------------------------------------
@@ -112,40 +112,45 @@ def cloze(text: str, n: int) -> list[tuple[str, list[str]]]:
 
 # ---- Measuring ----------------------------------------------------------------------------------
 
-def last_states(model, ids: list[int]) -> torch.Tensor:
-    """What the last layer gives, [T, D]."""
+@torch.inference_mode()
+def last_states(model, ids: list[int], n: int) -> torch.Tensor:
+    """What the last layer gives at the positions that foretell the last n tokens, [n, D]."""
+    model.setup_cache(0, len(ids))
     tokens, pos = torch.tensor([ids]), torch.arange(len(ids))
     x, *shared = model.embed_inputs(tokens, pos, len(ids))
     for layer, inputs in zip(model.layers, model.layer_inputs(shared)):
         x = layer(x, *inputs[:3], None, *inputs[3:])
-    return x[0]
+    return x[0, -n - 1:-1].clone()
 
 
 @torch.inference_mode()
-def compare(model, original, rows) -> tuple[float, float]:
-    """Perplexity, and mean KL divergence from the original's distribution, in nats."""
-    divergence, nats, total = 0.0, 0.0, 0
+def compare(models: dict, original, rows) -> dict[str, dict[str, float]]:
+    """Of each: perplexity, and mean KL divergence from the original's distribution, in nats."""
+    nats, divergence, total = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for ids, n in rows:
-        states = [last_states(m, ids)[-n - 1:-1] for m in (original, model)]
         targets = torch.tensor(ids[-n:])[:, None]
+        known = last_states(original, ids, n)
+        states = {name: last_states(model, ids, n) for name, model in models.items()}
         for a in range(0, n, AT_ONCE):
-            p, q = (m.unembed(x[None, a:a + AT_ONCE])[0].log_softmax(-1)
-                    for m, x in zip((original, model), states))
-            divergence += float((p.exp() * (p - q)).sum())
-            nats -= float(q.gather(1, targets[a:a + AT_ONCE]).sum())
+            p = original.unembed(known[None, a:a + AT_ONCE])[0].log_softmax(-1)
+            for name, model in models.items():
+                q = model.unembed(states[name][None, a:a + AT_ONCE])[0].log_softmax(-1)
+                nats[name] -= float(q.gather(1, targets[a:a + AT_ONCE]).sum())
+                divergence[name] += float((p.exp() * (p - q)).sum())
         total += n
-    return math.exp(nats / total), divergence / total
+    return {name: dict(perplexity=math.exp(nats[name] / total), kl=divergence[name] / total)
+            for name in models}
 
 
-@torch.inference_mode()
-def right(model, tokenizer, context: str, choices: list[str]) -> bool:
-    """Is the first one the likeliest, its tokens' probabilities multiplied?"""
-    n, scores = len(tokenizer.encode(context)), []
-    for word in choices:
-        ids = tokenizer.encode(f"{context} {word}")
-        log_p = model.unembed(last_states(model, ids)[None, n - 1:-1])[0].log_softmax(-1)
-        scores.append(float(log_p.gather(1, torch.tensor(ids[n:])[:, None]).sum()))
-    return scores[0] == max(scores)
+def is_right(model, tokenizer, items: list[tuple[str, list[str]]]) -> list[bool]:
+    """For each item: is its first word the likeliest, its tokens' probabilities multiplied?"""
+    rows = []
+    for context, words in items:
+        n = len(tokenizer.encode(context))
+        ids = [tokenizer.encode(f"{context} {word}") for word in words]
+        rows += [(i, len(i) - n) for i in ids]
+    scores = [sum(log_p for log_p, _ in row) for row in score(model, rows, CONTEXTS)]
+    return [scores[i] == max(scores[i:i + 4]) for i in range(0, len(scores), 4)]
 
 
 def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
@@ -173,7 +178,7 @@ def run(argv: list[str] | None = None) -> int:
     for name in args.variants:
         if name not in SCHEMES and name not in LLAMA_CPP:
             resolve(name)                          # or say now that it is not there
-    source = open_checkpoint(args.model)
+    start, source = time.perf_counter(), open_checkpoint(args.model)
     dtype = calibration_dtype("auto", torch.device("cpu"), source.cfg)
     original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
@@ -182,21 +187,23 @@ def run(argv: list[str] | None = None) -> int:
     items = cloze(found.pop("cloze"), ITEMS)
     rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
             for name, text in found.items()}
-    for name in ("bfloat16", *args.variants):
-        start, model, bits = time.perf_counter(), original, 16.0
-        if name != "bfloat16":
-            model, bits = open_variant(source, original, tokenizer, name, dtype)
-            model.setup_cache(0, args.window)
-        result = dict(weights=name, bits=bits)
-        for text, of_text in rows.items():
-            log(f"{name}: {text}")
-            perplexity, divergence = compare(model, original, of_text)
-            result[text] = dict(perplexity=perplexity, kl=divergence)
+    opened = {"bfloat16": (original, 16.0)}
+    for name in args.variants:
+        opened[name] = open_variant(source, original, tokenizer, name, dtype)
+    models = {name: model for name, (model, _) in opened.items()}
+    by_text = {}
+    for text, of_text in rows.items():
+        log(f"{text}: {len(of_text)} windows")
+        by_text[text] = compare(models, original, of_text)
+    for name, (model, bits) in opened.items():
         log(f"{name}: cloze")
-        share = sum(right(model, tokenizer, *item) for item in items) / len(items)
-        result["cloze"] = dict(accuracy=share, error=math.sqrt(share * (1 - share) / len(items)))
-        result["seconds"] = time.perf_counter() - start
+        found = is_right(model, tokenizer, items)
+        share = sum(found) / len(found)
+        error = math.sqrt(share * (1 - share) / len(found))
+        result = dict(weights=name, bits=bits, **{text: of[name] for text, of in by_text.items()},
+                      cloze=dict(accuracy=share, error=error))
         print(json.dumps(result), flush=True)
+    print(json.dumps(dict(table=args.model, seconds=round(time.perf_counter() - start))))
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All rows of docs/quantization.md's "On texts that nobody calibrated on": makes the originals and the
-# GPTQ files in checkpoints/quality (what is there is kept), then prints a line for each file that it
-# made and for each row of a table, with the seconds it took:
+# GPTQ files in checkpoints/quality (what is there is kept), then the tables; prints a line for each
+# row, and the seconds that each file and each table took:
 #   bash scripts/unseen.sh | tee rows.jsonl
 # Needs apt-get, for the texts. llama.cpp's quantizer goes into .venv-q.
 set -euo pipefail
