@@ -102,11 +102,11 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def cloze(text: str, n: int) -> list[tuple[str, list[str]]]:
-    """n times 50 words of the text, and four words, of which the first goes on with it."""
+    """n times 25 words of the text, and four words, of which the first goes on with it."""
     draw, words = random.Random(0), text.split()
-    plain = [i for i in range(50, len(words)) if re.fullmatch("[a-z]{5,}", words[i])]
+    plain = [i for i in range(25, len(words)) if re.fullmatch("[a-z]{5,}", words[i])]
     others = sorted({words[i] for i in plain})
-    return [(" ".join(words[i - 50:i]), [words[i], *draw.sample(others, 3)])
+    return [(" ".join(words[i - 25:i]), [words[i], *draw.sample(others, 3)])
             for i in draw.sample(plain, n)]
 
 
@@ -130,11 +130,14 @@ def compare(models: dict, original, rows) -> dict[str, dict[str, float]]:
     for ids, n in rows:
         targets = torch.tensor(ids[-n:])[:, None]
         known = last_states(original, ids, n)
-        states = {name: last_states(model, ids, n) for name, model in models.items()}
+        states = {name: known if model is original else last_states(model, ids, n)
+                  for name, model in models.items()}
         for a in range(0, n, AT_ONCE):
             p = original.unembed(known[None, a:a + AT_ONCE])[0].log_softmax(-1)
             for name, model in models.items():
-                q = model.unembed(states[name][None, a:a + AT_ONCE])[0].log_softmax(-1)
+                q = p
+                if model is not original:
+                    q = model.unembed(states[name][None, a:a + AT_ONCE])[0].log_softmax(-1)
                 nats[name] -= float(q.gather(1, targets[a:a + AT_ONCE]).sum())
                 divergence[name] += float((p.exp() * (p - q)).sum())
         total += n

@@ -33,7 +33,6 @@ make $here/smol_dithered.pth python scripts/dither.py -m $smol
 make $here/gemma_dithered.pth python scripts/dither.py -m $gemma
 for name in smol:5.65 gemma:6.2; do
   original=$here/${name%:*}_dithered
-  make $original.g32.pth $gptq -m $original.pth --groupsize 32
   make $original.bits.pth $gptq -m $original.pth --groupsize 32 --bits ${name#*:}
 done
 
@@ -41,5 +40,5 @@ python scripts/unseen.py -m $smol int8 int4-g64 $here/smol.g64.pth int4-g32
 python scripts/unseen.py -m $gemma int8 int4-g32 $here/gemma.g32.pth
 for original in $here/smol_dithered $here/gemma_dithered; do
   python scripts/unseen.py -m $original.pth \
-    int4-g32 $original.g32.pth Q4_K_M Q4_K_M+imatrix $original.bits.pth
+    int4-g32 Q4_K_M Q4_K_M+imatrix $original.bits.pth
 done
