@@ -6,6 +6,9 @@ places of the English handbook where the next word is one of four: how often the
 likeliest.
 
     python scripts/unseen.py -m model.gguf int8 int4-g32 model_int4-gptq.g32.pth Q4_K_M
+
+min-max-g32, min-max-g64: int4 whose groups reach from their smallest to their largest weight, the
+plainest rounding, whatever codes the file has.
 """
 
 import html.parser
@@ -27,6 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
+from bench.machine import describe_machine  # noqa: E402
 from cli.common import Parser, english_text, guarded, log  # noqa: E402
 from cli.evaluate import score, windows  # noqa: E402
 from cli.quantizing import calibration_dtype  # noqa: E402
@@ -34,11 +38,12 @@ from formats import tokenizer as tokenizers  # noqa: E402
 from formats.hub import resolve  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
-from quantize import SCHEMES  # noqa: E402
+from quantize import SCHEMES, Int4  # noqa: E402
 
 CHARACTERS, ITEMS = 20_000, 200
 MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
 LLAMA_CPP = ("Q4_K_M", "Q4_K_M+imatrix")
+MIN_MAX = {"min-max-g32": Int4(32), "min-max-g64": Int4(64)}
 AT_ONCE, CONTEXTS = 512, 8                         # positions at a time; contexts of the cloze
 
 
@@ -156,6 +161,17 @@ def is_right(model, tokenizer, items: list[tuple[str, list[str]]]) -> list[bool]
     return [scores[i] == max(scores[i:i + 4]) for i in range(0, len(scores), 4)]
 
 
+def min_max(source, scheme: Int4):
+    def rounded(name):
+        groups = source.tensors[name].whole().float().unflatten(-1, (-1, scheme.groupsize))
+        low, high = groups.aminmax(dim=-1)
+        scale = ((high - low) / 15).clamp(min=1e-20).bfloat16().float()
+        zero = (low + 8 * scale).bfloat16().float()
+        return scheme.pack(scheme.codes(groups, scale, zero).flatten(-2), scale, zero)
+
+    return quantized(source, scheme.name, solver=rounded)
+
+
 def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
     """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
     if name in LLAMA_CPP:
@@ -165,7 +181,10 @@ def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
             importance = importance_of(original, torch.tensor(ids).view(-1, 512))
         source, bits = q4_k_m(source, importance)
         return load_model(source, dtype, "cpu"), bits
-    source = quantized(source, name) if name in SCHEMES else open_checkpoint(name)
+    if name in MIN_MAX:
+        source = min_max(source, MIN_MAX[name])
+    else:
+        source = quantized(source, name) if name in SCHEMES else open_checkpoint(name)
     n_bit = sum(8 * math.prod(t.shape) * t.dtype.itemsize for t in source.tensors.values())
     n_weight = sum(p.numel() for p in original.parameters())
     return load_model(source, dtype, "cpu"), n_bit / n_weight
@@ -175,11 +194,11 @@ def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
     p.add_argument("--model", "-m", required=True, help="the original")
     p.add_argument("variants", nargs="+",
-        help="schemes (int8, int4-g32, …), files, Q4_K_M, Q4_K_M+imatrix")
+        help="schemes (int8, int4-g32, …), files, min-max-g32, Q4_K_M, Q4_K_M+imatrix, …")
     p.add_argument("--window", type=int, default=1024)
     args = p.parse_args(argv)
     for name in args.variants:
-        if name not in SCHEMES and name not in LLAMA_CPP:
+        if name not in (*SCHEMES, *MIN_MAX, *LLAMA_CPP):
             resolve(name)                          # or say now that it is not there
     start, source = time.perf_counter(), open_checkpoint(args.model)
     dtype = calibration_dtype("auto", torch.device("cpu"), source.cfg)
@@ -206,7 +225,9 @@ def run(argv: list[str] | None = None) -> int:
         result = dict(weights=name, bits=bits, **{text: of[name] for text, of in by_text.items()},
                       cloze=dict(accuracy=share, error=error))
         print(json.dumps(result), flush=True)
-    print(json.dumps(dict(table=args.model, seconds=round(time.perf_counter() - start))))
+    print(json.dumps(dict(table=args.model, seconds=round(time.perf_counter() - start),
+                          dtype=str(dtype).removeprefix("torch."),
+                          **describe_machine(torch.device("cpu")))))
     return 0
 
 

@@ -36,9 +36,9 @@ for name in smol:5.65 gemma:6.2; do
   make $original.bits.pth $gptq -m $original.pth --groupsize 32 --bits ${name#*:}
 done
 
-python scripts/unseen.py -m $smol int8 int4-g64 $here/smol.g64.pth int4-g32
-python scripts/unseen.py -m $gemma int8 int4-g32 $here/gemma.g32.pth
+python scripts/unseen.py -m $smol int8 min-max-g64 int4-g64 $here/smol.g64.pth int4-g32
+python scripts/unseen.py -m $gemma int8 min-max-g32 int4-g32 $here/gemma.g32.pth
 for original in $here/smol_dithered $here/gemma_dithered; do
   python scripts/unseen.py -m $original.pth \
-    int4-g32 Q4_K_M Q4_K_M+imatrix $original.bits.pth
+    Q4_K_M Q4_K_M+imatrix $original.bits.pth
 done
