@@ -219,6 +219,56 @@ def quality() -> str:
     return "\n".join(lines) + "\n"
 
 
+UNSEEN = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M", "gemma-3-270m-q4_k_m": "Gemma 3 270M",
+          "smol_dithered": "SmolLM2-135M, dithered", "gemma_dithered": "Gemma 3 270M, dithered",
+          "min-max-g32": "int4-g32, min and max", "min-max-g64": "int4-g64, min and max",
+          "smol.g64": "int4-gptq-g64", "gemma.g32": "int4-gptq-g32",
+          "smol_dithered.bits": "int4-gptq-g32, `--bits 5.65`",
+          "gemma_dithered.bits": "int4-gptq-g32, `--bits 6.2`"}
+
+
+def unseen() -> str:
+    """Of benchmarks/unseen.jsonl, which scripts/unseen.sh prints."""
+    def name(text):
+        stem = Path(text).name.removesuffix(".pth").removesuffix(".gguf")
+        return UNSEEN.get(stem, stem)
+
+    texts = "english", "german", "python"
+    printed = (ROOT / "benchmarks/unseen.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in printed]
+    table = ["| model | weights | bits a weight | English | German | Python | KL | cloze, % |",
+             "|---" * 8 + "|"]
+    rows, took = [], []
+    for line in lines:
+        if "weights" in line:
+            rows.append(line)
+            continue
+        what = Path(line["file"]).name if "file" in line else f"rows of {name(line['table'])}"
+        took.append(f"{what} {line['seconds']}")
+        plain, worst = (next((r for r in rows if r["weights"].startswith(start)), None)
+                        for start in ("bfloat16", "min-max"))
+        for row in rows:
+            cells = []
+            for text in texts:
+                value = row[text]["perplexity"]
+                cells.append(f"{value:.2f}")
+                if worst and row["bits"] < 8 and row is not worst:
+                    undone = worst[text]["perplexity"] - value
+                    whole = worst[text]["perplexity"] - plain[text]["perplexity"]
+                    cells[-1] += f" ({undone / whole:.0%})"
+            kl = "" if row is plain else ", ".join(f"{row[text]['kl']:.3f}" for text in texts)
+            cloze = f"{row['cloze']['accuracy']:.1%} ± {row['cloze']['error']:.1%}".replace("%", "")
+            model = name(line["table"]) if row is plain else ""
+            table.append(f"| {model} | {name(row['weights'])} | {row['bits']:.2f} "
+                         f"| {' | '.join(cells)} | {kl} | {cloze} |")
+        rows = []
+    run = ages.dated(lines[-1] | {"command": "bash scripts/unseen.sh"})
+    return "\n".join(table) + (
+        f"\n\n{run['machine']}, {run['threads']} threads, {run['capability']}, computed in "
+        f"{run['dtype']}; torch {run['versions']['torch']}; commit {run['commit']}. Seconds of "
+        f"each file and of each model's rows: {'; '.join(took)}.\n")
+
+
 def results() -> list[tuple[str, dict]]:
     """Titles and results of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
     files = sorted(ROOT.glob("benchmarks/*.json"))
@@ -291,7 +341,7 @@ PARTS = {
     "headline": ("README.md", headline), "peers": ("README.md", peers), "core": ("README.md", core),
     "files": ("docs/design.md", files), "families": ("docs/models.md", families),
     "flags": ("docs/flags.md", flags), "quality": ("docs/quantization.md", quality),
-    "figures": ("docs/benchmarks.md", figures),
+    "unseen": ("docs/quantization.md", unseen), "figures": ("docs/benchmarks.md", figures),
 }
 
 
