@@ -224,7 +224,7 @@ static inline vi order_of_words(int n) {       // of 8 numbers: n that lie 8 / n
   for (int i = 0; i < LANES; i++) order[i] = i / 8 * 8 + i % n * (8 / n) + i % 8 / n;
   return order;
 }
-static const vi WORD_ORDERS[] = {order_of_words(2), order_of_words(4)};   // of 16-bit numbers, of bytes
+static const vi WORD_ORDERS[] = {order_of_words(2), order_of_words(4)};       // 16 bits, 8 bits
 
 // ---- Threads and memory -------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ GPU_ONLY = re.compile(r"kernels/(triton_|cuda|few_|matvec|cached_attention|draw\
 # Words of a command -> what it times besides.
 DRAFTS = "speculate.py", "cli/draft_length.py"
 MORE = {"ngram": (*DRAFTS, "cli/ngram.py"), "mtp": (*DRAFTS, "cli/mtp.py"),
-        "--ranks": ("tp.py",), "scripts/quality.py": ("gptq",)}
+        "--ranks": ("tp.py",), "scripts/quality.py": ("gptq",), "scripts/unseen.sh": ("gptq",)}
 SHOWN = 3                                          # names of changed files: the others are "others"
 GONE = "of a commit that is no longer there"
 NO_CODE = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.S)

@@ -8,7 +8,7 @@ likeliest.
     python scripts/unseen.py -m model.gguf int8 int4-g32 model_int4-gptq.g32.pth Q4_K_M
 
 min-max-g32, min-max-g64: int4 whose groups reach from their smallest to their largest weight, the
-plainest rounding, whatever codes the file has.
+plainest rounding, whatever codes the file has. The original and all variants are in memory at once.
 """
 
 import html.parser

@@ -2,7 +2,7 @@
 # All rows of docs/quantization.md's "On texts that nobody calibrated on": makes the originals and the
 # GPTQ files in checkpoints/quality (what is there is kept), then the tables; prints a line for each
 # row, and the seconds that each file and each table took:
-#   bash scripts/unseen.sh | tee rows.jsonl
+#   bash scripts/unseen.sh > benchmarks/unseen.jsonl && python scripts/map.py --write
 # Needs apt-get, for the texts. llama.cpp's quantizer goes into .venv-q.
 set -euo pipefail
 cd "$(dirname "$0")/.."
