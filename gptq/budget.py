@@ -20,6 +20,7 @@ from model import Transformer
 from quantize import LINEARS, Scheme, scheme_named
 
 N_WINDOW, LENGTH, N_JUDGED = 16, 128, 64           # windows, their tokens, of which the last count
+N_LIKELIEST = 8192                                 # tokens whose probabilities count
 EIGHT = scheme_named("int8")
 
 
@@ -38,31 +39,63 @@ def n_bit(module: nn.Module, scheme: Scheme) -> int:
 
 @torch.inference_mode()
 def measure(model: Transformer, tokens: Tensor, scheme: Scheme) -> dict[str, float]:
-    """tokens [n, T] -> for each linear's name the mean KL divergence in nats. Removes the cache."""
+    """tokens [n, T] -> for each linear's name the mean KL divergence in nats. Removes the cache.
+
+    From the linear's own layer on: what the layers before it give is the original's.
+    """
     spread = torch.linspace(0, len(tokens) - 1, min(len(tokens), N_WINDOW)).round().long()
     tokens = tokens[spread, :LENGTH].to(model.freq.device)
-    model.setup_cache(0, tokens.shape[1])
-    original, costs = _predicted(model, tokens), {}
+    pos = torch.arange(tokens.shape[1], device=tokens.device)
+    model.setup_cache(0, len(pos))
+    x, *shared = model.embed_inputs(tokens, pos, len(pos))
+    inputs = model.layer_inputs(shared)
+
+    def run(x: Tensor, begin: int, end: int | None = None) -> Tensor:
+        """Some layers of it."""
+        for layer, given in list(zip(model.layers, inputs))[begin:end]:
+            x = layer(x, *given[:3], None, *given[3:])
+        return x
+
+    def predicted(x: Tensor) -> Tensor:
+        """What the last layer gives -> logarithms of probabilities [n, N_JUDGED, V], fp32."""
+        return model.unembed(x[:, -N_JUDGED:]).log_softmax(-1)
+
+    last_layer, head = run(x, 0), model.head
+    if isinstance(head, nn.Linear):
+        model.head = rows_of(head, likeliest(predicted(last_layer).exp()))
+    original, costs = predicted(last_layer), {}
     begin = last = time.perf_counter()
-    modules = linears(model)
-    for i, (name, module) in enumerate(modules.items()):
-        weight = module.weight.clone()
-        module.weight.copy_(nearest(weight, scheme))
-        found = _predicted(model, tokens)
-        module.weight.copy_(weight)
-        costs[name] = float((original.exp() * (original - found)).sum(-1).mean())
-        if time.perf_counter() > last + 10:
-            last = time.perf_counter()
-            left = (last - begin) / (i + 1) * (len(modules) - i - 1)
-            print(f"{i + 1} of {len(modules)} linears are measured, {left:.0f} s left",
-                  file=sys.stderr, flush=True)
+    modules, done, total = linears(model), 0.0, sum(range(len(model.layers) + 1))
+    for i in range(len(model.layers)):
+        mine = {name: m for name, m in modules.items() if name.startswith(f"layers.{i}.")}
+        for name, module in mine.items():
+            weight = module.weight.clone()
+            module.weight.copy_(nearest(weight, scheme))
+            found = predicted(run(x, i))
+            module.weight.copy_(weight)
+            costs[name] = float((original.exp() * (original - found)).sum(-1).mean())
+            done += (len(model.layers) - i) / len(mine)
+            if time.perf_counter() > last + 10:
+                last = time.perf_counter()
+                left = (last - begin) / done * (total - done)
+                print(f"{len(costs)} of {len(modules)} linears are measured, {left:.0f} s left",
+                      file=sys.stderr, flush=True)
+        x = run(x, i, i + 1)                       # and the keys that later layers take of it
+    model.head = head
     return costs
 
 
-def _predicted(model: Transformer, tokens: Tensor) -> Tensor:
-    """Logarithms of probabilities [n, N_JUDGED, V], fp32."""
-    pos = torch.arange(tokens.shape[1], device=tokens.device)
-    return model(tokens, pos, logits_to_keep=N_JUDGED).log_softmax(-1)
+def likeliest(probabilities: Tensor) -> Tensor:
+    """[n, T, V] -> N_LIKELIEST tokens at most: a large head would take most of the time."""
+    mean = probabilities.mean((0, 1))
+    return mean.topk(min(len(mean), N_LIKELIEST)).indices
+
+
+def rows_of(linear: nn.Linear, ids: Tensor) -> nn.Linear:
+    few = nn.Linear(1, 1, bias=linear.bias is not None, device="meta")
+    for name, t in linear.named_parameters():
+        setattr(few, name, nn.Parameter(t[ids], requires_grad=False))
+    return few
 
 
 def choose(model: nn.Module, costs: dict[str, float], scheme: Scheme, bits: float) -> set[str]:

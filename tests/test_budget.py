@@ -11,6 +11,7 @@ from formats.parameters import disk_names
 from formats.pth import save_checkpoint
 from formats.quantized import describe, quantized
 from gptq import budget
+from gptq.solve import nearest
 from kernels import cpu_layers
 from quantize import LINEARS, Int4, Int8
 
@@ -49,6 +50,30 @@ def test_what_is_measured_is_the_divergence(families, name):
         expected = torch.nn.functional.kl_div(logits(), plain, log_target=True, reduction="none").sum(-1).mean()
         weight.copy_(kept)
         assert costs[name] == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi"])                # phi's head has a bias
+def test_of_a_large_vocabulary_the_likeliest_count(families, monkeypatch, name):
+    """The divergence between what both distributions are among these; the model is as it was."""
+    _, ours = loaded(families, name)
+    head, tokens = ours.head, windows_of()[:4]
+    whole = budget.measure(ours, tokens, Int4(32))
+    monkeypatch.setattr(budget, "N_LIKELIEST", 24)
+    costs = budget.measure(ours, tokens, Int4(32))
+    assert ours.head is head and costs.keys() == whole.keys() and costs != whole
+
+    def logits():
+        ours.setup_cache(0, 32)
+        return ours(tokens, torch.arange(32), logits_to_keep=32)
+    plain = logits()
+    ids = plain.softmax(-1).mean((0, 1)).argsort(descending=True)[:24]
+    plain = plain[..., ids].log_softmax(-1)
+    for name, module in list(budget.linears(ours).items())[::3]:
+        kept = module.weight.clone()
+        module.weight.copy_(nearest(kept, Int4(32)))
+        rounded = logits()[..., ids].log_softmax(-1)
+        module.weight.copy_(kept)
+        assert costs[name] == pytest.approx(float((plain.exp() * (plain - rounded)).sum(-1).mean()), rel=1e-3, abs=1e-7)
 
 
 def test_what_is_chosen(families):
