@@ -19,7 +19,17 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
+from cli.common import (
+    Help,
+    Parser,
+    english_text,
+    guarded,
+    log,
+    many_rows_dtype,
+    number,
+    pick_device,
+    pick_dtype,
+)
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.ranks import as_rank, local_device
@@ -319,7 +329,8 @@ def build_parser() -> Parser:
     add_adapter(add)
     add_activation_bits(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="auto: generate.py's, but without --compile float32 on a CPU that lacks bfloat16")
     quantized.add_flags(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
     add("--max_seq_length", type=number(int, 2),
@@ -349,7 +360,8 @@ def run(argv: list[str] | None = None) -> int:
     engine = pick_engine(args, device)
     source, tokenizer = open_model(args.checkpoint_path, adapter=args.adapter)
     cfg = source.cfg
-    dtype = pick_dtype(args.dtype, device, cfg)
+    choose = pick_dtype if engine == "compile" else many_rows_dtype
+    dtype = choose(args.dtype, device, cfg)
     length = args.max_seq_length or (min(cfg.context, 1024) if args.perplexity else cfg.context)
     if length > cfg.context:
         raise ValueError(f"--max_seq_length {length} exceeds the model's context of {cfg.context}")

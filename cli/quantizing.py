@@ -10,7 +10,16 @@ from pathlib import Path
 import torch
 
 from cli.calibration_text import calibration_text, written
-from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from cli.common import (
+    Help,
+    Parser,
+    guarded,
+    log,
+    many_rows_dtype,
+    number,
+    pick_device,
+    pick_dtype,
+)
 from cli.flags import add_adapter
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
@@ -20,7 +29,6 @@ from formats.pth import save_checkpoint
 from formats.quantized import add_choices, note, quantized
 from gptq import budget, calibrate
 from kernels.compile import compile_model
-from kernels.private import has_bf16
 from quantize import MODES, Scheme, scheme_named
 
 
@@ -86,7 +94,7 @@ def run(argv=None) -> int:
     choices = source, mode, args.groupsize, args.quantize_head, device
     new, solver, others = quantized(*choices), None, {}
     if gptq or args.bits:
-        dtype = calibration_dtype(args.dtype, device, source.cfg)
+        dtype = many_rows_dtype(args.dtype, device, source.cfg)
         tokens = calibration_tokens(args, source, device)
         if args.bits:
             others = within_budget(args, source, tokens, device, dtype)
@@ -101,13 +109,6 @@ def run(argv=None) -> int:
         log(solver.summary())
     print(output)
     return 0
-
-
-def calibration_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
-    """As pick_dtype() says, but not what a CPU emulates (six times slower on one with AVX2)."""
-    if name == "auto" and device.type == "cpu" and not has_bf16():
-        return torch.float32
-    return pick_dtype(name, device, cfg)
 
 
 def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:

@@ -289,6 +289,19 @@ def test_readme_paths_exist(page):
     assert not missing
 
 
+def anchors(page):
+    """What its headings are called in a link, as on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page):
+    named = re.findall(r"\]\((?!http)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    assert not [(name, anchor) for name, anchor in named
+                if anchor not in anchors((page.parent / name).resolve() if name else page)]
+
+
 def test_every_page_is_reachable():
     reached, todo = set(), [ROOT / "README.md"]
     while todo:

@@ -960,11 +960,11 @@ def test_calibration_windows():
 # ---- The command line ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("has_bf16, found", [(True, BF16), (False, FP32)])
-def test_calibration_is_in_what_the_cpu_multiplies(families, monkeypatch, has_bf16, found):
+def test_many_rows_are_in_what_the_cpu_multiplies(families, monkeypatch, has_bf16, found):
     cfg, cpu = read_checkpoint(families("llama3")[0]).cfg, torch.device("cpu")
-    monkeypatch.setattr(quantizing, "has_bf16", lambda: has_bf16)
-    assert quantizing.calibration_dtype("auto", cpu, cfg) == found
-    assert quantizing.calibration_dtype("bfloat16", cpu, cfg) == BF16
+    monkeypatch.setattr(cli, "has_bf16", lambda: has_bf16)
+    assert cli.many_rows_dtype("auto", cpu, cfg) == found
+    assert cli.many_rows_dtype("bfloat16", cpu, cfg) == BF16
 
 
 def run(capsys, *argv, command=quantizing.run):
