@@ -147,11 +147,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) -> torch.dtype:
     """auto: bfloat16, or where the device lacks it float16, or where that overflows float32.
 
+    many_rows: float32 on a CPU too that emulates bfloat16's products, there five times slower.
     ValueError if the device or the model does not bear what was asked for.
     """
+    if many_rows and name == "auto" and device.type == "cpu" and not has_bf16():
+        return torch.float32
     old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
@@ -162,13 +165,6 @@ def pick_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
                          "or float32")
     small = "float32" if overflows else "float16"
     return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
-
-
-def many_rows_dtype(name: str, device: torch.device, cfg) -> torch.dtype:
-    """pick_dtype()'s, but not what a CPU emulates: many rows are five times slower so on AVX2."""
-    if name == "auto" and device.type == "cpu" and not has_bf16():
-        return torch.float32
-    return pick_dtype(name, device, cfg)
 
 
 def free_memory(device: torch.device) -> float:

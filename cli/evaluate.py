@@ -19,17 +19,7 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import (
-    Help,
-    Parser,
-    english_text,
-    guarded,
-    log,
-    many_rows_dtype,
-    number,
-    pick_device,
-    pick_dtype,
-)
+from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.ranks import as_rank, local_device
@@ -360,8 +350,7 @@ def run(argv: list[str] | None = None) -> int:
     engine = pick_engine(args, device)
     source, tokenizer = open_model(args.checkpoint_path, adapter=args.adapter)
     cfg = source.cfg
-    choose = pick_dtype if engine == "compile" else many_rows_dtype
-    dtype = choose(args.dtype, device, cfg)
+    dtype = pick_dtype(args.dtype, device, cfg, many_rows=engine != "compile")
     length = args.max_seq_length or (min(cfg.context, 1024) if args.perplexity else cfg.context)
     if length > cfg.context:
         raise ValueError(f"--max_seq_length {length} exceeds the model's context of {cfg.context}")

@@ -10,16 +10,7 @@ from pathlib import Path
 import torch
 
 from cli.calibration_text import calibration_text, written
-from cli.common import (
-    Help,
-    Parser,
-    guarded,
-    log,
-    many_rows_dtype,
-    number,
-    pick_device,
-    pick_dtype,
-)
+from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
 from cli.flags import add_adapter
 from formats import tokenizer as tokenizers
 from formats.checkpoint import Checkpoint
@@ -94,7 +85,7 @@ def run(argv=None) -> int:
     choices = source, mode, args.groupsize, args.quantize_head, device
     new, solver, others = quantized(*choices), None, {}
     if gptq or args.bits:
-        dtype = many_rows_dtype(args.dtype, device, source.cfg)
+        dtype = pick_dtype(args.dtype, device, source.cfg, many_rows=True)
         tokens = calibration_tokens(args, source, device)
         if args.bits:
             others = within_budget(args, source, tokens, device, dtype)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
-from cli.common import Parser, english_text, guarded, log, many_rows_dtype  # noqa: E402
+from cli.common import Parser, english_text, guarded, log, pick_dtype  # noqa: E402
 from cli.evaluate import score, windows  # noqa: E402
 from formats import tokenizer as tokenizers  # noqa: E402
 from formats.hub import resolve  # noqa: E402
@@ -200,7 +200,7 @@ def run(argv: list[str] | None = None) -> int:
         if name not in (*SCHEMES, *MIN_MAX, *LLAMA_CPP):
             resolve(name)                          # or say now that it is not there
     start, source = time.perf_counter(), open_checkpoint(args.model)
-    dtype = many_rows_dtype("auto", torch.device("cpu"), source.cfg)
+    dtype = pick_dtype("auto", torch.device("cpu"), source.cfg, many_rows=True)
     original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
     tokenizer = tokenizers.load(source.tokenizer)

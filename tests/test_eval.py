@@ -13,7 +13,7 @@ from conftest import SMOLLM2
 
 import generate
 from bench.engines import share_weights
-from cli import engines, session, slots
+from cli import common, engines, session, slots
 from cli import evaluate as evaluation
 from cli.calibration_text import calibration_text
 
@@ -57,6 +57,14 @@ def sliding(model, ids, window, stride):
 
 
 # ---- Perplexity ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("has_bf16, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_scoring_is_in_what_the_cpu_multiplies(capsys, monkeypatch, has_bf16, dtype):
+    monkeypatch.setattr(common, "has_bf16", lambda: has_bf16)
+    argv = ["-m", SMOLLM2, "--device", "cpu", "--perplexity", "pydoc", "--limit", 9, "--json"]
+    assert json.loads(run(capsys, *argv)[1])["dtype"] == dtype
+    assert json.loads(run(capsys, *argv, "--dtype", "bfloat16")[1])["dtype"] == "bfloat16"
+
 
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "gpt2", "qwen2_moe", "phi3-longrope", "qwen3_5_text"])
 @pytest.mark.parametrize("window, stride", [(40, 20), (33, 7), (16, 16), (89, 89), (128, 64)])

@@ -963,8 +963,8 @@ def test_calibration_windows():
 def test_many_rows_are_in_what_the_cpu_multiplies(families, monkeypatch, has_bf16, found):
     cfg, cpu = read_checkpoint(families("llama3")[0]).cfg, torch.device("cpu")
     monkeypatch.setattr(cli, "has_bf16", lambda: has_bf16)
-    assert cli.many_rows_dtype("auto", cpu, cfg) == found
-    assert cli.many_rows_dtype("bfloat16", cpu, cfg) == BF16
+    assert cli.pick_dtype("auto", cpu, cfg, many_rows=True) == found
+    assert cli.pick_dtype("auto", cpu, cfg) == cli.pick_dtype("bfloat16", cpu, cfg, many_rows=True) == BF16
 
 
 def run(capsys, *argv, command=quantizing.run):
