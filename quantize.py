@@ -16,6 +16,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+if __name__ == "__main__":
+    from kernels.quick_import import need_torch
+    need_torch()
 import torch
 from torch import Tensor, nn
 

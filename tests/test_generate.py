@@ -287,7 +287,7 @@ def test_python_without_torch(tmp_path):
     """On a fresh machine the first command says what to run; after quickstart it finds .venv."""
     shutil.copytree(ROOT, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "checkpoints"))
     argv = [sys.executable, "-S", str(tmp_path / "generate.py"), "--prompt", "Hi"]        # without site-packages
-    for name in ("eval.py", "benchmark.py", "serve.py", "generate.py"):
+    for name in ("eval.py", "benchmark.py", "serve.py", "quantize.py", "generate.py"):
         done = subprocess.run([*argv[:2], str(tmp_path / name)], capture_output=True, text=True)
         assert done.returncode == 2 and f"{name}: error: this Python has no torch: run `bash" in done.stderr
         assert "Traceback" not in done.stderr and done.stdout == ""
