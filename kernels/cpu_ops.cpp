@@ -398,16 +398,19 @@ static inline long out_at(const Linear& op, int m, int first) {
   return (long)m * (op.out_stride ? op.out_stride : outputs(op)) + first;
 }
 
-// What finish() will read and write of a row, which lies far from the row before
-static inline void prefetch_out(const Linear& op, int m, int first) {
-  auto lines = [&](const void* p, int type, auto prefetch) {
-    int bytes = type == FP32 ? 4 : 2;
-    const char* from = (const char*)p + out_at(op, m, first) * bytes;
-    for (int i = 0; i < ROWS * bytes; i += 64) prefetch(from + i);
-  };
-  if (op.residual)
-    lines(op.residual, op.residual_type, [](const char* p) { __builtin_prefetch(p); });
-  lines(op.out, op.out_type, [](const char* p) { __builtin_prefetch(p, 1); });
+// What finish() will read and write of a row, which lies far from the row before. In line: GCC drops
+// calls of functions that only prefetch.
+template <int WRITES>
+[[gnu::always_inline]] static inline void prefetch_outputs(const void* p, int type, long at) {
+  int bytes = type == FP32 ? 4 : 2;
+  for (int i = 0; i < ROWS; i += 64 / bytes)
+    __builtin_prefetch((const char*)p + (at + i) * bytes, WRITES);
+}
+
+[[gnu::always_inline]] static inline void prefetch_out(const Linear& op, int m, int first) {
+  long at = out_at(op, m, first);
+  if (op.residual) prefetch_outputs<0>(op.residual, op.residual_type, at);
+  prefetch_outputs<1>(op.out, op.out_type, at);
 }
 
 // y [ROWS] of the n outputs that begin at `first`, up beside a gate -> out of row m
