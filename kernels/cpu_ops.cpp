@@ -10,8 +10,9 @@
 // so that a vector holds as many outputs as it has lanes. `in` is a multiple of 32, `out` of ROWS,
 // filled up with zeros. Sums are in fp32. x meets int8 and int4 as 16-bit integers, each 32 inputs
 // with a scale of their own: finer than bf16, and two products in an instruction. Where a CPU has
-// products of bf16, bf16 weights take these. Many rows may meet int8 and int4 as bytes, where it has
-// products of these, or int4 as bf16.
+// products of bf16, bf16 weights take these; elsewhere many rows meet them as integers of 14 bits,
+// both with a scale for 32 inputs, if x need not be exact. Many rows may meet int8 and int4 as bytes,
+// where it has products of these, or int4 as bf16.
 
 #include <algorithm>
 #include <atomic>
@@ -50,6 +51,7 @@ constexpr int TILE = 6;
 constexpr int BYTES_TILE = 8;                  // of those that are bytes: as many again for sums
 constexpr int ROWS = 2 * LANES;
 constexpr int GROUP = 32;                      // inputs that share a scale, of x
+constexpr int MOST_14_BITS = 8191;             // a group's products of two of these fit into 32 bits
 constexpr int DEPTH = 256;                     // inputs of a block of weights as floats: in the L1
 constexpr int AHEAD = 2048;                    // bytes
 
@@ -515,7 +517,12 @@ static Numbers numbers(const Linear& op) {     // as measured
   bool by_bytes = op.M > (op.format == INT4 ? TILE : 16) && op.format >= INT8;
   if (HAS_BYTES && by_bytes && op.x_bits <= 8) return BYTES;
   if (HAS_BF16 && by_pairs && op.x_bits <= 16) return PAIRS;
-  return op.format >= INT8 ? INTEGERS : FLOATS;
+  bool by_integers = op.format >= INT8 || (op.format == BF16 && op.M > 32 && op.x_bits <= 16);
+  return by_integers ? INTEGERS : FLOATS;
+}
+
+static int most_of(const Linear& op) {         // of x as whole numbers
+  return numbers(op) == BYTES ? 127 : op.format == BF16 ? MOST_14_BITS : 32767;
 }
 
 static bool is_by_stored(const Linear& op) {   // as measured
@@ -797,10 +804,10 @@ static void to_pairs(const Linear& op, int i, int K, float* memory, int32_t* to)
   }
 }
 
-// A block of int8 or int4 as several tiles share it
+// A block of weights as several tiles share it
 struct Decoded {
   int16_t* codes;                              // [K / 2, ROWS, 2] as x is: bf16, integers or bytes
-  float *scales, *terms;                       // [K / GROUP, ROWS], of int4's integers
+  float *scales, *terms;                       // [K / GROUP, ROWS], of int4's integers; bf16's scales
   float* floats;                               // [DEPTH, ROWS]
 
   Decoded(float* memory, int K) {
@@ -814,6 +821,9 @@ struct Decoded {
 
   void decode(const Linear& op, int i, int K) {
     if (numbers(op) == PAIRS) return to_pairs(op, i, K, floats, (int32_t*)codes);
+    if (op.format == BF16) return take_bf16((const int32_t*)block(op, i, K), K);
+    if (op.format == INT8 && numbers(op) == INTEGERS)
+      return widen((const int8_t*)block(op, i, K), K);
     if (op.format == INT8) return take_bytes((const uint16_t*)block(op, i, K), K);
     const int32_t *w = (const int32_t*)block(op, i, K), *words = int4_scales(op, i, K);
     bool by_bytes = numbers(op) == BYTES;
@@ -832,12 +842,37 @@ struct Decoded {
       }
   }
 
+  void widen(const int8_t* w, int K) {
+    for (int k = 0; k < K * ROWS; k += 2 * LANES) store(codes + k, load_int8(w + k));
+  }
+
   void take_bytes(const uint16_t* w, int K) {  // pairs [K / 2, ROWS] of int8
     for (int k = 0; k < K / 2 * ROWS; k += 2 * ROWS)
       for (int v = 0; v < ROWS; v += LANES) {
         prefetch(w + k + 2 * v, 4 * LANES);
         vu pair = (vu)load_bf16(w + k + v) >> 16, next = (vu)load_bf16(w + k + ROWS + v);
         store((int32_t*)codes + k / 2 + v, (vi)(pair | next) ^ (int32_t)0x80808080);
+      }
+  }
+
+  void take_bf16(const int32_t* w, int K) {    // pairs [K / 2, ROWS], rounded to 14 bits
+    for (int g = 0; g < K / GROUP; g++)
+      for (int v = 0; v < ROWS; v += LANES) {
+        const int32_t* from = w + g * GROUP / 2 * ROWS + v;
+        int32_t* to = (int32_t*)codes + g * GROUP / 2 * ROWS + v;
+        vf top = {};
+        for (int p = 0; p < GROUP / 2; p++) {
+          vf low = low_bf16(load<vi>(from + p * ROWS)), high = high_bf16(load<vi>(from + p * ROWS));
+          top = larger(larger(top, larger(low, -low)), larger(high, -high));
+        }
+        vf inverse = top > 0 ? MOST_14_BITS / top : vf{};
+        for (int p = 0; p < GROUP / 2; p++) {  // 12582912: whole numbers, the low bits of the sum
+          vi pair = load<vi>(from + p * ROWS);
+          vi low = (vi)(low_bf16(pair) * inverse + 12582912.0f);
+          vi high = (vi)(high_bf16(pair) * inverse + 12582912.0f);
+          store(to + p * ROWS, (low & 0xffff) | high << 16);
+        }
+        store(scales + g * ROWS + v, top * (1.0f / MOST_14_BITS));
       }
   }
 };
@@ -849,14 +884,16 @@ static void block_by(const Linear& op, int i, const Rows& rows, float* y, const 
     return tile<M>(decoded ? (const int32_t*)decoded->codes : (const int32_t*)w, ROWS, rows.K / 2,
                    (const int32_t*)rows.q, rows.ldq() / 2, y, ROWS, false);
   if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
-  if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
+  if (op.format == BF16 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
+  else if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
   if (op.format == INT4 && numbers(op) == BYTES)
     by_bytes<M>((const int32_t*)decoded->codes, decoded->scales, rows, y);
   else if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
   else if (op.format == INT4)
     by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
   if (op.format == INT8) {
-    if (decoded) by_bytes<M>((const int32_t*)decoded->codes, nullptr, rows, y);
+    if (decoded && numbers(op) == INTEGERS) by_codes<M>(decoded->codes, nullptr, rows, y);
+    else if (decoded) by_bytes<M>((const int32_t*)decoded->codes, nullptr, rows, y);
     else by_codes<M>((const int8_t*)w, nullptr, rows, y);
     for (int m = 0; m < M; m++)
       for (int v = 0; v < 2; v++) {
@@ -882,9 +919,10 @@ static void block_by_tile(int M, const Linear& op, int i, const Rows& rows, floa
     tile_of<TILE>(M, decoded->terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
 }
 
-static bool is_decoded(const Linear& op) {     // once for all tiles
-  bool is_shared = op.format == INT4 && op.M > (LANES > 8 ? 2 : 1) * TILE;      // as measured
-  return is_shared || numbers(op) == BYTES;
+static bool is_decoded(const Linear& op) {     // once for all tiles; as measured
+  if (op.format == INT4) return numbers(op) == BYTES || op.M > (LANES > 8 ? 2 : 1) * TILE;
+  if (op.format == INT8) return numbers(op) == BYTES || (LANES == 8 && op.M > 128);
+  return op.format == BF16 && numbers(op) == INTEGERS;
 }
 
 static void read_row(const Linear& op, int m, int K, float* to) {
@@ -916,7 +954,7 @@ struct Product {
     float* row = numbers(op) == FLOATS ? rows.x + (long)m * K : memory_of(own, K);
     read_row(op, m, K, row);
     if (numbers(op) >= INTEGERS)
-      rows.quantize(m, row, numbers(op) == BYTES ? 127 : 32767, op.format == INT4);
+      rows.quantize(m, row, most_of(op), op.format == INT4);
     if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq());
   }
 
