@@ -120,11 +120,14 @@ class Engine:
 
     @property
     def version(self) -> str | None:
-        """What products with int8 or int4 weights round activations to, where they do."""
-        packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
-        if not uses_operations(self.model) or all(m.scales is None for m in packed):
+        """What products round numbers to, where they do."""
+        if not uses_operations(self.model):
             return None
-        if self.model.dtype == torch.float32 or cpu_ops.activation_bits() == 16:
+        packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
+        is_exact = self.model.dtype == torch.float32
+        if all(m.scales is None for m in packed):
+            return None if is_exact else cpu_ops.rounding_of_bf16()
+        if is_exact or cpu_ops.activation_bits() == 16:
             return "activations of 16 bits"
         return "activations of 8 bits where many rows meet the weights, of 16 elsewhere"
 

@@ -2020,6 +2020,7 @@ enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROU
 
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes() { return HAS_BYTES; }
+extern "C" int has_bf16() { return HAS_BF16; }
 
 template <class Word> static void blocks_of(const Word* from, long n_block, long n, Word* to) {
 #pragma omp parallel for
