@@ -44,6 +44,10 @@ DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # tokens at most
 SAMPLERS = ("sorted", "sort_free")
 GREEDY = SamplingParams(temperature=0)
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # what the samplers are compared with
+BF16_ROUNDING = {                                  # does the CPU multiply bf16?
+    True: "activations of bfloat16",
+    False: "weights and activations of 14 bits where more than 32 rows meet the weights",
+}
 
 
 def share_weights(model: Transformer) -> Transformer:
@@ -126,7 +130,7 @@ class Engine:
         packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
         is_exact = self.model.dtype == torch.float32
         if all(m.scales is None for m in packed):
-            return None if is_exact else cpu_ops.rounding_of_bf16()
+            return None if is_exact else BF16_ROUNDING[cpu_ops.has_bf16()]
         if is_exact or cpu_ops.activation_bits() == 16:
             return "activations of 16 bits"
         return "activations of 8 bits where many rows meet the weights, of 16 elsewhere"

@@ -567,8 +567,8 @@ struct Rows {                                  // of x, as floats, as bf16 or as
     return four;
   }
 
-  // row m from floats [K]; most: 32767, or 127 for bytes; by_words: numbers that a shift of int4's
-  // words gives together beside each other
+  // row m from floats [K]; most: of the whole numbers, 127 for bytes; by_words: numbers that a shift
+  // of int4's words gives together beside each other
   void quantize(int m, const float* row, int most, bool by_words) const {
     vi order = WORD_ORDERS[most == 127];
     for (int g = 0; g < K / GROUP; g++) {

@@ -292,11 +292,9 @@ def activation_bits() -> int:
     return _narrowest[0] if library().has_bytes() else 16
 
 
-def rounding_of_bf16() -> str:
-    """What products with bf16 weights round to, in models that are not fp32."""
-    if library().has_bf16():
-        return "activations of bfloat16"
-    return "weights and activations of 14 bits where more than 32 rows meet, else none are rounded"
+def has_bf16() -> bool:
+    """Does the CPU multiply bf16? Else bf16 weights meet many rows as integers of 14 bits."""
+    return bool(library().has_bf16())
 
 
 def x_bits(dtype: torch.dtype) -> int:

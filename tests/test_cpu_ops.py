@@ -104,7 +104,7 @@ def test_inputs_that_fill_no_group():
 @pytest.mark.parametrize("n_row", [33, 64, 200])
 @pytest.mark.parametrize("outlier", [1, 100, 1e4])
 def test_bf16_weights_of_many_rows(outlier, n_row):
-    """Where x need not be exact: no worse than rounding it to bf16, whatever sticks out of a group; zeros stay zeros."""
+    """Where x need not be exact: by bf16, or by integers that are finer, whatever sticks out of a group; zeros stay zeros."""
     random = torch.Generator().manual_seed(n_row)
     w, x = torch.randn(40, 640, generator=random), torch.randn(n_row, 640, generator=random)
     w[3, 7] *= outlier
@@ -118,7 +118,8 @@ def test_bf16_weights_of_many_rows(outlier, n_row):
     op = cpu_ops.linear(*packed, (40, 640), x=x.data_ptr(), out=y.data_ptr(), M=n_row, x_bits=16)
     cpu_ops.run([ctypes.addressof(op)])
     expected = x.double() @ w.double().T
-    assert (y - expected).norm() <= 1.1 * (x.bfloat16().double() @ w.double().T - expected).norm()
+    of_rounding = (x.bfloat16().double() @ w.double().T - expected).norm()
+    assert (y - expected).norm() <= (1.1 if cpu_ops.has_bf16() else 0.2) * of_rounding
     assert not y[:, 4].any() and not y[2].any()
 
 
