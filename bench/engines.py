@@ -32,6 +32,7 @@ from formats.mtp import MTPHead
 from generate import generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
+from kernels.cpu_linears import format_of
 from kernels.linear import PackedLinear
 from model import Transformer
 from sampling import SamplingParams, keep_top_p
@@ -129,9 +130,10 @@ class Engine:
             return None
         packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
         is_exact = self.model.dtype == torch.float32
-        if all(m.scales is None for m in packed):
+        kinds = {format_of(m.weight, m.scales) for m in packed if m.scales is not None}
+        if not kinds:
             return None if is_exact else BF16_ROUNDING[cpu_ops.has_bf16()]
-        if is_exact or cpu_ops.activation_bits() == 16:
+        if is_exact or all(cpu_ops.activation_bits(kind) == 16 for kind in kinds):
             return "activations of 16 bits"
         return "activations of 8 bits where many rows meet the weights, of 16 elsewhere"
 

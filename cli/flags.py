@@ -140,9 +140,9 @@ def add_adapter(add) -> None:
 def add_activation_bits(add) -> None:
     """For every command that compiles."""
     add("--activation_bits", type=int, choices=[8, 16], default=8,
-        help="what --compile rounds activations to before products of many rows (a prompt's, a "
-             "large batch's) with int8 or int4 weights, where the CPU multiplies bytes (AVX-512 "
-             "VNNI); 16 is finer and slower; float32 models always take it")
+        help="what --compile rounds activations to before products of several rows (a prompt's, a "
+             "batch's) with int4 weights on x86, and with int8 weights where it has VNNI; 16 is "
+             "finer and slower; float32 models always take it")
 
 
 def json_object(text: str) -> dict:

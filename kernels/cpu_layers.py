@@ -387,6 +387,7 @@ def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> b
     owner.setup_cache(1, 8, dtype, "cpu")
     new.owner.setup_cache(1, 8, dtype, "cpu")
     own_dim = layer.end.dim if new.has_end else 0
+    bits = cpu_ops.set_activation_bits(16)         # what it computes is asked, not how finely
     try:
         for pos in (torch.arange(5), torch.tensor([5])):
             x = torch.randn(1, len(pos), D, generator=random).to(dtype)
@@ -400,6 +401,7 @@ def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> b
             errors += error.flatten().tolist()
     finally:
         owner.cache = old
+        cpu_ops.set_activation_bits(bits)
     most = 2 if isinstance(layer.ffn, MoE) else 0
     limit = 1e-3 if dtype == torch.float32 else 0.05
     return sum(not error < limit for error in errors) <= most

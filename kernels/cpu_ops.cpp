@@ -13,6 +13,8 @@
 // products of bf16, bf16 weights take these; elsewhere many rows meet them as integers of 14 bits,
 // both with a scale for 32 inputs, if x need not be exact. Many rows may meet int8 and int4 as bytes,
 // where it has products of these, or int4 as bf16.
+//
+// Tests define WIDE, WITH_BF16 and WITH_BYTES: as on CPUs that have these, by what every CPU has.
 
 #include <algorithm>
 #include <atomic>
@@ -31,15 +33,20 @@
 
 // ---- Vectors ------------------------------------------------------------------------------------
 
-#if defined(__AVX512BF16__) || defined(WIDE)
+#if defined(__AVX512BF16__) || defined(WITH_BF16)
 constexpr bool HAS_BF16 = true;                // products of bf16, two in an instruction
 #else
 constexpr bool HAS_BF16 = false;
 #endif
-#if defined(__AVX512VNNI__) || defined(WIDE)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(WITH_BYTES)
 constexpr bool HAS_BYTES = true;               // products of bytes, four in an instruction
 #else
 constexpr bool HAS_BYTES = false;
+#endif
+#if defined(__AVX2__) || defined(WIDE)
+constexpr bool HAS_NIBBLES = true;             // of four bits by bytes, two in an instruction
+#else
+constexpr bool HAS_NIBBLES = HAS_BYTES;
 #endif
 #if defined(__AVX512F__) || defined(WIDE)
 constexpr int LANES = 16;
@@ -48,7 +55,7 @@ constexpr int TILE = 12;                       // rows of x that share what is l
 constexpr int LANES = 8;
 constexpr int TILE = 6;
 #endif
-constexpr int BYTES_TILE = 8;                  // of those that are bytes: as many again for sums
+constexpr int BYTES_TILE = LANES > 8 ? 8 : 6;  // of those that are bytes: as many again for sums
 constexpr int ROWS = 2 * LANES;
 constexpr int GROUP = 32;                      // inputs that share a scale, of x
 constexpr int MOST_14_BITS = 8191;             // a group's products of two of these fit into 32 bits
@@ -116,6 +123,8 @@ static inline uint16_t float_to_bf16(float x) {
 static inline vi dot2(vi acc, vs a, int32_t pair) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(pair));
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, _mm256_set1_epi32(pair));
 #elif defined(__AVX512BW__)
   return acc + (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair));
 #elif defined(__AVX2__) && !defined(WIDE)
@@ -129,11 +138,30 @@ static inline vi dot2(vi acc, vs a, int32_t pair) {
 static inline vi dot4(vi acc, vi a, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, _mm256_set1_epi32(x));
 #else
   for (int i = 0; i < 32; i += 8) acc += ((a >> i) & 255) * (int32_t)(int8_t)(x >> i);
   return acc;
 #endif
 }
+
+// The same two and two, a: from 0 to 15. Sums of 16 bits hold what a GROUP gives.
+static inline vs dot4(vs acc, vi a, int32_t x) {
+#if defined(__AVX512BW__)
+  return acc + (vs)_mm512_maddubs_epi16((__m512i)a, _mm512_set1_epi32(x));
+#elif defined(__AVX2__) && !defined(WIDE)
+  return acc + (vs)_mm256_maddubs_epi16((__m256i)a, _mm256_set1_epi32(x));
+#else
+  vi low = (a & 255) * (int8_t)x + (a >> 8 & 255) * (int8_t)(x >> 8);
+  vi high = (a >> 16 & 255) * (int8_t)(x >> 16) + (a >> 24 & 255) * (int8_t)(x >> 24);
+  return acc + (vs)((low & 0xffff) | high << 16);
+#endif
+}
+
+typedef std::conditional<HAS_BYTES, vi, vs>::type Sums;           // of products of bytes
+static inline vi whole(vi sums) { return sums; }
+static inline vi whole(vs sums) { return dot2(vi{}, sums, 0x00010001); }
 
 // acc + the products of neighbouring bf16 numbers, two and two; x: two numbers, for all lanes
 static inline vf dot2_bf16(vf acc, vi a, int32_t x) {
@@ -161,13 +189,17 @@ static inline vf exp_of(vf x) {                // 0 below -87, 1.6e38 from 88; r
 }
 
 static inline vf power_of_2(vf x) {            // of x <= 0; relative error 8e-5: for what becomes bf16
+  auto power = [](vf f) {
+    return ((0.05517167f * f + 0.24261112f) * f + 0.69326099f) * f + 0.99992807f;
+  };
 #if defined(__AVX512F__)
   x = larger(x, vf{} - 1000.0f);
-  vf n = (vf)_mm512_roundscale_ps((__m512)x, 8), f = x - n;
-  vf p = ((0.05517167f * f + 0.24261112f) * f + 0.69326099f) * f + 0.99992807f;
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+  vf n = (vf)_mm512_roundscale_ps((__m512)x, 8);
+  return (vf)_mm512_scalef_ps((__m512)power(x - n), (__m512)n);
 #else
-  return exp_of(x * 0.69314718f);
+  vf n = x + 12582912.0f;                      // rounded, in its low bits
+  vf p = (vf)((vi)power(x - (n - 12582912.0f)) + ((vi)n << 23));
+  return x < -125.0f ? vf{} : p;
 #endif
 }
 
@@ -218,6 +250,16 @@ static inline vi permuted(vi x, vi order) {    // y[i] = x[order[i]]
   return y;
 #else
   return __builtin_shuffle(x, order);
+#endif
+}
+
+template <class V> static inline V permuted(V a, V b, vi order) { // of both, one after the other
+#ifdef __clang__
+  V y;
+  for (int i = 0; i < LANES; i++) y[i] = order[i] < LANES ? a[order[i]] : b[order[i] - LANES];
+  return y;
+#else
+  return __builtin_shuffle(a, b, order);
 #endif
 }
 
@@ -514,8 +556,9 @@ enum Numbers { FLOATS, PAIRS, INTEGERS, BYTES };     // what x meets them as; pa
 
 static Numbers numbers(const Linear& op) {     // as measured
   bool by_pairs = op.format == BF16 || (op.format == INT4 && op.M > 32);
-  bool by_bytes = op.M > (op.format == INT4 ? TILE : 16) && op.format >= INT8;
-  if (HAS_BYTES && by_bytes && op.x_bits <= 8) return BYTES;
+  bool by_bytes = op.format == INT4 ? HAS_NIBBLES && op.M > (LANES > 8 ? TILE : 4)
+                                    : HAS_BYTES && op.format == INT8 && op.M > 16;
+  if (by_bytes && op.x_bits <= 8) return BYTES;
   if (HAS_BF16 && by_pairs && op.x_bits <= 16) return PAIRS;
   bool by_integers = op.format >= INT8 || (op.format == BF16 && op.M > 32 && op.x_bits <= 16);
   return by_integers ? INTEGERS : FLOATS;
@@ -733,17 +776,17 @@ template <int M>
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, total[m][v]);
 }
 
-// The same as bytes [K / 4, ROWS, 4]; int8 has 128 added to each
+// The same as bytes [K / 4, ROWS, 4]; int8, where four make a product, has 128 added to each
 template <int M>
 [[gnu::noinline]] static void by_bytes(const int32_t* w, const float* scales, const Rows& rows,
                                       float* y) {
   int n_group = rows.K / GROUP;
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {
-    vi acc[M][2];
+    Sums acc[M][2];
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
-      acc[m][0] = acc[m][1] = vi{} - (scales ? 0 : 128 * rows.total[m * n_group + g]);
+      acc[m][0] = acc[m][1] = (Sums)(vi{} - (scales ? 0 : 128 * rows.total[m * n_group + g]));
 #pragma GCC unroll 4
     for (int p = 0; p < GROUP / 4; p++) {
       const int32_t* at = w + (g * GROUP / 4 + p) * ROWS;
@@ -753,7 +796,11 @@ template <int M>
         for (int v = 0; v < 2; v++)
           acc[m][v] = dot4(acc[m][v], bytes[v], rows.four(m, g * GROUP / 4 + p));
     }
-    add_group<M>(sum, acc, scales, rows, g);
+    vi wholes[M][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < 2; v++) wholes[m][v] = whole(acc[m][v]);
+    add_group<M>(sum, wholes, scales, rows, g);
   }
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) store(y + m * ROWS + v * LANES, sum[m][v]);
@@ -945,7 +992,7 @@ struct Product {
     K = padded(op.K, GROUP);
     n_block = padded(outputs(op), ROWS) / ROWS;
     by_stored = is_by_stored(op);
-    step = op.M > TILE ? 1 : std::max(1, n_block / (8 * n_thread));
+    step = op.M > TILE || is_decoded(op) ? 1 : std::max(1, n_block / (8 * n_thread));
     n_task = by_stored ? (n_block + step - 1) / step
                        : n_block * ((op.M + MOST_ROWS - 1) / MOST_ROWS);
   }
@@ -1172,8 +1219,7 @@ static inline vf sums_of(vf* a) {
   }
   for (int n = LANES; n > 1; n /= 2)
     for (int i = 0; i < n / 2; i++)
-      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even)
-             + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+      a[i] = permuted(a[2 * i], a[2 * i + 1], even) + permuted(a[2 * i], a[2 * i + 1], odd);
   return a[0];
 }
 
@@ -1220,8 +1266,8 @@ static inline void transpose(vi* a) {
     for (int i = 0; i < LANES; i++) {
       if (i & step) continue;
       vi first = a[i];
-      a[i] = __builtin_shuffle(first, a[i + step], low);
-      a[i + step] = __builtin_shuffle(first, a[i + step], high);
+      a[i] = permuted(first, a[i + step], low);
+      a[i + step] = permuted(first, a[i + step], high);
     }
   }
 }
@@ -1252,7 +1298,7 @@ static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t*
 
 // s [KEYS], scores of n keys -> their weights, floats or bf16; what is masked has none. is_masked:
 // something is
-template <bool AS_BF16>
+template <bool ROUGH, bool AS_BF16>
 static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int n, float* s,
                   float* top, float* sum, float* out, int Hp) {
   int end = padded(n, LANES);
@@ -1270,16 +1316,12 @@ static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int 
   }
   vf sums = {};
   for (int j = 0; j < end; j += LANES) {
-    if (AS_BF16) {
-      constexpr float LOG2_E = 1.44269504f;
-      vf p = power_of_2(load<vf>(s + j) * LOG2_E - new_top * LOG2_E);
-      sums += p;
-      write_floats((const float*)&p, LANES, s, BF16, j);         // before what is read next
-    } else {
-      vf p = exp_of(load<vf>(s + j) - new_top);
-      sums += p;
-      store(s + j, p);
-    }
+    constexpr float LOG2_E = 1.44269504f;
+    vf p = ROUGH ? power_of_2(load<vf>(s + j) * LOG2_E - new_top * LOG2_E)
+                 : exp_of(load<vf>(s + j) - new_top);
+    sums += p;
+    if (AS_BF16) write_floats((const float*)&p, LANES, s, BF16, j);            // before what is read next
+    else store(s + j, p);
   }
   if (new_top > *top) {
     float old = *top == -INFINITY ? 0 : std::exp(*top - new_top);
@@ -1340,7 +1382,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
       for (int j = 0; j < n; j += ROWS)
         tiles(n_row, turned + j * Hp, ROWS, Hp, q + from * Hp, Hp, s + j, KEYS, false);
     }
-    auto weigh_rows = few || !BY_PAIRS ? weigh<false> : weigh<true>;
+    auto weigh_rows = few ? weigh<false, false> : weigh<sizeof(Key) == 2, BY_PAIRS>;
     for (int t = first_t; t < task.t1; t++) {
       const uint8_t* mask = mask_of(op, task.b, t) + key;
       bool is_masked = memchr(mask, 0, n);
@@ -2019,7 +2061,7 @@ static void masks(const Mask& op, Phase* phase) {
 enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV };
 
 extern "C" int rows_in_a_block() { return ROWS; }
-extern "C" int has_bytes() { return HAS_BYTES; }
+extern "C" int has_bytes(int format) { return format == INT4 ? HAS_NIBBLES : HAS_BYTES; }
 extern "C" int has_bf16() { return HAS_BF16; }
 
 template <class Word> static void blocks_of(const Word* from, long n_block, long n, Word* to) {

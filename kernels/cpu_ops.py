@@ -44,6 +44,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
+def options() -> tuple[str, ...]:
+    """The compiler's: clang has no passes of GCC's."""
+    is_clang = "clang" in Path(compiler()).name
+    return tuple(option for option in OPTIONS if not (is_clang and "-tree-" in option))
+
+
 def library_path() -> Path:
     """Where it is once it is built: by its code, not its comments, the compiler and the CPU."""
     code = re.sub(r"\s+", " ", re.sub(r"//.*", "", SOURCE.read_text()))
@@ -86,7 +92,7 @@ def start_building() -> None:
     partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")     # containers have equal ids
     script = ('to=$0 at=$1; shift; "$@" -o "$at" && printf %s ' + MARK.decode() + ' >> "$at" '
               '&& sync "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }')
-    command = ["nice", "sh", "-c", script, path, partial, compiler(), *OPTIONS, SOURCE]
+    command = ["nice", "sh", "-c", script, path, partial, compiler(), *options(), SOURCE]
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(max(1, _threads[0] - 1))
     _building.append(subprocess.Popen(
@@ -282,14 +288,17 @@ def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: 
 _narrowest = [8]                                   # bits of x
 
 
-def set_activation_bits(bits: int) -> None:
+def set_activation_bits(bits: int) -> int:
     """Of what many rows are rounded to, in models that are not fp32, before they meet int8 or int4:
-    8, in groups of 32 with a scale of their own, where the CPU multiplies bytes; or 16."""
-    _narrowest[0] = bits
+    8, in groups of 32 with a scale of their own, where the CPU multiplies bytes; or 16. -> those
+    before."""
+    before, _narrowest[0] = _narrowest[0], bits
+    return before
 
 
-def activation_bits() -> int:
-    return _narrowest[0] if library().has_bytes() else 16
+def activation_bits(kind: int) -> int:
+    """kind: INT8, or INT4, whose products of bytes AVX2 has too."""
+    return _narrowest[0] if library().has_bytes(kind) else 16
 
 
 def has_bf16() -> bool:
