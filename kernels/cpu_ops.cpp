@@ -188,7 +188,7 @@ static inline vf exp_of(vf x) {                // 0 below -87, 1.6e38 from 88; r
 #endif
 }
 
-static inline vf power_of_2(vf x) {            // of x <= 0; relative error 8e-5: for what becomes bf16
+static inline vf power_of_2(vf x) {            // of x <= 0; relative error 8e-5: to weigh bf16
   auto power = [](vf f) {
     return ((0.05517167f * f + 0.24261112f) * f + 0.69326099f) * f + 0.99992807f;
   };
@@ -1297,7 +1297,7 @@ static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t*
 }
 
 // s [KEYS], scores of n keys -> their weights, floats or bf16; what is masked has none. is_masked:
-// something is
+// something is. ROUGH: of keys and values in bf16
 template <bool ROUGH, bool AS_BF16>
 static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int n, float* s,
                   float* top, float* sum, float* out, int Hp) {
@@ -1320,8 +1320,8 @@ static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int 
     vf p = ROUGH ? power_of_2(load<vf>(s + j) * LOG2_E - new_top * LOG2_E)
                  : exp_of(load<vf>(s + j) - new_top);
     sums += p;
-    if (AS_BF16) write_floats((const float*)&p, LANES, s, BF16, j);            // before what is read next
-    else store(s + j, p);
+    if (!AS_BF16) store(s + j, p);
+    else write_floats((const float*)&p, LANES, s, BF16, j);      // before what is read next
   }
   if (new_top > *top) {
     float old = *top == -INFINITY ? 0 : std::exp(*top - new_top);
