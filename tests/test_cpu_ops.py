@@ -339,17 +339,24 @@ def test_every_family_by_operations(families, name):
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.fixture
+def finer():
+    """Activations of 16 bits wherever a CPU has a choice: what bytes round, an expert may be chosen by."""
+    bits = cpu_ops.set_activation_bits(16)
+    yield
+    cpu_ops.set_activation_bits(bits)
+
+
 @pytest.mark.parametrize("scheme, head", [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_models(families, scheme, head, dtype):
+def test_quantized_models(families, finer, scheme, head, dtype):
     directory, _ = families("llama3")
     model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
     tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(0))
     expected = logits_of(model, tokens, 7)
     assert cpu_layers.use_operations(model)
     found = logits_of(model, tokens, 7)
-    in_bytes = scheme == "int4" and cpu_ops.activation_bits(cpu_ops.INT4) == 8         # 7 rows, where AVX2 is all there is
-    assert (found - expected).abs().max() < (2e-3 if dtype == torch.float32 else 0.15 if in_bytes else 0.08) * expected.std()
+    assert (found - expected).abs().max() < (2e-3 if dtype == torch.float32 else 0.08) * expected.std()
 
 
 def test_rows_of_a_batch(families):
@@ -424,10 +431,10 @@ def test_choice_of_experts(scores, n_group, topk_group, group_top):
     ("mixtral", "int4", "int8"), ("gpt_oss", "int8", "int8"), ("qwen2_moe", "int4", "none"), ("deepseek_v2", "int8", "int8"),
     ("gemma4-26b", "int8", "int8"), ("glm4_moe", "int4", "int8")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_experts(families, name, scheme, head, dtype):
+def test_quantized_experts(families, finer, name, scheme, head, dtype):
     directory, _ = families(name)
     model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
-    tokens = torch.randint(3, 150, (1, 30))
+    tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(0))
     expected = logits_of(model, tokens, 7)
     assert cpu_layers.use_operations(model) and any(isinstance(getattr(layer.ffn, "experts", None), Experts) for layer in model.layers)
     found = logits_of(model, tokens, 7)
