@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import time
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -74,4 +75,4 @@ def describe_machine(device: torch.device) -> dict:
     return dict(device=str(device), machine=name, clocks=clocks, threads=torch.get_num_threads(),
                 capability=torch.backends.cpu.get_cpu_capability(),
                 versions=dict(torch=torch.__version__, python=platform.python_version()),
-                commit=commit())
+                date=date.today().isoformat(), commit=commit())

@@ -269,18 +269,26 @@ def unseen() -> str:
         f"each file and of each model's rows: {'; '.join(took)}.\n")
 
 
-def results() -> list[tuple[str, dict]]:
-    """Titles and results of benchmarks/MACHINE.json, which benchmark.py --suite writes."""
-    files = sorted(ROOT.glob("benchmarks/*.json"))
-    return [pair for path in files
-            for pair in json.loads(path.read_text()).get("tables", {}).items()]
+def machines() -> list[dict]:
+    """What stands in each benchmarks/MACHINE.json of benchmark.py --suite, the newest first."""
+    values = [json.loads(path.read_text()) for path in sorted(ROOT.glob("benchmarks/*.json"))]
+    return sorted((v for v in values if "tables" in v), key=lambda v: v.get("date", ""),
+                  reverse=True)
+
+
+def of_machine(machine: dict) -> str:
+    return f"{machine['machine']}, {machine['threads']} threads, {machine['capability']}"
 
 
 def figures() -> str:
     sys.path[:0] = [str(ROOT)]
     from bench import tables
-    return "\n".join(f"**{name}**: `{result['command']}`\n\n{tables.table(ages.dated(result))}\n"
-                     for name, result in results())
+    parts = []
+    for machine in machines():
+        parts.append(f"### {of_machine(machine)}\n")
+        parts += [f"**{title}**: `{result['command']}`\n\n{tables.table(ages.dated(result))}\n"
+                  for title, result in machine["tables"].items()]
+    return "\n".join(parts)
 
 
 def headline() -> str:
@@ -289,11 +297,12 @@ def headline() -> str:
     from bench import tables
     lines = ["| model | weights | gpt-faster | llama.cpp | transformers | × llama.cpp |",
              "|---|---|---|---|---|---|"]
-    sources = []
-    for name in ("SmolLM2-135M", "Llama-1.1B"):
-        result = dict(results())[name]         # of the last machine that has it
+    titles, sources = ("SmolLM2-135M", "Llama-1.1B"), []
+    machine = next(m for m in machines() if m["tables"].keys() >= set(titles))
+    for title in titles:
+        result = machine["tables"][title]
         rows = [row for row in result["rows"] if row["test"].startswith("tg")]
-        label = f"{name}, random weights" if "--random" in result["command"] else name
+        label = f"{title}, random weights" if "--random" in result["command"] else title
         for ours in rows:
             if ours["engine"] != "compile":
                 continue
@@ -305,35 +314,50 @@ def headline() -> str:
                          f"| {speeds.get('transformers', '–')} "
                          f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
         old = " (older than the code)" if ages.age(result) else ""
-        sources.append(f"{name} {rows[0]['test']}, commit {result['commit']}{old}, medians of "
+        sources.append(f"{title} {rows[0]['test']}, commit {result['commit']}{old}, medians of "
                        f"{result['repetitions']}")
-    lines.append(f"\n{result['machine']}, {result['threads']} threads, {result['capability']}, "
-                 f"torch {result['versions']['torch']}; {'; '.join(sources)}.")
+    lines.append(f"\n{of_machine(machine)}, torch {machine['versions']['torch']}; "
+                 f"{'; '.join(sources)}.")
     return "\n".join(lines) + "\n"
 
 
-def peers() -> str:
-    """Our speed times that of the best peer in each row, by kinds of weights."""
-    sys.path[:0] = [str(ROOT)]
+def beside_the_best(result: dict) -> dict[tuple[str, str], str]:
+    """Test and kind of weights -> our speed times that of the best peer, bold if below 1."""
     from bench import tables
-    kinds, cells, sources = ("none", "int8", "int4-g32"), {}, []
-    for name in ("Short prompts", "Long prompts", "Decoding", "Many prompts"):
-        result = dict(results()).get(name, dict(rows=[]))
-        for row in result["rows"]:
-            peer = tables.best_peer(row, result["rows"])
-            if row["engine"] in tables.PEER_NAMES or not peer or row["error"]:
-                continue
-            test = row["test"] + (f", {row['batch']} slots" if row["batch"] > 1 else "")
-            value = f"{tables.ratio(row, result['rows'], peer):.2f}"
-            value = f"**{value}**" if float(value) < 1 else value
-            cells.setdefault(test, {})[row["quantization"]] = value
-        if result["rows"]:
-            old = ", older than the code" if ages.age(result) else ""
-            sources.append(f"{name} ({result['commit']}{old})")
-    lines = ["| × the best peer | bfloat16 | int8 | int4 |", "|---|---|---|---|"]
-    lines += [f"| {test} | " + " | ".join(row.get(kind, "–") for kind in kinds) + " |"
+    ratios = {}
+    for row in result["rows"]:
+        peer = tables.best_peer(row, result["rows"])
+        if row["engine"] in tables.PEER_NAMES or not peer or row["error"]:
+            continue
+        test = row["test"] + (f", {row['batch']} slots" if row["batch"] > 1 else "")
+        value = f"{tables.ratio(row, result['rows'], peer):.2f}"
+        ratios[test, row["quantization"]] = f"**{value}**" if float(value) < 1 else value
+    return ratios
+
+
+def peers() -> str:
+    """Our speed times that of the best peer in each row, by machines and kinds of weights."""
+    sys.path[:0] = [str(ROOT)]
+    kinds = {"none": "bfloat16", "int8": "int8", "int4-g32": "int4"}
+    titles = ("Short prompts", "Long prompts", "Decoding", "Many prompts")
+    columns, cells, sources = {}, {}, []
+    for machine in machines():
+        found = [machine["tables"][title] for title in titles if title in machine["tables"]]
+        if not found:
+            continue
+        where, name = of_machine(machine), machine["capability"]
+        columns |= {(where, kind): f"{words}, {name}" for kind, words in kinds.items()}
+        for result in found:
+            for (test, kind), value in beside_the_best(result).items():
+                cells.setdefault(test, {})[where, kind] = value
+        old = ", older than the code" if any(ages.age(result) for result in found) else ""
+        commits = ", ".join(dict.fromkeys(result["commit"] for result in found))
+        sources.append(f"{name}: {commits}{old}")
+    lines = [f"| × the best peer | {' | '.join(columns.values())} |",
+             "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {test} | " + " | ".join(row.get(column, "–") for column in columns) + " |"
               for test, row in cells.items()]
-    return "\n".join(lines) + f"\n\n{', '.join(sources)}.\n"
+    return "\n".join(lines) + f"\n\n{'; '.join(sources)}.\n"
 
 
 # Part -> where it stands, and what makes it.
