@@ -438,7 +438,7 @@ def use_operations(model: nn.Module) -> bool:
         model.setup_cache(0, 0)
     halves = [halves[kind] for kind in kinds]
     if None in halves:
-        private.note("a layer is not as kernels/cpu_ops.cpp knows them: it runs uncompiled")
+        private.note("a layer is not as cpu_ops/ knows them: it runs uncompiled")
     made = []
     for i, layer in enumerate(layers):
         pack_modules(layer)

@@ -1,4 +1,4 @@
-"""The operations of cpu_ops.cpp: compiled for this CPU once, described by structs, run in a row.
+"""The operations of cpu_ops/: compiled for this CPU once, described by structs, run in a row.
 
 Knows tensors and no modules. Weights have the layout that the C++ file describes, which depends on
 the CPU; pack_weight() makes it of the layouts on disk (kernels/plain.py).
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kernels import disk, private
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).parent.parent / "cpu_ops/run.cpp"          # includes what is beside it
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
            "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast",
            "-fno-tree-reassoc")                    # else sums wait in memory for each other
@@ -52,7 +52,9 @@ def options() -> tuple[str, ...]:
 
 def library_path() -> Path:
     """Where it is once it is built: by its code, not its comments, the compiler and the CPU."""
-    code = re.sub(r"\s+", " ", re.sub(r"//.*", "", SOURCE.read_text()))
+    files = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    texts = [re.sub(r"//.*", "", file.read_text()) for file in files]
+    code = re.sub(r"\s+", " ", "\n".join(texts))
     key = hashlib.sha256(repr((code, OPTIONS, compiler(), private.cpu_flags())).encode())
     return _home() / f"cpu_ops-{key.hexdigest()[:32]}.so"
 
@@ -136,7 +138,7 @@ def is_available() -> bool:
         library()
         return True
     except (OSError, RuntimeError) as e:
-        private.note(f"kernels/cpu_ops.cpp cannot be used ({e}): this runs uncompiled")
+        private.note(f"cpu_ops/ cannot be used ({e}): this runs uncompiled")
         return False
 
 
@@ -239,7 +241,7 @@ def block_rows() -> int:
 
 
 def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> tuple:
-    """As on disk -> (format, weight, scales, group) as cpu_ops.cpp reads them."""
+    """As on disk -> (format, weight, scales, group) as cpu_ops/ reads them."""
     scales_too = scales is not None
     kind = {torch.float32: FP32, torch.bfloat16: BF16, torch.int8: INT8, torch.uint8: INT4}
     kind = kind[weight.dtype]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # In the order in which they are named. What only loads, prints or measures is not here.
-STEP = ("kernels/cpu_ops.cpp", "model.py", "sampling.py", "generate.py", "quantize.py", "kernels",
+STEP = ("cpu_ops", "model.py", "sampling.py", "generate.py", "quantize.py", "kernels",
         "layers", "cli/engines.py", "cli/batch.py", "cli/slots.py")
 GPU_ONLY = re.compile(r"kernels/(triton_|cuda|few_|matvec|cached_attention|draw\.)")
 # Words of a command -> what it times besides.

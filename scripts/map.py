@@ -74,6 +74,12 @@ def functions(source: str) -> dict[str, int]:
     return dict(walk(ast.parse(source), ""))
 
 
+def cpp_lines(path: Path) -> list[str]:
+    """Those of a C++ file that hold more than a comment, without indentation."""
+    lines = (line.split("//")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
 class Size(NamedTuple):
     lines: int
     characters: float                                      # of code, on a line, on average
@@ -101,10 +107,16 @@ def core_size() -> Size:
 
 def title(path: Path) -> str:
     """The first line of a file's docstring, which says what it owns. ValueError if it has none."""
+    if path in cpp_files():
+        return path.read_text().splitlines()[0].removeprefix("// ").rstrip(".")
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     if not docstring:
         raise ValueError(f"{path.relative_to(ROOT)} has no docstring that says what it owns")
     return docstring.splitlines()[0].rstrip(".")
+
+
+def cpp_files() -> list[Path]:
+    return [ROOT / "cpu_ops/run.cpp", *sorted(ROOT.glob("cpu_ops/*.h"))]
 
 
 def rooms() -> list[Path]:
@@ -120,6 +132,8 @@ def core() -> str:
     for room in rooms():
         n = size(room.glob("*.py")).lines
         lines.append(f"| `{room.name}/` | {n} | {title(room / '__init__.py')} |")
+    n = sum(len(cpp_lines(path)) for path in cpp_files())
+    lines.append(f"| `cpu_ops/` | {n} | C++: what a transformer's layers do on a CPU |")
     whole = core_size()
     lines.append(f"\nThe core: {whole.lines} lines of code of {whole.characters:.1f} characters "
                  f"on average; its longest function is `{whole.longest}`, {whole.longest_lines} "
@@ -137,6 +151,10 @@ def files() -> str:
         longest = f"`{s.longest.split(':')[1]}` {s.longest_lines}" if s.longest else "–"
         lines.append(f"| `{path.relative_to(ROOT)}` | {s.lines} | {s.characters:.0f} | {longest} "
                      f"| {title(path)} |")
+    for path in cpp_files():
+        code = cpp_lines(path)
+        lines.append(f"| `{path.relative_to(ROOT)}` | {len(code)} "
+                     f"| {sum(map(len, code)) / len(code):.0f} | – | {title(path)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPETITIONS = 5
 PROMPT = "The capital of France is the"
 WORDS = "the river goes to the sea and the rain comes back to the hills "
-SOURCES = ("*.py", "*/*.py", "*/*.cpp")
+SOURCES = ("*.py", "*/*.py", "*/*.cpp", "*/*.h")
 
 
 class Start(NamedTuple):
@@ -81,7 +81,7 @@ def edited_copy(folder: Path) -> Path:
             if path.parent.name not in ("tests", "scripts"):
                 new = folder / path.relative_to(ROOT)
                 new.parent.mkdir(exist_ok=True)
-                mark = "//" if path.suffix == ".cpp" else "#"
+                mark = "//" if path.suffix in (".cpp", ".h") else "#"
                 new.write_text(f"{path.read_text()}{mark} edited\n")
     if (ROOT / "checkpoints").exists():
         (folder / "checkpoints").symlink_to(ROOT / "checkpoints")

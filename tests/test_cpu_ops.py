@@ -1,4 +1,4 @@
-"""kernels/cpu_ops.cpp against float64 and against the layers in plain PyTorch; and what becomes of it where it cannot be."""
+"""cpu_ops/ against float64 and against the layers in plain PyTorch; and what becomes of it where it cannot be."""
 
 import copy
 import ctypes
@@ -540,12 +540,14 @@ def test_a_compiler_that_fails(families, tmp_path, monkeypatch, capsys, nothing_
 
 
 def test_an_edited_comment_builds_nothing_anew(tmp_path, monkeypatch):
-    path, source = cpu_ops.library_path(), tmp_path / "cpu_ops.cpp"
-    text = cpu_ops.SOURCE.read_text()
-    monkeypatch.setattr(cpu_ops, "SOURCE", source)
-    source.write_text("// more\n" + text.replace("\n\n", "\n\n\n"))
+    path, folder = cpu_ops.library_path(), tmp_path / "cpu_ops"
+    shutil.copytree(cpu_ops.SOURCE.parent, folder)
+    monkeypatch.setattr(cpu_ops, "SOURCE", folder / cpu_ops.SOURCE.name)
+    linear = folder / "linear.h"
+    for file in (cpu_ops.SOURCE, linear):
+        file.write_text("// more\n" + file.read_text().replace("\n\n", "\n\n\n"))
     assert cpu_ops.library_path() == path
-    source.write_text(text.replace("MOST_ROWS = 192", "MOST_ROWS = 96"))
+    linear.write_text(linear.read_text().replace("MOST_ROWS = 192", "MOST_ROWS = 96"))
     assert cpu_ops.library_path() != path
 
 

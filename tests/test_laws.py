@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
-ROOMS = ("bench", "cli", "formats", "gptq", "kernels", "layers", "server")
+ROOMS = ("bench", "cli", "cpu_ops", "formats", "gptq", "kernels", "layers", "server")
 CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
