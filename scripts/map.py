@@ -133,7 +133,7 @@ def core() -> str:
         n = size(room.glob("*.py")).lines
         lines.append(f"| `{room.name}/` | {n} | {title(room / '__init__.py')} |")
     n = sum(len(cpp_lines(path)) for path in cpp_files())
-    lines.append(f"| `cpu_ops/` | {n} | C++: what a transformer's layers do on a CPU |")
+    lines.append(f"| `cpu_ops/` | {n} | C++: what layers do on a CPU |")
     whole = core_size()
     lines.append(f"\nThe core: {whole.lines} lines of code of {whole.characters:.1f} characters "
                  f"on average; its longest function is `{whole.longest}`, {whole.longest_lines} "
@@ -364,7 +364,8 @@ def peers() -> str:
         if not found:
             continue
         where, name = of_machine(machine), machine["capability"]
-        columns |= {(where, kind): f"{words}, {name}" for kind, words in kinds.items()}
+        columns |= {(where, kind): words for kind, words in kinds.items()}
+        columns[where, "none"] = f"{name}: bfloat16"
         for result in found:
             for (test, kind), value in beside_the_best(result).items():
                 cells.setdefault(test, {})[where, kind] = value
