@@ -106,8 +106,8 @@ def core_size() -> Size:
 # ---- The parts ----------------------------------------------------------------------------------
 
 def title(path: Path) -> str:
-    """The first line of a file's docstring, which says what it owns. ValueError if it has none."""
-    if path in cpp_files():
+    """The first line of its docstring, or comment, which says what it owns. ValueError: none."""
+    if path.suffix != ".py":
         return path.read_text().splitlines()[0].removeprefix("// ").rstrip(".")
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     if not docstring:
