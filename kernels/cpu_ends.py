@@ -97,14 +97,16 @@ class Leave:
         self.plain = model.unembed
         head, norm = model.head, norm_struct(model.norm)
         weights = arguments(head.weight, head.scales, head.shape[1])
-        bias = head.bias if head.bias is None else head.bias.detach().float()
-        self.op = cpu_ops.linear(*weights, head.shape, bias, norm=norm,
+        self.bias = None if head.bias is None else torch.empty(head.bias.shape)    # fp32
+        self.op = cpu_ops.linear(*weights, head.shape, self.bias, norm=norm,
                                  x_bits=cpu_ops.x_bits(model.dtype))
         self.addresses = [ctypes.addressof(self.op)]
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[1] > 1:
             return self.plain(x)
+        if self.bias is not None:                  # copied at each call: an edit counts
+            self.bias.copy_(self.model.head.bias)
         x, op = x.contiguous(), self.op
         logits = torch.empty(x.shape[0], 1, op.N)
         op.M, op.x, op.x_type = x.shape[0], x.data_ptr(), cpu_ops.TYPES[x.dtype]

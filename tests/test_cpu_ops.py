@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 import os
 import platform
 import shutil
@@ -337,6 +338,46 @@ def test_every_family_by_operations(families, name):
                  getattr(layer.end, "gate", None) is not None)
         assert getattr(layer.forward, "is_known", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_every_family_by_operations_in_bf16(families, finer, name):
+    """bf16 is the default: a tensor that fp32 need not convert, a bias, is a temporary here only.
+
+    The margin is eager's own: operations may be 1.25 times as far from fp32's logits as eager is in
+    bf16 (they are closer as a rule); twice where rounding may choose another expert.
+    """
+    directory, _ = families(name)
+    tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(1))
+    exact = logits_of(load_model(read_checkpoint(directory), torch.float32, "cpu"), tokens, 6)
+    model = load_model(read_checkpoint(directory), torch.bfloat16, "cpu")
+    eager = (logits_of(model, tokens, 6) - exact).abs().mean()
+    assert cpu_layers.use_operations(model)
+    assert (logits_of(model, tokens, 6) - exact).abs().mean() < (2 if any(model.cfg.sparse) else 1.25) * eager
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bias_of_a_head_is_its_own(families, dtype):
+    """Kept while it is used, and followed when it is edited or replaced."""
+    name = next(name for name in tiny.FAMILIES if load_config(families, name).head_bias)
+    model = load_model(read_checkpoint(families(name)[0]), dtype, "cpu")
+    model.setup_cache(1, 8)
+    token, pos = torch.tensor([[5]]), torch.arange(1)
+    assert cpu_layers.use_operations(model)
+    plain = model(token, pos, 1, 8)
+    gc.collect()
+    scratch = [torch.full_like(model.head.bias, 1e30).float() for _ in range(8)]   # over what was freed
+    torch.testing.assert_close(model(token, pos, 1, 8), plain, atol=0, rtol=0)
+    del scratch
+    with torch.no_grad():
+        model.head.bias.data.add_(2)
+        torch.testing.assert_close(model(token, pos, 1, 8), plain + 2, atol=0.05, rtol=0)
+        model.head.bias = torch.nn.Parameter(model.head.bias + 2)
+    torch.testing.assert_close(model(token, pos, 1, 8), plain + 4, atol=0.1, rtol=0)
+
+
+def load_config(families, name):
+    return read_checkpoint(families(name)[0]).cfg
 
 
 @pytest.fixture
