@@ -25,6 +25,7 @@ GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="every test; without it those marked slow are left out")
+    parser.addoption("--exhaustive", action="store_true", help="every test at its full size")
 
 
 def is_slow(item) -> bool:
@@ -41,10 +42,16 @@ def is_slow(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
+    if not (config.getoption("--all") or config.getoption("--exhaustive")):
         slow = [item for item in items if is_slow(item)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(scope="session")
+def exhaustive(request) -> bool:
+    """Is this the tier in which references are made anew and lengths are in full?"""
+    return request.config.getoption("--exhaustive")
 
 
 def threads(n):
