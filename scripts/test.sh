@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs the quick tier, or with --all everything, after a scan
-# for known vulnerabilities. Other arguments go to pytest:
-#   bash scripts/test.sh
+# Installs what the tests need into .venv and runs a tier of them (tests/tiers.py says which tests that
+# is). Other arguments go to pytest:
+#   bash scripts/test.sh                  # the quick tier: 3 minutes on 2 cores
+#   bash scripts/test.sh --all            # and slow tests until 15 minutes are over
+#   bash scripts/test.sh --exhaustive     # everything, in shards
 #   bash scripts/test.sh --all -k sampling
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,4 +12,4 @@ bash scripts/setup.sh requirements-dev.txt gemma
 if [[ " $* " == *" --all "* ]]; then .venv/bin/python scripts/audit.py; fi
 export OMP_NUM_THREADS=1                         # two processes of one thread each: tiny models want no more
 export OMP_WAIT_POLICY=passive                   # those that do have two wait for each other asleep
-.venv/bin/python -m pytest -n 2 --dist worksteal "$@"
+exec .venv/bin/python tests/tiers.py "$@"

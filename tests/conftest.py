@@ -18,34 +18,10 @@ import tiny  # noqa: E402
 
 from formats.load import load_model, read_checkpoint  # noqa: E402
 
+pytest_plugins = ["tier_plugin"]
+
 SMOLLM2 = ROOT / "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
-SLOW = set((ROOT / "tests/slow.txt").read_text().splitlines())
 GEMMA = ROOT / "checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
-
-
-def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="every test; without it those marked slow are left out")
-    parser.addoption("--exhaustive", action="store_true", help="every test at its full size")
-
-
-def is_slow(item) -> bool:
-    """Marked so, in slow.txt (they take longest), or about a variant whose every config field another one of tiny.COVER has too.
-
-    Logits are compared with transformers for every variant in both tiers.
-    """
-    if item.get_closest_marker("slow"):
-        return True
-    if item.nodeid.removeprefix("tests/") in SLOW:
-        return True
-    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-    return name in tiny.FAMILIES and name not in tiny.COVER and item.originalname != "test_logits_equal_transformers"
-
-
-def pytest_collection_modifyitems(config, items):
-    if not (config.getoption("--all") or config.getoption("--exhaustive")):
-        slow = [item for item in items if is_slow(item)]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")
