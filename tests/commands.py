@@ -108,8 +108,13 @@ def serve(address: str):
                 request, files = receive(connection)
                 pid = os.fork()
                 if not pid:
-                    for fd in [key.fd for key in events.get_map().values() if key.fd > 2] + [connection.fileno()]:
-                        os.close(fd)
+                    for other in [key.fileobj for key in events.get_map().values()]:
+                        if isinstance(other, socket.socket):           # else it would close this number later
+                            other.close()
+                        elif other:
+                            os.close(other)
+                    connection.close()
+                    events.close()
                     argv, _, environment = request
                     take_over(files, argv[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED")))
                     return request
@@ -180,7 +185,7 @@ def begin(argv: list[str], folder: str, environment: dict[str, str]) -> str:
     if "OMP_NUM_THREADS" in environment:                   # which is read as torch is imported
         import torch
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    return argv[0]
+    return os.path.abspath(argv[0])
 
 
 def run(path: str) -> None:

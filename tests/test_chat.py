@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
+from commands import PYTHON
 from conftest import GEMMA, ROOT, SMOLLM2
 from helpers import GREEDY, generated
 from test_errors import run
@@ -754,7 +755,7 @@ def test_the_smallest_context(length, families, monkeypatch, capsys, tmp_path):
 
 # ---- The terminal --------------------------------------------------------------------------------
 
-ARGV = [sys.executable, str(ROOT / "generate.py"), "-m", str(SMOLLM2), "--interactive", "--temperature", "0",
+ARGV = [str(ROOT / "generate.py"), "-m", str(SMOLLM2), "--interactive", "--temperature", "0",
         "--dtype", "float32", "--device", "cpu"]
 
 
@@ -800,7 +801,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    terminal = Terminal([*ARGV, "--max_new_tokens", "4000"])
+    terminal = Terminal([sys.executable, *ARGV, "--max_new_tokens", "4000"])
     yield terminal
     terminal.close()
 
@@ -836,7 +837,7 @@ def test_a_session_in_a_terminal(terminal):
 
 
 def test_piped():
-    done = subprocess.run([*ARGV, "--max_new_tokens", "24"], input="And of Italy?\n\n/stats\nWhat is the capital of "
+    done = subprocess.run([*PYTHON, *ARGV, "--max_new_tokens", "24"], input="And of Italy?\n\n/stats\nWhat is the capital of "
                           "France?", capture_output=True, text=True)
     lone, *_, last = done.stdout.splitlines()
     assert done.returncode == 0 and "> " not in done.stdout and "Traceback" not in done.stderr

@@ -4,11 +4,11 @@ import json
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import PYTHON
 from conftest import SMOLLM2
 
 from cli import session
@@ -359,6 +359,6 @@ def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.py")))
 def test_every_script_answers_help(script):
     """And does nothing else: some of them run for an hour."""
-    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--help"], capture_output=True, text=True,
+    done = subprocess.run([*PYTHON, ROOT / "scripts" / script, "--help"], capture_output=True, text=True,
                           timeout=60)
     assert done.returncode == 0 and script in done.stdout and not done.stderr

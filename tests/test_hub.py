@@ -5,10 +5,10 @@ import http.server
 import json
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
+from commands import PYTHON
 from conftest import ROOT
 
 SHA = "0" * 40
@@ -65,7 +65,7 @@ def hub():
 def run(script, *argv, cwd, endpoint, **environment):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_OFFLINE"))}
     environment = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(cwd / "home"), **environment}
-    return subprocess.run([sys.executable, str(ROOT / script), *argv], cwd=cwd, env=environment,
+    return subprocess.run([*PYTHON, str(ROOT / script), *argv], cwd=cwd, env=environment,
                           capture_output=True, text=True, timeout=120)
 
 
