@@ -84,12 +84,14 @@ def _is_open(n: int) -> bool:
 
 def serve(address: str):
     """Fork for each client. -> (argv, folder, environment) in a child; it leaves with its stdin in the server."""
+    import gc
     import importlib
     import selectors
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = ROOT
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()                                            # or each child looks through all of it as it ends
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()

@@ -1,6 +1,6 @@
-"""Run by torchrun in test_tp.py: in one launch, every check that needs several ranks.
+"""Run by test_tp.py as several ranks: the checks that need them, each of a checkpoint.
 
-    torchrun --standalone --nproc_per_node=2 tests/ranks.py DIRECTORY [FAMILY …]     # of tiny families
+    torchrun --standalone --nproc_per_node=2 tests/ranks.py CHECK:DIRECTORY …        # a family of tiny ones, say
 """
 
 import sys
@@ -147,18 +147,15 @@ def check_agreement(path, n):
     assert calls == [(1, "a"), (2, "b")]
 
 
+CHECKS = dict(family=check_family, quantized=check_quantized, sampling=check_sampling, compiled=check_compiled,
+              guessing=check_guessing, measuring=check_measuring, mtp=check_mtp, agreement=check_agreement)
+
+
 def run(argv):
-    directory, failed = Path(argv[0]), []
-    names = argv[1:]
-    families = sorted(p for p in directory.iterdir() if p.name in names or not (names or p.name.startswith("for-")))
-    checks = [(check_family, path) for path in families]
-    for name in ("llama", "mixtral"):
-        checks += [(check_quantized, directory / f"for-int4-{name}")]
-    checks += [(check, directory / "for-int4-llama") for check in (
-        check_sampling, check_agreement, check_guessing, check_measuring)]
-    checks += [(check_mtp, directory / "for-mtp-glm4_moe")]
-    if tp.world() == 2 and not names:
-        checks += [(check_compiled, directory / name) for name in ("olmo2", "for-int4-mixtral")]
+    checks, failed = [], []
+    for argument in argv:
+        name, _, path = argument.partition(":")
+        checks.append((CHECKS[name], Path(path)))
     for check, path in checks:
         try:
             check(path, tp.world())
