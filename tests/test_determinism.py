@@ -1,18 +1,17 @@
 """Which runs give the same tokens: docs/determinism.md, line by line.
 
-On tiny models all that is said to be the same is so. On SmolLM2 too, and there -s shows how often those runs differ that may:
-
-    python -m pytest -q -s --all tests/test_determinism.py
+On tiny models all that is said to be the same is so, and on SmolLM2 too. Of what may differ in bfloat16 only that it
+seldom does is tested; docs/determinism.md says how often it did.
 """
 
 import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
+from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from helpers import GREEDY
 
@@ -145,11 +144,11 @@ def test_a_generator_for_all_rows(tiny_runs):
 # ---- A real model --------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def smollm2():
+def smollm2(exhaustive):
     """dtype -> a model, and prompts of Python's documentation."""
     def get(dtype):
         model, _, tokenizer = load_path(str(SMOLLM2), "cpu", *DTYPES[dtype])
-        return model, some_prompts(tokenizer.encode(english_text()[:20000]), 8)
+        return model, some_prompts(tokenizer.encode(english_text()[:20000]), 8 if exhaustive else 4)
     return get
 
 
@@ -163,40 +162,36 @@ def compared(expected, found):
     return n_different, n_token
 
 
-def check(expected, way, dtype, title, may_differ=()):
-    """The same, or for what may differ: seldom."""
+def check(expected, way, dtype, may_differ=()):
+    """The same, or for what may differ: not in each text at once, as with a wrong row or position."""
     n_different, n_token = compared(expected, way())
-    print(f"\n{dtype}, {title}, {way.__name__}: {n_different} of {len(expected)} texts differ, in {n_token} tokens")
-    assert not n_different or dtype != "float32" and way.__name__ in (*SHAPES, *may_differ)
-    assert n_different < n_token / 20
+    assert not n_different or dtype != "float32" and way.__name__ in (*SHAPES, *may_differ), way.__name__
+    assert n_different < n_token / 8, way.__name__
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_smollm2(smollm2, one_thread, dtype, how):
-    """Compiled: what is the same in each dtype, and how often the others differ."""
-    runs = Runs(*smollm2(dtype), HOWS[how], 48, is_compiled=True)
+@pytest.mark.parametrize("dtype, how", [("float32", "greedy"), ("bfloat16", "seeded"), ("int8", "seeded"), ("int4", "greedy")])
+def test_smollm2(smollm2, one_thread, dtype, how, exhaustive):
+    """Compiled: what is the same in each dtype."""
+    runs = Runs(*smollm2(dtype), HOWS[how], 48 if exhaustive else 24, is_compiled=True)
     expected = runs.alone()
     ways = [runs.two_threads, runs.chunks, runs.company, runs.other_company]
     for way in ways if how == "seeded" else [*ways, runs.by_look_up]:
-        check(expected, way, dtype, how)
+        check(expected, way, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_smollm2_uncompiled(smollm2, one_thread, dtype):
+def test_smollm2_uncompiled(smollm2, one_thread, dtype, exhaustive):
     """By PyTorch's own products."""
     model, prompts = smollm2(dtype)
-    runs = Runs(model, prompts[:6], GREEDY, 24)
+    runs = Runs(model, prompts, GREEDY, 24 if exhaustive else 12)
     expected = runs.alone()
     for way in (runs.two_threads, runs.company):
-        check(expected, way, dtype, "uncompiled", ["two_threads"])
+        check(expected, way, dtype, ["two_threads"])
     runs.steps = engines.build_steps(model, "compile")
 
     def compiled():
         return runs.alone()
-    check(expected, compiled, dtype, "uncompiled", ["compiled"])
+    check(expected, compiled, dtype, ["compiled"])
 
 
 def test_every_test_that_the_page_names_exists():
@@ -210,22 +205,48 @@ def test_every_test_that_the_page_names_exists():
 
 # ---- Processes -----------------------------------------------------------------------------------
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.9", "--top_k", "40", "--seed", "7"]], ids=HOWS)
-def test_commands(tmp_path, dtype, how):
-    """In other processes, with other numbers of threads, from empty and full caches, with drafts or without."""
-    def said(*more, threads="1", cache="full"):
-        env = dict(os.environ, OMP_NUM_THREADS=threads, GPT_FASTER_CACHE=str(tmp_path / cache))
-        done = subprocess.run([sys.executable, "generate.py", "-m", SMOLLM2, "--dtype", dtype, "--device", "cpu", "--json", "--prompt",
-                               "The moon is", "--max_new_tokens", "24", *how, *more], cwd=ROOT, env=env, capture_output=True, text=True)
+@pytest.fixture
+def said(dtype, how):
+    """What a command says, in another process: arguments -> its new ids."""
+    def get(*more, threads="1", **environment):
+        argv = ["generate.py", "-m", SMOLLM2, "--dtype", dtype, "--device", "cpu", "--json", "--prompt", "The moon is",
+                "--max_new_tokens", "24", *how, *more]
+        done = subprocess.run([*PYTHON, *map(str, argv)], cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS=threads, **environment),
+                              capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["new_ids"]
-    expected = said("--compile")                           # makes operations and weights, and keeps them
-    assert [said("--compile"), said("--compile", threads="2"), said("--compile", cache="other")] == [expected] * 3
+    return get
+
+
+DTYPE = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+HOW = pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.9", "--top_k", "40", "--seed", "7"]], ids=HOWS)
+
+
+@DTYPE
+@HOW
+def test_commands(said, dtype, how):
+    """Again, with other numbers of threads, compiled or not."""
+    expected = said("--compile")
+    assert [said("--compile"), said("--compile", threads="2")] == [expected] * 2
     plain = said()
-    assert said(threads="1") == plain
     if dtype == "float32":
         assert plain == expected and said(threads="2") == plain
+    else:
+        assert said() == plain
+
+
+@DTYPE
+@HOW
+def test_commands_with_drafts(said, dtype, how):
     drafts = [said("--compile", "--speculate", "ngram", "--speculate_k", "4") for _ in range(2)]
     assert drafts[0] == drafts[1]
+    if dtype == "float32" and "0" in how:
+        assert drafts[0] == said("--compile")
+
+
+@pytest.mark.parametrize("dtype, how", [("bfloat16", ["--temperature", "0"])])
+def test_commands_from_an_empty_cache(said, tmp_path):
+    """Which makes operations and weights, and keeps them."""
+    expected = said("--compile")
+    assert [said("--compile", GPT_FASTER_CACHE=str(tmp_path)) for _ in range(2)] == [expected] * 2
+    assert list(tmp_path.glob("cpu_ops-*.so"))
