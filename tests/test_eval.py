@@ -121,12 +121,13 @@ def test_each_token_is_scored_once_and_disjoint_windows_lose_their_first():
     assert evaluation.windows(ids, 20, 20) == [(ids[:20], 19), (ids[20:40], 19), (ids[40:], 9)]
 
 
-def test_smollm2_perplexity(capsys, peer, tmp_path):
+def test_smollm2_perplexity(capsys, peer, tmp_path, exhaustive):
     """The command on a real model; its text is the same for both tokenizers."""
+    n = 600 if exhaustive else 330
     (tmp_path / "text").write_text(TEXT * 8, encoding="utf-8")
-    argv = ["-m", SMOLLM2, "--perplexity", tmp_path / "text", "--dtype", "float32", "--device", "cpu", "--limit", 600, "--stride"]
+    argv = ["-m", SMOLLM2, "--perplexity", tmp_path / "text", "--dtype", "float32", "--device", "cpu", "--limit", n, "--stride"]
     status, out, _ = run(capsys, *argv, 170, "--max_seq_length", 256, "--json")
-    result, ids = json.loads(out), session.open_model(SMOLLM2)[1].encode(TEXT * 8)[:600]
+    result, ids = json.loads(out), session.open_model(SMOLLM2)[1].encode(TEXT * 8)[:n]
     perplexity, count = sliding(peer, ids, 256, 170)
     assert status == 0 and result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     known = dict(tokens=count, window=256, stride=170, model=SMOLLM2.name, dtype="float32", device="cpu",
