@@ -25,6 +25,7 @@ import pytest
 import test_hub
 import torch
 import transformers as hf
+from commands import PYTHON
 from conftest import ROOT
 from faults import (
     N_KILLS,
@@ -599,7 +600,7 @@ def two_ranks(checkpoint, folder, who, moment, fault, *more, wait="4"):
         port = s.getsockname()[1]
     env = dict(os.environ, OMP_NUM_THREADS="1", GPT_FASTER_TIMEOUT=wait, WORLD_SIZE="2", MASTER_ADDR="localhost",
                MASTER_PORT=str(port))
-    argv = [sys.executable, ROOT / "tests/faulty_rank.py", who, moment, fault, "-m", checkpoint, *SHORT, "--max_new_tokens",
+    argv = [*PYTHON, ROOT / "tests/faulty_rank.py", who, moment, fault, "-m", checkpoint, *SHORT, "--max_new_tokens",
             "24", "--json", *more]
     ranks = [subprocess.Popen(list(map(str, argv)), cwd=folder, env=dict(env, RANK=str(i)), stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True) for i in range(2)]
