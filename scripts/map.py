@@ -8,8 +8,10 @@ rule the tree at commit 6195ad2 has 45 characters a line, and its core 44.
 Families are what the tests are parametrized with, so this needs requirements-dev.txt.
 
     python scripts/map.py            # print the parts
-    python scripts/map.py --core     # print the size of the core; exit status 1 if over its limits
+    python scripts/map.py --core     # print the size of the core
     python scripts/map.py --write    # put the parts into their files
+    python scripts/map.py --check    # a line for each part that is stale and each size that is over
+                                     # its limit, then exit status 1: for whoever publishes
 """
 
 import argparse
@@ -17,6 +19,7 @@ import ast
 import importlib
 import io
 import json
+import os
 import sys
 import tokenize
 from pathlib import Path
@@ -26,7 +29,10 @@ import ages
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
-MAX_CORE_LINES, MAX_CORE_CHARACTERS = 1000, 40
+# This project's own limits: --check compares with them, and no test does.
+MAX_CORE_LINES = 1000
+MAX_CORE_CHARACTERS = 40
+MAX_README_BYTES = 12_000
 PARSERS = {"generate.py": "cli.flags", "quantize.py": "cli.quantizing", "eval.py": "cli.evaluate",
            "benchmark.py": "bench.main", "serve.py": "server.main"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
@@ -161,6 +167,7 @@ def files() -> str:
 def families() -> str:
     """model_type, its models, and the variants that tests/ compares with transformers."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")   # its remarks on tiny configs
     from test_dequantize import PACKED_FAMILIES
     from test_formats import ARCHITECTURES
     from test_gemma4 import GGUFS
@@ -396,28 +403,85 @@ def end(name: str) -> str:
     return f"<!-- end of {name} -->"
 
 
+def split_page(name: str) -> tuple[str, str, str]:
+    """The file of a part: what stands before it, the part as it is stated, what stands behind."""
+    file, _ = PARTS[name]
+    before, rest = (ROOT / file).read_text().split(begin(name))
+    stated, after = rest.split(end(name))
+    return before, stated, after
+
+
 def write(name: str) -> None:
     file, make = PARTS[name]
-    before, rest = (ROOT / file).read_text().split(begin(name))
-    after = rest.split(end(name))[1]
+    before, _, after = split_page(name)
     (ROOT / file).write_text(before + begin(name) + make() + end(name) + after)
+
+
+def is_fresh(name: str) -> bool:
+    """Whether a part is what would be written now, ages of tables too where there is a history."""
+    _, stated, _ = split_page(name)
+    _, make = PARTS[name]
+    now = make()
+    if ages.has_history():
+        return stated == now
+    return ages.without_ages(stated) == ages.without_ages(now)
+
+
+def over_limits() -> list[str]:
+    """A line for each size that is over this project's own limit."""
+    core = core_size()
+    n_byte = len((ROOT / "README.md").read_bytes())
+    lines = []
+    if core.lines > MAX_CORE_LINES:
+        lines.append(f"the core has {core.lines} lines of code, at most {MAX_CORE_LINES} are meant")
+    if core.characters > MAX_CORE_CHARACTERS:
+        lines.append(f"the core has {core.characters:.2f} characters of code a line, "
+                     f"at most {MAX_CORE_CHARACTERS} are meant")
+    if n_byte > MAX_README_BYTES:
+        lines.append(f"README.md has {n_byte} bytes, at most {MAX_README_BYTES} are meant")
+    return lines
+
+
+def without_variant() -> list[str]:
+    """A line for each family that no test compares with transformers."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from tiny import MODELS
+
+    from formats.families import FAMILIES
+    return [f"formats/families.py: '{kind}' has no variant in tests/tiny.py"
+            for kind in FAMILIES if kind not in MODELS]
+
+
+def check() -> list[str]:
+    """A line for each part that is stale, each size over its limit, each family without a test."""
+    stale = [f"{PARTS[name][0]}: the part '{name}' is stale, run: python scripts/map.py --write"
+             for name in PARTS if not is_fresh(name)]
+    return stale + over_limits() + without_variant()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into their files, and not to stdout")
-    parser.add_argument("--core", action="store_true", help="only the size of the core")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--write", action="store_true", help="into their files, and not to stdout")
+    group.add_argument("--check", action="store_true",
+                       help="only what is stale or over its limit; exit status 1 if anything is")
+    group.add_argument("--core", action="store_true", help="only the size of the core")
     args = parser.parse_args()
     if args.core:
         s = core_size()
         print(f"{s.lines} lines of code (at most {MAX_CORE_LINES}), {s.characters:.1f} characters "
               f"a line (at most {MAX_CORE_CHARACTERS}), longest function {s.longest}, "
               f"{s.longest_lines} lines")
-        return int(s.lines > MAX_CORE_LINES or s.characters > MAX_CORE_CHARACTERS)
-    for name, (_, make) in PARTS.items():
-        if args.write:
+    elif args.check:
+        complaints = check()
+        for line in complaints:
+            print(line)
+        return int(bool(complaints))
+    elif args.write:
+        for name in PARTS:
             write(name)
-        else:
+    else:
+        for _, make in PARTS.values():
             print(make())
     return 0
 
