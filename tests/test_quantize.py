@@ -354,6 +354,11 @@ def meant_checkpoint(source):
     return replace(source, tensors=tensors, cfg=replace(source.cfg, tied="head.weight" not in tensors), quantization=None)
 
 
+def held(source):
+    """The same, rounded once: as a source is, its tensors are rounded anew at each reading."""
+    return replace(source, tensors={n: lazy(n, t.whole()) for n, t in source.tensors.items()})    # in the order of the file
+
+
 def lengths_of(model, lengths=(1, 2, 7, 24, 64)):
     model.setup_cache(0, 64)
     return [model(tokens(n), torch.arange(n), logits_to_keep=n) for n in lengths]
@@ -370,17 +375,18 @@ def test_what_is_quantized(families, name, mode, head):
     assert {n.removesuffix(".scales") for n in source.tensors if n.endswith(".scales")} == expected | heads
     zeros = (expected if mode == "int4" else set()) | (heads if head == "int4" else set())
     assert {n.removesuffix(".zeros") for n in source.tensors if n.endswith(".zeros")} == zeros
+    values = {n: t.whole() for n, t in source.tensors.items()}
     for n, t in source.tensors.items():
         x, _, leaf = n.rpartition(".")
-        assert t.name == n and tuple(t.whole().shape) == tuple(t.shape) and t.whole().dtype == t.dtype
+        assert t.name == n and tuple(values[n].shape) == tuple(t.shape) and values[n].dtype == t.dtype
         if f"{x}.scales" not in source.tensors or leaf == "bias":
             old = plain.tensors[n if n in plain.tensors else "embed.weight"]
-            assert torch.equal(t.whole(), old.whole())
+            assert torch.equal(values[n], old.whole())
         elif leaf == "weight":
             old = plain.tensors[n if n in plain.tensors else "embed.weight"].whole()
             found = rounded(old, 32 if x in zeros else None)
             for leaf, value in found.items():
-                assert torch.equal(source.tensors[f"{x}.{leaf}"].whole(), value)
+                assert torch.equal(values[f"{x}.{leaf}"], value)
     assert source.quantization == dict(mode=mode, head=head, gptq=False)
     linears = {"int8": "int8", "int4": "int4-g32"}
     assert schemes(source) == (linears[mode], linears.get(head, "none"))
@@ -391,11 +397,12 @@ def test_what_is_quantized(families, name, mode, head):
 def test_logits_are_those_of_the_numbers(families, name, mode, head):
     """In fp32 the same as a plain model of these weights; in bf16 as near to that as a plain model in bf16."""
     source = quantized_source(families, name, mode, head)
-    plain = meant_checkpoint(source)
+    in_memory = held(source)
+    plain = meant_checkpoint(in_memory)
     expected = lengths_of(load_model(plain, FP32, "cpu"))
     for actual, wanted in zip(lengths_of(load_model(source, FP32, "cpu")), expected):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4 * wanted.std().item())
-    low = load_model(source, BF16, "cpu")
+    low = load_model(in_memory, BF16, "cpu")
     used = {m.kernel.name for m in low.modules() if isinstance(m, quantize.QuantizedLinear)}
     cpu = {"int8": {INT8_CPU.name}, "int4": {INT4_CPU.name}}
     assert all(used & cpu[kind] for kind in {mode, head} - {"none"}) and used <= cpu["int8"] | cpu["int4"]
@@ -418,18 +425,19 @@ def test_int8_is_near_transformers(families, name):
 def test_file_round_trip(families, name, mode, head, tmp_path):
     """Made while loading, read from a file, written again from that file: bit for bit the same."""
     source = quantized_source(families, name, mode, head)
-    read = [source]
+    in_memory, read = held(source), [source]
     for directory in (tmp_path / "a", tmp_path / "b"):
         quantizing.write(replace(read[-1], tokenizer=directory), directory / "model.pth", quiet=True)
         assert [p.name for p in directory.iterdir()] == ["model.pth"]
         read.append(read_checkpoint(directory))
         assert read[-1].cfg == source.cfg and read[-1].quantization == source.quantization
         assert schemes(read[-1]) == schemes(source)
-        for n, t in source.tensors.items():
-            assert torch.equal(read[-1].tensors[n].whole().view(torch.uint8), t.whole().to(read[-1].tensors[n].dtype).view(torch.uint8))
+        for n, t in in_memory.tensors.items():
+            found = read[-1].tensors[n].whole()
+            assert torch.equal(found.view(torch.uint8), t.whole().to(found.dtype).view(torch.uint8))
     assert (tmp_path / "a/model.pth").read_bytes() == (tmp_path / "b/model.pth").read_bytes()
-    for dtype in (FP32, BF16):
-        first, *others = (dict(load_model(s, dtype, "cpu").named_parameters()) for s in read)
+    for dtype, made in ((FP32, source), (BF16, in_memory)):
+        first, *others = (dict(load_model(s, dtype, "cpu").named_parameters()) for s in (made, *read[1:]))
         for other in others:
             assert first.keys() == other.keys()
             for n, p in first.items():
@@ -584,6 +592,12 @@ def problem(seed, n_out, n_in, n=None):
     return drawn(seed + 4, n_out, n_in), x.T @ x
 
 
+def inputs_like(hessian, seed):
+    """Others of the same correlations, in float64. In fp32 a Hessian may have eigenvalues just below zero."""
+    size, direction = torch.linalg.eigh(hessian.double())
+    return drawn(seed, 100, len(hessian)).double() @ (direction * size.clamp(min=0).sqrt()).T
+
+
 def solved(w, hessian, groupsize, **how):
     q, scales, zeros = gptq.solve(w, hessian, Int4(groupsize), **how)
     n_group = w.shape[1] // groupsize
@@ -650,8 +664,7 @@ def test_solve_is_better_than_rounding(act_order):
         w, hessian = problem(seed, 16, 96)
         found, plain = solved(w, hessian, 32, act_order=act_order), nearest(w, 32)
         ratios.append(error(w, found, hessian) / error(w, plain, hessian))
-        mix = torch.linalg.cholesky(hessian.double() + 1e-3 * torch.eye(96))
-        x = drawn(seed + 7, 100, 96).double() @ mix.T
+        x = inputs_like(hessian, seed + 7)
         unseen.append(error(w, found, x.T @ x) / error(w, plain, x.T @ x))
         assert gptq.output_error((worth(*found) - w).float(), hessian) == pytest.approx(error(w, found, hessian), rel=1e-3)
     assert sum(r < 1 for r in ratios) >= 19 and sorted(ratios)[10] < 0.7
@@ -730,8 +743,7 @@ def test_refined_is_better_than_solved():
         found = refine.refined(w, hessian, *first, Int4(32))
         assert torch.equal(found[1], found[1].bfloat16().float()) and torch.equal(found[0], found[0].round().clamp(0, 15))
         ratios.append(error(w, found, hessian) / error(w, first, hessian))
-        mix = torch.linalg.cholesky(hessian.double() + 1e-3 * torch.eye(96))
-        x = drawn(seed + 7, 100, 96).double() @ mix.T
+        x = inputs_like(hessian, seed + 7)
         unseen.append(error(w, found, x.T @ x) / error(w, first, x.T @ x))
     assert max(ratios) < 1 and sorted(ratios)[10] < 0.93 and sorted(unseen)[10] < 0.97
     for hessian in (torch.zeros(96, 96), problem(2, 24, 96, 5)[1]):
@@ -837,8 +849,7 @@ def gptq_source(families, name, act_order=True, dtype=FP32, **more):
     source = read_checkpoint(families(name)[0])
     solver = Watched(source, windows_of(), "cpu", dtype, Int4(32), 0.01, 128, act_order)
     new = quantized(source, "int4", 32, **more, solver=solver)
-    held = {n: t.whole() for n, t in new.tensors.items()}  # in the order of the file
-    return replace(new, tensors={n: lazy(n, t) for n, t in held.items()}), solver
+    return held(new), solver
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen2_moe", "gpt_oss", "gemma3_text", "gpt2", "muse_glimmer", "youtu",
