@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import peft
 import pytest
 import tiny
 import torch
@@ -30,6 +29,7 @@ CASES = [(name, kind) for name, kinds in FAMILIES.items() for kind in kinds]
 def adapter(families, name, config, directory, seed=3):
     """A random adapter of a tiny model -> its directory, the logits of PEFT's merged model."""
     torch.manual_seed(seed)
+    import peft  # takes 4 seconds
     model = peft.get_peft_model(tiny.make(name), peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **config}))
     for key, p in model.named_parameters():
         if "lora_" in key and "magnitude" not in key or p.requires_grad and p.dim() > 1:
@@ -87,6 +87,7 @@ def test_experts_by_number(families, tmp_path):
 
 def test_it_is_merged_before_rounding(families, tmp_path):
     path, _ = adapter(families, "llama3", KINDS["all"], tmp_path / "adapter")
+    import peft
     merged = peft.PeftModel.from_pretrained(tiny.make("llama3"), path).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     ours, theirs = read_checkpoint(families("llama3")[0], path), read_checkpoint(tmp_path / "merged")
