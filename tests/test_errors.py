@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from commands import PYTHON
 from conftest import SMOLLM2
@@ -167,12 +168,29 @@ def test_config_json(capsys, llama):
     assert "config.json" in refused(capsys, "-m", llama)
 
 
+def logits_of_three(directory):
+    """[1, 3, V] of three tokens, by our model. ValueError: refused."""
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    model.setup_cache(1, 8)
+    return model(torch.tensor([[1, 2, 3]]), torch.arange(3), 3)
+
+
+# Where transformers reads the same nonsense as something else: a factor of YaRN that is absent or 0, and a key of
+# Granite in a model that is none, which its class ignores and ours acts on.
+OTHERWISE = {("rope_parameters", "{}"), ("factor", "0"), ("logits_scaling", "1.5"), ("logits_scaling", "1000000"), ("logits_scaling", "-1")}
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", "phi3-longrope", "gpt2"])
 def test_nonsense_in_config_json(families, name, tmp_path):
-    """Any value of any key, a wrong one too: a ValueError, or a model that runs. 1,000 and more of them."""
+    """Any value of any key, a wrong one too: a ValueError, or finite logits. 1,000 and more of them.
+
+    Where they are others than without it, transformers has the same, if it takes such a config at all.
+    """
+    import transformers
     shutil.copytree(families(name)[0], tmp_path / name)
     config = tmp_path / name / "config.json"
     whole = json.loads(config.read_text())
+    usual, n_compared = logits_of_three(config.parent), 0
     inner = [(k, key) for k, v in whole.items() if isinstance(v, dict) for key in v]
     for where in [*((key,) for key in whole), *inner, ("logits_scaling",), ("layer_types",), ("sliding_window",)]:
         for value in (None, "x", -1, 0, [], {}, 1.5, [1], 10**6):
@@ -181,12 +199,20 @@ def test_nonsense_in_config_json(families, name, tmp_path):
             target[where[-1]] = value
             config.write_text(json.dumps(wrong))
             try:
-                source = read_checkpoint(config.parent)
+                found = logits_of_three(config.parent)
             except ValueError:
                 continue
-            model = load_model(source, torch.float32, "cpu")
-            model.setup_cache(1, 8)
-            model(torch.tensor([[1, 2, 3]]), torch.arange(3))
+            assert found.isfinite().all(), (where, value)
+            if torch.equal(found, usual) or (where[-1], str(value)) in OTHERWISE:
+                continue
+            try:
+                theirs = transformers.AutoModelForCausalLM.from_pretrained(config.parent, dtype=torch.float32).eval()
+                expected = tiny.logits(theirs, torch.tensor([[1, 2, 3]]))
+            except Exception:                              # whatever they refuse it with
+                continue
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=lambda text, at=(where, value): f"{at}: {text}")
+            n_compared += 1
+    assert n_compared > 0
 
 
 def test_unsupported_features_are_named(capsys, llama):
