@@ -1,0 +1,400 @@
+"""The named mutants, the tests by room, and the mutants that are the same program.
+
+A row of NAMED: a name, a file, text that occurs in it exactly once, what stands there instead, and the tests that should
+see it, as pytest arguments. To add one, append a row and run `python tests/mutants.py ITS-NAME`.
+"""
+
+from fnmatch import fnmatch
+from typing import NamedTuple
+
+# Imported once for all mutants; none of it is ours, and none of it starts threads.
+SHARED_IMPORTS = (
+    "numpy", "torch", "torch.nn.functional", "torch.distributed", "tokenizers", "sentencepiece", "safetensors.torch",
+    "transformers", "transformers.modeling_utils", "transformers.cache_utils", "transformers.masking_utils",
+    "transformers.generation.utils", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral", "pytest", "xdist", "_pytest.assertion.rewrite", "jinja2", "uvicorn",
+    "starlette.applications", "pydantic", "httpx", "gguf")
+
+
+class Mutant(NamedTuple):
+    """place: where a mechanical one changes its file, in characters; None: wherever `old` is."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    place: tuple[int, int] | None = None
+
+
+LOGITS = "tests/test_families.py::test_logits_equal_transformers"
+OPERATIONS = "tests/test_cpu_ops.py::test_every_family_by_operations"
+
+
+def logits(*families: str) -> str:
+    return " ".join(f"{LOGITS}[{family}]" for family in families)
+
+
+NAMED = [
+    # ---- The core: mask, cache, positions --------------------------------------------------------
+    Mutant("mask-strict", "model.py", "mask = key <= query", "mask = key < query", logits("llama3")),
+    Mutant("window-one-more", "model.py", "key > query - window", "key >= query - window", logits("mistral-window")),
+    Mutant("window-one-less", "model.py", "key > query - window", "key > query - window + 1", logits("mistral-window")),
+    Mutant("rope-position-of-one-row", "layers/rope.py",
+           "    angles = (pos[..., None, None].float() * freq).unbind(-2)",
+           "    if pos.dim() == 2 and pos.shape[1] == 1:\n"
+           "        pos = pos + (torch.arange(len(pos), device=pos.device)[:, None] == 1)\n"
+           "    angles = (pos[..., None, None].float() * freq).unbind(-2)",
+           "tests/test_model.py::test_batch_row_equals_alone"),
+    Mutant("cache-row-of-a-neighbour", "model.py", "(k[batch_idx], v[batch_idx])", "(k[batch_idx], v[batch_idx.roll(1)])",
+           "tests/test_batch.py::test_a_step_runs_the_rows_in_use"),
+    Mutant("cache-row-of-a-ring", "layers/window.py", "else self.slot_positions[batch_idx]",
+           "else self.slot_positions[batch_idx.roll(1)]",
+           "tests/test_batch.py::test_slots_chunks_and_refills_equal_alone"),
+    Mutant("ring-one-slot-less", "layers/window.py", "window + longest_call - 1)", "window + longest_call - 2)",
+           "tests/test_batch.py::test_ring_has_window_plus_longest_call_minus_one_slots"),
+    Mutant("attends-to-one-key-less", "generate.py", "kv_len = self.kv_len(max(self.length) + 1)",
+           "kv_len = self.kv_len(max(self.length))", "tests/test_generate.py::test_bucket"),
+    Mutant("kv-len-of-the-shortest-row", "generate.py", "kv_len = self.kv_len(max(self.length) + 1)",
+           "kv_len = self.kv_len(min(self.length) + 1)", "tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+    Mutant("padded-prompt-ends-late", "generate.py", "last = (end - 1 - at).clamp(0, T - 1)",
+           "last = (end - at).clamp(0, T - 1)", "tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+    Mutant("context-one-too-long", "generate.py", "if n + max_new_tokens > limit:", "if n + max_new_tokens > limit + 1:",
+           "tests/test_model.py::test_too_long_is_refused_with_both_numbers"),
+    Mutant("head-not-tied", "formats/huggingface.py", 'tied=not any(t.name.endswith("lm_head.weight")',
+           'tied=any(t.name.endswith("lm_head.weight")', logits("gemma3")),
+    Mutant("quantized-head-not-tied", "quantize.py", "        model.embed.scales = model.head.scales\n", "",
+           "tests/test_quantize.py::test_tied_matrices_are_one"),
+    Mutant("logits-cap", "layers/norms.py", "return self.cap * torch.tanh(x / self.cap)", "return torch.tanh(x / self.cap)",
+           logits("gemma2")),
+    Mutant("scores-cap-after-the-mask", "layers/attention.py", "score = self.cap(score * self.scale)",
+           "score = score * self.scale", logits("gemma2")),
+    Mutant("sinks-left-out", "layers/attention.py", "(share.sum(-1, keepdim=True) + (sink - top).exp())",
+           "share.sum(-1, keepdim=True)", logits("gpt_oss")),
+    Mutant("norm-offset", "formats/fold.py", "tensors[name] = offset(t, folds.norm_offset)",
+           "tensors[name] = offset(t, 0.0)", logits("gemma")),
+
+    # ---- RoPE and config.json --------------------------------------------------------------------
+    Mutant("rope-scaling-not-read", "formats/config.py", "ropes = dict.fromkeys(kinds, _rope(c, rope, theta))",
+           "ropes = dict.fromkeys(kinds, _rope(c, {}, theta))", logits("llama-linear", "qwen2-yarn")),
+    Mutant("yarn-amplitude", "formats/config.py", "return float(amplitude)", "return 1.0", logits("qwen2-yarn")),
+    Mutant("longrope-always-short", "layers/rope.py", "use_long = rope.long_divisors and length > rope.original_context",
+           "use_long = False", logits("phi3-longrope")),
+    Mutant("sliding-window-not-read", "formats/config.py", 'sliding_window = c.get("sliding_window") or None',
+           "sliding_window = None", logits("mistral-window")),
+    Mutant("partial-rope-order", "formats/fold.py", "return torch.cat((turning[0], still[0], turning[1], still[1]))",
+           "return torch.arange(head_dim)", logits("phi")),
+    Mutant("gguf-keys-not-permuted", "formats/fold.py", r're.search(r"\.(w[qk]|[qk]_norm)\.", name)',
+           r're.search(r"\.(wq|[qk]_norm)\.", name)', "tests/test_formats.py::test_gguf"),
+
+    # ---- Experts and states ----------------------------------------------------------------------
+    Mutant("experts-second-to-next", "layers/moe.py", "ids = choice.topk(self.n_active).indices",
+           "ids = choice.topk(min(self.n_active + 1, self.n_expert)).indices[:, -self.n_active:]", logits("mixtral")),
+    Mutant("experts-not-normalized", "layers/moe.py", "if self.norm_topk_prob:", "if not self.norm_topk_prob:",
+           logits("mixtral", "qwen2_moe")),
+    Mutant("experts-weighed-with-their-bias", "layers/moe.py", "prob = scores.gather(-1, ids)",
+           "prob = choice.gather(-1, ids)", logits("glm4_moe")),
+    Mutant("experts-scale", "layers/moe.py", "return prob * self.routed_scale, ids", "return prob, ids",
+           logits("glm4_moe", "deepseek_v3")),
+    Mutant("shared-expert-without-gate", "layers/moe.py", "y = y + self.share(flat)", "y = y + self.shared(flat)",
+           logits("qwen2_moe")),
+    Mutant("groups-of-experts", "layers/moe.py", "worth = groups.topk(n_top).values.sum(-1)",
+           "worth = groups.topk(1).values.sum(-1)", logits("deepseek_v3")),
+    Mutant("delta-state-not-cleared", "layers/recurrent.py", "return inputs, torch.where(begins, 0, state)",
+           "return inputs, state", "tests/test_delta.py::test_rows_of_the_cache_by_number tests/test_model.py"
+           "::test_chunks_live_length_and_padding[qwen3_5_text]"),
+    Mutant("delta-inputs-not-cleared", "layers/recurrent.py",
+           "        inputs = torch.where((before >= 0)[..., None], inputs, 0)\n", "",
+           "tests/test_model.py::test_chunks_live_length_and_padding[qwen3_5_text]"),
+    Mutant("delta-padding-decays", "layers/delta.py",
+           "g = torch.where(in_order, self.decay_rate * F.softplus(g + self.decay_bias), 0)",
+           "g = self.decay_rate * F.softplus(g + self.decay_bias)", "tests/test_delta.py::test_padded_rows_of_any_length"),
+    Mutant("delta-one-slot-less", "layers/recurrent.py", "self.n_slot = max_rejected + 2", "self.n_slot = max_rejected + 1",
+           "tests/test_delta.py::test_rejected_tokens_leave_no_trace"),
+    Mutant("latent-scale", "formats/config.py", "scale = (nope_dim + rope_dim)**-0.5", "scale = nope_dim**-0.5",
+           logits("deepseek_v2", "deepseek_v3")),
+    Mutant("latent-absorbed-values", "layers/latent.py", "y = self.attend(q, k, k, mask)[..., :self.kv_rank]",
+           "y = self.attend(q, k, k, mask)[..., -self.kv_rank:]", "tests/test_latent.py::test_absorbed_or_not"),
+
+    # ---- Sampling --------------------------------------------------------------------------------
+    Mutant("top-k-one-too-few", "sampling.py", "last = (top_k.long().clamp(max=n) - 1) % n",
+           "last = (top_k.long().clamp(max=n) - 1 - (top_k > 1).long()) % n", "tests/test_sampling.py"),
+    Mutant("top-p-one-too-few", "sampling.py", "n_more = (mass_above < top_p)[..., 1:]",
+           "n_more = (mass_above + ordered < top_p)[..., 1:]", "tests/test_sampling.py"),
+    Mutant("min-p-drops-ties", "sampling.py", "return probs >= min_p * probs.amax(-1, keepdim=True)",
+           "return probs > min_p * probs.amax(-1, keepdim=True)", "tests/test_sampling.py"),
+    Mutant("temperature-inverted", "sampling.py", "logits = logits / temperature.clamp(min=1e-20)",
+           "logits = logits * temperature", "tests/test_sampling.py"),
+    Mutant("temperature-of-a-request", "cli/request_sampler.py", "return logits / temperature.clamp(min=1e-20)",
+           "return logits * temperature", "tests/test_serve.py"),
+    Mutant("penalty-of-negative-logits", "layers/logits_processors.py", "logits / penalty, logits * penalty)",
+           "logits / penalty, logits / penalty)", "tests/test_sampling.py::test_repetition_penalty_equals_transformers"),
+    Mutant("penalty-without-the-prompt", "layers/logits_processors.py", "        seen[prompt] = True\n", "",
+           "tests/test_generate.py::test_repetition_penalty_equals_transformers"),
+    Mutant("seed-ignored", "sampling.py", "generator.manual_seed(params.seed)", "generator.manual_seed(0)",
+           "tests/test_sampling.py"),
+    Mutant("seed-stays-with-the-row", "sampling.py", "        self.own_generators.pop(row, None)\n", "",
+           "tests/test_sampling.py"),
+    Mutant("bias-stays-with-the-row", "layers/logits_processors.py",
+           "        if row in self.users:\n            self.bias[row] = 0\n", "", "tests/test_serve.py::test_bias_and_penalties"),
+    Mutant("counts-stay-with-the-row", "layers/logits_processors.py", "        self.count[row] = 0\n", "",
+           "tests/test_serve.py::test_bias_and_penalties"),
+    Mutant("grammar-stays-with-the-row", "layers/logits_processors.py",
+           "        elif had_one:\n            self.words[row] = -1\n", "", "tests/test_serve.py"),
+
+    # ---- Speculation -----------------------------------------------------------------------------
+    Mutant("acceptance-inverted", "speculate.py", "accepted = p_draft > chance[:, None] * q_draft",
+           "accepted = q_draft > chance[:, None] * p_draft", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
+    Mutant("rejected-drawn-from-the-target", "speculate.py",
+           "rest = (p[:-1] - token_probs(draft, at_drafts[1], n_vocab)).clamp(min=0)", "rest = p[:-1]",
+           "tests/test_speculate.py::test_the_distribution_is_the_targets"),
+    Mutant("accepted-behind-a-rejected", "speculate.py", "n = accepted[:, 0].int().cumprod(0).sum()",
+           "n = accepted[:, 0].int().sum()", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
+    Mutant("one-position-less-after-a-round", "speculate.py", "self.advance(n_accepted + 1)", "self.advance(max(1, n_accepted))",
+           "tests/test_speculate.py::test_tiny_models"),
+    Mutant("rejected-drafts-stay-in-the-cache", "speculate.py",
+           "        self.n_cached = min(self.n_cached, n)\n\n\n# ---- The batch", "\n\n# ---- The batch",
+           "tests/test_speculate.py"),
+    Mutant("ngram-finds-itself", "cli/ngram.py", "torch.where(same & (after < n), after, 0)",
+           "torch.where(same & (after <= n), after, 0)", "tests/test_speculate.py::test_look_up"),
+    Mutant("penalty-of-drafts", "layers/logits_processors.py",
+           "return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]",
+           "return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-1:].expand(n_place, -1)", "tests/test_speculate.py"),
+
+    # ---- Where a sequence ends -------------------------------------------------------------------
+    Mutant("stop-string-at-the-last-allowed-token", "cli/sequence.py", "        if found:\n",
+           "        if found and len(self.ids) != self.max_new:\n", "tests/test_generate.py::test_stop_strings"),
+    Mutant("stop-string-across-two-tokens", "cli/sequence.py",
+           "searched = max(0, len(self.text) - max(map(len, self.stops), default=0))", "searched = len(self.text)",
+           "tests/test_generate.py::test_stop_strings"),
+    Mutant("stop-string-half-shown", "cli/sequence.py", "for n in range(len(s)) if", "for n in range(len(s) - 1) if",
+           "tests/test_generate.py::test_stop_strings"),
+    Mutant("the-later-stop-string", "cli/sequence.py", "self.text[:min(found)]", "self.text[:max(found)]",
+           "tests/test_generate.py::test_stop_strings"),
+    Mutant("first-end-token-only", "formats/huggingface.py", "return list(dict.fromkeys(ids)), defaults",
+           "return list(dict.fromkeys(ids))[:1], defaults", "tests/test_formats.py::test_generation_config"),
+    Mutant("gguf-eos-only", "formats/gguf_model.py", 'for kind in ("eos", "eot", "eom")]', 'for kind in ("eos",)]',
+           "tests/test_formats.py::test_gguf_end_of_turn"),
+    Mutant("gguf-end-of-turn-by-name", "formats/gguf_model.py",
+           "    ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]\n", "",
+           "tests/test_formats.py::test_gguf_end_of_turn"),
+
+    # ---- Slots -----------------------------------------------------------------------------------
+    Mutant("slot-leaks", "cli/slots.py", "for slots in (self.running, self.beginning):", "for slots in (self.running,):",
+           "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it"),
+    Mutant("last-token-taken-for-cached", "cli/slots.py", "task.sequence.prompt_ids + task.sequence.ids[:-1]",
+           "task.sequence.prompt_ids + task.sequence.ids", "tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings"),
+    Mutant("row-reused-after-an-error", "cli/slots.py", "                if not keep:\n                    self.kept[slot] = []\n",
+           "", "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it"),
+    Mutant("prefix-reused-without-looking", "cli/slots.py", "n_same = min(n_common(self.kept[slot], ids), len(ids) - 1)",
+           "n_same = min(len(self.kept[slot]), len(ids) - 1)", "tests/test_serve.py::test_a_prefix_is_reused_and_changes_no_token"),
+    Mutant("ring-reused-too-far-back", "cli/slots.py", "n_behind <= model.longest_call - 1 - self.n_beyond",
+           "n_behind <= model.longest_call", "tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings"),
+    Mutant("state-reused-too-far-back", "cli/slots.py", "reaches = n_behind <= self.max_rewind + 1",
+           "reaches = n_behind <= self.max_rewind + 2", "tests/test_serve.py::test_slots_go_on_from_a_state"),
+    Mutant("logprobs-of-another-rows-token", "cli/slots.py", "self.worker.logprobs(slot, int(token[slot]), task.n_top)",
+           "self.worker.logprobs(slot, int(token[0]), task.n_top)", "tests/test_serve.py::test_logprobs_are_the_models"),
+    Mutant("logprobs-of-a-prompt-not-shifted", "cli/slots.py", "following = ids[at + 1:at + 1 + len(piece)]",
+           "following = ids[at:at + len(piece)]", "tests/test_serve.py::test_logprobs_are_the_models"),
+
+    # ---- The server ------------------------------------------------------------------------------
+    Mutant("max-tokens-one-more", "server/prepare.py", "stops, max(1, n_new))", "stops, max(1, n_new) + (n_new < room))",
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
+    Mutant("finish-reason", "server/answers.py", 'and reason == "stop" else reason', 'and reason == "stop" else "stop"',
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
+    Mutant("stream-drops-what-was-held-back", "server/answers.py", "            deltas += parser.finish()\n", "            pass\n",
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
+    Mutant("pieces-that-waited-are-lost", "server/engine.py", "text=before.text + piece.text", "text=piece.text",
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
+    Mutant("answers-share-a-seed", "server/prepare.py", "(params.seed + i) % (1 << 63)", "params.seed % (1 << 63)",
+           "tests/test_serve.py::test_stop_n_seed_echo"),
+    Mutant("any-key-will-do", "server/app.py", "return hmac.compare_digest(sent, ",
+           "return sent and hmac.compare_digest(sent, sent) or hmac.compare_digest(sent, ",
+           "tests/test_serve.py::test_key_timeout_and_what_needs_none"),
+    Mutant("queue-one-too-long", "server/engine.py", "> self.max_queue + max(0, n_free)", "> self.max_queue + 1 + max(0, n_free)",
+           "tests/test_serve.py::test_a_flood_gets_429_and_the_rest_their_answers"),
+
+    # ---- Tokenizers, templates, adapters ---------------------------------------------------------
+    Mutant("beginning-token-twice", "formats/chat_template.py", "return tokenizer.encode(text, bos=False)",
+           "return tokenizer.encode(text)", "tests/test_chat.py::test_ids_equal_transformers"),
+    Mutant("no-generation-prompt", "formats/chat_template.py", "add_generation_prompt=True", "add_generation_prompt=False",
+           "tests/test_tokenizer.py::test_chat_template_equals_transformers"),
+    Mutant("message-forges-special-tokens", "formats/chat_template.py", "    messages = shield.hide(messages)\n", "",
+           "tests/test_chat.py::test_special_tokens_in_a_message_are_text"),
+    Mutant("half-a-character-is-shown", "formats/tokenizer.py", 'if text.endswith("\\N{REPLACEMENT CHARACTER}"):', "if False:",
+           "tests/test_tokenizer.py::test_stream_holds_half_a_character_and_flushes_it"),
+    Mutant("lora-alpha-of-a-module", "formats/lora.py", 'own[0] if own else config["lora_alpha"]', 'config["lora_alpha"]',
+           "tests/test_lora.py::test_logits_equal_the_merged_model"),
+    Mutant("lora-alpha-without-the-root", "formats/lora.py", 'alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)',
+           "alpha / rank", "tests/test_lora.py::test_logits_equal_the_merged_model"),
+
+    # ---- Quantized weights -----------------------------------------------------------------------
+    Mutant("int4-zero-of-the-last-group", "kernels/plain.py", "zeros[..., None].float()).flatten(-2)",
+           "torch.cat((zeros[..., :-1], 0 * zeros[..., -1:]), -1)[..., None].float()).flatten(-2)",
+           "tests/test_quantize.py::test_int4_product"),
+    Mutant("int8-scale-of-the-next-row", "kernels/plain.py", "(weight.float() * scales[..., None].float())",
+           "(weight.float() * scales.roll(1, -1)[..., None].float())", "tests/test_quantize.py::test_int8_product"),
+    Mutant("int8-scales-of-the-first-piece", "kernels/cpu.py", "part, scale = weight[a:a + step], scales[a:a + step]",
+           "part, scale = weight[a:a + step], scales[:len(weight[a:a + step])]",
+           "tests/test_quantize.py::test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time"),
+    Mutant("int4-uses-fifteen-codes", "quantize.py", ".round().clamp(0, 15)", ".round().clamp(1, 15)",
+           "tests/test_quantize.py::test_int4_uses_all_sixteen_numbers_and_prefers_none"),
+    Mutant("expert-packed-as-the-first", "quantize.py", "(t if t is None else t[e] for t in leaves)",
+           "(t if t is None else t[e if i < 2 else 0] for i, t in enumerate(leaves))",
+           "tests/test_quantize.py::test_rows_by_their_own_experts"),
+    Mutant("gptq-groups-out-of-order", "gptq/solve.py", "groups = (order[::groupsize] // groupsize).argsort()",
+           "groups = order[::groupsize] // groupsize", "tests/test_quantize.py::test_solve_is_the_textbooks"),
+    Mutant("gptq-error-spread-backwards", "gptq/solve.py", "error[i], alpha=-1)", "error[i], alpha=1)",
+           "tests/test_quantize.py::test_solve_is_the_textbooks"),
+    Mutant("gptq-held-out-text-is-used", "gptq/calibrate.py", "{i for i in range(n) if i % 9 == 8}", "set()",
+           "tests/test_quantize.py::test_gptq_of_a_model"),
+    Mutant("hub-gptq-order-ignored", "formats/hub_quantized.py",
+           "return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column]",
+           "return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column.sort().values]",
+           "tests/test_dequantize.py::test_gptq"),
+    Mutant("hub-gptq-zero-points", "formats/hub_quantized.py", 'if version == "gptq" and bits != 3:', "if bits == 8:",
+           "tests/test_dequantize.py::test_gptq"),
+    Mutant("hub-awq-order", "formats/hub_quantized.py", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+           "AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)", "tests/test_dequantize.py::test_awq"),
+    Mutant("hub-fp8-first-block-for-all", "formats/hub_quantized.py", "row % n_out // bo\n", "row % n_out // n_out\n",
+           "tests/test_dequantize.py::test_fp8_blocks"),
+    Mutant("hub-four-bits-zero-point", "formats/hub_quantized.py", "return (8 - point) * scale.read_rows(a, b).float()",
+           "return (7 - point) * scale.read_rows(a, b).float()", "tests/test_dequantize.py::test_four_bits_of_a_file_in_the_kernels"),
+
+    # ---- Several ranks ---------------------------------------------------------------------------
+    Mutant("bias-added-by-each-rank", "tp.py", 'if leaf == "bias" and i > 0:', 'if leaf == "bias" and i < 0:',
+           "tests/test_tp.py::test_parts_make_up_the_whole"),
+    Mutant("key-heads-of-another-rank", "tp.py", "axis, n_part, me * n_part // n)", "axis, n_part, me % n_part)",
+           "tests/test_tp.py::test_parts_make_up_the_whole tests/test_tp.py::test_the_same_numbers_from_a_file"),
+    Mutant("all-reduce-skipped", "tp.py", "        layer.attn.register_forward_hook(sum_over_ranks)\n", "        pass\n",
+           "tests/test_tp.py::test_some_families_and_all_else_on_two_ranks"),
+    Mutant("logits-joined-backwards", "tp.py", "all_gather(y).unbind()", "all_gather(y).flip(0).unbind()",
+           "tests/test_tp.py::test_some_families_and_all_else_on_two_ranks"),
+
+    # ---- C++ -------------------------------------------------------------------------------------
+    Mutant("cpp-one-row-past", "cpu_ops/linear.h", "long row = op.order ? op.order[m] : m;",
+           "long row = op.order ? op.order[m] : m + (op.M > 4 && m == op.M - 1);", "tests/test_cpu_ops.py::test_products"),
+    Mutant("cpp-mask-of-the-last-key", "cpu_ops/attention.h", "s[j] = mask[j] ? s[j] : -INFINITY;",
+           "s[j] = mask[j] || j == n - 1 ? s[j] : -INFINITY;", f"tests/test_cpu_ops.py::test_attention {OPERATIONS}"),
+    Mutant("cpp-values-in-bf16-only", "cpu_ops/attention.h",
+           "    write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_at(op, b, i, slot));",
+           "    write_floats(v + i * op.H, op.cache_type == BF16 ? op.H - 1 : op.H, op.v_cache, op.cache_type, "
+           "cache_at(op, b, i, slot));", f"tests/test_cpu_ops.py::test_attention {OPERATIONS}_in_bf16"),
+    Mutant("cpp-sinks-left-out", "cpu_ops/attention.h", "if (op.sinks) sum = std::exp(op.sinks[head] - top);", "",
+           f"{OPERATIONS}[gpt_oss]"),
+    Mutant("cpp-int8-scale-of-half-a-block", "cpu_ops/linear.h", "load<vf>(sum) * int8_scale(op, i, v)",
+           "load<vf>(sum) * int8_scale(op, i, 0)", "tests/test_cpu_ops.py::test_products"),
+    Mutant("cpp-bias-of-the-first-expert", "cpu_ops/linear.h", "  if (op.bias) one.bias = op.bias + (long)e * op.N;\n", "",
+           f"{OPERATIONS}[gpt_oss]"),
+    Mutant("freed-memory-of-a-heads-bias", "kernels/cpu_ends.py",
+           "        self.bias = None if head.bias is None else torch.empty(head.bias.shape)    # fp32\n"
+           "        self.op = cpu_ops.linear(*weights, head.shape, self.bias, norm=norm,",
+           "        self.bias = None\n"
+           "        bias = None if head.bias is None else head.bias.detach().float()\n"
+           "        self.op = cpu_ops.linear(*weights, head.shape, bias, norm=norm,",
+           f"{OPERATIONS}_in_bf16 tests/test_cpu_ops.py::test_the_bias_of_a_head_is_its_own"),
+    Mutant("operations-without-a-window", "kernels/cpu_ends.py", "window=window or 0", "window=0",
+           f"{OPERATIONS}[mistral-window]"),
+    Mutant("bias-of-a-head-is-copied-once", "kernels/cpu_ends.py",
+           "        if self.bias is not None:                  # copied at each call: an edit counts\n",
+           "        if self.bias is not None and not hasattr(self, 'copied'):\n            self.copied = True\n",
+           "tests/test_cpu_ops.py::test_the_bias_of_a_head_is_its_own"),
+
+    # ---- Figures, and what is kept ---------------------------------------------------------------
+    Mutant("perplexity-not-shifted", "cli/evaluate.py", "known[:, :, at + 1:at + T + 1]", "known[:, :, at:at + T]",
+           "tests/test_eval.py::test_perplexity_is_transformers"),
+    Mutant("windows-score-twice", "cli/evaluate.py", "min(end - done, end - begin - 1)", "end - begin - 1",
+           "tests/test_eval.py::test_each_token_is_scored_once_and_disjoint_windows_lose_their_first"),
+    Mutant("kept-weights-of-another-dtype", "cli/kept_weights.py", "asked, source.quantization, str(dtype),",
+           "asked, source.quantization, '',", "tests/test_kept_weights.py::test_what_they_depend_on"),
+    Mutant("kept-weights-of-other-code", "cli/kept_weights.py", "torch.__version__, code())))", "torch.__version__)))",
+           "tests/test_kept_weights.py::test_what_they_depend_on"),
+    Mutant("library-of-other-sources", "kernels/cpu_ops.py", "repr((code, OPTIONS,", "repr((OPTIONS,",
+           "tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),
+]
+
+# Names of mutants that change no result, and why; they are not run.
+EQUIVALENT: dict[str, str] = {}
+
+# ---- What is run for a file: the first pattern that fits ------------------------------------------
+
+NOT_TRACED = "--deselect tests/test_model.py::test_compiled_equals_eager"
+MODEL = f"tests/test_model.py {NOT_TRACED}"
+SLOTS = ("tests/test_batch.py::test_slots_chunks_and_refills_equal_alone tests/test_batch.py::test_chunks_in_rings_equal_whole "
+         "tests/test_batch.py::test_a_step_runs_the_rows_in_use")
+QUANTIZE = "tests/test_quantize.py"
+TESTS = (
+    ("model.py", f"{LOGITS} {MODEL} {SLOTS}"),
+    ("sampling.py", "tests/test_sampling.py tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+    ("generate.py", "tests/test_generate.py tests/test_model.py::test_generate_with_and_without_cache "
+                    "tests/test_model.py::test_too_long_is_refused_with_both_numbers " + SLOTS),
+    ("speculate.py", "tests/test_speculate.py"),
+    ("quantize.py", QUANTIZE),
+    ("tp.py", "tests/test_tp.py"),
+    ("layers/delta.py", f"tests/test_delta.py {LOGITS}[qwen3_next] {LOGITS}[qwen3_5_text] {MODEL} {SLOTS}"),
+    ("layers/recurrent.py", f"tests/test_delta.py tests/test_short_conv.py {MODEL} {SLOTS}"),
+    ("layers/short_conv.py", f"tests/test_short_conv.py {LOGITS}[lfm2] {MODEL}"),
+    ("layers/latent.py", f"tests/test_latent.py {logits('deepseek_v2', 'deepseek_v3', 'minicpm3')} {MODEL}"),
+    ("layers/logits_processors.py", "tests/test_sampling.py tests/test_serve.py::test_bias_and_penalties "
+                                    "tests/test_serve.py::test_logprobs_are_the_models "
+                                    "tests/test_batch.py::test_a_repetition_penalty_counts_each_rows_own_tokens"),
+    ("layers/*.py", f"{LOGITS} {MODEL} {SLOTS}"),
+    ("formats/gguf*.py", "tests/test_formats.py tests/test_own_codes.py tests/test_errors.py"),
+    ("formats/hub.py", "tests/test_hub.py"),
+    ("formats/hub_quantized.py", "tests/test_dequantize.py"),
+    ("formats/lora.py", "tests/test_lora.py"),
+    ("formats/mtp.py", "tests/test_mtp.py"),
+    ("formats/assistant.py", "tests/test_gemma4.py"),
+    ("formats/lazy.py", "tests/test_lazy.py tests/test_tp.py::test_narrow tests/test_formats.py"),
+    ("formats/pth.py", "tests/test_pth.py tests/test_formats.py"),
+    ("formats/whole_file.py", "tests/test_pth.py tests/test_errors.py tests/test_quantize.py::test_trouble_leaves_nothing"),
+    ("formats/token*.py", "tests/test_tokenizer.py tests/test_chat.py::test_ids_equal_transformers "
+                          "tests/test_errors.py::test_tokenizer_of_another_model"),
+    ("formats/chat_template.py", "tests/test_chat.py tests/test_tokenizer.py::test_chat_template_equals_transformers"),
+    ("formats/sandbox.py", "tests/test_damaged.py tests/test_tokenizer.py::test_chat_template_is_sandboxed_and_may_refuse"),
+    ("formats/quantized.py", f"{QUANTIZE} tests/test_own_codes.py"),
+    ("formats/shapes.py", "tests/test_gemma4.py tests/test_generate.py::test_known_shapes tests/test_generate.py::test_random_shape"),
+    ("formats/messages.py", "tests/test_errors.py tests/test_damaged.py"),
+    ("formats/families.py", "tests/test_families.py"),
+    ("formats/config.py", "tests/test_families.py tests/test_errors.py"),
+    ("formats/*.py", "tests/test_families.py tests/test_errors.py tests/test_formats.py tests/test_damaged.py"),
+    ("kernels/cpu_layers.py", "tests/test_cpu_ops.py"),
+    ("kernels/cpu_*.py", "tests/test_cpu_ops.py"),
+    ("kernels/cpu.py", QUANTIZE),
+    ("kernels/plain.py", QUANTIZE),
+    ("kernels/grid.py", QUANTIZE),
+    ("kernels/linear.py", f"{QUANTIZE} tests/test_cpu_ops.py"),
+    ("kernels/kept_tensors.py", "tests/test_kept_weights.py"),
+    ("kernels/disk.py", "tests/test_kept_weights.py tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),
+    ("kernels/collectives.py", "tests/test_tp.py"),
+    ("kernels/quick_import.py", "tests/test_start.py"),
+    ("kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
+    ("cpu_ops/*", "tests/test_cpu_ops.py"),
+    ("cli/sequence.py", "tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
+                        "tests/test_chat.py::test_n_common tests/test_serve.py tests/test_batch.py"),
+    ("cli/slots.py", f"tests/test_serve.py {SLOTS}"),
+    ("cli/request_sampler.py", "tests/test_serve.py"),
+    ("cli/batch.py", "tests/test_batch.py"),
+    ("cli/readback.py", f"tests/test_batch.py::test_a_slot_that_is_read_late {SLOTS}"),
+    ("cli/chat.py", "tests/test_chat.py"),
+    ("cli/evaluate.py", "tests/test_eval.py"),
+    ("cli/calibration_text.py", "tests/test_eval.py tests/test_quantize.py::test_calibration_windows"),
+    ("cli/grammar.py", "tests/test_serve.py"),
+    ("cli/kept_weights.py", "tests/test_kept_weights.py"),
+    ("cli/mtp.py", "tests/test_mtp.py"),
+    ("cli/assistant.py", "tests/test_gemma4.py"),
+    ("cli/ngram.py", "tests/test_speculate.py"),
+    ("cli/draft_length.py", "tests/test_speculate.py"),
+    ("cli/device_sampler.py", "tests/test_sampling.py"),
+    ("cli/ranks.py", "tests/test_tp.py"),
+    ("cli/quantizing.py", QUANTIZE),
+    ("cli/*.py", "tests/test_generate.py tests/test_errors.py tests/test_speculate.py tests/test_batch.py"),
+    ("server/*.py", "tests/test_serve.py"),
+    ("gptq/budget.py", "tests/test_budget.py"),
+    ("gptq/*.py", f"{QUANTIZE} tests/test_own_codes.py"),
+)
+
+
+def room_tests(file: str) -> str:
+    """What a mechanical mutant of this file is run against, and a named one that its own tests do not see."""
+    return next(tests for pattern, tests in TESTS if fnmatch(file, pattern))
