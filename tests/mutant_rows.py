@@ -54,11 +54,11 @@ NAMED = [
     Mutant("ring-one-slot-less", "layers/window.py", "window + longest_call - 1)", "window + longest_call - 2)",
            "tests/test_batch.py::test_ring_has_window_plus_longest_call_minus_one_slots"),
     Mutant("attends-to-one-key-less", "generate.py", "kv_len = self.kv_len(max(self.length) + 1)",
-           "kv_len = self.kv_len(max(self.length))", "tests/test_generate.py::test_bucket"),
+           "kv_len = self.kv_len(max(self.length))", "tests/test_survivors.py::test_few_keys_at_a_time_are_all_keys"),
     Mutant("kv-len-of-the-shortest-row", "generate.py", "kv_len = self.kv_len(max(self.length) + 1)",
-           "kv_len = self.kv_len(min(self.length) + 1)", "tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+           "kv_len = self.kv_len(min(self.length) + 1)", "tests/test_survivors.py::test_few_keys_at_a_time_are_all_keys"),
     Mutant("padded-prompt-ends-late", "generate.py", "last = (end - 1 - at).clamp(0, T - 1)",
-           "last = (end - at).clamp(0, T - 1)", "tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+           "last = (end - at).clamp(0, T - 1)", "tests/test_batch.py::test_rows_of_different_lengths_without_a_cache_too"),
     Mutant("context-one-too-long", "generate.py", "if n + max_new_tokens > limit:", "if n + max_new_tokens > limit + 1:",
            "tests/test_model.py::test_too_long_is_refused_with_both_numbers"),
     Mutant("head-not-tied", "formats/huggingface.py", 'tied=not any(t.name.endswith("lm_head.weight")',
@@ -321,7 +321,10 @@ EQUIVALENT: dict[str, str] = {}
 NOT_TRACED = "--deselect tests/test_model.py::test_compiled_equals_eager"
 MODEL = f"tests/test_model.py {NOT_TRACED}"
 SLOTS = ("tests/test_batch.py::test_slots_chunks_and_refills_equal_alone tests/test_batch.py::test_chunks_in_rings_equal_whole "
-         "tests/test_batch.py::test_a_step_runs_the_rows_in_use")
+         "tests/test_batch.py::test_a_step_runs_the_rows_in_use "
+         "tests/test_batch.py::test_rows_of_different_lengths_without_a_cache_too "
+         "tests/test_batch.py::test_a_repetition_penalty_counts_each_rows_own_tokens "
+         "tests/test_batch.py::test_a_slot_that_is_read_late")
 QUANTIZE = "tests/test_quantize.py"
 TESTS = (
     ("model.py", f"{LOGITS} {MODEL} {SLOTS}"),

@@ -256,16 +256,32 @@ def judge(mutant: Mutant, copy: Copy, args) -> dict:
         return row | dict(status="no such code")
     if mutant.name in EQUIVALENT:
         return row | dict(status="same program", why=EQUIVALENT[mutant.name])
+    mutant_free = (copy.folder / mutant.file).read_text()
     with copy.changed(mutant.file, text):
         for wanted in filter(None, (mutant.tests, room_tests(mutant.file))):
             arguments = existing(wanted, copy.folder)
-            if not arguments:
-                continue
-            outcome = run(copy, arguments, args.test_seconds)
-            row["cpu_seconds"] += outcome.cpu_seconds
-            if outcome.noticed_by:
-                return row | dict(status=outcome.how, noticed_by=outcome.noticed_by, why=outcome.why)
+            while arguments:
+                outcome = run(copy, arguments, args.test_seconds)
+                row["cpu_seconds"] += outcome.cpu_seconds
+                if not outcome.noticed_by:
+                    break
+                row |= dict(status=outcome.how, noticed_by=outcome.noticed_by, why=outcome.why)
+                with copy.changed(mutant.file, mutant_free):
+                    if outcome.how != "test" or wanted == mutant.tests or passes(outcome.noticed_by, copy, args.test_seconds):
+                        return row
+                row |= dict(status="survived", noticed_by=None, why=f"{outcome.noticed_by} fails without it, too")
+                arguments += ["--deselect", outcome.noticed_by]
     return row
+
+
+_passes = {}                                               # a test -> does it pass without a mutant?
+
+
+def passes(test: str, copy: Copy, test_seconds: float) -> bool:
+    """Of an unchanged copy."""
+    if test not in _passes:
+        _passes[test] = run(copy, [test], test_seconds).noticed_by is None
+    return _passes[test]
 
 
 def check(mutants: list[Mutant], copy: Copy, args) -> int:
