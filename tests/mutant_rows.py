@@ -109,6 +109,8 @@ NAMED = [
     Mutant("delta-padding-decays", "layers/delta.py",
            "g = torch.where(in_order, self.decay_rate * F.softplus(g + self.decay_bias), 0)",
            "g = self.decay_rate * F.softplus(g + self.decay_bias)", "tests/test_delta.py::test_padded_rows_of_any_length"),
+    Mutant("delta-padding-counts", "layers/delta.py", "self.cache.write(pos, in_order[..., 0].sum(-1), mixed,",
+           "self.cache.write(pos, in_order[..., 0].sum(-1) * 0 + T, mixed,", "tests/test_delta.py::test_padded_rows_of_any_length"),
     Mutant("delta-one-slot-less", "layers/recurrent.py", "self.n_slot = max_rejected + 2", "self.n_slot = max_rejected + 1",
            "tests/test_delta.py::test_rejected_tokens_leave_no_trace"),
     Mutant("latent-scale", "formats/config.py", "scale = (nope_dim + rope_dim)**-0.5", "scale = nope_dim**-0.5",
@@ -314,7 +316,10 @@ NAMED = [
 ]
 
 # Names of mutants that change no result, and why; they are not run.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "delta-padding-decays": "padding stands behind a row's last token, so that its decay reaches only the state at the row's "
+                            "next position, which the next token overwrites",
+}
 
 # ---- What is run for a file: the first pattern that fits ------------------------------------------
 

@@ -5,6 +5,7 @@ import torch
 from helpers import GREEDY, make_batch
 
 from generate import Steps, generate
+from sampling import Sampler, SamplingParams, keep_top_k
 
 # ---- The core -----------------------------------------------------------------------------------
 
@@ -29,3 +30,26 @@ def test_a_context_is_used_to_its_last_position_and_no_further(ours):
     assert len(list(generate(make_batch(model, [GREEDY]), [[1, 2, 3]], 9))) == 9
     with pytest.raises(ValueError, match="3 . 10 tokens exceed 12"):
         next(generate(make_batch(model, [GREEDY]), [[1, 2, 3]], 10))
+
+
+def test_as_many_tokens_stay_as_each_rows_top_k_says():
+    """Where rows differ: the filter. 0 is off, and more than there are is all."""
+    probs = torch.rand(5, 12, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    top_k = torch.tensor([[1.0], [2.0], [7.0], [0.0], [40.0]])
+    assert keep_top_k(probs, top_k).sum(-1).tolist() == [1, 2, 7, 12, 12]
+    rows = [SamplingParams(top_k=int(k)) for k in top_k]
+    drawable, ids = Sampler(rows, 12).distribution(probs.log())
+    assert ids is None and (drawable > 0).sum(-1).tolist() == [1, 2, 7, 12, 12]
+
+
+def test_a_row_without_a_seed_draws_from_the_batchs_generator():
+    """Whatever seed the row's last sequence had."""
+    seeded, unseeded = SamplingParams(seed=3), SamplingParams()
+
+    def noise(*sequences):
+        sampler = Sampler([unseeded], 8, generator=torch.Generator().manual_seed(1), later=[seeded])
+        for params in sequences:
+            sampler.begin(0, [], params)
+        sampler.draw_noise()
+        return sampler.noise.tolist()
+    assert noise(seeded, unseeded) == noise(unseeded) != noise(seeded)
