@@ -28,6 +28,7 @@ class Mutant(NamedTuple):
 
 
 LOGITS = "tests/test_families.py::test_logits_equal_transformers"
+NEXT_SEQUENCE = "tests/test_survivors.py::test_a_rows_next_sequence_begins_without_what_the_last_one_asked_for"
 OPERATIONS = "tests/test_cpu_ops.py::test_every_family_by_operations"
 
 
@@ -60,7 +61,7 @@ NAMED = [
     Mutant("padded-prompt-ends-late", "generate.py", "last = (end - 1 - at).clamp(0, T - 1)",
            "last = (end - at).clamp(0, T - 1)", "tests/test_batch.py::test_rows_of_different_lengths_without_a_cache_too"),
     Mutant("context-one-too-long", "generate.py", "if n + max_new_tokens > limit:", "if n + max_new_tokens > limit + 1:",
-           "tests/test_model.py::test_too_long_is_refused_with_both_numbers"),
+           "tests/test_survivors.py::test_a_context_is_used_to_its_last_position_and_no_further"),
     Mutant("head-not-tied", "formats/huggingface.py", 'tied=not any(t.name.endswith("lm_head.weight")',
            'tied=any(t.name.endswith("lm_head.weight")', logits("gemma3")),
     Mutant("quantized-head-not-tied", "quantize.py", "        model.embed.scales = model.head.scales\n", "",
@@ -120,7 +121,8 @@ NAMED = [
 
     # ---- Sampling --------------------------------------------------------------------------------
     Mutant("top-k-one-too-few", "sampling.py", "last = (top_k.long().clamp(max=n) - 1) % n",
-           "last = (top_k.long().clamp(max=n) - 1 - (top_k > 1).long()) % n", "tests/test_sampling.py"),
+           "last = (top_k.long().clamp(max=n) - 1 - (top_k > 1).long()) % n",
+           "tests/test_survivors.py::test_as_many_tokens_stay_as_each_rows_top_k_says"),
     Mutant("top-p-one-too-few", "sampling.py", "n_more = (mass_above < top_p)[..., 1:]",
            "n_more = (mass_above + ordered < top_p)[..., 1:]", "tests/test_sampling.py"),
     Mutant("min-p-drops-ties", "sampling.py", "return probs >= min_p * probs.amax(-1, keepdim=True)",
@@ -128,7 +130,7 @@ NAMED = [
     Mutant("temperature-inverted", "sampling.py", "logits = logits / temperature.clamp(min=1e-20)",
            "logits = logits * temperature", "tests/test_sampling.py"),
     Mutant("temperature-of-a-request", "cli/request_sampler.py", "return logits / temperature.clamp(min=1e-20)",
-           "return logits * temperature", "tests/test_serve.py"),
+           "return logits * temperature", "tests/test_survivors.py::test_a_requests_temperature_divides"),
     Mutant("penalty-of-negative-logits", "layers/logits_processors.py", "logits / penalty, logits * penalty)",
            "logits / penalty, logits / penalty)", "tests/test_sampling.py::test_repetition_penalty_equals_transformers"),
     Mutant("penalty-without-the-prompt", "layers/logits_processors.py", "        seen[prompt] = True\n", "",
@@ -136,13 +138,13 @@ NAMED = [
     Mutant("seed-ignored", "sampling.py", "generator.manual_seed(params.seed)", "generator.manual_seed(0)",
            "tests/test_sampling.py"),
     Mutant("seed-stays-with-the-row", "sampling.py", "        self.own_generators.pop(row, None)\n", "",
-           "tests/test_sampling.py"),
+           "tests/test_survivors.py::test_a_row_without_a_seed_draws_from_the_batchs_generator"),
     Mutant("bias-stays-with-the-row", "layers/logits_processors.py",
-           "        if row in self.users:\n            self.bias[row] = 0\n", "", "tests/test_serve.py::test_bias_and_penalties"),
+           "        if row in self.users:\n            self.bias[row] = 0\n", "", NEXT_SEQUENCE),
     Mutant("counts-stay-with-the-row", "layers/logits_processors.py", "        self.count[row] = 0\n", "",
-           "tests/test_serve.py::test_bias_and_penalties"),
+           NEXT_SEQUENCE),
     Mutant("grammar-stays-with-the-row", "layers/logits_processors.py",
-           "        elif had_one:\n            self.words[row] = -1\n", "", "tests/test_serve.py"),
+           "        elif had_one:\n            self.words[row] = -1\n", "", NEXT_SEQUENCE),
 
     # ---- Speculation -----------------------------------------------------------------------------
     Mutant("acceptance-inverted", "speculate.py", "accepted = p_draft > chance[:, None] * q_draft",
@@ -333,8 +335,8 @@ SLOTS = ("tests/test_batch.py::test_slots_chunks_and_refills_equal_alone tests/t
 QUANTIZE = "tests/test_quantize.py"
 TESTS = (
     ("model.py", f"{LOGITS} {MODEL} {SLOTS}"),
-    ("sampling.py", "tests/test_sampling.py tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
-    ("generate.py", "tests/test_generate.py tests/test_model.py::test_generate_with_and_without_cache "
+    ("sampling.py", "tests/test_sampling.py tests/test_survivors.py tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
+    ("generate.py", "tests/test_survivors.py tests/test_generate.py tests/test_model.py::test_generate_with_and_without_cache "
                     "tests/test_model.py::test_too_long_is_refused_with_both_numbers " + SLOTS),
     ("speculate.py", "tests/test_speculate.py"),
     ("quantize.py", QUANTIZE),
@@ -343,7 +345,7 @@ TESTS = (
     ("layers/recurrent.py", f"tests/test_delta.py tests/test_short_conv.py {MODEL} {SLOTS}"),
     ("layers/short_conv.py", f"tests/test_short_conv.py {LOGITS}[lfm2] {MODEL}"),
     ("layers/latent.py", f"tests/test_latent.py {logits('deepseek_v2', 'deepseek_v3', 'minicpm3')} {MODEL}"),
-    ("layers/logits_processors.py", "tests/test_sampling.py tests/test_serve.py::test_bias_and_penalties "
+    ("layers/logits_processors.py", "tests/test_sampling.py tests/test_survivors.py tests/test_serve.py::test_bias_and_penalties "
                                     "tests/test_serve.py::test_logprobs_are_the_models "
                                     "tests/test_batch.py::test_a_repetition_penalty_counts_each_rows_own_tokens"),
     ("layers/*.py", f"{LOGITS} {MODEL} {SLOTS}"),
@@ -381,7 +383,7 @@ TESTS = (
     ("cli/sequence.py", "tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
                         "tests/test_chat.py::test_n_common tests/test_serve.py tests/test_batch.py"),
     ("cli/slots.py", f"tests/test_serve.py {SLOTS}"),
-    ("cli/request_sampler.py", "tests/test_serve.py"),
+    ("cli/request_sampler.py", "tests/test_survivors.py tests/test_serve.py"),
     ("cli/batch.py", "tests/test_batch.py"),
     ("cli/readback.py", f"tests/test_batch.py::test_a_slot_that_is_read_late {SLOTS}"),
     ("cli/chat.py", "tests/test_chat.py"),

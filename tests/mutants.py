@@ -158,6 +158,7 @@ def in_child(folder: Path, arguments: list[str], report: Path) -> None:
     status = 70
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(folder / ".cache/log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in enumerate((null, log, log)):
@@ -305,7 +306,7 @@ def show(row: dict) -> None:
 
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("names", nargs="*", help="parts of names; none: all named ones")
+    p.add_argument("names", nargs="*", help="parts of names, or =NAME= for one; none: all named ones")
     p.add_argument("--random", type=int, default=0, metavar="N", help="N mechanical ones instead")
     p.add_argument("--seed", type=int, default=1, help="of --random")
     p.add_argument("--rooms", help="of --random: only these, as core,layers,formats")
@@ -322,7 +323,7 @@ def main() -> int:
     if args.random:
         mutants = random_mutants(args.tree, args.random, args.seed, args.rooms)
     else:
-        mutants = [m for m in NAMED if not args.names or any(name in m.name for name in args.names)]
+        mutants = [m for m in NAMED if not args.names or any(name in f"={m.name}=" for name in args.names)]
     if args.list:
         for m in mutants:
             print(f"{m.name}\n    {m.old.strip()!r}\n    {m.new.strip()!r}")
@@ -332,6 +333,8 @@ def main() -> int:
     if lost:
         print(f"mutants.py: error: the old text is not exactly once in its file: {', '.join(lost)}", file=sys.stderr)
         return 2
+    for number in (signal.SIGINT, signal.SIGTERM):         # ends the mutant and removes the copy, in the background too
+        signal.signal(number, signal.default_int_handler)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false",
                       PYTHONDONTWRITEBYTECODE="1")

@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import GREEDY, make_batch
 
+from cli.request_sampler import GREEDY as GREEDY_REQUEST
+from cli.request_sampler import RequestParams, build_request_sampler
 from generate import Steps, generate
 from sampling import Sampler, SamplingParams, keep_top_k
 
@@ -53,3 +55,50 @@ def test_a_row_without_a_seed_draws_from_the_batchs_generator():
         sampler.draw_noise()
         return sampler.noise.tolist()
     assert noise(seeded, unseeded) == noise(unseeded) != noise(seeded)
+
+
+class OnlyToken:
+    """A grammar that lets a row have one token."""
+
+    def __init__(self, i):
+        self.i = i
+
+    def fill(self, words):
+        words.zero_()
+        words[self.i // 32] = 1 << self.i % 32
+
+
+def test_a_rows_next_sequence_begins_without_what_the_last_one_asked_for(ours):
+    """Bias, counts, seen tokens and grammar of a request; and what is asked for again counts from nothing."""
+    wishes = dict(bias=dict(logit_bias=((5, 3.0),)), presence=dict(presence_penalty=1.0), seen=dict(repetition_penalty=2.0),
+                  frequency=dict(frequency_penalty=1.0), grammar=dict(grammar=("regex", "x")))
+    logits = torch.arange(160.0)[None] / 160 + 1
+    for name, more in wishes.items():
+        sampler = build_request_sampler(ours("llama3"), 1, None, lambda params: OnlyToken(7) if params.grammar else None)
+
+        def changed(rows=slice(None), sampler=sampler):
+            result = logits
+            for processor in sampler.processors:
+                result = processor(result, rows)
+            return not torch.equal(result, logits)
+        sampler.begin(0, [9], RequestParams(**more))
+        if name != "grammar":
+            sampler.observe(torch.tensor([[8]]))
+        assert changed(), name
+        sampler.begin(0, [], GREEDY_REQUEST)
+        assert not changed(), name
+        sampler.begin(0, [], RequestParams(**more))
+        assert changed() == (name in ("bias", "grammar")), name
+
+
+def test_a_requests_temperature_divides(ours):
+    """Next to 0 it is greedy; so large, that all tokens are as likely."""
+    logits = torch.zeros(200, 160).index_fill(1, torch.tensor([11]), 5.0)
+    sampler = build_request_sampler(ours("llama3"), 200, torch.Generator().manual_seed(2), lambda params: None)
+
+    def share(temperature, **more):
+        for row in range(200):
+            sampler.begin(row, [], RequestParams(temperature=temperature, **more))
+        return (sampler(logits) == 11).float().mean()
+    for more in (dict(), dict(top_p=0.99)):
+        assert share(0.1, **more) == 1 and share(100.0, **more) < 0.2
