@@ -1,13 +1,20 @@
 """What mutants survived all other tests (tests/mutants.py), room by room: one small test for each."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import GREEDY, make_batch
 
 from cli.request_sampler import GREEDY as GREEDY_REQUEST
 from cli.request_sampler import RequestParams, build_request_sampler
+from formats.tokenizer import NullTokenizer
 from generate import Steps, generate
 from sampling import Sampler, SamplingParams, keep_top_k
+from server.answers import ChatAnswer
+from server.engine import Piece
+from server.parsing import FORMATS, AnswerParser
+from server.prepare import Model, Work
 
 # ---- The core -----------------------------------------------------------------------------------
 
@@ -33,6 +40,8 @@ def test_a_context_is_used_to_its_last_position_and_no_further(ours):
     with pytest.raises(ValueError, match="3 . 10 tokens exceed 12"):
         next(generate(make_batch(model, [GREEDY]), [[1, 2, 3]], 10))
 
+
+# ---- Sampling -----------------------------------------------------------------------------------
 
 def test_as_many_tokens_stay_as_each_rows_top_k_says():
     """Where rows differ: the filter. 0 is off, and more than there are is all."""
@@ -102,3 +111,33 @@ def test_a_requests_temperature_divides(ours):
         return (sampler(logits) == 11).float().mean()
     for more in (dict(), dict(top_p=0.99)):
         assert share(0.1, **more) == 1 and share(100.0, **more) < 0.2
+
+
+# ---- The server, without a process of it --------------------------------------------------------
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
+    """The text ends in what may begin a call: it is held back until the answer's end, and then said."""
+    tools = [dict(type="function", function=dict(name="f"))]
+    task = SimpleNamespace(sequence=SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3]), n_reused=0)
+    work = Work([task], 1, 1, parsers=[AnswerParser(FORMATS["hermes"], tools)])
+    asked = SimpleNamespace(stream=stream, stream_options=None, logprobs=None)
+    answer, job = ChatAnswer(SimpleNamespace(name="m"), asked, work), SimpleNamespace(index=0)
+    choices = [event["choices"][0] for piece in (Piece(job, "Look: <tool"), Piece(job, "_ca", finish_reason=reason))
+               for event in answer.add(piece)]
+    if stream:
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "Look: <tool_ca"
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [reason]
+    else:
+        [choice] = answer.whole()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Look: <tool_ca", reason)
+
+
+def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
+    model = SimpleNamespace(session=SimpleNamespace(drafter=None, eos_ids={0}), tokenizer=NullTokenizer(), limit=20,
+                            params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None)
+    asked = SimpleNamespace(stop=None, stream=None, stream_options=None, n=2, ignore_eos=None)
+    for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
+        tasks = Model.work(model, asked, [[1, 2, 3]], limit, None, None).tasks
+        assert [task.sequence.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
