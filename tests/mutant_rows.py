@@ -203,15 +203,19 @@ NAMED = [
 
     # ---- The server ------------------------------------------------------------------------------
     Mutant("max-tokens-one-more", "server/prepare.py", "stops, max(1, n_new))", "stops, max(1, n_new) + (n_new < room))",
-           "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for"),
+           "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
+           "tests/test_serve.py::test_stop_n_seed_echo"),
     Mutant("finish-reason", "server/answers.py", 'and reason == "stop" else reason', 'and reason == "stop" else "stop"',
-           "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended"),
+           "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
     Mutant("stream-drops-what-was-held-back", "server/answers.py", "            deltas += parser.finish()\n", "            pass\n",
-           "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended"),
+           "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
+           "tests/test_serve.py::test_chat_whole_and_streamed"),
     Mutant("pieces-that-waited-are-lost", "server/engine.py", "text=before.text + piece.text", "text=piece.text",
            "tests/test_serve.py::test_tokens_come_together_but_the_first_and_the_last_at_once"),
     Mutant("answers-share-a-seed", "server/prepare.py", "(params.seed + i) % (1 << 63)", "params.seed % (1 << 63)",
-           "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for"),
+           "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
+           "tests/test_serve.py::test_stop_n_seed_echo"),
     Mutant("any-key-will-do", "server/app.py", "return hmac.compare_digest(sent, ",
            "return sent and hmac.compare_digest(sent, sent) or hmac.compare_digest(sent, ",
            "tests/test_serve.py::test_key_timeout_and_what_needs_none"),
@@ -332,6 +336,11 @@ SLOTS = ("tests/test_batch.py::test_slots_chunks_and_refills_equal_alone tests/t
          "tests/test_batch.py::test_rows_of_different_lengths_without_a_cache_too "
          "tests/test_batch.py::test_a_repetition_penalty_counts_each_rows_own_tokens "
          "tests/test_batch.py::test_a_slot_that_is_read_late")
+IN_SLOTS = ("tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings tests/test_serve.py::test_slots_go_on_from_a_state "
+            "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it "
+            "tests/test_serve.py::test_tokens_come_together_but_the_first_and_the_last_at_once "
+            "tests/test_serve.py::test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting "
+            "tests/test_serve.py::test_logprobs_are_the_models")
 QUANTIZE = "tests/test_quantize.py"
 TESTS = (
     ("model.py", f"{LOGITS} {MODEL} {SLOTS}"),
@@ -380,9 +389,9 @@ TESTS = (
     ("kernels/quick_import.py", "tests/test_start.py"),
     ("kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
     ("cpu_ops/*", "tests/test_cpu_ops.py"),
-    ("cli/sequence.py", "tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
-                        "tests/test_chat.py::test_n_common tests/test_serve.py tests/test_batch.py"),
-    ("cli/slots.py", f"tests/test_serve.py {SLOTS}"),
+    ("cli/sequence.py", "tests/test_survivors.py tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
+                        "tests/test_chat.py::test_n_common tests/test_chat.py::test_two_turns " + IN_SLOTS),
+    ("cli/slots.py", f"{IN_SLOTS} {SLOTS}"),
     ("cli/request_sampler.py", "tests/test_survivors.py tests/test_serve.py"),
     ("cli/batch.py", "tests/test_batch.py"),
     ("cli/readback.py", f"tests/test_batch.py::test_a_slot_that_is_read_late {SLOTS}"),

@@ -259,7 +259,10 @@ def judge(mutant: Mutant, copy: Copy, args) -> dict:
         return row | dict(status="same program", why=EQUIVALENT[mutant.name])
     mutant_free = (copy.folder / mutant.file).read_text()
     with copy.changed(mutant.file, text):
-        for wanted in filter(None, (mutant.tests, room_tests(mutant.file))):
+        lists = [mutant.tests, room_tests(mutant.file)]
+        if args.narrow and existing(mutant.tests, copy.folder):
+            lists.pop()
+        for wanted in filter(None, lists):
             arguments = existing(wanted, copy.folder)
             while arguments:
                 outcome = run(copy, arguments, args.test_seconds)
@@ -313,6 +316,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--tree", type=Path, default=HERE.parent, help="the checkout that is copied")
     p.add_argument("--json", type=Path, metavar="FILE", help="the results, written after each mutant")
     p.add_argument("--check", action="store_true", help="run the tests without a mutant, and no mutant")
+    p.add_argument("--narrow", action="store_true", help="a row's own tests only, where it has some")
     p.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     p.add_argument("--test_seconds", type=float, default=300, help="a test that takes longer hangs (wall-clock time)")
     return p.parse_args()

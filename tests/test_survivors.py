@@ -9,7 +9,7 @@ from helpers import GREEDY, make_batch
 from cli.request_sampler import GREEDY as GREEDY_REQUEST
 from cli.request_sampler import RequestParams, build_request_sampler
 from formats.tokenizer import NullTokenizer
-from generate import Steps, generate
+from generate import Steps, decode_one_token, generate
 from sampling import Sampler, SamplingParams, keep_top_k
 from server.answers import ChatAnswer
 from server.engine import Piece
@@ -19,18 +19,24 @@ from server.prepare import Model, Work
 # ---- The core -----------------------------------------------------------------------------------
 
 def test_few_keys_at_a_time_are_all_keys(ours):
-    """A step attends to as many positions as the longest row has, its new token counted: 8, 16 and 32 of them here."""
-    model, generator = ours("llama3"), torch.Generator().manual_seed(4)
-    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (13, 2, 6)]
+    """A step attends to as many positions as the longest row has, its new token counted: 1 to 32 of them here."""
+    model, generator, spared = ours("llama3"), torch.Generator().manual_seed(4), set()
+    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (1, 3, 2)]
     model.setup_cache(0, 40)
     expected = []
     for ids in map(list, prompts):
-        for _ in range(6):
+        for _ in range(30):
             ids.append(model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].argmax().item())
-        expected.append(ids[-6:])
+        expected.append(ids[-30:])
+
+    def decode(model, token, pos, kv_len, sampler):
+        assert kv_len > pos.max()
+        spared.add(kv_len)
+        return decode_one_token(model, token, pos, kv_len, sampler)
     model.setup_cache(3, 40)
-    batch = make_batch(model, [GREEDY] * 3, steps=Steps(min_kv_len=8))
-    assert torch.cat(list(generate(batch, prompts, 6)), dim=1).tolist() == expected
+    batch = make_batch(model, [GREEDY] * 3, steps=Steps(decode=decode, min_kv_len=1))
+    assert torch.cat(list(generate(batch, prompts, 30)), dim=1).tolist() == expected
+    assert spared == {4, 8, 16, 32}
 
 
 def test_a_context_is_used_to_its_last_position_and_no_further(ours):
