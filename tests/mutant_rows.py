@@ -174,7 +174,7 @@ NAMED = [
     Mutant("stop-string-half-shown", "cli/sequence.py", "for n in range(len(s)) if", "for n in range(len(s) - 1) if",
            "tests/test_generate.py::test_stop_strings"),
     Mutant("the-later-stop-string", "cli/sequence.py", "self.text[:min(found)]", "self.text[:max(found)]",
-           "tests/test_generate.py::test_stop_strings"),
+           "tests/test_survivors.py::test_the_first_of_two_stop_strings_in_one_token_counts"),
     Mutant("first-end-token-only", "formats/huggingface.py", "return list(dict.fromkeys(ids)), defaults",
            "return list(dict.fromkeys(ids))[:1], defaults", "tests/test_formats.py::test_generation_config"),
     Mutant("gguf-eos-only", "formats/gguf_model.py", 'for kind in ("eos", "eot", "eom")]', 'for kind in ("eos",)]',

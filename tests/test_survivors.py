@@ -8,6 +8,7 @@ from helpers import GREEDY, make_batch
 
 from cli.request_sampler import GREEDY as GREEDY_REQUEST
 from cli.request_sampler import RequestParams, build_request_sampler
+from cli.sequence import Sequence
 from formats.tokenizer import NullTokenizer
 from generate import Steps, decode_one_token, generate
 from sampling import Sampler, SamplingParams, keep_top_k
@@ -117,6 +118,15 @@ def test_a_requests_temperature_divides(ours):
         return (sampler(logits) == 11).float().mean()
     for more in (dict(), dict(top_p=0.99)):
         assert share(0.1, **more) == 1 and share(100.0, **more) < 0.2
+
+
+# ---- Where a sequence ends ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("stops", [["one", "two"], ["two", "one"]])
+def test_the_first_of_two_stop_strings_in_one_token_counts(stops):
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(["none ", "of one or two "][i] for i in ids))
+    sequence = Sequence(tokenizer, [0], stops=stops)
+    assert sequence.push(1) == sequence.text == "of " and sequence.finish_reason == "stop"
 
 
 # ---- The server, without a process of it --------------------------------------------------------
