@@ -29,6 +29,8 @@ class Mutant(NamedTuple):
 
 LOGITS = "tests/test_families.py::test_logits_equal_transformers"
 NEXT_SEQUENCE = "tests/test_survivors.py::test_a_rows_next_sequence_begins_without_what_the_last_one_asked_for"
+CONVERSATION = "tests/test_survivors.py::test_a_conversation_goes_on_from_all_but_its_last_token"
+GIVEN_AWAY = "tests/test_survivors.py::test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away"
 OPERATIONS = "tests/test_cpu_ops.py::test_every_family_by_operations"
 
 
@@ -187,15 +189,15 @@ NAMED = [
     Mutant("slot-leaks", "cli/slots.py", "for slots in (self.running, self.beginning):", "for slots in (self.running,):",
            "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it"),
     Mutant("last-token-taken-for-cached", "cli/slots.py", "task.sequence.prompt_ids + task.sequence.ids[:-1]",
-           "task.sequence.prompt_ids + task.sequence.ids", "tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings"),
+           "task.sequence.prompt_ids + task.sequence.ids", CONVERSATION),
     Mutant("row-reused-after-an-error", "cli/slots.py", "                if not keep:\n                    self.kept[slot] = []\n",
-           "", "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it"),
+           "", CONVERSATION),
     Mutant("prefix-reused-without-looking", "cli/slots.py", "n_same = min(n_common(self.kept[slot], ids), len(ids) - 1)",
-           "n_same = min(len(self.kept[slot]), len(ids) - 1)", "tests/test_serve.py::test_a_prefix_is_reused_and_changes_no_token"),
+           "n_same = min(len(self.kept[slot]), len(ids) - 1)", CONVERSATION),
     Mutant("ring-reused-too-far-back", "cli/slots.py", "n_behind <= model.longest_call - 1 - self.n_beyond",
-           "n_behind <= model.longest_call", "tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings"),
+           "n_behind <= 2 * model.longest_call", GIVEN_AWAY),
     Mutant("state-reused-too-far-back", "cli/slots.py", "reaches = n_behind <= self.max_rewind + 1",
-           "reaches = n_behind <= self.max_rewind + 2", "tests/test_serve.py::test_slots_go_on_from_a_state"),
+           "reaches = n_behind <= self.max_rewind + 2", GIVEN_AWAY),
     Mutant("logprobs-of-another-rows-token", "cli/slots.py", "self.worker.logprobs(slot, int(token[slot]), task.n_top)",
            "self.worker.logprobs(slot, int(token[0]), task.n_top)", "tests/test_serve.py::test_logprobs_are_the_models"),
     Mutant("logprobs-of-a-prompt-not-shifted", "cli/slots.py", "following = ids[at + 1:at + 1 + len(piece)]",
@@ -226,7 +228,7 @@ NAMED = [
     Mutant("beginning-token-twice", "formats/chat_template.py", "return tokenizer.encode(text, bos=False)",
            "return tokenizer.encode(text)", "tests/test_chat.py::test_ids_equal_transformers"),
     Mutant("no-generation-prompt", "formats/chat_template.py", "add_generation_prompt=True", "add_generation_prompt=False",
-           "tests/test_tokenizer.py::test_chat_template_equals_transformers"),
+           "tests/test_chat.py::test_ids_equal_transformers"),
     Mutant("message-forges-special-tokens", "formats/chat_template.py", "    messages = shield.hide(messages)\n", "",
            "tests/test_chat.py::test_special_tokens_in_a_message_are_text"),
     Mutant("half-a-character-is-shown", "formats/tokenizer.py", 'if text.endswith("\\N{REPLACEMENT CHARACTER}"):', "if False:",
@@ -336,7 +338,7 @@ SLOTS = ("tests/test_batch.py::test_slots_chunks_and_refills_equal_alone tests/t
          "tests/test_batch.py::test_rows_of_different_lengths_without_a_cache_too "
          "tests/test_batch.py::test_a_repetition_penalty_counts_each_rows_own_tokens "
          "tests/test_batch.py::test_a_slot_that_is_read_late")
-IN_SLOTS = ("tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings tests/test_serve.py::test_slots_go_on_from_a_state "
+IN_SLOTS = ("tests/test_survivors.py tests/test_serve.py::test_slots_reuse_prefixes_in_chunks_and_rings tests/test_serve.py::test_slots_go_on_from_a_state "
             "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it "
             "tests/test_serve.py::test_tokens_come_together_but_the_first_and_the_last_at_once "
             "tests/test_serve.py::test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting "
@@ -389,7 +391,7 @@ TESTS = (
     ("kernels/quick_import.py", "tests/test_start.py"),
     ("kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
     ("cpu_ops/*", "tests/test_cpu_ops.py"),
-    ("cli/sequence.py", "tests/test_survivors.py tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
+    ("cli/sequence.py", "tests/test_generate.py::test_stop_strings tests/test_generate.py::test_end_of_sequence "
                         "tests/test_chat.py::test_n_common tests/test_chat.py::test_two_turns " + IN_SLOTS),
     ("cli/slots.py", f"{IN_SLOTS} {SLOTS}"),
     ("cli/request_sampler.py", "tests/test_survivors.py tests/test_serve.py"),

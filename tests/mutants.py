@@ -230,6 +230,8 @@ def run(copy: Copy, arguments: list[str], test_seconds: float) -> Outcome:
     if os.WIFSIGNALED(status):
         return Outcome(began, "crash", f"signal {os.WTERMSIG(status)}", seconds)
     code = os.WEXITSTATUS(status)
+    if code == 5:                                          # all of them belong to another tier
+        return Outcome(None, None, "no test was run", seconds)
     if code not in (0, 1) or not entries:
         log = (copy.folder / ".cache/log").read_text()[-1500:]
         raise SystemExit(f"mutants.py: error: pytest ended with {code} for {shlex.join(arguments)}:\n{log}")
@@ -268,6 +270,7 @@ def judge(mutant: Mutant, copy: Copy, args) -> dict:
                 outcome = run(copy, arguments, args.test_seconds)
                 row["cpu_seconds"] += outcome.cpu_seconds
                 if not outcome.noticed_by:
+                    row["why"] = row["why"] or outcome.why
                     break
                 row |= dict(status=outcome.how, noticed_by=outcome.noticed_by, why=outcome.why)
                 with copy.changed(mutant.file, mutant_free):
@@ -301,7 +304,7 @@ def check(mutants: list[Mutant], copy: Copy, args) -> int:
 
 
 def show(row: dict) -> None:
-    what = {"survived": "SURVIVED", "no such code": "(no such code in this tree)", "same program": "the same program: "
+    what = {"survived": f"SURVIVED ({row['why']})" if row["why"] else "SURVIVED", "no such code": "(no such code in this tree)", "same program": "the same program: "
             f"{row['why']}"}.get(row["status"])
     how = {"hang": "hang: ", "crash": "crash: ", "collection": "at import: "}.get(row["status"], "")
     print(f"{row['name']:44} {row['cpu_seconds']:7.1f}  {what or how + row['noticed_by']}", flush=True)

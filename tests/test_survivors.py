@@ -9,6 +9,7 @@ from helpers import GREEDY, make_batch
 from cli.request_sampler import GREEDY as GREEDY_REQUEST
 from cli.request_sampler import RequestParams, build_request_sampler
 from cli.sequence import Sequence
+from cli.slots import SlotBatch, Slots, Task
 from formats.tokenizer import NullTokenizer
 from generate import Steps, decode_one_token, generate
 from sampling import Sampler, SamplingParams, keep_top_k
@@ -127,6 +128,44 @@ def test_the_first_of_two_stop_strings_in_one_token_counts(stops):
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(["none ", "of one or two "][i] for i in ids))
     sequence = Sequence(tokenizer, [0], stops=stops)
     assert sequence.push(1) == sequence.text == "of " and sequence.finish_reason == "stop"
+
+
+# ---- Slots --------------------------------------------------------------------------------------
+
+def answers(model, *prompts, keep=True):
+    """One after another in one slot -> each one's new ids, and how many of its prompt's tokens were in the cache."""
+    model.setup_cache(1, 64, 8)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    tasks = [Task(Sequence(NullTokenizer(), ids, max_new=5), GREEDY_REQUEST) for ids in prompts]
+    for task in tasks:
+        slots.waiting.append(task)
+        for event in slots.run():
+            task.sequence.push(event.token_id)
+            if task.sequence.finish_reason:
+                slots.drop(task, keep)
+    return [(task.sequence.ids, task.n_reused) for task in tasks]
+
+
+def test_a_conversation_goes_on_from_all_but_its_last_token(ours):
+    """Which was given and never run; what follows is what a fresh row says. After an error nothing is known of the row."""
+    model = ours("llama3")
+    [(first, _)] = answers(model, [1, 2, 3])
+    longer, other = [1, 2, 3, *first, 9, 8], [1, 2, 7, 8]
+    for ids, n_reused in ((longer, 3 + 5 - 1), (other, 2)):
+        [(alone, _)] = answers(model, ids)
+        assert answers(model, [1, 2, 3], ids) == [(first, 0), (alone, n_reused)]
+        assert answers(model, [1, 2, 3], ids, keep=False) == [(first, 0), (alone, 0)]
+
+
+@pytest.mark.parametrize("name, n_back", [("mistral-window", 12), ("qwen3_5_text", 1)])
+def test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away(ours, name, n_back):
+    """A ring has the keys of its window and of a call; a state, those after its last positions only."""
+    model, prompt = ours(name), list(range(1, 31))
+    [(first, _)] = answers(model, prompt)
+    known = prompt + first[:-1]
+    follow = [*known[:-n_back], 155, 156]
+    [(alone, _)] = answers(model, follow)
+    assert answers(model, prompt, follow) == [(first, 0), (alone, 0)]
 
 
 # ---- The server, without a process of it --------------------------------------------------------
