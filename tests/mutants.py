@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
@@ -122,8 +124,16 @@ def existing(arguments: str, root: Path) -> list[str]:
 class Reporter:
     """A plugin of pytest that writes each test's beginning and the first failure, a line of JSON each."""
 
-    def __init__(self, path: Path):
-        self.file = open(path, "w")
+    def __init__(self, path: Path, any_tier: bool):
+        self.file, self.any_tier = open(path, "w"), any_tier
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items):
+        """any_tier: conftest.py leaves none out."""
+        named = list(items)
+        yield
+        if self.any_tier:
+            items[:] = named
 
     def write(self, **entry) -> None:
         print(json.dumps(entry), file=self.file, flush=True)
@@ -153,7 +163,7 @@ def import_what_is_shared() -> None:
             __import__(name)
 
 
-def in_child(folder: Path, arguments: list[str], report: Path) -> None:
+def in_child(folder: Path, arguments: list[str], report: Path, any_tier: bool) -> None:
     """Runs pytest in the copy and ends the process."""
     status = 70
     try:
@@ -167,8 +177,7 @@ def in_child(folder: Path, arguments: list[str], report: Path) -> None:
         sys.path[:] = [path for path in sys.path if path and Path(path).resolve() != HERE]
         for name in ("mutants", "mutant_rows", "mechanical"):
             sys.modules.pop(name, None)
-        import pytest
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments], plugins=[Reporter(report)])
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments], plugins=[Reporter(report, any_tier)])
     finally:
         os._exit(int(status))
 
@@ -193,15 +202,18 @@ def end_children(pid: int | None = None) -> None:
                 os.waitpid(child, 0)
 
 
-def run(copy: Copy, arguments: list[str], test_seconds: float) -> Outcome:
-    """-> the first failure of these tests; one that takes longer than test_seconds of wall-clock time hangs."""
+def run(copy: Copy, arguments: list[str], test_seconds: float, any_tier: bool = False) -> Outcome:
+    """-> the first failure of these tests; one that takes longer than test_seconds of wall-clock time hangs.
+
+    any_tier: of those that the quick tier leaves out, too.
+    """
     copy.clear_caches()
     report = copy.folder / ".cache/report"
     report.unlink(missing_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     pid = os.fork()
     if pid == 0:
-        in_child(copy.folder, arguments, report)
+        in_child(copy.folder, arguments, report, any_tier)
     hangs, status = False, 0
     try:
         size, since = -1, time.monotonic()
@@ -267,7 +279,7 @@ def judge(mutant: Mutant, copy: Copy, args) -> dict:
         for wanted in filter(None, lists):
             arguments = existing(wanted, copy.folder)
             while arguments:
-                outcome = run(copy, arguments, args.test_seconds)
+                outcome = run(copy, arguments, args.test_seconds, any_tier=wanted == mutant.tests)
                 row["cpu_seconds"] += outcome.cpu_seconds
                 if not outcome.noticed_by:
                     row["why"] = row["why"] or outcome.why
@@ -287,7 +299,7 @@ _passes = {}                                               # a test -> does it p
 def passes(test: str, copy: Copy, test_seconds: float) -> bool:
     """Of an unchanged copy."""
     if test not in _passes:
-        _passes[test] = run(copy, [test], test_seconds).noticed_by is None
+        _passes[test] = run(copy, [test], test_seconds, any_tier=True).noticed_by is None
     return _passes[test]
 
 
@@ -296,7 +308,8 @@ def check(mutants: list[Mutant], copy: Copy, args) -> int:
     wanted = dict.fromkeys(arguments for m in mutants for arguments in (m.tests, room_tests(m.file)) if arguments)
     n_failed = 0
     for arguments in wanted:
-        outcome = run(copy, existing(arguments, copy.folder), args.test_seconds)
+        any_tier = any(arguments == m.tests for m in mutants)
+        outcome = run(copy, existing(arguments, copy.folder), args.test_seconds, any_tier)
         said = f"FAILS: {outcome.noticed_by}: {outcome.why}" if outcome.noticed_by else "passes"
         n_failed += bool(outcome.noticed_by)
         print(f"{outcome.cpu_seconds:7.1f}  {said}  {arguments}", flush=True)
