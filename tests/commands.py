@@ -37,7 +37,8 @@ class Python:
             address = os.path.join(self.folder.name, "socket")
             # It ends with the tests, when its stdin does.
             self.process = subprocess.Popen([sys.executable, os.path.abspath(__file__), address], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True)
+                                            stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True,
+                                            env=dict(os.environ, TEST_FUNCTION=""))      # it serves many tests
             assert self.process.stdout.readline() == b"listening\n"
             self.address = address
         return self.address
@@ -182,6 +183,9 @@ def begin(argv: list[str], folder: str, environment: dict[str, str]) -> str:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    coverage = sys.modules.get("coverage")                 # where it runs, see tests/coverage.ini
+    if coverage and (measured := coverage.Coverage.current()):
+        measured.switch_context(environment.get("TEST_FUNCTION", ""))
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     if "OMP_NUM_THREADS" in environment:                   # which is read as torch is imported
