@@ -2,8 +2,8 @@
 
 It knows neither the model nor the tokenizer. Rows of one batch may differ in every parameter:
 these are tensors, so that a compiled step serves any of them. To add a filter, give SamplingParams
-a field whose default changes nothing, and FILTERS the function that says which tokens stay. A
-filter that keeps state is a logits processor (layers/logits_processors.py).
+a field whose default changes nothing, RANGES its values, and FILTERS the function that says which
+tokens stay. A filter that keeps state is a logits processor (layers/logits_processors.py).
 
     sampler = Sampler([SamplingParams(temperature=0.8)] * B, n_vocab)
     sampler.draw_noise()
@@ -11,6 +11,7 @@ filter that keeps state is a logits processor (layers/logits_processors.py).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,41 @@ from torch import Tensor, nn
 from layers.logits_processors import RepetitionPenalty
 
 
+class Range(NamedTuple):
+    """The values that a parameter may have."""
+
+    kind: type
+    minimum: float
+    maximum: float
+    above: bool = False                            # the minimum itself is not allowed
+
+    def check(self, value):
+        """-> the value. ValueError says what it may be."""
+        is_enough = value > self.minimum if self.above else value >= self.minimum
+        if not (is_enough and value <= self.maximum):          # NaN is neither
+            least = f"{'above' if self.above else 'at least'} {self.minimum}"
+            raise ValueError(f"must be {least}, at most {self.maximum}, got {str(value)[:40]}")
+        return value
+
+
+# Flags, JSON lines, requests and a model's generation_config.json ask this table. Its values fit
+# into fp32 and int64, and leave the logits finite.
+RANGES = {
+    "temperature": Range(float, 0, 1e6),
+    "top_k": Range(int, 0, 1 << 30),
+    "top_p": Range(float, 0, 1, above=True),
+    "min_p": Range(float, 0, 1),
+    "repetition_penalty": Range(float, 0.001, 1000),
+    "seed": Range(int, -1 << 63, (1 << 63) - 1),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample a row. Defaults are neutral: the model's own distribution."""
+    """How to sample a row. Defaults are neutral: the model's own distribution.
+
+    ValueError names a value that is not in its range.
+    """
 
     temperature: float = 1.0                       # 0: greedy
     top_k: int = 0                                 # 0: off
@@ -28,6 +61,16 @@ class SamplingParams:
     min_p: float = 0.0                             # 0: off; arXiv 2407.01082
     repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858
     seed: int | None = None                        # of this row alone; None: the batch's generator
+
+    def __post_init__(self):
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is None and name == "seed":
+                continue
+            try:
+                allowed.check(value)
+            except ValueError as e:
+                raise ValueError(f"{name} {e}") from None
 
 
 NEUTRAL = SamplingParams()

@@ -14,12 +14,9 @@ from pathlib import Path
 from cli.common import Help, Parser, number
 from formats import quantized
 from formats.shapes import SHAPES
-from sampling import SamplingParams
+from sampling import RANGES, SamplingParams
 
-SAMPLING = dict(                                   # of the flags, and of a request's own values
-    temperature=number(float, 0), top_k=number(int, 0), top_p=number(float, 0, 1, above=True),
-    min_p=number(float, 0, 1), repetition_penalty=number(float, 0, above=True),
-    seed=number(int, 0))
+SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}    # also of a JSON line
 ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
 HELLO, PREFILL_CHUNK = "Hello, my name is", 512
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from cli.engines import build_sampler
 from layers.logits_processors import CountPenalty, KeptLogits, LogitBias, TokenMask
 from model import Transformer
-from sampling import FILTERS, Sampler, SamplingParams, draw, exponential, keep_top_k
+from sampling import FILTERS, RANGES, Range, Sampler, SamplingParams, draw, exponential, keep_top_k
 
 SHORTLIST = 1024                                   # of the likeliest tokens: sorted in place of all
+REQUEST_RANGES = {**RANGES, "presence_penalty": Range(float, -2, 2),
+                  "frequency_penalty": Range(float, -2, 2), "logit_bias": Range(float, -100, 100)}
 
 
 @dataclass(frozen=True)

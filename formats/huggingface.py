@@ -1,6 +1,7 @@
 """Hugging Face directories: config.json, weights and generation_config.json -> a RawCheckpoint."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,9 @@ from formats.names import HF_NAMES, OUR_NAMES, look_up
 from formats.safetensors_file import read_safetensors
 from formats.schema import brief
 from formats.torch_file import lazy_tensors, read_torch
+from sampling import RANGES
 
-SAMPLING = dict(temperature=lambda v: 0 <= v <= 1e6, top_k=lambda v: 0 <= v <= 1e9 and v == int(v),
-                top_p=lambda v: 0 < v <= 1, min_p=lambda v: 0 <= v <= 1,
-                repetition_penalty=lambda v: 0 < v <= 1e6)
+SAMPLING = {name: allowed for name, allowed in RANGES.items() if name != "seed"}
 
 
 def read_hf(directory: Path, weights: str) -> RawCheckpoint:
@@ -93,9 +93,16 @@ def _ids(value) -> list[int]:
 
 
 def sampling_values(stated: dict) -> dict:
-    """Those of a model's sampling values that can be."""
-    return {k: int(v) if k == "top_k" else float(v) for k, v in stated.items()
-            if type(v) in (int, float) and k in SAMPLING and SAMPLING[k](v)}
+    """Those of a model's sampling values that are in their range."""
+    values = {}
+    for name, value in stated.items():
+        if name not in SAMPLING or type(value) not in (int, float):
+            continue
+        kind = SAMPLING[name].kind
+        with suppress(ValueError):
+            if SAMPLING[name].check(value) == kind(value):     # not 40.5 of the likeliest tokens
+                values[name] = kind(value)
+    return values
 
 
 def generation_defaults(directory: Path, config: dict) -> tuple[list[int], dict]:

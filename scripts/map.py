@@ -30,7 +30,7 @@ import ages
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
 # This project's own limits: --check compares with them, and no test does.
-MAX_CORE_LINES = 1000
+MAX_CORE_LINES = 1030
 MAX_CORE_CHARACTERS = 40
 MAX_README_BYTES = 12_000
 PARSERS = {"generate.py": "cli.flags", "quantize.py": "cli.quantizing", "eval.py": "cli.evaluate",
