@@ -14,7 +14,11 @@ SHIELD = "\ufdd0"                                  # not a character, by Unicode
 FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
 
 
-class Refused(ValueError):
+class TemplateError(ValueError):
+    """A template that does not render these messages."""
+
+
+class Refused(TemplateError):
     """What a template says by raise_exception()."""
 
 
@@ -22,7 +26,7 @@ def render(template: str, messages: list[dict], /, **more) -> str:
     """The template's text for messages [{role, content}], ready for the next answer.
 
     In jinja2's sandbox, with what transformers gives a template, and an end (sandbox.py).
-    ValueError where it refuses, or goes wrong.
+    TemplateError where it refuses, or goes wrong.
     """
     from formats.sandbox import render as render_limited
     try:
@@ -31,7 +35,7 @@ def render(template: str, messages: list[dict], /, **more) -> str:
     except Refused:
         raise
     except Exception as e:                         # its expressions may raise anything
-        raise ValueError(f"the chat template does not render: {first_line(e)}") from None
+        raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
 
 
 @lru_cache(8)

@@ -50,7 +50,11 @@ class Tokenizer:
         return self.backend.piece(i)
 
     def decode(self, ids: list[int]) -> str:
-        """Without the special tokens; incomplete UTF-8 becomes U+FFFD."""
+        """Without the special tokens; incomplete UTF-8 becomes U+FFFD. ValueError names an id that
+        no tokenizer has, which is not the file's fault."""
+        for i in ids:
+            if not _is_id(i):
+                raise ValueError(f"{str(i)[:40]} is not a token's id")
         with reading(self.path):
             return self.backend.decode(ids)
 

@@ -9,10 +9,12 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from formats.messages import first_line
 
 SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
+LONG = 10_000                                      # characters
 
 
 @contextmanager
@@ -37,6 +39,7 @@ class TokenizersBackend:
         with library("a readable tokenizer.json"):
             self.fast = Tokenizer.from_str(data) if isinstance(data, str) else data
         self.data = data
+        self._continued = None
         self.control = {}                          # it finds them by itself
         self.eos_ids = []
         self.n_vocab = self.fast.get_vocab_size()
@@ -62,7 +65,7 @@ class TokenizersBackend:
         for sign in (" ", "a", "1", "\n", "!"):
             for n in (32, 64, 128, 256):
                 start = time.perf_counter()
-                self.encode(sign * n + "~é", special=False)
+                self.encode(sign * n + "~é", special=True)
                 took = time.perf_counter() - start
                 if took > SLOWEST:
                     raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
@@ -70,9 +73,22 @@ class TokenizersBackend:
 
     def encode(self, text: str, special: bool) -> list[int]:
         """special: whether "<s>" and the like are tokens, not text."""
-        self.fast.encode_special_tokens = not special
+        fast = self.fast if special else self.plain
         with library("a tokenizer that encodes this text"):
-            return self.fast.encode(text, add_special_tokens=False).ids
+            if len(text) < LONG:
+                return fast.encode(text, add_special_tokens=False).ids
+            [encoding] = fast.encode_batch_fast([text], add_special_tokens=False)
+            return encoding.ids                    # encode() would keep the GIL all the time
+
+    @cached_property
+    def plain(self):
+        """A copy that reads "<s>" as text. What is changed while another thread encodes raises, so
+        nothing is changed after it is made."""
+        from tokenizers import Tokenizer
+        with library("a readable tokenizer.json"):
+            plain = Tokenizer.from_str(self.fast.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def decode(self, ids: list[int]) -> str:
         return self.fast.decode(ids, skip_special_tokens=True)
@@ -93,8 +109,10 @@ class TokenizersBackend:
 
     def continued(self) -> "TokenizersBackend":
         """For text that goes on: some put a space in front of the first piece only."""
-        data = re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.state())
-        return TokenizersBackend(data)
+        if self._continued is None:
+            data = re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', self.state())
+            self._continued = self if data == self.state() else TokenizersBackend(data)
+        return self._continued
 
     def state(self) -> str:
         return self.data if isinstance(self.data, str) else self.data.to_str()
