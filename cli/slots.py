@@ -115,6 +115,13 @@ class Worker:
         return self._logprobs(logits[row:row + 1], [token_id], n_top)[0]
 
     @torch.inference_mode()
+    def set_token(self, row: int, token_id: int) -> None:
+        """As if the last call had given this row this token."""
+        token = self.batch.token.clone()
+        token[row] = token_id
+        self.batch.token = token
+
+    @torch.inference_mode()
     def prompt_logprobs(self, row: int, ids: list[int], n_top: int) -> list[Logprobs]:
         """Of each token of a prompt, which the row's cache then holds."""
         model, device = self.batch.model, self.batch.device
@@ -154,6 +161,10 @@ class Task:
     begun_s: float = 0.0                           # when it got its slot
     n_done: int = 0                                # prompt tokens in the cache
     n_reused: int = 0                              # of which it found there
+    n_drawn: int = 0                               # tokens of the answer since it began
+    n_known: int = 0                               # of which an earlier run gave the same
+    begins_alone: bool = False                     # a prefill that it shared raised
+    is_suspect: bool = False                       # a step that it shared raised
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -171,6 +182,11 @@ class Slots:
     """Which task is in which row. run() goes on for ever where more may come, else until all end.
 
     waiting: the tasks that have no row yet, the next one first; running: slot -> task.
+
+    A call that raises fails the task that was in it. If several were, it is not known whose fault
+    that is, nor what became of their caches, so they begin anew: after a prefill each in one of its
+    own, after a step each half of them with nobody else, until a task that fails is alone. They are
+    fed the tokens that they had, so that their samplers are where they were.
     """
 
     def __init__(self, batch: Batch, between: int | None = None, call: Callable | None = None):
@@ -183,6 +199,7 @@ class Slots:
         self.call = call or (lambda name, *args: getattr(self.worker, name)(*args))
         self.arrivals = lambda: None               # called before each look at who waits
         self.waiting, self.running, self.beginning = deque(), {}, {}
+        self.suspects = deque()                    # groups of tasks, each to be run by itself
         self.kept = [[] for _ in range(batch.n_row)]           # ids that each row's cache holds
         self.n_written = [0] * batch.n_row         # positions that a ring may have given away
         self.used_at = [0] * batch.n_row           # by a count of uses: the oldest goes first
@@ -205,15 +222,25 @@ class Slots:
             reaches = not model.rings or n_behind <= model.longest_call - 1 - self.n_beyond
         return n_same if reaches and self.reuses else 0
 
+    def n_waiting(self) -> int:
+        return len(self.waiting) + sum(map(len, self.suspects))
+
     def free(self) -> list[int]:
         return [slot for slot in range(self.batch.n_row)
                 if slot not in self.running and slot not in self.beginning]
 
     def admit(self) -> None:
         """Give tasks that wait a free slot: the one whose cache begins like the prompt."""
-        free = self.free()
-        while free and self.waiting:
-            task = self.waiting.popleft()
+        free, waiting = self.free(), self.waiting
+        in_use = [*self.running.values(), *self.beginning.values()]
+        while self.suspects and not self.suspects[0]:          # all have left
+            self.suspects.popleft()
+        if self.suspects and in_use or any(task.is_suspect for task in in_use):
+            return
+        if self.suspects:
+            waiting = deque(self.suspects.popleft())
+        while free and waiting:
+            task = waiting.popleft()
             ids, n_reused = task.sequence.prompt_ids, {}
             for slot in free:                      # the last token is always run: it gives the next
                 n_same = min(n_common(self.kept[slot], ids), len(ids) - 1)
@@ -231,14 +258,17 @@ class Slots:
 
     def drop(self, task: Task, keep: bool = True) -> None:
         """It is over, wherever it was; its slot is free. keep: what its cache holds is right."""
-        if task in self.waiting:
-            self.waiting.remove(task)
+        for waiting in (self.waiting, *self.suspects):
+            if task in waiting:
+                waiting.remove(task)
         for slots in (self.running, self.beginning):
             for slot in [slot for slot, other in slots.items() if other is task]:
                 begun = slots is self.running
                 del slots[slot]
                 if begun:                          # the last token was never fed
-                    self.kept[slot] = task.sequence.prompt_ids + task.sequence.ids[:-1]
+                    ids = task.sequence.ids
+                    n_fed = max(0, min(len(ids), task.n_drawn) - 1)
+                    self.kept[slot] = task.sequence.prompt_ids + ids[:n_fed]
                     self.n_written[slot] = max(self.n_written[slot],
                                                len(self.kept[slot]) + self.n_beyond)
                 if not keep:
@@ -270,17 +300,37 @@ class Slots:
                 yield from self._guarded(self._step)
 
     def _guarded(self, run: Callable) -> Iterator[tuple]:
-        """A call that raises ends the tasks that were in it, and no others."""
+        """A call that raises ends the task that was in it, or begins several anew."""
         owners = {}
         try:
             result = run(owners)
         except Exception as e:
             if self.between is None:
                 raise
-            yield self.batch.token, (owners, {}, e)
-            return
+            if len(owners) > 1:
+                self._separate(owners)
+                result = self.batch.token, ({}, {}, None)      # a GPU's last tokens come before
+            else:
+                result = self.batch.token, (owners, {}, e)
         if result is not None:
             yield result
+
+    def _separate(self, owners: dict[int, Task]) -> None:
+        """After a call that raised: they begin anew, and not together."""
+        stepped = []
+        for slot, task in owners.items():
+            self.kept[slot], self.n_written[slot] = [], 0
+            self.call("park", slot, 0, True)
+            task.n_known = max(task.n_known, len(task.sequence.ids))
+            task.n_done = task.n_reused = task.n_drawn = 0
+            if slot in self.running:
+                del self.running[slot]
+                task.is_suspect = True
+                stepped.append(task)
+            else:
+                task.begins_alone = True
+        half = len(stepped) // 2
+        self.suspects.extendleft([stepped[half:], stepped[:half]])
 
     def _begin_some(self, owners: dict[int, Task]) -> tuple | None:
         """Of the prompts, as many tokens as one call may have; those that end give a token."""
@@ -290,6 +340,8 @@ class Slots:
         for slot, task in self.beginning.items():  # which have as many tokens in the cache
             n = len(task.sequence.prompt_ids) - task.n_done
             if task.n_done != first.n_done or task.prompt_too != first.prompt_too:
+                continue
+            if owners and (first.begins_alone or task.begins_alone):
                 continue
             padded = max(longest, min(n, budget)) * (len(owners) + 1)
             if owners and (padded > budget or first.prompt_too):
@@ -321,7 +373,7 @@ class Slots:
             else:
                 self.call("park", slot, len(prompt), True)
                 del owners[slot]
-        return (token, (dict(owners), self._logprobs(token, owners), None)) if owners else None
+        return self._drawn(token, owners) if owners else None
 
     def _score_prompt(self, owners: dict[int, Task]):
         """One prompt whose own logprobs are wanted, whole; then its last token once more."""
@@ -333,7 +385,18 @@ class Slots:
     def _step(self, owners: dict[int, Task]) -> tuple:
         owners.update(self.running)
         token = self.call("step")
-        return token, (dict(owners), self._logprobs(token, owners), None)
+        return self._drawn(token, owners)
+
+    def _drawn(self, token: Tensor, owners: dict[int, Task]) -> tuple:
+        """A call's tokens, whose they are, and their logprobs; without those that are known."""
+        new = {}
+        for slot, task in owners.items():
+            if task.n_drawn < task.n_known:
+                self.call("set_token", slot, task.sequence.ids[task.n_drawn])
+            else:
+                new[slot] = task
+            task.n_drawn += 1
+        return token, (new, self._logprobs(token, new), None)
 
     def _logprobs(self, token: Tensor, owners: dict[int, Task]) -> dict[int, Logprobs]:
         """Of those that want them: this reads the device."""

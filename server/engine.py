@@ -75,7 +75,7 @@ class Engine:
         with self.lock:
             if self.draining:
                 raise Draining
-            n_waiting = len(self.inbox) + len(self.slots.waiting)
+            n_waiting = len(self.inbox) + self.slots.n_waiting()
             n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.beginning)
             if n_waiting + len(jobs) > self.max_queue + max(0, n_free):
                 raise Busy
@@ -98,7 +98,7 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """How many run and how many wait."""
         slots = self.slots
-        return len(slots.running) + len(slots.beginning), len(slots.waiting) + len(self.inbox)
+        return len(slots.running) + len(slots.beginning), slots.n_waiting() + len(self.inbox)
 
     # ---- The model's thread ---------------------------------------------------------------------
 
