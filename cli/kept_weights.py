@@ -43,11 +43,14 @@ def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
 
 
 def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted."""
+    """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted, or in a
+    cache that is not to be used."""
     tensors = source.tensors.values()
     if device.type != "cpu" or tp.world() > 1 or any(t.read_rows is None for t in tensors):
         return None
     if source.adapter or source.quantization and source.quantization.get("gptq"):
+        return None
+    if not disk.trusted_cache():
         return None
     asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
     files = [content(path) for path in files_of(source.path)]
@@ -66,10 +69,11 @@ def files_of(path: Path) -> list[Path]:
 def content(path: Path) -> str:
     """A digest of the file's content, read anew only if the file was changed since."""
     stat = path.stat()
-    known = disk.cache_dir() / "contents.json"
+    cache = disk.trusted_cache()
+    known = cache / "contents.json" if cache else None
     state = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     try:
-        digests = json.loads(known.read_text())
+        digests = json.loads(known.read_text()) if known and disk.is_trusted(known) else {}
     except (OSError, ValueError):
         digests = {}
     entry = digests.get(state[0]) if isinstance(digests, dict) else None
@@ -77,7 +81,8 @@ def content(path: Path) -> str:
         return str(entry[-1])
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], digest]}))
+    if known:
+        disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], digest]}))
     return digest
 
 

@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import subprocess
-import tempfile
 from ctypes import Structure, c_float, c_int32, c_int64, c_long, c_void_p
 from functools import cache
 from pathlib import Path
@@ -61,13 +60,15 @@ def library_path() -> Path:
 
 @cache
 def _home() -> Path:
-    """The user's cache, or where it cannot be written, this process's own. OSError: nowhere."""
-    folder = disk.writable()
-    return folder if folder == disk.cache_dir() else Path(tempfile.mkdtemp(dir=folder))
+    """The user's cache, or where it cannot be used, this process's own. OSError: nowhere."""
+    return disk.writable()
 
 
 def is_whole(path: Path) -> bool:
-    """Is it there, to its end? To load what a crash of the machine cut short ends the process."""
+    """Is it there, to its end, and may nobody else write it? To load what a crash of the machine
+    cut short ends the process."""
+    if not disk.is_trusted(path):
+        return False
     try:
         with open(path, "rb") as file:
             file.seek(-len(MARK), os.SEEK_END)
@@ -93,7 +94,7 @@ def start_building() -> None:
         return
     partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")     # containers have equal ids
     script = ('to=$0 at=$1; shift; "$@" -o "$at" && printf %s ' + MARK.decode() + ' >> "$at" '
-              '&& sync "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }')
+              '&& chmod 700 "$at" && sync "$at" && mv "$at" "$to" || { rm -f "$at"; exit 1; }')
     command = ["nice", "sh", "-c", script, path, partial, compiler(), *options(), SOURCE]
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(max(1, _threads[0] - 1))

@@ -1,13 +1,23 @@
-"""The user's cache: compiled operations, weights as they lie in memory; safe to delete."""
+"""The user's cache: compiled operations, weights as they lie in memory; safe to delete.
 
+What is read from it runs, or is taken for a model's weights. So it is used only where nobody but
+this user and root may write.
+
+    if (home := trusted_cache()) and is_trusted(home / name): …
+"""
+
+import atexit
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from kernels import private
 
 DAY = 24 * 3600                                    # seconds
 
@@ -23,15 +33,66 @@ def cache_dir() -> Path:
     return Path(home) / "gpt-faster"
 
 
+def why_untrusted(path: Path) -> str | None:
+    """What is wrong with a file or a folder that exists; None: nobody but this user and root may
+    write it, or put another one in its place. A link counts as what it leads to."""
+    path = path.resolve()
+    users = (os.geteuid(), 0)
+    for place in (path, *path.parents):
+        found = place.stat()
+        is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if place != path and found.st_mode & stat.S_ISVTX:     # /tmp: names in it are their owners'
+            is_open = False
+        if found.st_uid not in users:
+            return f"{place} belongs to another user"
+        if is_open:
+            return f"others may write {place}: chmod go-w {place}"
+    return None
+
+
+def is_trusted(path: Path) -> bool:
+    """Is it there, and may it be used? A note says why it may not."""
+    try:
+        reason = why_untrusted(path)
+    except OSError:
+        return False
+    if reason:
+        private.note(f"{path} is not used: {reason}")
+    return not reason
+
+
+def trusted_cache() -> Path | None:
+    """cache_dir(), made if need be, without links; None, with a note, where others may write it."""
+    folder = cache_dir()
+    try:
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True, mode=0o700)
+        folder = folder.resolve()
+    except OSError:
+        return None
+    return folder if is_trusted(folder) else None
+
+
 def writable(n_bytes: int = 1 << 20) -> Path:
-    """The cache, or else where temporary files go, if files of this size fit. OSError: neither."""
-    for folder in (cache_dir(), Path(tempfile.gettempdir())):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(n_bytes))
+    """The cache, or else a new folder of this process, if files of this size fit. OSError: neither.
+    """
+    with suppress(OSError):
+        if folder := trusted_cache():
+            _try_to_write(folder, n_bytes)
             return folder
-    raise OSError(f"nothing can be written to {cache_dir()} or {tempfile.gettempdir()}")
+    with suppress(OSError):
+        folder = Path(tempfile.mkdtemp(prefix="gpt-faster-")).resolve()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _try_to_write(folder, n_bytes)
+        if is_trusted(folder):
+            return folder
+    raise OSError(f"nothing can be kept in {cache_dir()} or {tempfile.gettempdir()}")
+
+
+def _try_to_write(folder: Path, n_bytes: int) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(n_bytes))
 
 
 def digest(text: str) -> str:
@@ -63,9 +124,9 @@ def replace(path: Path, text: str) -> None:
     """Write a small file, whole or not at all; nothing where the disk is full."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_unused(path.parent, f".{path.name}.*", days=1)  # of processes that were killed
         partial.write_text(text)
+        partial.chmod(0o600)                       # whatever the umask
         os.replace(partial, path)
     except OSError:
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """Tensors on disk as they lie in memory, mapped at the next start: what is not used is not read.
 
-A directory of the user's for each set, in weights/ of disk.cache_dir(), safe to delete. Above
+A directory of the user's for each set, in weights/ of disk.trusted_cache(), safe to delete. Above
 GPT_FASTER_WEIGHTS_MB (default 8192, and at most half of what the disk has left) those that were not
 used for the longest time go first. A file that is not as it was written is made anew.
 
@@ -24,8 +24,14 @@ from kernels import disk, private
 ALIGN = 4096                                       # bytes: pages
 
 
-def _home() -> Path:
-    return disk.cache_dir() / "weights"
+def _home() -> Path | None:
+    """Made if need be; None where it cannot be, or others may write it."""
+    cache = disk.trusted_cache()
+    if not cache:
+        return None
+    with suppress(OSError):
+        (cache / "weights").mkdir(exist_ok=True, mode=0o700)
+    return cache / "weights" if disk.is_trusted(cache / "weights") else None
 
 
 def max_bytes() -> int:
@@ -46,12 +52,15 @@ def _stamp(path: Path) -> list[int]:
 @torch.inference_mode(False)
 def load(key: str) -> dict[str, Tensor] | None:
     """What save() kept, by name: mapped, and private to this process. None: not there."""
-    folder = _home() / key
-    if not folder.exists():
+    home = _home()
+    if not home or not (home / key).exists():
         return None
+    folder = home / key
     try:
-        index = json.loads((folder / "index.json").read_text())
         data = folder / "data"
+        if not (disk.is_trusted(data) and disk.is_trusted(folder / "index.json")):
+            raise ValueError("others may have written it")
+        index = json.loads((folder / "index.json").read_text())
         if index["stamp"] != _stamp(data):
             raise ValueError("it was changed")
         storage = torch.UntypedStorage.from_file(str(data), False, index["stamp"][0])
@@ -79,20 +88,23 @@ def save(key: str, tensors: dict[str, Tensor]) -> None:
             at = offsets[t.data_ptr()] = end
             end += -(-t.nbytes // ALIGN) * ALIGN
         where[name] = [str(t.dtype)[6:], list(t.shape), at]
-    partial = None
+    partial, home = None, _home()
+    if not home:
+        return
     try:
-        _home().mkdir(parents=True, exist_ok=True, mode=0o700)
-        disk.remove_partials(_home())
+        disk.remove_partials(home)
         if end > max_bytes():
             return
-        partial = Path(tempfile.mkdtemp(prefix=".partial", dir=_home()))
+        partial = Path(tempfile.mkdtemp(prefix=".partial", dir=home))
         with open(partial / "data", "wb") as file:
             with suppress(OSError):                # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)   # while it is locked it is being written
             _write(file, tensors, where, end)
             index = dict(stamp=_stamp(partial / "data"), tensors=where)
             (partial / "index.json").write_text(json.dumps(index))
-            os.rename(partial, _home() / key)
+            for path in partial.iterdir():
+                path.chmod(0o600)                  # whatever the umask
+            os.rename(partial, home / key)
         _clear_away(key)
     except OSError:                                # full, or it is there already
         pass

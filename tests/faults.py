@@ -139,7 +139,7 @@ def limited(kind, limit, call, *args):
 def mounted(folder: Path, options: str, flags: int, call, *args):
     """In a child: on a file system in memory that no other process sees; status 77 where that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(NEW_NAMESPACE) or libc.mount(None, b"/", None, PRIVATE, None) or mount(libc, folder, options, flags):
+    if libc.unshare(NEW_NAMESPACE) or libc.mount(None, b"/", None, PRIVATE, None) or mount(libc, folder, f"{options},mode=755", flags):
         sys.exit(77)
     call(*args)
 
