@@ -41,7 +41,7 @@ class _Vocabulary:
         # llguidance's mark of a special token is a first byte that no UTF-8 has
         self.tokens = [b"\xff<special %d>" % i if piece is None else piece
                        for i, piece in enumerate(pieces)]
-        self.backend = tokenizer.backend.continued()           # of its own: threads share the other
+        self.backend = tokenizer.backend.continued()
 
     def __call__(self, text: str) -> list[int]:
         return self.backend.encode(text, special=False)
@@ -82,12 +82,14 @@ class Grammars:
         """spec: one of KINDS, and its text. ValueError says in one line what is wrong with it."""
         if spec is None:
             return None
-        with self.lock:
-            if spec not in self.compiled:
+        compiled = self.compiled.get(spec)
+        if compiled is None:
+            compiled = self._compile(*spec)        # takes long: others have no lock to wait for
+            with self.lock:
                 while len(self.compiled) >= COMPILED_AT_MOST:
                     del self.compiled[next(iter(self.compiled))]
-                self.compiled[spec] = self._compile(*spec)
-            return Matcher(self.compiled[spec].deep_copy())
+                self.compiled[spec] = compiled
+        return Matcher(compiled.deep_copy())
 
     check = matcher
 

@@ -15,6 +15,17 @@ def n_common(a: list[int], b: list[int]) -> int:
     return next(i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
 
 
+def n_common_end(text: str, stop: str) -> int:
+    """How many characters of `stop`, but not all, the text ends with."""
+    start = max(0, len(text) - len(stop) + 1)
+    at = text.find(stop[0], start)
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0
+
+
 class Sequence:
     """One sequence of a batch: collects its new ids and text, knows when to stop.
 
@@ -43,8 +54,8 @@ class Sequence:
             return self._show(len(self.text))
         if len(self.ids) == self.max_new:
             return self.finish("length")
-        begun = [n for s in self.stops for n in range(len(s)) if self.text.endswith(s[:n])]
-        return self._show(len(self.text) - max(begun, default=0))
+        n_begun = max((n_common_end(self.text, s) for s in self.stops), default=0)
+        return self._show(len(self.text) - n_begun)
 
     def finish(self, reason: str) -> str:
         """-> what was still held back."""

@@ -36,6 +36,7 @@ from server.protocol import ChatRequest, CompletionRequest, Refused, parse
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_SECONDS = 60                                  # that a body may take to arrive
+LONG_BODY = 1 << 16                                # bytes: to tokenize it takes a tenth of a second
 ERRORS = {"timeout": (504, "the answer took longer than --request_timeout"),
           "internal": (500, "this request failed on the server, whose log says why"),
           "the server has stopped": (503, "the server has stopped")}
@@ -48,7 +49,9 @@ class Http:
         self.model, self.engine, self.metrics = Model(session), engine, metrics
         self.args = session.args
         self.loop = None                           # of this side's thread, once it runs
-        self.preparing = asyncio.Lock()            # tokenizers are not to be shared by threads
+        # One request at a time is prepared, and beside it one that may take seconds.
+        self.short, self.long = asyncio.Lock(), asyncio.Lock()
+        self.loopback = False                      # serve() knows where it listens
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
         self.page_headers = {
@@ -60,7 +63,8 @@ class Http:
                   Route("/v1/chat/completions", self.chat, methods=["POST"]),
                   Route("/v1/completions", self.complete, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={
-            404: self.not_found, 405: self.not_found, Refused: self.refuse})
+            404: self.not_found, 405: self.not_found, Refused: self.refuse,
+            Exception: self.fail})                 # Starlette raises it again: guarded() logs it
         self.app = self.guarded(app)
 
     # ---- Between the threads --------------------------------------------------------------------
@@ -88,6 +92,11 @@ class Http:
                 await send(message)
 
             try:
+                if (name := self.foreign_host(scope)) is not None:
+                    error = Refused(403, f"the Host header names '{name}', which this server does "
+                                    "not answer to: --allowed_hosts adds names",
+                                    "authentication_error", code="host_not_allowed")
+                    return await self.refuse(None, error)(scope, receive, counted)
                 if not self.is_allowed(scope):
                     error = Refused(401, "a key is needed: Authorization: Bearer KEY",
                                     "authentication_error", code="invalid_api_key")
@@ -101,14 +110,26 @@ class Http:
                     where = where.tb_next
                 log(f"serve.py: error: {type(e).__name__}: {str(e)[:200]} ("
                     f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})")
-                with suppress(RuntimeError):       # the answer may have begun
-                    error = Refused(500, ERRORS["internal"][1], "server_error")
-                    await self.refuse(None, error)(scope, receive, counted)
             finally:
                 known = any(scope["path"] == route.path for route in app.routes)
                 path = scope["path"] if known else "other"
                 self.metrics.requests.labels(path, status[0]).inc()
         return run
+
+    def foreign_host(self, scope) -> str | None:
+        """A page of another site whose name leads to this machine (DNS rebinding) is to its browser
+        of our origin, but the Host header names the site. Without --allowed_hosts only a server on
+        loopback knows its names: the others may have any. A client that is no browser may send
+        none."""
+        allowed = self.args.allowed_hosts or []
+        if not self.loopback and not allowed:
+            return None
+        for header, value in scope["headers"]:
+            if header == b"host":
+                name = host_name(value.decode("latin-1"))
+                if not is_loopback(name) and name not in allowed:
+                    return ascii(name[:100])[1:-1]
+        return None
 
     def is_allowed(self, scope) -> bool:
         """In constant time. The page and /health are for everyone: they say nothing."""
@@ -120,6 +141,11 @@ class Http:
     def refuse(self, request, error: Refused) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
         return JSONResponse(dict(error=error.error), error.status, headers)
+
+    def fail(self, request, error: Exception) -> Response:
+        """A mistake of ours: nothing of it for the client."""
+        return self.refuse(request, Refused(500, ERRORS["internal"][1], "server_error",
+                                            code="internal"))
 
     def not_found(self, request, error) -> Response:
         return self.refuse(request, Refused(error.status_code, f"{request.method} "
@@ -175,14 +201,18 @@ class Http:
             body = await asyncio.wait_for(self.body(request), BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
-        asked = parse(kind, body)
+        asked = parse(kind, body, self.model.limit)
         self.model.check_name(asked.model)
         if self.engine.draining:
             raise self.stopping()
         if self.engine.load()[1] >= self.args.max_queue + self.engine.slots.batch.n_row:
             raise self.busy()
-        async with self.preparing:
-            work = await asyncio.to_thread(prepare, asked)
+        may_take_long = len(body) > LONG_BODY or asks_for_grammar(asked)
+        async with self.long if may_take_long else self.short:
+            try:
+                work = await asyncio.to_thread(prepare, asked)
+            except RecursionError:
+                raise Refused(400, "the body is nested too deeply") from None
         answer, pieces = shape(self.model, asked, work), asyncio.Queue()
         deadline = time.monotonic() + self.args.request_timeout
         tasks = work.tasks if work.n_new else []   # of an echo alone nothing runs
@@ -291,13 +321,27 @@ def failure(error: str) -> Refused:
 
 # ---- The two threads ----------------------------------------------------------------------------
 
+def host_name(header: str) -> str:
+    """A Host header without its port: "[::1]:8000" is ::1."""
+    return re.sub(r":\d*$", "", header.strip()).strip("[]").rstrip(".").lower()
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def asks_for_grammar(asked) -> bool:
+    """Its compilation may take seconds."""
+    names = ("regex", "grammar", "response_format", "tools")
+    return any(getattr(asked, name, None) for name in names)
+
+
 def warn_if_open(host: str, api_key: str | None) -> None:
     """Where anyone on the network may use it."""
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and not api_key:
+    if not is_loopback(host) and not api_key:
         log(f"warning: open to the network: whoever reaches {host} may use this model; "
             "--api_key KEY asks for a key")
 
@@ -340,9 +384,10 @@ def serve(session, slots, listening) -> None:
 
     sys.setswitchinterval(0.0005)                  # the model's thread waits for HTTP's shortly
     before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    host, port = listening.getsockname()[:2]
+    http.loopback = is_loopback(host)
     thread.start()
     started.wait(30)
-    host, port = listening.getsockname()[:2]
     warn_if_open(host, session.args.api_key)
     shown = f"[{host}]" if ":" in host else host
     log(f"Serving {http.model.name} on http://{shown}:{port} ({slots.batch.n_row} slots of "

@@ -39,6 +39,9 @@ def build_parser() -> Parser:
     add("--api_key", metavar="KEY", default=os.environ.get("GPT_FASTER_API_KEY"),
         help="what clients must send as a bearer token; default: the environment's "
              "GPT_FASTER_API_KEY, which other users of the machine do not see in ps")
+    add("--allowed_hosts", nargs="+", metavar="NAME", type=str.lower, default=[],
+        help="names that a Host header may have beside localhost and 127.0.0.1; default: on "
+             "loopback none, else any")
     add("--served_name", metavar="NAME", help="the model's name; default: the checkpoint's")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"answers that run at a time; default: {ROWS}, or 1 with speculation")
@@ -71,6 +74,9 @@ def check(args) -> None:
         raise ValueError("drafting is for one row: it cannot be combined with --batch_size")
     if args.engine == "recompute":
         raise ValueError("--engine recompute has no cache that slots could share: use kv_cache")
+    if args.api_key is not None and not args.api_key.strip():
+        raise ValueError("--api_key, or the environment's GPT_FASTER_API_KEY, is empty: give a "
+                         "key, or leave it out (unset the variable) to serve without one")
     if args.random:
         raise ValueError("--random has no tokenizer, so nothing to serve")
     args.batch_size = args.batch_size or (1 if drafting else ROWS)

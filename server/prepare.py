@@ -8,7 +8,8 @@ Refused says what is wrong. It knows the tokenizer and the flags; no HTTP, no de
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from cli import flags
 from cli.common import log
@@ -16,11 +17,15 @@ from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
 from cli.sequence import Sequence
 from cli.slots import Task
+from formats.chat_template import TemplateError
+from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
+from sampling import RANGES
 from server.parsing import FORMATS, AnswerParser, detect, forced, instructions
 from server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
 
 COMPLETION_TOKENS = 16                             # OpenAI's, where max_tokens is not given
+MOST_STOPS, LONGEST_STOP = 16, 256                 # each is looked for after each token
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -50,10 +55,13 @@ class Model:
         self.form = FORMATS[self.args.tool_format] if self.args.tool_format else detect(template)
         self.thinks = "<think>" in (template or "")
         self.pieces = None                         # bytes of each token
+        longest = max(len((self.tokenizer.piece(i) or "").encode())
+                      for i in range(self.tokenizer.n_vocab))
+        self.most_bytes = self.limit * longest     # that positions can hold
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise Refused(404, f"the model '{name}' is not here: this is '{self.name}'",
+            raise Refused(404, f"the model '{name[:100]}' is not here: this is '{self.name}'",
                           param="model", code="model_not_found")
 
     def token_bytes(self, i: int) -> bytes:
@@ -85,10 +93,8 @@ class Model:
             more["tools"] = tools
         elif tools:
             messages = with_system(messages, instructions(tools, self.form))
-        try:
-            ids = self.tokenizer.encode_chat(messages, **more)
-        except ValueError as e:
-            raise Refused(400, str(e), param="messages") from None
+        self.check_bytes("messages", texts_of([messages, tools, asked.chat_template_kwargs]))
+        ids = self.encode("messages", lambda: self.tokenizer.encode_chat(messages, **more))
         grammar = self.grammar(asked, tools)
         limit = asked.max_completion_tokens or asked.max_tokens
         if limit == 0 or asked.max_tokens == 0:
@@ -172,12 +178,18 @@ class Model:
         if asked.best_of not in (None, asked.n or 1):
             raise Refused(400, "best_of is not supported but as n", param="best_of")
         prompt = asked.prompt
-        if isinstance(prompt, str) or prompt and isinstance(prompt[0], int):
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
-        if not prompt or len(prompt) > 128:
-            raise Refused(400, "prompt: give 1 to 128 prompts", param="prompt")
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
-        texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in prompt]
+        ids, texts = [], []
+        for p in prompt:
+            if isinstance(p, str):
+                self.check_bytes("prompt", [p])
+                ids.append(self.encode("prompt", lambda text=p: self.tokenizer.encode(text)))
+                texts.append(p)
+            else:
+                self.check_prompt(p)               # before the tokenizer sees the ids
+                ids.append(p)
+                texts.append(self.tokenizer.decode(p) if asked.echo else "")
         limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         if limit == 0 and not asked.echo:
             raise Refused(400, "max_tokens 0 needs echo", param="max_tokens")
@@ -192,13 +204,16 @@ class Model:
              grammar, echo: bool = False) -> Work:
         """limit: new tokens at most; None: all that fit."""
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        if len(stops) > 16 or not all(stops):
-            raise Refused(400, "stop: at most 16 texts, none of them empty", param="stop")
+        if len(stops) > MOST_STOPS or not all(0 < len(s) <= LONGEST_STOP for s in stops):
+            raise Refused(400, f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} "
+                          "characters", param="stop")
         if asked.stream_options and not asked.stream:
             raise Refused(400, "stream_options needs stream", param="stream_options")
         if n_top is not None and self.session.drafter:
             raise Refused(400, "logprobs cannot be combined with speculation, with which this "
                           "server runs", param="logprobs")
+        if n_top is not None:
+            self.token_bytes(0)                    # made here, where nobody waits for the loop
         params, n, tasks = self.params(asked, grammar, n_top), asked.n or 1, []
         for ids in prompts:
             self.check_prompt(ids)
@@ -219,12 +234,33 @@ class Model:
             return Work(tasks, 0, n)
         return Work(tasks, 1, n)
 
+    def check_bytes(self, param: str, texts: list[str]) -> None:
+        """Refused before it is tokenized: no token stands for more bytes than the longest one."""
+        n = sum(len(text.encode()) for text in texts)
+        if n > self.most_bytes:
+            raise Refused(400, f"{param}: {n:,} bytes are more than {self.limit} positions can "
+                          f"hold ({self.most_bytes:,}): shorten the prompt", param=param,
+                          code="context_length_exceeded")
+
+    def encode(self, param: str, encode: Callable[[], list[int]]) -> list[int]:
+        """Refused where a template refuses, or the tokenizer's library fails on the text: that is
+        the request's fault, so the answer says nothing of files."""
+        try:
+            return encode()
+        except TemplateError as e:
+            raise Refused(400, str(e), param=param) from None
+        except (ValueError, Unforeseen) as e:
+            log(f"serve.py: note: a text could not be tokenized: {e}")
+            raise Refused(400, f"{param}: the tokenizer cannot encode this text",
+                          param=param) from None
+
     def check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise Refused(400, "the prompt has no tokens", param="prompt")
-        if max(ids) >= self.n_vocab:
-            raise Refused(400, f"the prompt has the id {max(ids)}, and the model {self.n_vocab} "
-                          "tokens", param="prompt")
+        for i in (min(ids), max(ids)):
+            if not 0 <= i < self.n_vocab:
+                raise Refused(400, f"the prompt has the id {str(i)[:40]}, and the model's go from "
+                              f"0 to {self.n_vocab - 1}", param="prompt")
         if len(ids) >= self.limit:
             raise Refused(400, f"the prompt has {len(ids)} tokens, and there are {self.limit} "
                           "positions: shorten it, or serve with a larger --max_seq_length",
@@ -237,9 +273,6 @@ class Model:
         for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
             if (value := getattr(asked, name)) is not None:
                 stated[name] = value
-        stated["top_k"] = max(0, stated["top_k"])  # -1: off, as elsewhere
-        if stated.get("seed") is not None:
-            stated["seed"] %= 1 << 63
         bias = []
         for text, value in (asked.logit_bias or {}).items():
             if not re.fullmatch(r"\d{1,9}", text) or int(text) >= self.n_vocab:
@@ -251,8 +284,11 @@ class Model:
 
 
 def seeded(params: RequestParams, i: int) -> RequestParams:
-    """The i-th answer's own seed."""
-    return RequestParams(**{**vars(params), "seed": (params.seed + i) % (1 << 63)})
+    """The i-th answer's own seed; after the largest comes the smallest."""
+    allowed = RANGES["seed"]
+    n_seed = allowed.maximum - allowed.minimum + 1
+    seed = (params.seed + i - allowed.minimum) % n_seed + allowed.minimum
+    return replace(params, seed=seed)
 
 
 def as_dict(message: Message) -> dict:
@@ -270,6 +306,17 @@ def as_dict(message: Message) -> dict:
         except (ValueError, RecursionError):
             log("serve.py: note: a tool call's arguments are no JSON: given as text")
     return fields
+
+
+def texts_of(value) -> list[str]:
+    """All texts in messages, those of nested objects too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        return [text for part in value for text in texts_of(part)]
+    return []
 
 
 def with_system(messages: list[dict], text: str) -> list[dict]:
