@@ -263,7 +263,7 @@ def model():
 
 def answers(model, prompts, failing=None, n_row=6, n_new=8):
     """-> the new ids of each prompt, or None where it failed; and the slots."""
-    model.setup_cache(n_row, 64, 32)
+    model.setup_cache(n_row, 64, 32, max_rejected=1)
     sampler = build_request_sampler(model, n_row, torch.Generator().manual_seed(1), lambda params: None)
     if failing:
         sampler.processors.append(failing)
@@ -301,6 +301,16 @@ def test_the_one_that_fails_in_a_shared_call_fails_alone(model, after, n_bad):
         else:
             assert ours[0] == alone[0] and ours[1] == pytest.approx(alone[1], abs=1e-4), i
     assert not slots.running and not slots.beginning and not slots.suspects and slots.n_waiting() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gemma3_text"])
+def test_states_and_rings_begin_anew_after_a_call_that_failed(ours, name):
+    """What the call had done to them is not gone on from."""
+    model = ours(name)
+    prompts = [[101, 102, 103, 104], [105, BAD, 107], [108, 109, 110, 111, 112], [113, 114]]
+    expected = [answers(model, [[1]] * i + [prompts[i]], n_row=1)[0][i] for i in (0, 2, 3)]
+    got, _ = answers(model, prompts, Failing(3), n_row=4)
+    assert got[1] is None and [ids for ids, _ in (got[0], got[2], got[3])] == [ids for ids, _ in expected]
 
 
 def test_a_task_that_leaves_while_it_is_fed_its_tokens_again_leaves_a_right_cache(model):
