@@ -277,7 +277,7 @@ def run_exhaustive(args, rest: list[str], log: Path) -> int:
         print(f"shard {shard} of {SHARDS}", file=sys.stderr)
         start = time.monotonic()
         log.unlink(missing_ok=True)
-        status, done = pytest("--exhaustive", "--shard", str(shard), *rest, log=log)
+        status, done = pytest("--exhaustive", "--timeout", "900", "--shard", str(shard), *rest, log=log)
         failed = failed or status
         add_costs(costs, done)
         if not partial:
