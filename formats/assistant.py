@@ -26,6 +26,7 @@ from formats.messages import reading
 from formats.names import GEMMA4_NAMES, HF_NAMES, rename
 from formats.parameters import blank_model
 from formats.schema import check_keys
+from formats.tied import settle
 from layers.shared_kv import SharedKV
 from model import ModelConfig, Transformer, at, visible
 
@@ -153,6 +154,7 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
             body.append(t)
     with reading(path):
         tensors = fold(rename(body, HF_NAMES | GEMMA4_NAMES, cfg), cfg, Folds())
+        cfg = settle(path, cfg, tensors)
     source = AssistantCheckpoint(path, cfg, tensors, order=order)
     check(source)
     _check_own(source, own)

@@ -81,11 +81,9 @@ def n_bytes(source: Checkpoint, dtype: torch.dtype, device) -> int:
 def check(source: Checkpoint) -> None:
     """ValueError names tensors that are missing, left over, or not of the config's shape.
 
-    Takes out what some files hold without need: a tied head, biases that are all zero.
+    Takes out what some files hold without need: biases that are all zero.
     """
     cfg, tensors = source.cfg, source.tensors
-    if cfg.tied and "head.scales" not in tensors:
-        tensors.pop("head.weight", None)           # some files hold the embedding twice
     shapes = tensor_shapes(cfg)
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
         if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer

@@ -32,8 +32,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if "vision_config" in config:
         print("note: of this multimodal model only the text part is read", file=sys.stderr)
     tensors = hub_weights(directory, weights)
-    if "text_config" in config:                    # both levels say whether it is tied
-        cfg = replace(cfg, tied=not any(t.name.endswith("lm_head.weight") for t in tensors))
+    if "text_config" in config and not any(t.name.endswith("lm_head.weight") for t in tensors):
+        cfg = replace(cfg, tied=True)              # both levels of the config may say so
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
     if quantization and c["model_type"] == "gpt2":

@@ -33,6 +33,7 @@ from formats.meta import read_llama2c, read_meta
 from formats.names import rename
 from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
+from formats.tied import apart, settle
 from formats.torch_file import read_torch
 from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
@@ -62,8 +63,10 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     with reading(path):
         raw = read(path)
     if adapter is not None:
+        with reading(path):
+            tensors, tied_head = apart(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):
-            raw.tensors = lora.merged(raw.tensors, adapter)
+            raw.tensors = lora.merged(tensors, adapter, tied_head)
     source = finished(raw)
     source.adapter = adapter
     if raw.mtp:
@@ -86,7 +89,8 @@ def finished(raw: RawCheckpoint) -> Checkpoint:
             tensors = fold(tensors, raw.cfg, raw.folds)
         if raw.hub_quantized:
             tensors = quantized_alike(tensors, raw.cfg)
-        source = Checkpoint(raw.path, raw.cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
+        cfg = settle(raw.path, raw.cfg, tensors)
+        source = Checkpoint(raw.path, cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
                             raw.quantization)
         check(source)
     return source

@@ -23,9 +23,13 @@ VARIANTS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_repl
             "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
 
 
-def merged(tensors: list[LazyTensor], directory: Path) -> list[LazyTensor]:
+def merged(tensors: list[LazyTensor], directory: Path,
+           tied_head: LazyTensor | None = None) -> list[LazyTensor]:
     """The tensors with an adapter's changes: W + (alpha / r) B A, nothing read yet.
 
+    tied_head: the output layer of a model whose `tensors` have it as the embedding only. What the
+    adapter changes of one of both it changes of this one alone, as PEFT's running model does
+    (merge_and_unload() adds a LoRA of either to both: peft#2777), unless 'ensure_weight_tying'.
     FileNotFoundError or ValueError say in one line what is missing, or what kind of adapter it is.
     """
     config = _config(directory)
@@ -34,10 +38,15 @@ def merged(tensors: list[LazyTensor], directory: Path) -> list[LazyTensor]:
         name = t.name.removeprefix("base_model.model.")
         if part := PART.fullmatch(name):
             changes.setdefault(part[1], {})[part[2]] = t
-        else:
-            replaced[bare(name.replace(".base_layer.", "."))] = t
+        elif ".original_module." not in name:      # of modules_to_save: as the base has it
+            replaced[bare(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", name))] = t
     scales = {bare(name): _scale(config, name, parts) for name, parts in changes.items()}
     changes = {bare(name): parts for name, parts in changes.items()}
+    if tied_head is not None:
+        name = bare(tied_head.name)
+        has_own = name in replaced or name.removesuffix(".weight") in changes
+        if has_own or not config.get("ensure_weight_tying"):
+            tensors = [*tensors, tied_head]
     try:
         new = []
         for t in tensors:
