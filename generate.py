@@ -236,8 +236,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = open_checkpoint(path)
-    tokenizer = tokenizers.load(source.tokenizer)
-    source.eos_ids = source.eos_ids or tokenizer.eos_ids
+    tokenizer = tokenizers.load_for(source)
     if scheme:
         source = quantized(source, scheme, head=head, device=device)
     return load_shard(source, dtype, device), source, tokenizer

@@ -109,7 +109,7 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
     if length > source.cfg.context:
         raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
                          f"{source.cfg.context}")
-    tokenizer = tokenizers.load(source.tokenizer)
+    tokenizer = tokenizers.load_for(source)
     ids = tokenizer.encode(text)
     if max(ids, default=0) >= source.cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
@@ -121,7 +121,7 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
         model = load_model(source, pick_dtype(args.dtype, device, source.cfg), device)
         if device.type == "cpu":
             compile_model(model)
-        eos_ids = {*(source.eos_ids or tokenizer.eos_ids)}
+        eos_ids = set(source.eos_ids)
         tokens = torch.cat((written(model, tokenizer, eos_ids, n_written, length), tokens))
     log(f"calibrating on {len(tokens)} windows of {length} tokens")
     return tokens

@@ -137,7 +137,7 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
     if shape is not None:
         return random_checkpoint(shape), tokenizers.NullTokenizer()
     source = open_checkpoint(path, adapter)
-    return source, tokenizers.load(source.tokenizer)
+    return source, tokenizers.load_for(source)
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -276,7 +276,7 @@ class Session:
             log(f"Compilation time: {self.compile_s:.2f} seconds")
         if self.drafter and not args.speculate_k:
             self.measure(len(work[0].ids) + 1 if work else 1, acceptance)
-        self.eos_ids = set() if args.ignore_eos else set(source.eos_ids or tokenizer.eos_ids)
+        self.eos_ids = set() if args.ignore_eos else set(source.eos_ids)
 
     def describe_model(self) -> None:
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
@@ -322,8 +322,7 @@ class Session:
         """Every row's text is JSON of --json_schema. Where it ends, only an end may follow."""
         spec = schema_of(self.args.json_schema)
         n_vocab = self.model.cfg.vocab_size
-        eos_ids = self.source.eos_ids or self.tokenizer.eos_ids
-        grammars = Grammars(self.tokenizer, eos_ids, n_vocab)
+        grammars = Grammars(self.tokenizer, self.source.eos_ids, n_vocab)
         try:
             grammars.check(spec)
         except ValueError as e:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from formats.checkpoint import RawCheckpoint
 from formats.config import Stated, config_from_hf, head_dim
+from formats.end_tokens import gguf_end_ids
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
@@ -19,7 +20,6 @@ from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import GGUF_DELTA_NAMES, Fused
 from formats.schema import brief, check_keys, is_number
 
-END_OF_TURN = ("<turn|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 GGUF_NAMES = {
     "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",
     "token_embd_norm": "embed_norm", "attn_gate": "attn.gate", "exp_probs_b": "ffn.choice_bias",
@@ -393,7 +393,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     tokenizer["path"] = path                       # for what is wrong with it
-    raw = RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=_eos_ids(metadata),
+    raw = RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=gguf_end_ids(metadata),
                         tokenizer=tokenizer)
     if head:
         if not any(t.name == "norm.weight" for t in head):             # then it is the model's
@@ -403,13 +403,3 @@ def read_gguf(path: Path) -> RawCheckpoint:
                           names=names | HEAD_NAMES)
     return raw
 
-
-def _eos_ids(metadata: dict) -> list[int]:
-    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    ids = [metadata[key] for key in keys if type(metadata.get(key)) is int]
-    tokens = metadata.get("tokenizer.ggml.tokens")         # many name one id only
-    tokens = tokens if isinstance(tokens, list) else []
-    ids += [tokens.index(t) for t in END_OF_TURN if t in tokens]
-    if "<|end|>" in tokens and "<|return|>" not in tokens: # Phi-3 ends there, gpt-oss goes on
-        ids.append(tokens.index("<|end|>"))
-    return list(dict.fromkeys(ids))

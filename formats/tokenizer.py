@@ -13,6 +13,8 @@ from pathlib import Path
 
 from formats import chat_template as chat
 from formats import tokenizer_files
+from formats.added_tokens import MAX_ID, AddedToken
+from formats.end_tokens import end_ids
 from formats.messages import reading
 from formats.schema import brief
 from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend
@@ -22,7 +24,7 @@ class Tokenizer:
     """A backend, and what the model's files say about special tokens.
 
     names: bos_token, eos_token, … -> text, for the chat template. eos_ids: what the tokenizer's own
-    files say of the end of a sequence, for models whose config says nothing.
+    files say of the end of a sequence (None: what the backend knows).
     """
 
     def __init__(self, backend: TokenizersBackend | SentencePieceBackend, bos_id: int | None,
@@ -35,7 +37,7 @@ class Tokenizer:
         self.add_bos = add_bos and bos_id is not None
         self.chat_template = chat_template
         self.names = names or {}
-        self.eos_ids = eos_ids or backend.eos_ids
+        self.eos_ids = backend.eos_ids if eos_ids is None else eos_ids
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
         """bos: None is as the model's config says; special=False reads "<s>" as plain text."""
@@ -69,8 +71,8 @@ class Tokenizer:
     def state(self) -> dict:
         """For a .pth whose source has no tokenizer files; load() takes it back."""
         return dict(backend=self.backend.kind, data=self.backend.state(), bos_id=self.bos_id,
-                    add_bos=self.add_bos, chat_template=self.chat_template,
-                    control=self.backend.control, names=self.names, eos_ids=self.eos_ids)
+                    add_bos=self.add_bos, chat_template=self.chat_template, names=self.names,
+                    eos_ids=self.eos_ids, **self.backend.more_state())
 
 
 def load(source: Path | str | dict) -> Tokenizer:
@@ -88,6 +90,13 @@ def load(source: Path | str | dict) -> Tokenizer:
             arguments = tokenizer_files.from_directory(Path(source))
         tokenizer = Tokenizer(**arguments)
     tokenizer.path = path
+    return tokenizer
+
+
+def load_for(source) -> Tokenizer:
+    """The tokenizer of a Checkpoint, whose eos_ids are complete from then on."""
+    tokenizer = load(source.tokenizer)
+    source.eos_ids = end_ids(source.eos_ids, tokenizer)
     return tokenizer
 
 
@@ -114,16 +123,28 @@ def _from_state(state: dict) -> dict:
         return dict(arguments, backend=TokenizersBackend(data))
     if control is not None and not is_numbered(control):
         raise ValueError(f"its tokenizer's 'control' is {brief(control)}, expected texts by number")
+    added, after_space = state.get("added", []), state.get("after_space", True)
+    if not isinstance(added, list) or not all(map(is_added, added)) or (
+            type(after_space) is not bool):
+        raise ValueError(f"its tokenizer's 'added' is {brief(added)}, expected added tokens")
     try:
         data = base64.b64decode(data, validate=True)
     except ValueError:
         raise ValueError("its SentencePiece model is not base64") from None
-    return dict(arguments, backend=SentencePieceBackend(data, control))
+    backend = SentencePieceBackend(data, control, [AddedToken(*t) for t in added], after_space)
+    return dict(arguments, backend=backend)
 
 
 def is_numbered(control) -> bool:
     return isinstance(control, dict) and all(
         type(i) is int and isinstance(text, str) for i, text in control.items())
+
+
+def is_added(token) -> bool:
+    """As a SentencePieceBackend's more_state() lists one."""
+    kinds = [int, str, bool, bool, bool, bool]
+    return (isinstance(token, list) and list(map(type, token)) == kinds
+            and 0 <= token[0] < MAX_ID and token[1] != "")
 
 
 class Detokenizer:

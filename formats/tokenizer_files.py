@@ -9,6 +9,8 @@ import struct
 import sys
 from pathlib import Path
 
+from formats.added_tokens import read_added_tokens
+from formats.end_tokens import gguf_end_ids
 from formats.json_file import read_json, read_text
 from formats.messages import reading
 from formats.schema import brief
@@ -68,6 +70,10 @@ def from_directory(directory: Path) -> dict:
     names = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()
              if k.endswith("_token")}              # or an AddedToken
     names = {k: v for k, v in names.items() if is_text(v)}
+    if (directory / "special_tokens_map.json").exists():
+        stated = read_json(directory / "special_tokens_map.json")
+        stated = {k: v.get("content") if isinstance(v, dict) else v for k, v in stated.items()}
+        names = {**{k: v for k, v in stated.items() if is_text(v)}, **names}
     more = dict(names=names, chat_template=_chat_template(directory, config))
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -77,8 +83,13 @@ def from_directory(directory: Path) -> dict:
                                 "tokenizer.model")
     with reading(path):
         if path.suffix == ".json":
-            return dict(more, **_from_json(path, names, config.get("add_bos_token")))
-        return dict(more, **_from_model(path.read_bytes(), config.get("add_bos_token")))
+            found = _from_json(path, names, config.get("add_bos_token"))
+        else:
+            found = _from_model(path, names, config)
+    eos_id = found["backend"].id_of(names["eos_token"]) if "eos_token" in names else None
+    if eos_id is not None:
+        found["eos_ids"] = list(dict.fromkeys([eos_id, *found.get("eos_ids", [])]))
+    return dict(more, **found)
 
 
 def _from_json(path: Path, names: dict, add_bos: bool | None) -> dict:
@@ -86,19 +97,22 @@ def _from_json(path: Path, names: dict, add_bos: bool | None) -> dict:
     backend.check_speed()
     bos_id = backend.bos_id
     if "bos_token" in names:
-        bos_id = backend.fast.token_to_id(names["bos_token"])
+        bos_id = backend.id_of(names["bos_token"])
     return dict(backend=backend, bos_id=bos_id,
                 add_bos=backend.adds_bos if add_bos is None else add_bos)
 
 
-def _from_model(data: bytes, add_bos: bool | None) -> dict:
+def _from_model(path: Path, names: dict, config: dict) -> dict:
+    data, add_bos = path.read_bytes(), config.get("add_bos_token")
     if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data):
         text, eos_ids = tiktoken_to_json(data)
         backend = TokenizersBackend(text)
         return dict(backend=backend, bos_id=backend.bos_id, add_bos=True, eos_ids=eos_ids)
-    backend = SentencePieceBackend(data)
-    return dict(backend=backend, bos_id=backend.bos_id,
-                add_bos=True if add_bos is None else add_bos)
+    plain = SentencePieceBackend(data)
+    added = read_added_tokens(path.parent, config, plain.id_of, plain.n_vocab)
+    backend = SentencePieceBackend(data, added=added, after_space=config.get("legacy") is not False)
+    bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
+    return dict(backend=backend, bos_id=bos_id, add_bos=True if add_bos is None else add_bos)
 
 
 def _chat_template(directory: Path, config: dict) -> str | None:
@@ -191,9 +205,11 @@ def from_gguf(metadata: dict) -> dict:
         raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama, "
                          "gemma4)")
     types = get("token_type") or [NORMAL] * len(tokens)
-    control = {i: t for i, t in enumerate(tokens) if types[i] == CONTROL}
+    ends = gguf_end_ids(metadata)
+    control = {i: t for i, t in enumerate(tokens)
+               if types[i] == CONTROL or types[i] == NORMAL and i in ends}
     bos_id, ids = get("bos_token_id"), {k: get(k + "_token_id") for k in ("bos", "eos", "padding")}
-    more = dict(chat_template=metadata.get("tokenizer.chat_template"),
+    more = dict(chat_template=metadata.get("tokenizer.chat_template"), eos_ids=ends,
                 names={f"{k.replace('padding', 'pad')}_token": tokens[i] for k, i in ids.items()
                        if i is not None and i < len(tokens)})
     if kind == "llama":

@@ -515,7 +515,7 @@ def test_gguf_with_vision_tensors(families, tmp_path):
 
 def test_gguf_end_of_turn(families, tmp_path):
     _, model = families("qwen2")
-    path = write_gguf(model, "qwen2", tmp_path / "model.gguf", vocabulary=["a", "<|im_end|>", "b"])
+    path = write_gguf(model, "qwen2", tmp_path / "model.gguf", vocabulary=["a", "<|im_end|>", *"bcdef"])
     assert read_checkpoint(path).eos_ids == [3, 5, 1]
 
 

@@ -1,0 +1,50 @@
+"""End tokens: the union of what a model's files name, decided here for every command.
+
+Of a Hugging Face directory config.json, generation_config.json and the tokenizer's files name them;
+of a GGUF its metadata and, as in llama.cpp, tokens with well-known texts.
+"""
+
+# Tokens that end a text in llama.cpp, by their texts (src/llama-vocab.cpp, special_eog_ids).
+NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+         "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
+         "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+         "<｜end▁of▁sentence｜>", "[e~[")
+# Tokens between files and around gaps, by the metadata's name for them; texts where it has none.
+BETWEEN = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+           "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+           "fim_sep": ("<|file_sep|>",)}
+SENTENCEPIECE_EOS = 2                              # where a GGUF's "llama" tokenizer states none
+
+
+def end_ids(stated: list[int], tokenizer) -> list[int]:
+    """What the model's config files name, then what the tokenizer's files name besides."""
+    return list(dict.fromkeys([*stated, *tokenizer.eos_ids]))
+
+
+def gguf_end_ids(metadata: dict) -> list[int]:
+    """By llama.cpp's rules: eos, eot and eom of the metadata, and tokens by their texts."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    ids = []
+    for kind in ("eos", "eot", "eom"):
+        stated = _id(metadata, kind, tokens)
+        if stated is None and kind == "eos" and metadata.get("tokenizer.ggml.model") == "llama":
+            stated = SENTENCEPIECE_EOS
+        ids += [] if stated is None else [stated]
+    id_of = {text: i for i, text in reversed(list(enumerate(tokens))) if isinstance(text, str)}
+    ids += [id_of[name] for name in NAMES if name in id_of]
+    for kind, names in BETWEEN.items():
+        stated = _id(metadata, kind, tokens)
+        ids += [id_of[name] for name in names if name in id_of] if stated is None else [stated]
+    found = {tokens[i] for i in ids if i < len(tokens)}
+    goes_on = set()                                # what ends a part of an answer only
+    if "<|return|>" in found or {"<|calls|>", "<|flush|>"} <= found:
+        goes_on.add("<|end|>")                     # gpt-oss, Solar Open
+    if "<|tool_response>" in found:
+        goes_on.add("</s>")                        # Gemma 4
+    return list(dict.fromkeys(i for i in ids if i >= len(tokens) or tokens[i] not in goes_on))
+
+
+def _id(metadata: dict, kind: str, tokens: list) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    return value if type(value) is int and (0 <= value < len(tokens) or not tokens) else None
