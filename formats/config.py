@@ -24,6 +24,7 @@ from model import ModelConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
+KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")   # as `rope_parameters` names them
 NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
             "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
             "add_cross_attention", "clip_qkv")
@@ -84,6 +85,8 @@ def _complete(c: dict) -> tuple[Family, dict]:
                "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts",
                **family.key_aliases}
     c = {aliases.get(key, key): value for key, value in c.items()}
+    if c.get("rope_parameters") is None:           # null: not stated
+        c.pop("rope_parameters", None)
     c = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **family.defaults, **c}
     c["model_type"] = kind
     check_keys(c)
@@ -164,10 +167,9 @@ def _latent(c: dict, facts: dict) -> dict:
                     nope_dim=nope_dim, v_dim=count(c, "v_head_dim", facts["head_dim"]))
     if rope_dim % 2:
         raise ValueError(f"'qk_rope_head_dim' is {rope_dim}, expected an even number")
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    rope = stated_rope(c)
     scale = (nope_dim + rope_dim)**-0.5
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and rope.get("mscale_all_dim"):   # YaRN's second scale, of the scores
+    if rope_kind(rope) != "default" and rope.get("mscale_all_dim"):    # YaRN's, of the scores
         scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"])**2
     return dict(mixer=(latent,), head_dim=rope_dim, n_kv_head=facts["n_head"], attn_scale=scale)
 
@@ -204,7 +206,7 @@ def _scales(c: dict, family: Family) -> dict:
 
 def _growth(c: dict) -> dict:
     """How queries are scaled by position (Ministral 3), which counts the keys that they see."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    rope = stated_rope(c)
     growth = rope.get("llama_4_scaling_beta") or 0.0
     if not growth:
         return {}
@@ -288,13 +290,41 @@ def _experts(c: dict) -> dict:
 
 # ---- RoPE ---------------------------------------------------------------------------------------
 
+def stated_rope(c: dict) -> dict:
+    """`rope_scaling` (before transformers 5), else `rope_parameters`: as transformers reads them.
+
+    Where both are there, of which the first was added by hand, it stands in for the second; beside
+    `rope_parameters` by layer type it is part of those of full attention. ValueError where
+    transformers would lose what the second one says of RoPE's base.
+    """
+    scaling, parameters = c.get("rope_scaling") or {}, c.get("rope_parameters") or {}
+    if not scaling or not parameters:
+        return scaling or parameters
+    if is_by_kind(parameters) and not is_by_kind(scaling):
+        full = parameters.get("full_attention") or {}
+        return {**parameters, "full_attention": {**full, **scaling}}
+    for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        inner, outer = parameters.get(key), c.get(key) or default
+        if inner is not None and scaling.get(key) is None and inner != outer:
+            raise ValueError(f"'rope_scaling' stands in for 'rope_parameters' and has no '{key}', "
+                             f"which is {brief(inner)} there: add it to 'rope_scaling'")
+    return scaling
+
+
+def is_by_kind(rope: dict) -> bool:
+    return any(kind in rope for kind in KINDS_OF_ATTENTION)
+
+
+def rope_kind(rope: dict) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _ropes(c: dict, family: Family) -> dict[str, Rope]:
     """RoPE by layer type: one for all, or one each for full and sliding attention."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    theta, kinds = c.get("rope_theta", 10000.0), ("full_attention", "sliding_attention")
-    if any(kind in rope for kind in kinds):
-        return {kind: _rope(c, rope.get(kind) or {}, theta) for kind in kinds}
-    ropes = dict.fromkeys(kinds, _rope(c, rope, theta))
+    rope, theta = stated_rope(c), c.get("rope_theta", 10000.0)
+    if is_by_kind(rope):
+        return {kind: _rope(c, rope.get(kind) or {}, theta) for kind in KINDS_OF_ATTENTION}
+    ropes = dict.fromkeys(KINDS_OF_ATTENTION, _rope(c, rope, theta))
     if family.plain_local_rope or "rope_local_base_freq" in c:         # before transformers 5
         local = c.get("rope_local_base_freq") or rope.get("rope_theta") or theta
         ropes["sliding_attention"] = _rope(c, {}, local)
@@ -303,7 +333,7 @@ def _ropes(c: dict, family: Family) -> dict[str, Rope]:
 
 def _rope(c: dict, rope: dict, theta) -> Rope:
     """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_kind(rope)
     kind = "default" if kind == "mrope" else kind  # axes of an image, which are one in text
     theta = float(rope.get("rope_theta") or theta)
     if not theta > 1:
@@ -327,6 +357,8 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
         return Rope(**facts)
     if kind in ("longrope", "su") or "long_factor" in rope:            # Phi-3 wrote su, and yarn
         return Rope(**facts | _longrope(rope, factor, original, int(head_dim(c) * partial) // 2))
+    if kind in ("linear", "dynamic", "llama3") and not rope.get("factor"):
+        raise ValueError(f"RoPE scaling '{kind}' has no 'factor'")
     facts.update(kind=kind, factor=factor)
     if kind in ("linear", "dynamic"):
         return Rope(**facts)

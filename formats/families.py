@@ -303,8 +303,8 @@ def _minicpm3_respelled(c):
 
 def _mistral4_respelled(c):
     """RoPE's parameters say what share of a whole head turns, which is all of head_dim here."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or _MISTRAL4_ROPE
-    return {**c, "rope_parameters": {**rope, "partial_rotary_factor": None},
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or _MISTRAL4_ROPE
+    return {**c, "rope_parameters": {**rope, "partial_rotary_factor": None}, "rope_scaling": None,
             "partial_rotary_factor": None}
 
 
@@ -668,8 +668,9 @@ FAMILIES = {
         defaults=dict(attention_bias=True, head_dim=64, num_key_value_heads=8, sliding_window=128,
                       num_experts=128, num_experts_per_tok=4, rms_norm_eps=1e-5,
                       max_position_embeddings=131072, rope_theta=150000.0,
-                    rope_scaling=dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0,
-                                        truncate=False, original_max_position_embeddings=4096)),
+                      rope_parameters=dict(rope_type="yarn", factor=32.0, beta_fast=32.0,
+                                           beta_slow=1.0, truncate=False,
+                                           original_max_position_embeddings=4096)),
         names=GPT_OSS_NAMES, is_sparse=_always, is_sliding=lambda c, i: i % 2 == 0),
     "ernie4_5": Family(
         defaults=dict(num_key_value_heads=2, head_dim=128, use_bias=False, rope_theta=5e5,
@@ -707,17 +708,17 @@ FAMILIES = {
     "ministral3": Family(
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
                       max_position_embeddings=262144,
-                      rope_scaling=dict(rope_type="yarn", factor=16.0, beta_fast=32.0,
-                                        beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
-                                        original_max_position_embeddings=16384,
-                                        llama_4_scaling_beta=0.1)),
+                      rope_parameters=dict(rope_type="yarn", factor=16.0, beta_fast=32.0,
+                                           beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+                                           original_max_position_embeddings=16384,
+                                           llama_4_scaling_beta=0.1)),
         is_sliding=_always),
     "cwm": Family(
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
                       sliding_window=8192, max_position_embeddings=131072,
-                      rope_scaling=dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0,
-                                        high_freq_factor=4.0,
-                                        original_max_position_embeddings=8192)),
+                      rope_parameters=dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0,
+                                           high_freq_factor=4.0,
+                                           original_max_position_embeddings=8192)),
         is_sliding=_all_but_every_fourth),
     "internlm3": Family(
         defaults=dict(num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5,
@@ -786,9 +787,9 @@ FAMILIES = {
         overrides=dict(gated=False, qk_norm="head"),
         defaults=dict(hidden_act="xielu", rms_norm_eps=1e-5, max_position_embeddings=65536,
                       rope_theta=12e6,
-                      rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
-                                        high_freq_factor=4.0,
-                                        original_max_position_embeddings=8192)),
+                      rope_parameters=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                                           high_freq_factor=4.0,
+                                           original_max_position_embeddings=8192)),
         names=APERTUS_NAMES),
     "olmo": Family(
         overrides=dict(layer_norm=True, norm_eps=1e-5), defaults=dict(clip_qkv=None),

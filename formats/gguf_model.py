@@ -65,7 +65,7 @@ GGUF_KEYS = {                                      # config.json: the metadata k
     "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
     "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
-GGUF_ROPE_KEYS = {                                 # rope_scaling: after "llama.rope.scaling."
+GGUF_ROPE_KEYS = {                                 # rope_parameters: after "llama.rope.scaling."
     "rope_type": "type", "factor": "factor", "attention_factor": "attn_factor",
     "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
@@ -225,7 +225,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
         scaling.update(mscale=1.0, mscale_all_dim=multiplier)
     if arch == "gpt-oss":                          # the ramp is not rounded, and no key says so
         scaling["truncate"] = False
-    c["rope_scaling"] = scaling
+    c.setdefault("rope_parameters", scaling)
     turning = metadata.get(f"{arch}.rope.dimension_count")
     # latent attention states its own widths; Gemma 4 has two kinds of heads
     if turning and arch != "gemma4" and not c.get("kv_lora_rank"):
