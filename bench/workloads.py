@@ -82,7 +82,7 @@ def encode_english(n: int, tokenizer, cfg) -> list[int]:
     """
     if n < cfg.context and not isinstance(tokenizer, NullTokenizer):
         return tokenizer.encode(english_text()[:20 * n])[:n]
-    return batch.encode_prompt(str(n), tokenizer, cfg, seed=0)
+    return batch.random_prompt(n, cfg, seed=0)
 
 
 def encode_file(path: Path, tokenizer) -> list[int]:

@@ -32,7 +32,8 @@ from sampling import SamplingParams
 @dataclass(frozen=True)
 class Request:
     """A prompt, or messages for the chat template. where: its name in complaints; shown: what to
-    print before its text; sampling: where it differs from the flags."""
+    print before its text; sampling: where it differs from the flags; n_random: so many random
+    tokens instead of the prompt's, which is the integer that --prompt was given."""
 
     id: int | str
     where: str
@@ -41,6 +42,7 @@ class Request:
     max_new_tokens: int | None = None
     sampling: dict = field(default_factory=dict)
     shown: str = ""
+    n_random: int | None = None
 
 
 class Job(NamedTuple):
@@ -56,7 +58,8 @@ def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
     """What --prompts_file, --prompt or the default ask for, and complaints about the others."""
     prompts, complaints = args.prompt or [default], []
     where = "--prompt" if len(prompts) == 1 else "--prompt {}"
-    requests = [Request(i, where.format(i + 1), text) for i, text in enumerate(prompts)]
+    requests = [Request(i, where.format(i + 1), text, n_random=synthetic_length(text))
+                for i, text in enumerate(prompts)]
     if args.prompts_file:
         requests, complaints = read_prompts(args.prompts_file)
         if not requests and not complaints:
@@ -66,6 +69,11 @@ def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
                     replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
     shown = [r if r.messages else replace(r, shown=r.prompt) for r in requests]
     return shown, complaints
+
+
+def synthetic_length(text: str) -> int | None:
+    """Of --prompt 512, gpt-fast's synthetic prompt. In a file a prompt of digits is text."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
 
 
 def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
@@ -134,17 +142,13 @@ def own_value(name: str, value):
         raise ValueError(f'"{name}": {e}') from None
 
 
-def encode_prompt(text: str, tokenizer, cfg, seed: int) -> list[int]:
-    """A text's ids, or as many random ones as an integer says. ValueError if there are none."""
-    if not text:
-        raise ValueError("the prompt is empty: give it some text")
-    if not re.fullmatch(r"[+-]?\d+", text):
-        return tokenizer.encode(text)
-    if int(text) < 1:
-        raise ValueError(f"{text}: a synthetic prompt needs at least 1 token")
-    check_length(int(text), cfg.context, "the model's context")
+def random_prompt(n: int, cfg, seed: int) -> list[int]:
+    """n random ids. ValueError where they are none, or too many for the model."""
+    if n < 1:
+        raise ValueError(f"{n}: a synthetic prompt needs at least 1 token")
+    check_length(n, cfg.context, "the model's context")
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(min(1024, cfg.vocab_size), (int(text),), generator=generator).tolist()
+    return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
 
 
 def check_length(n: int, limit: int, what: str) -> None:
@@ -156,8 +160,14 @@ def check_length(n: int, limit: int, what: str) -> None:
 def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     """ValueError where a request has no tokens, or `limit` positions no room for a new one."""
     messages = request.messages
-    if messages is None:
-        ids = encode_prompt(request.prompt, tokenizer, cfg, args.seed)
+    if messages is None and request.n_random is not None:
+        ids = random_prompt(request.n_random, cfg, args.seed)
+        log(f"note: {request.where} {request.prompt}: a synthetic prompt of so many random tokens "
+            "(--prompts_file reads digits as text)")
+    elif messages is None and not request.prompt:
+        raise ValueError("the prompt is empty: give it some text")
+    elif messages is None:
+        ids = tokenizer.encode(request.prompt)
     elif tokenizer.chat_template is None:
         raise ValueError("this model has no chat template")
     elif not any(message["content"] for message in messages):

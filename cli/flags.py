@@ -57,7 +57,8 @@ def add_model(p: Parser) -> None:
 def add_text(p: Parser) -> None:
     add = p.add_argument_group("text").add_argument
     add("--prompt", action="append", default=[],
-        help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
+        help="text, or an integer for a synthetic prompt of that many random tokens (in a file "
+             "digits are text); repeatable; "
              f"default: {HELLO}")
     add("--prompts_file", type=Path, metavar="FILE",
         help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "

@@ -8,25 +8,24 @@ on: the content of the files, what was asked for, and our code that makes them.
 
 import hashlib
 import json
-import re
 import threading
 import time
-from functools import cache
 from pathlib import Path
 
 import torch
 
 import tp
+from formats import load as loading
+from formats import quantized
 from formats.checkpoint import Checkpoint
 from formats.load import load_model
 from generate import load_shard
 from kernels import disk, kept_tensors
+from kernels.digest import digest, digest_with_imports
 from model import Transformer
 
 WORTH_KEEPING = 0.5                                # seconds that making them took
 SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
-ROOT = Path(__file__).parent.parent
-MAKERS = ("formats/*.py", "quantize.py", "model.py", "kernels/plain.py", "kernels/cpu.py")
 
 
 def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
@@ -54,8 +53,12 @@ def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str 
         return None
     asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
     files = [content(path) for path in files_of(source.path)]
+    try:
+        makers = code()
+    except OSError:                                # a function of a user's, without source code
+        return None
     return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
-                             torch.backends.cpu.get_cpu_capability(), torch.__version__, code())))
+                             torch.backends.cpu.get_cpu_capability(), torch.__version__, makers)))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -79,15 +82,18 @@ def content(path: Path) -> str:
     entry = digests.get(state[0]) if isinstance(digests, dict) else None
     if isinstance(entry, list) and entry[:-1] == state[1:]:
         return str(entry[-1])
+    sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(1 << 20):
+            sha256.update(piece)
     if known:
-        disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], digest]}))
-    return digest
+        disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], sha256.hexdigest()]}))
+    return sha256.hexdigest()
 
 
-@cache
 def code() -> str:
-    """A digest of what makes the weights, without comments."""
-    files = sorted(p for pattern in MAKERS for p in ROOT.glob(pattern))
-    return disk.digest(re.sub(r"#.*|\s+", " ", "".join(p.read_text() for p in files)))
+    """A digest of all code that makes the weights: reads, folds, rounds and packs them.
+
+    OSError where a function in its place has no source code.
+    """
+    return digest(load_shard) + digest_with_imports(loading, quantized)

@@ -5,19 +5,24 @@ line inside parentheses is broken make no difference. Python 3.10 to 3.13 give t
 `ast.dump` differs between versions, and so does bytecode). Knows nothing of models.
 
     digest(model, Attention.forward)               # modules, classes, functions -> 32 hex digits
+    digest_with_imports(quantize)                  # and of all modules of ours that it imports
 """
 
+import ast
 import functools
 import inspect
 import io
+import json
 import linecache
 import sys
 import tokenize
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
 from kernels import disk
 
+ROOT = Path(__file__).parent.parent
 LAYOUT = (tokenize.NL, tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER)
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)       # Python 3.12 splits f-strings
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -38,6 +43,79 @@ def digest(*objects) -> str:
 def source_digest(text: str) -> str:
     """The same for source code as text."""
     return disk.digest(repr(_relative(logical_lines(text))))
+
+
+def digest_with_imports(*modules: ModuleType) -> str:
+    """A digest of these modules and of all modules of this repository that they import.
+
+    Of their files, read anew only where they were changed since; and of what was put into the
+    modules since they were imported: functions, methods and numbers. OSError where one of these
+    functions has no source.
+    """
+    known = disk.cache_dir() / "sources.json"
+    try:
+        kept = json.loads(known.read_text())
+    except (OSError, ValueError):
+        kept = {}
+    kept = kept if isinstance(kept, dict) else {}
+    found, waiting = {}, [Path(module.__file__) for module in modules]
+    while waiting:
+        path = waiting.pop()
+        if str(path) not in found:
+            found[str(path)] = entry = _source_entry(path, kept.get(str(path)))
+            waiting += [ROOT / name for name in entry["imports"]]
+    if any(kept.get(path) != entry for path, entry in found.items()):
+        others = {path: entry for path, entry in kept.items() if Path(path).exists()}
+        disk.replace(known, json.dumps({**others, **found}))
+    sources = sorted((str(Path(path).relative_to(ROOT)), entry["digest"])
+                     for path, entry in found.items())
+    return disk.digest(repr((sources, _assigned(found))))
+
+
+def _source_entry(path: Path, kept) -> dict:
+    """A file's digest, the files of ours that it imports, and the state that it was read in."""
+    stat = path.stat()
+    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    if isinstance(kept, dict) and kept.get("state") == state and {"digest", "imports"} <= set(kept):
+        return kept
+    text = path.read_text(encoding="utf-8")
+    return dict(state=state, digest=source_digest(text), imports=sorted(_imports(text)))
+
+
+def _imports(text: str) -> set[str]:
+    """Those at the top of a file; a command's last lines import what no other part needs."""
+    names = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    files = {f"{name.replace('.', '/')}.py" for name in names}
+    return {name for name in files if (ROOT / name).is_file()}
+
+
+def _assigned(files: dict) -> list:
+    """What the modules of these files hold now, beside what their files say."""
+    held = []
+    for name, module in sorted(sys.modules.items()):
+        if getattr(module, "__file__", None) not in files or name == "__main__":
+            continue
+        for key, value in sorted(vars(module).items()):
+            if inspect.isfunction(value):
+                held.append([name, key, _origin(value, files)])
+            elif isinstance(value, type) and value.__module__ == name:
+                held += [[name, key, attribute, _origin(f, files)]
+                         for attribute, f in sorted(vars(value).items()) if inspect.isfunction(f)
+                         and not (attribute.startswith("__") and _generated(f))]
+            elif type(value) in (bool, int, float, tuple) and not key.startswith("__"):
+                held.append([name, key, _simple(value)])
+    return held
+
+
+def _origin(f, files: dict) -> list:
+    """Which function of these files it is; of any other, its code."""
+    path = f.__code__.co_filename
+    return [path.rpartition("/")[2], f.__code__.co_name] if path in files else _function(f)
 
 
 def _parts(obj) -> list:

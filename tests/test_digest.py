@@ -6,11 +6,13 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from kernels.digest import digest, source_digest
+from kernels import digest as source
+from kernels.digest import digest, digest_with_imports, source_digest
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,6 +118,7 @@ def test_without_source_it_is_an_error():
 
 SCRIPT = """
 import sys
+import types
 sys.path[:0] = sys.argv[1:]
 from pathlib import Path
 from kernels import digest
@@ -149,3 +152,53 @@ def test_every_python_gives_the_same(tmp_path, version):
         assert run.returncode == 0, run.stderr
         outputs.append(run.stdout)
     assert outputs[0] == outputs[1] and outputs[0].count("\n") > 100
+
+
+# ---- With imports -------------------------------------------------------------------------------
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of our files, whose sources digest_with_imports follows."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
+        target = tmp_path / "copy" / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    monkeypatch.setattr(source, "ROOT", tmp_path / "copy")
+    monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "copy"
+
+
+def of_weights(root):
+    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("formats/load.py", "formats/quantized.py")))
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, (path, text.count(old))
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("file, old, new", [
+    ("kernels/grid.py", "(high - low) * (shrink / 15)", "(high - low) * (shrink / 16)"), ("kernels/grid.py", "0.66)", "0.6)"),
+    ("kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("kernels/plain.py", "import torch\n", "import torch\nX = 1\n"),
+    ("kernels/cpu.py", "import torch\n", "import torch\nX = 1\n"), ("quantize.py", ".amax(-1) / 127", ".amax(-1) / 126"),
+    ("formats/gguf_file.py", "import torch\n", "import torch\nX = 1\n"), ("layers/moe.py", "import torch\n", "import torch\nX = 1\n"),
+    ("formats/tied.py", "import math\n", "import math\nX = 1\n"), ("model.py", "import torch\n", "import torch\nX = 1\n"),
+    ("kernels/grid.py", "    if best is None:\n        return", "    if best is None:\n      pass\n    return"),      # indentation
+])
+def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
+    before = of_weights(copied)
+    assert of_weights(copied) == before
+    edit(copied / file, old, new)
+    assert of_weights(copied) != before
+
+
+@pytest.mark.parametrize("file, old, new", [
+    ("kernels/grid.py", "# of the range from min to max", "# other words"), ("kernels/grid.py", "import torch\n", "import torch\n\n\n# words\n"),
+    ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("formats/load.py", "def finished(", "# words\ndef finished("),
+    ("sampling.py", "import torch\n", "import torch\nX = 1\n"), ("server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
+])
+def test_what_makes_no_weights_does_not(copied, file, old, new):
+    before = of_weights(copied)
+    edit(copied / file, old, new)
+    assert of_weights(copied) == before

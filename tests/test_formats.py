@@ -500,7 +500,7 @@ def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     other = tokenizers.load(again.tokenizer)
     assert other.encode("Hello 123") == tokenizer.encode("Hello 123")
     assert other.chat_template == tokenizer.chat_template and "im_start" in other.chat_template
-    assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2]
+    assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2, 0, 4]
     a, b = (load_model(s, torch.bfloat16, "cpu") for s in (source, again))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
 

@@ -13,8 +13,9 @@ from cli import kept_weights
 from formats.load import read_checkpoint
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
-from kernels import disk, kept_tensors, private
+from kernels import disk, grid, kept_tensors, private
 from kernels.compile import compile_model
+from quantize import Int4
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +184,38 @@ def test_a_gguf(home, at_once):
               for _ in range(2)]
     assert tokens[0] == tokens[1] and len(sets(home)) == 1
     assert disk.cache_dir() == home
+
+
+def test_what_is_put_in_a_function_s_place_makes_them_anew(families, home, at_once, monkeypatch):
+    """int4's rounding, as a fork would change it: in the running program, or (test_digest.py) in a file."""
+    source = quantized(read_checkpoint(families("llama3")[0]), "int4")
+
+    def kept():
+        model = kept_weights.load(source, torch.float32, "cpu")
+        return len(sets(home)), logits(model)
+    (n, plain), (again, same) = kept(), kept()
+    assert (n, again) == (1, 1) and torch.equal(plain, same)
+    rounded = grid._rounded
+    for place, name, new in ((grid, "_rounded", lambda t: rounded(t * 1.25)), (grid, "SHRINK", (0.5,)), (Int4, "grid", coarse_grid)):
+        with monkeypatch.context() as m:
+            m.setattr(place, name, new)
+            source = quantized(read_checkpoint(families("llama3")[0]), "int4")
+            now, changed = kept()
+            n += 1
+            assert now == n and not torch.equal(changed, plain), name
+    source = quantized(read_checkpoint(families("llama3")[0]), "int4")
+    now, same = kept()
+    assert now == n and torch.equal(same, plain)
+
+
+def coarse_grid(self, groups, importance=None):
+    low, high = groups.aminmax(dim=-1)
+    return (high - low) / 7, (high + low) / 2
+
+
+def test_a_function_without_source_keeps_nothing(families, home, at_once, monkeypatch):
+    scope = dict(vars(grid))
+    exec("def _rounded(t): return t.half().float()", scope)
+    monkeypatch.setattr(grid, "_rounded", scope["_rounded"])
+    kept_weights.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
+    assert not sets(home)
