@@ -38,6 +38,7 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     """
     logits = model(tokens, pos, last, kv_len, batch_idx)
     rows = slice(None) if batch_idx is None else batch_idx
+    sampler.note(logits[:, -1], rows)
     at = pos.expand(len(last), -1).gather(1, last)
     return sampler(logits[:, -1], rows, at)
 
@@ -48,6 +49,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     kv_len: positions to attend to. Traced whole on a GPU: no Python state and no prints in here.
     """
     logits = model(token, pos, 1, kv_len)
+    sampler.note(logits[:, -1])
     return tp.broadcast(sampler(logits[:, -1], pos=pos))
 
 

@@ -157,6 +157,7 @@ class Sampler(nn.Module):
         n_noise = n_vocab if seeded else self.n_candidates
         noise = torch.ones(n_row, n_noise, device=device)
         self.register_buffer("noise", noise)
+        self.register_buffer("not_finite", torch.zeros(n_row, 1, device=device))   # see note()
         self.processors = nn.ModuleList()
         if any(p.repetition_penalty != 1 for p in known):
             penalty = RepetitionPenalty(n_row, n_vocab, device)
@@ -173,6 +174,7 @@ class Sampler(nn.Module):
             for name in ("temperature", *FILTERS):
                 getattr(self, name)[row] = getattr(params, name)
         params = self.params[row]
+        self.not_finite[row] = 0
         self.own_generators.pop(row, None)
         if params.seed is not None:
             generator = torch.Generator(self.noise.device)
@@ -193,6 +195,15 @@ class Sampler(nn.Module):
                 continue
             if getattr(params, name) != getattr(NEUTRAL, name):
                 raise ValueError(f"no row was to have {name}: {params}")
+
+    def note(self, logits: Tensor, rows=slice(None)) -> None:
+        """Remember on the device which of these rows have logits [b, V] that are none.
+
+        not_finite [B, 1]: 0 for a row whose logits have all been numbers, or -inf for some tokens;
+        NaN from then on where one was infinite or NaN, or all were -inf. Read where tokens are.
+        """
+        best = logits.amax(-1, keepdim=True)
+        self.not_finite[rows] += best - best       # inf - inf is NaN
 
     def observe(self, token: Tensor) -> None:
         """token [B, 1] has been generated."""

@@ -69,7 +69,11 @@ def verify(model, token, drafts, probs, ids, pos, kv_len, chance, sampler) -> tu
     logits = model(tokens, places, n, kv_len)[0]                           # [k + 1, V]
     target = sampler.distribution(logits, draft_tokens=drafts)
     noise, n_vocab = sampler.noise_at(slice(None), pos), sampler.n_vocab
-    return accept(target, (probs, ids), drafts, chance, noise, n_vocab)
+    accepted, count = accept(target, (probs, ids), drafts, chance, noise, n_vocab)
+    best = logits.amax(-1)                         # of the places that count
+    place = torch.arange(n, device=pos.device)
+    sampler.note(torch.where(place <= count, best - best, 0)[None])
+    return accepted, count
 
 
 # ---- Drafts -------------------------------------------------------------------------------------

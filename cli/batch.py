@@ -21,6 +21,7 @@ import torch
 
 from cli import flags
 from cli.common import log
+from cli.readback import NotFinite
 from cli.sequence import Sequence
 from cli.slots import Slots, Task
 from formats.whole_file import lock
@@ -215,13 +216,16 @@ def serve(batch: Batch, sequences: Iterable[Sequence],
     """Run sequences through the rows of a batch, and yield each as it ends.
 
     A row whose sequence has ended takes the next one; params: how each is sampled, None: all as
-    the batch's rows are.
+    the batch's rows are. NotFinite where a row's logits are no numbers: `sequence` says which.
     """
     slots, first = Slots(batch), {}
     slots.waiting.extend(Task(sequence, params[sequence] if params else None)
                          for sequence in sequences)
-    for task, slot, token_id, *_ in slots.run():
+    for task, slot, token_id, _, error in slots.run():
         now, sequence = time.perf_counter(), task.sequence
+        if error:
+            error.sequence = sequence
+            raise error
         first.setdefault(sequence, now)
         sequence.push(token_id)
         if sequence.finish_reason:
@@ -320,6 +324,9 @@ def run(jobs: dict[Sequence, Job], batch: Batch, results: Results) -> bool:
                 decode_tok_s=(n - 1) / (end_s - first_s) if n > 1 else None)
     except KeyboardInterrupt:
         interrupted = True
+    except NotFinite as e:
+        results.close()
+        raise ValueError(f"{jobs[e.sequence].request.where}: {e}") from None
     results.close()
     seconds = time.perf_counter() - start
     log(f"{len(speeds)} of {len(jobs)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "

@@ -23,6 +23,7 @@ from cli.common import Help, Parser, english_text, guarded, log, number, pick_de
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.ranks import as_rank, local_device
+from cli.readback import NotFinite
 from cli.report import weight_bytes
 from cli.sequence import Sequence
 from cli.session import open_model, pick_engine
@@ -103,6 +104,8 @@ def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int
             best = (logits.argmax(-1, keepdim=True) == target).tolist()    # [B, m, A]
             for b, group in enumerate(part):
                 for a, i in enumerate(group):
+                    if not all(math.isfinite(logp[b][j][a]) for j in range(counts[b])):
+                        raise NotFinite(f"row {i}", model.dtype)
                     results[i] += [(logp[b][j][a], best[b][j][a]) for j in range(counts[b])]
         tell(len(part))
     return [pairs[len(pairs) - n:] for pairs, (_, n) in zip(results, rows)]
@@ -306,6 +309,8 @@ def perplexity(model, rows, batch_size: int = 1, compiled: bool = False) -> dict
     """exp of the mean negative log-likelihood over all scored tokens of the rows."""
     logps = [p for row in score(model, rows, batch_size, compiled) for p, _ in row]
     nats = -math.fsum(logps) / len(logps)
+    if nats > 700:                                 # e^700 is the largest that fp64 has
+        raise ValueError(f"{nats:.0f} nats per token have no finite perplexity")
     return dict(perplexity=math.exp(nats), tokens=len(logps), nats_per_token=nats)
 
 

@@ -14,18 +14,20 @@ from torch import Tensor
 
 import tp
 from cli.common import log
-from cli.readback import read_late
+from cli.readback import NotFinite, read_late
 from cli.sequence import Sequence
+from generate import Batch
 from layers.moe import MoE
 from model import Transformer
 
 
-def follow(tokens: Iterator[Tensor], rows: list[Sequence],
-           shown: str | None) -> tuple[list[float], bool]:
+def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
+           batch: Batch | None = None) -> tuple[list[float], bool]:
     """Run one generation to its end: rows collect, and the first one's text streams to stdout.
 
-    shown: what to print before it; None: print nothing. -> the time before the first step and after
-    each token, and whether Ctrl-C ended it.
+    shown: what to print before it; None: print nothing. batch: what generates; NotFinite names a
+    row whose logits are no numbers. -> the time before the first step and after each token, and
+    whether Ctrl-C ended it.
     """
     def show(text):
         if shown is not None:
@@ -34,9 +36,13 @@ def follow(tokens: Iterator[Tensor], rows: list[Sequence],
     show(shown)
     times, reason = [time.perf_counter()], "length"
     try:
-        for ids, _ in read_late((token, None) for token in tokens):
+        not_finite = batch and batch.sampler.not_finite
+        for ids, _ in read_late(((token, None) for token in tokens), not_finite):
             times.append(time.perf_counter())
             for row, token_id in zip(rows, ids):
+                if token_id is None and row.finish_reason is None:
+                    what = f"row {rows.index(row)}" if len(rows) > 1 else "the model"
+                    raise NotFinite(what, batch.model.dtype)
                 piece = row.push(token_id)
                 if row is rows[0]:
                     show(piece)

@@ -392,7 +392,8 @@ def talk(session: Session) -> int:
     def answer(ids, n_cached):
         n_new = min(args.max_new_tokens, length - len(ids))
         sequence = session.sequence(ids, n_new)
-        times, _ = follow(session.tokens([ids], n_new, n_cached), [sequence], "")
+        times, _ = follow(session.tokens([ids], n_new, n_cached), [sequence], "",
+                          session.batch)
         return sequence, describe(session.figures(times, len(ids) - n_cached))
 
     room = length - max(1, min(args.max_new_tokens, length // 4))
@@ -412,7 +413,7 @@ def show_samples(session: Session, job: batch.Job) -> int:
         sequences = [session.sequence(ids, job.n_new) for _ in range(args.batch_size)]
         with traced(args.profile if i == args.num_samples - 1 else None):
             tokens = session.tokens([ids] * len(sequences), job.n_new)
-            times, interrupted = follow(tokens, sequences, shown)
+            times, interrupted = follow(tokens, sequences, shown, session.batch)
         f = session.figures(times, len(ids))
         if args.compare and not interrupted:
             interrupted = compare(session, job, f)
@@ -435,7 +436,8 @@ def show_samples(session: Session, job: batch.Job) -> int:
 def compare(session: Session, job: batch.Job, f: dict) -> bool:
     """The same without drafts: puts the speedup into f -> whether Ctrl-C ended it."""
     tokens = session.tokens([job.ids], job.n_new, draft=False)
-    times, interrupted = follow(tokens, [session.sequence(job.ids, job.n_new)], None)
+    sequences = [session.sequence(job.ids, job.n_new)]
+    times, interrupted = follow(tokens, sequences, None, session.plain)
     plain = session.figures(times, len(job.ids), draft=False)
     f["speedup"] = None
     if f["decode_tok_s"] and plain["decode_tok_s"]:

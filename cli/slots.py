@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tp
-from cli.readback import read_late
+from cli.readback import NotFinite, read_late
 from cli.request_sampler import GREEDY
 from cli.sequence import Sequence, n_common
 from generate import Batch
@@ -109,6 +109,15 @@ class Worker:
         else:
             self.batch.end(row)
 
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Zeros in the row's cache and states."""
+        n_row = self.batch.n_row
+        for layer in self.batch.model.layers:
+            for t in layer.attn.buffers():
+                if t.dim() > 1 and len(t) == n_row and t.is_floating_point():
+                    t[row].zero_()
+
     def logprobs(self, row: int, token_id: int, n_top: int) -> Logprobs:
         """Of the token that the last call gave this row: the model's own, before any parameter."""
         logits = self.batch.sampler.processors[0].logits       # KeptLogits
@@ -165,6 +174,7 @@ class Task:
     n_known: int = 0                               # of which an earlier run gave the same
     begins_alone: bool = False                     # a prefill that it shared raised
     is_suspect: bool = False                       # a step that it shared raised
+    failed: bool = False                           # its logits were no numbers
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -258,6 +268,7 @@ class Slots:
 
     def drop(self, task: Task, keep: bool = True) -> None:
         """It is over, wherever it was; its slot is free. keep: what its cache holds is right."""
+        keep = keep and not task.failed
         for waiting in (self.waiting, *self.suspects):
             if task in waiting:
                 waiting.remove(task)
@@ -278,12 +289,23 @@ class Slots:
     def run(self) -> Iterator[Event]:
         """Each token as it is known, of tasks that have not ended. The caller pushes it, and drops
         the task that it ends."""
-        for ids, (owners, logprobs, failed) in read_late(self._tokens()):
+        not_finite = self.batch.sampler.not_finite
+        for ids, (owners, logprobs, failed) in read_late(self._tokens(), not_finite):
             for slot, task in owners.items():
                 if failed:
                     yield Event(task, slot, None, error=failed)
+                elif ids[slot] is None:
+                    if self.running.get(slot) is task:
+                        yield self._not_finite(task, slot)
                 elif self.running.get(slot) is task:           # else its row went on meanwhile
                     yield Event(task, slot, ids[slot], logprobs.get(slot))
+
+    def _not_finite(self, task: Task, slot: int) -> Event:
+        """Its row's cache is cleared: masked positions count 0 times a value, which NaN outlives.
+        """
+        task.failed = True
+        self.call("clear", slot)
+        return Event(task, slot, None, error=NotFinite(f"slot {slot}", self.batch.model.dtype))
 
     def _tokens(self) -> Iterator[tuple]:
         """Each call's tokens, whose they are, and their logprobs."""

@@ -89,6 +89,19 @@ class CachedTensor(LazyTensor):
         super().release()
 
 
+def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Rows of weights in another dtype. ValueError where they hold what is infinite or no number.
+    """
+    new = rows.to(dtype)
+    if not dtype.is_floating_point or dtype.itemsize < 2 or new.isfinite().all():
+        return new
+    if not rows.isfinite().all():
+        raise ValueError(f"{name} has weights that are infinite or no numbers (NaN)")
+    largest = rows.abs().max().item()
+    raise ValueError(f"{name} has weights up to {largest:.3g}, above {str(dtype)[6:]}'s range: use "
+                     "--dtype bfloat16")
+
+
 def as_rows(t: Tensor) -> Tensor:
     """A tensor in the shape in which LazyTensor counts its rows."""
     if t.dim() > 2:

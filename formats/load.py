@@ -27,7 +27,7 @@ from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
 from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
-from formats.lazy import LazyTensor, as_rows
+from formats.lazy import LazyTensor, as_rows, check_finite
 from formats.messages import first_line, reading, some
 from formats.meta import read_llama2c, read_meta
 from formats.names import rename
@@ -247,6 +247,9 @@ def _read_into(weight: torch.Tensor, source: Checkpoint, names: list[str]) -> No
 def _copy(target: torch.Tensor, t: LazyTensor, path: Path) -> None:
     try:
         for start, end, rows in t.chunks():
+            if target.dtype == torch.float16 and rows.dtype != torch.float16:
+                rows = check_finite(rows, t.name, torch.float16)
             target[start:end].copy_(rows)
     except (SafetensorError, ValueError) as e:
-        raise ValueError(f"{path}: {t.name} cannot be read: {first_line(e)}") from e
+        what = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
+        raise ValueError(what + first_line(e)) from e

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from formats.checkpoint import Checkpoint, RawCheckpoint
 from formats.huggingface import sampling_values
-from formats.lazy import LazyTensor
+from formats.lazy import LazyTensor, check_finite
 from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
 from formats.parameters import blank_model, disk_names
@@ -236,7 +236,7 @@ def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[s
         _align(entry, archive.fp.tell(), large)
         with archive.open(entry, "w", force_zip64=large) as f:
             for _, _, rows in t.chunks():
-                f.write(raw_bytes(rows.to(blank.dtype)))
+                f.write(raw_bytes(check_finite(rows, t.name, blank.dtype)))
 
 
 def _align(entry: zipfile.ZipInfo, header_at: int, large: bool) -> None:

@@ -237,6 +237,9 @@ class Solver:
             raise ValueError(f"{name}.weight has weights that are infinite or no numbers")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
         hessian = shrunk(hessian, SHRINKAGE).view(square)
+        # inputs that were all zero say nothing: all count alike, which is rounding to nearest
+        unseen = ~hessian.flatten(1).any(1)
+        hessian[unseen] = torch.eye(hessian.shape[-1], device=hessian.device)
         solved, error, rounding_error = [], 0.0, 0.0
         for w, target, h, held in zip(weight.view(shape), module.weight.view(shape), hessian,
                                       held_out.view(square)):
