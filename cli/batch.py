@@ -163,8 +163,6 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     messages = request.messages
     if messages is None and request.n_random is not None:
         ids = random_prompt(request.n_random, cfg, args.seed)
-        log(f"note: {request.where} {request.prompt}: a synthetic prompt of so many random tokens "
-            "(--prompts_file reads digits as text)")
     elif messages is None and not request.prompt:
         raise ValueError("the prompt is empty: give it some text")
     elif messages is None:

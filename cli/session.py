@@ -97,6 +97,9 @@ def run(argv: list[str] | None) -> int:
         log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
 
     session = Session(args, source, tokenizer, work, device, dtype, engine, start, acceptance)
+    for request in [job.request for job in work if job.request.n_random is not None]:
+        log(f"note: {request.where} {request.prompt}: a synthetic prompt of so many random tokens "
+            "(--prompts_file reads digits as text)")
     if args.interactive:
         return talk(session)
     if many:

@@ -174,8 +174,8 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     read_late, n_late = readback.read_late, []
 
-    def far(tokens):
-        for ids, tag in read_late((token.as_subclass(Far), tag) for token, tag in tokens):
+    def far(tokens, not_finite=None):
+        for ids, tag in read_late(((token.as_subclass(Far), tag) for token, tag in tokens), not_finite):
             n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.sequence.finish_reason))
             yield ids, tag
     monkeypatch.setattr(slots, "read_late", far)
@@ -337,7 +337,7 @@ def test_a_file_of_prompts_and_going_on_after_an_interruption(capsys, jsonl, tmp
 
 def test_bad_rows_do_not_stop_the_others(capsys, jsonl):
     with open(jsonl, "a") as f:
-        f.write('{"prompt": \n{"prompt": "", "id": "e"}\n{"prompt": "9000"}\n{"id": "r0", "prompt": "x"}\n')
+        f.write('{"prompt": \n{"prompt": "", "id": "e"}\n{"prompt": "' + 'x y ' * 4500 + '"}\n{"id": "r0", "prompt": "x"}\n')
         f.write('{"id": "last", "prompt": "Hello", "max_new_tokens": 1}\n')
     status, out, err = run(capsys, *ARGV, "--prompts_file", jsonl, "--json")
     found = [json.loads(line)["id"] for line in out.splitlines()]
