@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from formats.lazy import LazyTensor, made_from, narrow
 from formats.names import layer_of
 from kernels import collectives
-from kernels.collectives import all_gather, all_reduce
+from kernels.collectives import all_reduce, join_logits, sum_over_ranks
 from layers.delta import SHARED_BY_HEADS
 from layers.widths import own_widths, shared_by
 
@@ -161,12 +161,6 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
     """Make a model of shard()'s weights one of several, which together have vocab_size tokens."""
     if world() == 1:
         return model
-
-    def sum_over_ranks(module, args, y):
-        return all_reduce(y)
-
-    def join_logits(module, args, y):
-        return torch.cat(all_gather(y).unbind(), dim=-1)
 
     def mean_over_ranks(h):
         return all_reduce(h.square().mean(-1, keepdim=True)) / world()

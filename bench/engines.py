@@ -32,8 +32,7 @@ from formats.mtp import MTPHead
 from generate import generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
-from kernels.cpu_linears import format_of
-from kernels.linear import PackedLinear
+from kernels.cpu_linears import format_of, is_packed
 from model import Transformer
 from sampling import SamplingParams, keep_top_p
 
@@ -128,9 +127,9 @@ class Engine:
         """What products round numbers to, where they do."""
         if not uses_operations(self.model):
             return None
-        packed = [m for m in self.model.modules() if isinstance(m, PackedLinear)]
+        packed = [m for m in self.model.modules() if is_packed(m)]
         is_exact = self.model.dtype == torch.float32
-        kinds = {format_of(m.weight, m.scales) for m in packed if m.scales is not None}
+        kinds = {format_of(m.packed, m.scales) for m in packed if m.scales is not None}
         if not kinds:
             return None if is_exact else BF16_ROUNDING[cpu_ops.has_bf16()]
         if is_exact or all(cpu_ops.activation_bits(kind) == 16 for kind in kinds):

@@ -32,7 +32,13 @@ from generate import (
     prefill,
 )
 from kernels import sort_free
-from kernels.compile import change_over, compile_beside, prepare_for_cuda, will_change_over
+from kernels.compile import (
+    change_over,
+    compile_beside,
+    leave_alone,
+    prepare_for_cuda,
+    will_change_over,
+)
 from kernels.cuda_graph import CudaGraph
 from layers.recurrent import max_rewind
 from model import Transformer
@@ -42,15 +48,18 @@ from speculate import ModelDrafter, SpeculativeBatch
 
 def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
                 wait: bool = True) -> Steps:
-    """The engine's prefill and decode step. compile: exchanges parts of the model too.
+    """The engine's prefill and decode step, for a loop of ours that has the model alone.
 
+    compile: exchanges parts of the model too.
     wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
     """
     if engine == "compile" and not wait and will_change_over(model):
         decode = change_over(model, decode_one_token)      # the prompt is too early for it
         return Steps(prefill, decode)
     if engine == "compile":
-        return compile_steps(model, compile_prefill)
+        steps = compile_steps(model, compile_prefill)
+        leave_alone(model)
+        return steps
     return Steps(decode=CudaGraph(decode_one_token)) if engine == "cuda_graph" else Steps()
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import tp
 from formats.mtp import HeadConfig, MTPHead
 from generate import bucket
-from kernels.cpu_linears import OPERATIONS
-from kernels.linear import PackedLinear
+from kernels.cpu_linears import OPERATIONS, OperationsLinear, is_packed
 from model import Transformer
 from sampling import Sampler, draw
 
@@ -45,15 +44,16 @@ def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
 
 def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     """The linear's first n outputs, over its own memory; None where its layout has no such part."""
-    weight = linear.weight
-    if type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks:
-        new = nn.Linear(weight.shape[1], n, bias=False, device="meta")
-        new.weight = nn.Parameter(weight[:n], requires_grad=False)
-        return new
-    whole = isinstance(linear, PackedLinear) and linear.kernel is OPERATIONS
-    if not whole or linear.bias is not None or linear._forward_hooks or n % weight.shape[2]:
+    if linear.bias is not None or linear._forward_hooks:
         return None
-    new = PackedLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
+    if type(linear) is nn.Linear:
+        new = nn.Linear(linear.weight.shape[1], n, bias=False, device="meta")
+        new.weight = nn.Parameter(linear.weight[:n], requires_grad=False)
+        return new
+    if not is_packed(linear) or n % linear.packed.shape[2]:
+        return None
+    weight = linear.packed
+    new = OperationsLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
     n_block, scales = n // weight.shape[2], linear.scales
     if scales is not None:                         # of int4's groups they lie as the weight
         scales = scales[:n_block if scales.dim() == 3 else n]

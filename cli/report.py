@@ -90,7 +90,8 @@ def weight_bytes(model: Transformer) -> tuple[int, int]:
         return sum(p.numel() * p.element_size() for p in parameters)
 
     total = size(model.parameters())
-    idle = 0 if model.head.weight is model.embed.weight else size(model.embed.parameters())
+    read = {id(p) for p in model.head.parameters()}
+    idle = size(p for p in model.embed.parameters() if id(p) not in read)
     for moe in (module for module in model.modules() if isinstance(module, MoE)):
         experts = size(p for part in (moe.gate, moe.up, moe.down) for p in part.parameters())
         idle += experts * (moe.n_expert - moe.n_active) // moe.n_expert

@@ -11,10 +11,10 @@
 #include "threads.h"
 
 // RoPE of qkv [B, T, N + 2 K, H], the write of keys and values to slots of the caches
-// [rows, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, V], times
+// [n_row, K, S, H], softmax(cap(q k' scale)) v of the first n_key slots -> out [B, T, N, V], times
 // the sigmoid of a gate of its shape if there is one. V is H, or as much of a key as is its value.
 struct Attention {
-  int32_t kind, B, T, N, K, H, V, S, cache_type, wide_norm, out_type;
+  int32_t kind, B, T, N, K, H, V, S, n_row, cache_type, wide_norm, out_type;      // n_row: of the caches
   int32_t has_keys;                            // else qkv are queries, and the cache another layer's
   int32_t is_turned;                           // or these are as they meet the keys
   float scale, cap;
@@ -62,11 +62,7 @@ static void write_keys(const Attention& op, int b, int t) {
   }
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
-  long slot = op.at->slot[b * op.at->slot_b + t];
-  if (slot < 0 || slot >= op.S) {
-    out_of_range = true;
-    return;
-  }
+  long slot = position(op.at, b, t);
   for (int i = 0; i < op.K; i++) {
     write_floats(k + i * op.H, op.H, op.k_cache, op.cache_type, cache_at(op, b, i, slot));
     write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_at(op, b, i, slot));
@@ -349,10 +345,6 @@ struct Plan {                                  // of an attention
 };
 
 static void attention(const Attention& op, Phase* phase, int n_thread) {
-  if (op.at->n_key > op.S) {
-    out_of_range = true;
-    return;
-  }
   if (!op.is_turned)
     do_tasks(phase[0], op.B * op.T, 2, [&](int i) { write_keys(op, i / op.T, i % op.T); });
   Plan plan(op, n_thread);

@@ -15,11 +15,11 @@
 //
 // with q of length q_scale, k of length 1, beta and decay by rates [B, T, 2, N]: sigmoid(rates[0]) and
 // exp(decay_rate softplus(rates[1] + decay_bias)); out is normalized, times SiLU(z [B, T, N, Dv]).
-// Rings hold the state after a position p [rows, n_state, N, Dk, Dv] and the convolution's input at
-// it [rows, n_input, channels], at p modulo their lengths. A token that is not at its predecessor's
-// position + 1 leaves the state as it is.
+// Rings hold the state after a position p [n_row, n_state, N, Dk, Dv] and the convolution's input at
+// it [n_row, n_input, channels], at p modulo their lengths. A token that is not at its predecessor's
+// position + 1, padding, leaves the state as it is.
 struct Delta {
-  int32_t kind, B, T, Nk, N, Dk, Dv, n_tap, n_state, n_input, input_type, out_type;
+  int32_t kind, B, T, Nk, N, Dk, Dv, n_tap, n_state, n_input, n_row, input_type, out_type;
   float q_scale;
   Norm norm;
   const Positions* at;
@@ -263,11 +263,6 @@ static void recur(const Delta& op, int b, int head, const float* mixed) {
 
 static void delta(const Delta& op, Phase* phase) {
   float* mixed = memory_of(shared, 0);
-  for (int b = 0; b < op.B; b++)
-    if (position(op.at, b, 0) < 0) {
-      out_of_range = true;
-      return;
-    }
   do_tasks(phase[0], op.B * op.T, 4, [&](int i) { convolve(op, i / op.T, i % op.T, mixed); });
   do_tasks(phase[1], op.B * (op.N + 1), 1, [&](int i) {
     if (i < op.B) keep_inputs(op, i);

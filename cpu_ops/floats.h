@@ -21,6 +21,12 @@ static void read_floats(const void* from, int type, long at, int n, float* to) {
   for (; i < n; i++) to[i] = bf16_to_float(bits[i]);
 }
 
+static void add_floats(const void* from, int type, long at, int n, float* to) {
+  for (int i = 0; i < n; i++)
+    to[i] += type == FP32 ? ((const float*)from)[at + i]
+                          : bf16_to_float(((const uint16_t*)from)[at + i]);
+}
+
 // The first n of a vector's floats, the others 0
 static inline vf read_vector(const void* from, int type, long at, int n) {
   if (n < LANES) {

@@ -6,10 +6,11 @@
 #include "norms.h"
 
 // What comes before the attention over latents: k [B, T, rank + rope], its first part normalized and
-// its last turned by RoPE, into a slot of the cache [rows, S, rank + rope]; of queries
+// its last turned by RoPE, into a slot of the cache [n_row, S, rank + rope]; of queries
 // [B, T, N, nope + rope] the last, turned, to queries [B, T, N, rank + rope]'s.
 struct Latent {
-  int32_t kind, B, T, N, nope, rope, rank, S, cache_type, q_stride, k_stride;     // of a token's
+  int32_t kind, B, T, N, nope, rope, rank, S, n_row, cache_type;  // n_row: of the cache
+  int32_t q_stride, k_stride;                  // of a token's
   Norm norm;
   const Positions* at;
   const float *q, *k;
@@ -30,11 +31,7 @@ static void turn_latent(const Latent& op, int b, int t) {
   copy_floats(op.k + m * op.k_stride, width, k);
   normalize(op.norm, op.rank, k);
   rotate(op.rope / 2, cos, sin, k + op.rank);
-  long slot = op.at->slot[b * op.at->slot_b + t];
-  if (slot < 0 || slot >= op.S) {
-    out_of_range = true;
-    return;
-  }
+  long slot = position(op.at, b, t);
   write_floats(k, width, op.cache, op.cache_type, (row * op.S + slot) * width);
 }
 

@@ -148,7 +148,7 @@ static Linear expert(const Linear& op, int e, int first, int M) {
   one.M = M;
   one.weight = (const char*)op.weight + e * n_block * block_bytes(op.format, K);
   if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
-  if (op.bias) one.bias = op.bias + (long)e * op.N;
+  if (op.bias) one.bias = moved(op.bias, op.bias_type, (long)e * op.N);
   if (op.order) one.order = op.order + first;
   else one.x = moved(op.x, op.x_type, op.ends ? (long)first * op.K : (long)e * op.x_step);
   one.out = moved(op.out, op.out_type, op.ends ? (long)first * outputs(op) : (long)e * op.out_step);

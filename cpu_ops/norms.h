@@ -41,11 +41,12 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
     for (i = 0; i < n; i++) x[i] += norm.bias[i];
 }
 
-// out [M, D] = (residual + factor * norm(x)) * scale
+// out [M, D] = (residual + factor * norm(x)) * scale [1], if there is one
 struct AddNorm {
   int32_t kind, M, D, x_type, out_type, residual_type;
-  float factor, scale;
+  float factor;
   Norm norm;
+  const float* scale;
   const void *x, *residual;
   void* out;
 };
@@ -57,7 +58,8 @@ static void add_norm(const AddNorm& op, Phase* phase) {
     read_floats(op.x, op.x_type, (long)m * op.D, op.D, x);
     normalize(op.norm, op.D, x);
     read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, old);
-    for (int i = 0; i < op.D; i++) x[i] = (old[i] + op.factor * x[i]) * op.scale;
+    float scale = op.scale ? *op.scale : 1;
+    for (int i = 0; i < op.D; i++) x[i] = (old[i] + op.factor * x[i]) * scale;
     write_floats(x, op.D, op.out, op.out_type, (long)m * op.D);
   });
 }

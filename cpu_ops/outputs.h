@@ -19,11 +19,10 @@ struct Linear {
   int32_t x_bits;                              // that x must have: 32, 16, or 8 for many rows
   int32_t n_expert;                            // or 0
   int32_t x_stride, x_step, out_stride, out_step;                 // strides 0: rows lie together
-  int32_t times_type, times_stride;
+  int32_t times_type, times_stride, bias_type;
   float factor;
   Norm norm;
-  const void *x, *weight, *scales, *residual, *times;
-  const float* bias;
+  const void *x, *weight, *scales, *residual, *times, *bias;
   void* out;
   const int32_t *ends, *order;
 };
@@ -83,11 +82,10 @@ template <int WRITES>
 
 // y [ROWS] of the n outputs that begin at `first`, up beside a gate -> out of row m
 static void finish(const Linear& op, int m, int first, int n, float* y, float* up) {
-  if (op.bias)
-    for (int i = 0; i < n; i++) {
-      y[i] += op.bias[first + i];
-      if (up) up[i] += op.bias[op.N / 2 + first + i];
-    }
+  if (op.bias) {
+    add_floats(op.bias, op.bias_type, first, n, y);
+    if (up) add_floats(op.bias, op.bias_type, op.N / 2 + first, n, up);
+  }
   if (op.activation == SILU) activate<SILU>(y, up);
   else if (op.activation) activate<NONE>(y, up, op.activation);
   long at = out_at(op, m, first), times_at = (long)m * op.times_stride + first;

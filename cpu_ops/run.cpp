@@ -13,20 +13,19 @@
 
 #include <mutex>
 
-#include "attention.h"
-#include "delta.h"
-#include "ends.h"
+#include "bounds.h"
 #include "experts.h"
-#include "latent.h"
+#include "layout.h"
 #include "linear.h"
 #include "norms.h"
-#include "short_conv.h"
 
+enum Result { DONE, OUT_OF_RANGE, FAILED };
 enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV };
 
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes(int format) { return format == INT4 ? HAS_NIBBLES : HAS_BYTES; }
 extern "C" int has_bf16() { return HAS_BF16; }
+extern "C" const Field* fields() { return FIELDS; }
 
 template <class Word> static void blocks_of(const Word* from, long n_block, long n, Word* to) {
 #pragma omp parallel for
@@ -56,6 +55,14 @@ static size_t shared_floats(const int32_t* op, int n_thread) {
   return plan.size * (plan.n_part > 1 ? plan.n_task * plan.n_part : n_thread);
 }
 
+static bool is_within_bounds(const int32_t* op) {
+  if (*op == ATTENTION) return is_within_cache(*(const Attention*)op);
+  if (*op == LATENT) return is_within_cache(*(const Latent*)op);
+  if (*op == DELTA) return is_within_ring(*(const Delta*)op);
+  if (*op == SHORT_CONV) return is_within_ring(*(const ShortConv*)op);
+  return *op != EMBED || is_within(*(const Embed*)op);
+}
+
 static void do_op(const int32_t* op, Phase* phase, int n_thread) {
   if (*op == LINEAR) linear(*(const Linear*)op, phase, n_thread);
   else if (*op == ATTENTION) attention(*(const Attention*)op, phase, n_thread);
@@ -70,11 +77,7 @@ static void do_op(const int32_t* op, Phase* phase, int n_thread) {
   else masks(*(const Mask*)op, phase);
 }
 
-// The operations one after the other; each is one of the structs above, which begin with their kind.
-// -> 1 where a token or a position was out of range, else 0.
-extern "C" int run(const int32_t* const* list, int n_listed, int n_thread) {
-  static std::mutex one_at_a_time;
-  std::lock_guard<std::mutex> guard(one_at_a_time);
+static void do_all(const int32_t* const* list, int n_listed, int n_thread) {
   for (int begin = 0; begin < n_listed; begin += MOST_OPS) {
     int n = std::min(MOST_OPS, n_listed - begin);
     size_t n_float = 0;
@@ -84,7 +87,27 @@ extern "C" int run(const int32_t* const* list, int n_listed, int n_thread) {
     }
     memory_of(shared, n_float);
 #pragma omp parallel num_threads(n_thread) if (n_thread > 1)
-    for (int i = 0; i < n; i++) do_op(list[begin + i], phases[i], n_thread);
+    for (int i = 0; i < n; i++) {
+      try {                                    // without this thread the others do its tasks
+        do_op(list[begin + i], phases[i], n_thread);
+      } catch (const std::exception&) {
+        has_failed = true;
+      }
+    }
   }
-  return out_of_range.exchange(false);
+}
+
+// The operations one after the other; each is one of the structs above, which begin with their kind.
+// No exception leaves it.
+extern "C" int run(const int32_t* const* list, int n_listed, int n_thread) {
+  static std::mutex one_at_a_time;
+  try {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    if (!std::all_of(list, list + n_listed, is_within_bounds)) return OUT_OF_RANGE;
+    has_failed = false;
+    do_all(list, n_listed, n_thread);
+    return has_failed ? FAILED : DONE;
+  } catch (const std::exception&) {
+    return FAILED;
+  }
 }

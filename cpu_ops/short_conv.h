@@ -7,9 +7,9 @@
 #include "threads.h"
 
 // b, c, h of x [B, T, 3, width]: c times the convolution of b h over a channel's last n_tap tokens, the
-// inputs of those before the call in a ring [rows, n_input, width] by position, as Delta's.
+// inputs of those before the call in a ring [n_row, n_input, width] by position, as Delta's.
 struct ShortConv {
-  int32_t kind, B, T, width, n_tap, n_input, input_type, out_type;
+  int32_t kind, B, T, width, n_tap, n_input, n_row, input_type, out_type;
   const Positions* at;
   const float *taps, *bias;                    // [n_tap, width], a token's own the last; or null
   const float* x;

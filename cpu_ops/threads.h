@@ -6,12 +6,15 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <thread>
 #include <vector>
 
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+
+static std::atomic<bool> has_failed;           // a task, for want of memory
 
 // A phase of an operation is a number of tasks, which threads take as they come. It is over when
 // all are done: a thread that the system let wait holds nobody up, unless it has a task.
@@ -22,7 +25,13 @@ struct Phase {
 template <class F> static void do_tasks(Phase& phase, int n, int step, F task) {
   for (int from; (from = phase.next.fetch_add(step)) < n;) {
     int to = std::min(from + step, n);
-    for (int i = from; i < to; i++) task(i);
+    for (int i = from; i < to; i++) {
+      try {                                    // no exception may leave a thread
+        task(i);
+      } catch (const std::exception&) {
+        has_failed = true;
+      }
+    }
     phase.done.fetch_add(to - from);
   }
   for (int spins = 0; phase.done.load() < n; spins++) {
@@ -38,8 +47,6 @@ constexpr int MOST_OPS = 4096;                 // at a time
 static Phase phases[MOST_OPS][PHASES];
 static std::vector<float> shared;              // between threads, within an operation
 static thread_local std::vector<float> own, own_row;
-
-static std::atomic<bool> out_of_range;         // a token, or a position of the cache: not touched
 
 static float* memory_of(std::vector<float>& v, size_t n) {
   if (v.size() < n + 16) v.resize(n + 16);

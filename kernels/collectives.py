@@ -15,6 +15,22 @@ from kernels.private import functional_collective
 SHORT = 1 << 14                                    # numbers
 
 
+def sum_over_ranks(module, args, y: Tensor) -> Tensor:
+    """A forward hook of tensor parallelism (tp.py); the kernels call it where they take the
+    module's place."""
+    return all_reduce(y)
+
+
+def join_logits(module, args, y: Tensor) -> Tensor:
+    """A forward hook of a head whose vocabulary the ranks share."""
+    return torch.cat(all_gather(y).unbind(), dim=-1)
+
+
+def is_summed(module: torch.nn.Module) -> bool:
+    """Do the ranks sum what it gives?"""
+    return sum_over_ranks in module._forward_hooks.values()
+
+
 def all_gather(x: Tensor) -> Tensor:
     """Every rank's x, in the order of the ranks -> [n, *x.shape]"""
     x, n = x.contiguous(), dist.get_world_size()

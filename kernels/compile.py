@@ -15,8 +15,10 @@ from torch import nn
 
 from kernels import cpu_ops
 from kernels.cpu_layers import fits, use_operations, uses_operations
+from kernels.cpu_linears import is_packed
 from kernels.cuda import has_kernels
 from kernels.few_rows import fuse_layers
+from kernels.guard import guard_of
 from kernels.linear import MatvecLinear
 from kernels.moe import FewRowsMoE, FusedExpertLinear
 from layers.moe import ExpertLinear, MoE
@@ -30,9 +32,16 @@ def compile_model(model: nn.Module) -> None:
         cpu_ops.take_all_threads()
 
 
+def leave_alone(model: nn.Module) -> None:
+    """Nobody but a loop of ours has the model from now on: between two steps of a text it is only
+    looked at for hooks, and as a whole at each prompt."""
+    if guard := guard_of(model):
+        guard.alone = True
+
+
 def compile_beside(model: nn.Module) -> None:
     """A model that has embedding and head from another, compiled if that is. In place, once."""
-    if uses_operations(model):
+    if is_packed(model.head):
         use_operations(model)
 
 
@@ -49,7 +58,8 @@ def change_over(model: nn.Module, step: Callable) -> Callable:
 
     def run(*args):
         if waiting and not cpu_ops.is_building():
-            compile_model(waiting.pop())
+            compile_model(model)
+            leave_alone(waiting.pop())
         return step(*args)
     return run
 

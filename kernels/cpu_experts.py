@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cpu_ops
-from kernels.cpu_linears import OPERATIONS, arguments, fits_leaves, on_disk, shape_of
+from kernels.cpu_linears import (
+    OPERATIONS,
+    OperationsLinear,
+    arguments,
+    fits_leaves,
+    on_disk,
+    shape_of,
+)
 from kernels.linear import PackedLinear
 from layers.feed_forward import GATED
 from layers.moe import BesideMoE, ExpertLinear, MoE
@@ -22,6 +29,8 @@ from layers.moe import BesideMoE, ExpertLinear, MoE
 
 def fits_experts(moe: nn.Module) -> bool:
     """Are they what the operations know? Reads no weight."""
+    if isinstance(experts := vars(moe).get("experts"), Experts):
+        return experts.are_those_of(moe)
     linears = moe.gate, moe.up, moe.down
     return (type(moe) in (MoE, BesideMoE) and moe.activation in GATED.values()
             and all(map(fits_leaves, linears)))
@@ -35,7 +44,7 @@ def fits_head_matrices(module: nn.Module) -> bool:
     return module.bias is None and fits_leaves(module)
 
 
-class PackedExperts(PackedLinear):
+class PackedExperts(OperationsLinear):
     """An ExpertLinear alone, whose rows are sorted: that of each head of latent attention."""
 
     def forward(self, x, ids, ends):
@@ -69,15 +78,22 @@ class Experts:
     """In place of MoE.experts, whose matrices it makes its own."""
 
     def __init__(self, moe: MoE):
+        self.moe = [moe]                           # in a list: no part of what is the mixture's
         up, down = (moe.gate, moe.up), moe.down
-        bias = None if down.bias is None else torch.cat([m.bias for m in up], 1).detach().float()
+        bias = None if down.bias is None else torch.cat([m.bias for m in up], 1)
         self.gate_up = packed(up, bias)
-        self.down = packed([down], down.bias if bias is None else down.bias.detach().float())
+        self.down = packed([down], down.bias)
         self.activation = next(name for name, f in GATED.items() if f is moe.activation)
         moe.gate, moe.up, moe.down = self.gate_up, None, self.down
 
+    def are_those_of(self, moe: MoE) -> bool:
+        return moe.gate is self.gate_up and moe.up is None and moe.down is self.down
+
     def __call__(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
         """x [M, D], sorted by expert, the rows of e before ends[e] -> [M, D]."""
+        if not self.are_those_of(*self.moe):
+            raise TypeError("a compiled mixture's gate, up or down was replaced: replace them "
+                            "before it is compiled")
         x, ends = x.contiguous(), ends.int().contiguous()
         hidden = torch.empty(len(x), self.down.shape[2])
         y = torch.empty_like(x)
@@ -90,8 +106,6 @@ class Experts:
 
 def product(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> cpu_ops.Linear:
     n_expert, *shape = linear.shape
-    weights = arguments(linear.weight, linear.scales, shape[1])
-    return cpu_ops.linear(
-        *weights, shape, linear.bias, M=len(x), x=x.data_ptr(), x_type=cpu_ops.TYPES[x.dtype],
-        out=out.data_ptr(), out_type=cpu_ops.TYPES[out.dtype], x_bits=cpu_ops.x_bits(out.dtype),
-        n_expert=n_expert, ends=ends.data_ptr())
+    weights = arguments(linear.packed, linear.scales, shape[1])
+    return cpu_ops.linear(*weights, shape, linear.bias, M=len(x), x=x, out=out,
+                          x_bits=cpu_ops.x_bits(out.dtype), n_expert=n_expert, ends=ends)

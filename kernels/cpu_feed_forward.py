@@ -111,10 +111,10 @@ class MixtureHalf:
         ops.linear("ffn.router", x, "logits", router_norm)
         self.add_choice(ops, moe)
         up = up_options_of_experts(moe)
-        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A, order=at["order"],
-                   ends=self.ends.data_ptr(), **up)
-        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A,
-                   ends=self.ends.data_ptr())
+        order = at["order"].view(torch.int32)
+        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A, order=order,
+                   ends=self.ends, **up)
+        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A, ends=self.ends)
         shared = gate = None
         if moe.shared is not None:
             ops.linear("ffn.shared.gate_up", x, "shared_hidden", shared_norm,
@@ -129,20 +129,20 @@ class MixtureHalf:
         ops.add(cpu_ops.Combine(
             kind=cpu_ops.COMBINE, D=ops.dim, A=A, factor=factor_of(post),
             norm=norm_struct(own_norms[0]), shared_norm=norm_struct(own_norms[1]),
-            post=norm_struct(post), y=at["expert_out"], prob=at["prob"], place=at["place"],
-            shared=shared, gate=gate, residual=at["x1"], out=at["x2"]))
+            post=norm_struct(post), y=at["expert_out"], prob=at["prob"],
+            place=at["place"].view(torch.int32), shared=shared, gate=gate, residual=at["x1"],
+            out=at["x2"]))
 
     def add_choice(self, ops, moe: nn.Module) -> None:
-        def address(t):
-            return None if t is None else t.data_ptr()
         at = ops.at
         ops.add(cpu_ops.Route(
             kind=cpu_ops.ROUTE, E=self.n_expert, A=self.n_active, n_group=moe.n_group,
             topk_group=moe.topk_group, group_top=moe.group_top, factor=moe.routed_scale,
             by_sigmoid=moe.scores is not softmax, normalized=moe.norm_topk_prob,
-            logits=at["logits"], bias=address(moe.choice_bias),
-            expert_scale=address(getattr(moe, "expert_scale", None)), prob=at["prob"],
-            place=at["place"], order=at["order"], ends=self.ends.data_ptr()))
+            logits=at["logits"], bias=moe.choice_bias,
+            expert_scale=getattr(moe, "expert_scale", None), prob=at["prob"],
+            place=at["place"].view(torch.int32), order=at["order"].view(torch.int32),
+            ends=self.ends))
 
 
 def up_options_of_experts(moe: nn.Module) -> dict:
@@ -165,7 +165,6 @@ class EndHalf:
 
     def __init__(self, layer: nn.Module):
         self.linears = ["gate", "down"]
-        self.scale = layer.end.scale.item()
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -182,4 +181,4 @@ class EndHalf:
         ops.multiplied = ops.linear("end.gate", "x2", "end_hidden",
                                     activation=cpu_ops.ACTIVATIONS[activation])
         ops.linear("end.down", "end_hidden", "before")
-        ops.add_norm("x2", "x2", end.norm, scale=self.scale)
+        ops.add_norm("x2", "x2", end.norm, scale=end.scale)

@@ -4,36 +4,37 @@
 
 A layer's call writes down where its inputs are; the last one's runs the list, without Python in
 between. So nothing is compiled for a length, a number of rows or a group size. A layer has two
-halves: one that the operations do not know runs as it is, with quicker linears and experts. Whether
-they do the same is found out by doing both: a layer that a fork changed keeps its own.
+halves: one that the operations do not know runs as it is, with quicker linears and experts. A model
+with anything that was edited, hooked or exchanged runs as it is read (guard.py).
 
-    if use_operations(model): ...                  # else it is another kind of model
+    if use_operations(model): ...                  # else a note said why
 """
 
-import copy
 import ctypes
-import itertools
 import operator
 
 import torch
 from torch import Tensor, nn
 
 from kernels import cpu_ops, private
-from kernels.cpu_ends import Enter, Leave, gives_the_same
+from kernels.as_read import unknown
+from kernels.collectives import is_summed, sum_over_ranks
+from kernels.cpu_ends import Enter, Leave
 from kernels.cpu_experts import Experts, fits_experts, fits_head_matrices
 from kernels.cpu_experts import packed as packed_experts
 from kernels.cpu_feed_forward import EndHalf, factor_of, feed_forward_of
 from kernels.cpu_linears import (
     DTYPES,
-    OPERATIONS,
+    OperationsEmbedding,
     arguments,
     fits_linear,
-    fits_norm,
+    is_packed,
     norm_struct,
     packed,
 )
 from kernels.cpu_mixers import FEW, mixer_of
-from kernels.linear import PackedEmbedding, PackedLinear
+from kernels.guard import Guard, Stead, guard_of, undo
+from kernels.linear import PackedEmbedding
 from layers.moe import MoE
 from layers.norms import Scale
 from layers.shared_kv import SharedAttention
@@ -94,7 +95,8 @@ class Call:
                 self.structs.append(cpu_ops.Positions())
             self.taken[key] = self.structs[n]
             cos, sin = (t[..., :half] for t in rope)
-            self.kept += [mask, rope, *fill(self.structs[n], cos, sin, slot, mask, batch_idx)]
+            fill(self.structs[n], self.shape, cos, sin, slot, mask, batch_idx)
+            self.kept += [mask, rope]              # whose ids stand for them
         self.positions = self.taken[key]
 
     def run(self) -> None:
@@ -103,16 +105,24 @@ class Call:
         cpu_ops.run(addresses)
 
 
-def fill(at: cpu_ops.Positions, cos, sin, slot, mask, batch_idx) -> list[Tensor]:
-    """-> the tensors that it points to."""
-    cos, sin, slot, mask = (t.contiguous() for t in (cos, sin, slot, mask))
-    at.cos, at.sin, at.slot, at.mask = (t.data_ptr() for t in (cos, sin, slot, mask))
-    at.rows = None if batch_idx is None else batch_idx.data_ptr()
+def fill(at: cpu_ops.Positions, shape: torch.Size, cos, sin, slot, mask, batch_idx) -> None:
+    """For a call of B rows with T tokens each. ValueError where these are of another one."""
+    B, T = shape
+    cos, sin, slot, mask = (t.contiguous() for t in (cos, sin, slot.long(), mask))
+    alike = cos.shape == sin.shape and cos.shape[-2] == slot.shape[-1] == mask.shape[-2] == T
+    if not alike or any(t.shape[0] not in (1, B) for t in (cos, mask) if t.dim() == 4) or (
+            slot.dim() == 2 and len(slot) not in (1, B)):
+        raise ValueError(f"positions [{', '.join(map(str, slot.shape))}] are not those of tokens "
+                         f"[{B}, {T}]")
+    for name, t in dict(cos=cos, sin=sin, slot=slot, mask=mask).items():
+        at.set(name, t)
+    at.set("rows", None if batch_idx is None else batch_idx.long().contiguous())
+    if batch_idx is not None and batch_idx.shape != (B,):
+        raise ValueError(f"batch_idx has {batch_idx.numel()} rows, and the tokens {B}")
     at.n_key = at.mask_t = mask.shape[-1]
-    at.mask_b = mask.stride(0) if mask.dim() == 4 else 0
-    at.angle_b = cos.stride(0) if cos.dim() == 4 else 0
-    at.slot_b = slot.stride(0) if slot.dim() == 2 else 0
-    return [cos, sin, slot, mask, batch_idx]
+    at.mask_b = mask.stride(0) if mask.dim() == 4 and len(mask) == B else 0
+    at.angle_b = cos.stride(0) if cos.dim() == 4 and len(cos) == B else 0
+    at.slot_b = slot.stride(0) if slot.dim() == 2 and len(slot) == B else 0
 
 
 # ---- A layer ------------------------------------------------------------------------------------
@@ -130,8 +140,7 @@ class Operations:
             layer, layer.layer, layer.parallel, layer.dim)
         self.call, self.cache, self.buffers, self.halves = call, cache, call.buffers, halves
         self.x = self.positions = self.shape = self.multiplied = None
-        self.at = {name: buffer.data_ptr() for name, buffer in call.buffers.items()}
-        self.types = {name: cpu_ops.TYPES[dtype] for name, dtype in call.dtypes.items()}
+        self.at = call.buffers
         self.reads_x, self.adds_x, self.by_rows, self.mixing, self.steps = [], [], [], [], []
         plain = self.plain_attention, self.plain_feed_forward, self.plain_end
         for half, as_it_is in zip(halves, plain):
@@ -159,12 +168,11 @@ class Operations:
     def linear(self, name: str, x: str | None, out: str, norm: nn.Module | None = None,
                rows: int = 1, **more) -> cpu_ops.Linear:
         """x None: each call has its own. more: the struct's other fields."""
-        packed, bias = self.layer.linears[name]
-        *n_expert, n_out, n_in = packed.shape
-        weights = arguments(packed.weight, packed.scales, n_in)
+        linear = self.layer.linears[name]
+        *n_expert, n_out, n_in = linear.shape
+        weights = arguments(linear.packed, linear.scales, n_in)
         op = cpu_ops.linear(
-            *weights, (n_out, n_in), bias, x=self.at.get(x), x_type=self.types.get(x, 0),
-            out=self.at[out], out_type=self.types[out],
+            *weights, (n_out, n_in), linear.bias, x=self.at.get(x), out=self.at[out],
             norm=norm_struct(norm) if norm else cpu_ops.Norm(),
             x_bits=cpu_ops.x_bits(self.call.dtype), n_expert=n_expert[0] if n_expert else 0, **more)
         if x is None:
@@ -176,18 +184,19 @@ class Operations:
                post: nn.Module) -> None:
         """out = x + post(linear(y)), linear being the module's last. x None: each call has its own.
         """
-        if not module._forward_hooks and isinstance(post, nn.Identity | Scale):
+        if not is_summed(module) and isinstance(post, nn.Identity | Scale):
             op = self.linear(name, y, out, residual=self.at.get(x))
             op.factor = factor_of(post)
             if x is None:
                 self.adds_x.append(op)
             return
         self.linear(name, y, "before")
-        if module._forward_hooks:
+        if is_summed(module):
             self.steps.append(lambda *_: self.sum_over_ranks(module))
         self.add_norm(x, out, post)
 
-    def add_norm(self, x: str | None, out: str, norm: nn.Module, scale: float = 1.0) -> None:
+    def add_norm(self, x: str | None, out: str, norm: nn.Module,
+                 scale: Tensor | None = None) -> None:
         """out = (x + norm(before)) * scale"""
         op = cpu_ops.AddNorm(
             kind=cpu_ops.ADD_NORM, D=self.dim, factor=factor_of(norm), scale=scale,
@@ -200,8 +209,7 @@ class Operations:
 
     def sum_over_ranks(self, module: nn.Module) -> None:
         y = self.call.rows("before")
-        for hook in module._forward_hooks.values():
-            y.copy_(hook(module, (), y.to(self.call.dtype)))
+        y.copy_(sum_over_ranks(module, (), y.to(self.call.dtype)))
 
     def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
         layer, x = self.parts, self.x
@@ -230,23 +238,20 @@ class Operations:
     def take(self, x: Tensor) -> None:
         self.x = x
         for op in self.reads_x:
-            op.x, op.x_type = x.data_ptr(), cpu_ops.TYPES[x.dtype]
+            op.set("x", x)
         for op in self.adds_x:
-            op.residual, op.residual_type = x.data_ptr(), cpu_ops.TYPES[x.dtype]
+            op.set("residual", x)
 
     def take_positions(self, at: cpu_ops.Positions) -> None:
         self.positions = at
         for op in self.mixing:
-            op.at = ctypes.addressof(at)
+            op.set("at", at)
 
-    def multiply_by(self, own: Tensor) -> Tensor:
-        """own [B, T, P] -> where it lies with rows equally far apart."""
-        B, T, _ = own.shape
-        even = own.stride(2) == 1 and (B == 1 or own.stride(0) == T * own.stride(1))
-        own, op = own if even else own.contiguous(), self.multiplied
-        op.times, op.times_type = own.data_ptr(), cpu_ops.TYPES[own.dtype]
-        op.times_stride = own.stride(1)
-        return own
+    def multiply_by(self, own: Tensor) -> None:
+        """own [B, T, P]"""
+        own = own.contiguous()
+        self.multiplied.set("times", own)
+        self.multiplied.times_stride = own.shape[2]
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:
@@ -254,33 +259,29 @@ def cache_owner(attn: nn.Module) -> nn.Module:
     return attn.source[0] if isinstance(attn, SharedAttention) else attn
 
 
-class OperationsLayer:
+class OperationsLayer(Stead):
     """The forward of a layer with packed linears, in its place.
 
     halves: which of mixer, feed-forward and end are operations, none perhaps: x stays in fp32
-    between such layers too; first, last: of neighbours like it; narrows: one unlike it follows.
+    between layers; first, last: of the model's.
     """
 
-    def __init__(self, layer: nn.Module, halves: tuple[bool, ...], cfg, first=True, last=True,
-                 narrows=False):
-        self.layer, self.first, self.last, self.narrows = layer, first, last, narrows
-        self.owner, self.plain = cache_owner(layer.attn), layer.forward
+    def __init__(self, guard: Guard, layer: nn.Module, halves: tuple[bool, ...], cfg):
+        super().__init__(guard, layer, "forward")
+        self.layer, self.first, self.last = layer, False, False
+        self.owner = cache_owner(layer.attn)
         self.parallel, self.dim = cfg.parallel, cfg.dim    # parallel: both halves read x
         self.has_end = has_end(layer)
         kinds = mixer_of(layer), feed_forward_of(layer), EndHalf
-        self.is_known, self.linears = halves, {}   # name -> PackedLinear, its bias in fp32
+        self.is_known, self.linears = halves, {}   # name -> OperationsLinear
         self.halves = tuple(kind(layer) if known else None for kind, known in zip(kinds, halves))
         for where, half in zip(("attn", "ffn", "end"), self.halves):
             for name in half.linears if half else ():
-                self._add(f"{where}.{name}")
+                name = f"{where}.{name}"
+                self.linears[name] = operator.attrgetter(name)(layer)
         self.mixer = self.halves[0]
         self.operations = {}                       # halves that a call takes -> Operations
         self.current = None
-
-    def _add(self, name: str) -> None:
-        linear = operator.attrgetter(name)(self.layer)
-        bias = linear.bias
-        self.linears[name] = linear, bias if bias is None else bias.detach().float()
 
     def widths(self) -> tuple[dict[str, int], dict[str, int]]:
         """Of what Operations writes, for any number of rows and for few."""
@@ -289,7 +290,7 @@ class OperationsLayer:
         for where, half in zip(("attn", "ffn", "end"), self.halves):
             if half:
                 def width_of(name, where=where):
-                    *_, n_out, n_in = self.linears[f"{where}.{name}"][0].shape
+                    *_, n_out, n_in = self.linears[f"{where}.{name}"].shape
                     return n_in, n_out
                 widths[half.few_rows].update(half.widths(width_of))
         return widths
@@ -308,7 +309,7 @@ class OperationsLayer:
 
     def __call__(self, x, rope, slot, mask, batch_idx=None, *own) -> Tensor:
         call, cache, operations = self.call, self.owner._modules.get("cache"), self.current
-        if cache is None:
+        if cache is None or not self.guard.inside:
             return self.plain(x, rope, slot, mask, batch_idx, *own)
         if self.first:
             x = x.contiguous()
@@ -323,7 +324,7 @@ class OperationsLayer:
         if operations.mixing and call.positions is not operations.positions:
             operations.take_positions(call.positions)
         if operations.multiplied:
-            call.kept.append(operations.multiply_by(*own))
+            operations.multiply_by(*own)
         for step in operations.steps:
             if type(step) is list:
                 call.addresses += step
@@ -332,7 +333,7 @@ class OperationsLayer:
                 step(rope, slot, mask, batch_idx, *own)
         if self.last:
             call.run()
-        return call.out.to(call.dtype) if self.narrows else call.out
+        return call.out
 
 
 def has_end(layer: nn.Module) -> bool:
@@ -342,7 +343,9 @@ def has_end(layer: nn.Module) -> bool:
 def pack_modules(layer: nn.Module) -> nn.Module:
     """Have all linears and experts of a layer the operations' layout. In place."""
     for name, module in list(layer.named_modules()):
-        if isinstance(module, MoE) and fits_experts(module):
+        if is_packed(module):
+            continue
+        if isinstance(module, MoE) and fits_experts(module) and "experts" not in vars(module):
             module.experts = Experts(module)
         elif name.startswith("attn.") and fits_head_matrices(module):
             layer.set_submodule(name, packed_experts([module], None))
@@ -353,113 +356,59 @@ def pack_modules(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def kind_of(layer: nn.Module) -> tuple:
-    """Of those alike one is tried."""
-    return repr(layer), *((type(m), m.__dict__.get("forward")) for m in layer.modules())
-
-
-def halves_alike(layer: nn.Module, model: nn.Module) -> tuple[bool, ...] | None:
-    """Which halves the operations do as the model's layer does: tried on a copy.
-
-    None: not even its halves as they are, one after the other, do the same.
-    """
-    end_fits = has_end(layer) and EndHalf.fits(layer)
-    fits = mixer_of(layer).fits(layer), feed_forward_of(layer).fits(layer), end_fits
-    copied = pack_modules(copy.deepcopy(layer))
-    tries = itertools.product(*((True, False) if fit else (False,) for fit in fits))
-    for halves in sorted(tries, key=sum, reverse=True):
-        if does_the_same(layer, OperationsLayer(copied, halves, model.cfg), model):
-            return halves
-    return None
-
-
-def does_the_same(layer: nn.Module, new: OperationsLayer, model: nn.Module) -> bool:
-    """Some tokens and one more, by the layer as it is and by its operations: alike?
-
-    In a mixture most of them: where two experts are nearly as good, rounding decides.
-    """
-    dtype, n_angle = model.dtype, getattr(layer.attn, "head_dim", model.cfg.head_dim) // 2
-    owner = cache_owner(layer.attn)
-    old = owner.cache
-    random = torch.Generator().manual_seed(0)
-    new.call, new.current, new.operations = Call(*new.widths(), dtype), None, {}
-    D, errors = new.dim, []
-    owner.setup_cache(1, 8, dtype, "cpu")
-    new.owner.setup_cache(1, 8, dtype, "cpu")
-    own_dim = layer.end.dim if new.has_end else 0
-    bits = cpu_ops.set_activation_bits(16)         # what it computes is asked, not how finely
-    try:
-        for pos in (torch.arange(5), torch.tensor([5])):
-            x = torch.randn(1, len(pos), D, generator=random).to(dtype)
-            angle = torch.randn(len(pos), n_angle, generator=random)
-            mask = torch.arange(8) <= pos[:, None]
-            given = (angle.cos(), angle.sin()), pos, mask, None
-            if own_dim:
-                given += (torch.randn(1, len(pos), own_dim, generator=random).to(dtype),)
-            plain, mine = layer(x, *given).float(), new(x, *given).float()
-            error = (plain - mine).abs().amax(-1) / (plain - x.float()).abs().max()
-            errors += error.flatten().tolist()
-    finally:
-        owner.cache = old
-        cpu_ops.set_activation_bits(bits)
-    most = 2 if isinstance(layer.ffn, MoE) else 0
-    limit = 1e-3 if dtype == torch.float32 else 0.05
-    return sum(not error < limit for error in errors) <= most
-
-
 # ---- A model ------------------------------------------------------------------------------------
 
 def fits(model: nn.Module) -> bool:
     """Is it one that use_operations() takes, by its parts?"""
-    return model.dtype in DTYPES and (uses_operations(model) or fits_linear(model.head))
+    return model.dtype in DTYPES and fits_linear(model.head)
 
 
 def uses_operations(model: nn.Module) -> bool:
-    return isinstance(model.head, PackedLinear) and model.head.kernel is OPERATIONS
+    return guard_of(model) is not None
 
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
 @torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
-    """Have a model run by cpu_ops. In place; False: nothing was done."""
+    """Have a model run by cpu_ops, for as long as it is as it was read. In place; False: it runs
+    uncompiled, and a note says why."""
+    undo(model)
     if not fits(model):
         private.note(f"on a CPU a model in {str(model.dtype)[6:]} runs uncompiled")
         return False
     if not cpu_ops.is_available():
         return False
-    layers = list(model.layers)
-    has_cache = layers[0].attn.cache is not None
-    if not has_cache:                              # to try the layers with
-        model.setup_cache(1, 16)
-    kinds = [kind_of(layer) for layer in layers]
-    halves = {kind: halves_alike(layer, model)
-              for kind, layer in dict(zip(kinds, layers)).items()}
-    if not has_cache:
-        model.setup_cache(0, 0)
-    halves = [halves[kind] for kind in kinds]
-    if None in halves:
-        private.note("a layer is not as cpu_ops/ knows them: it runs uncompiled")
-    made = []
-    for i, layer in enumerate(layers):
-        pack_modules(layer)
-        if halves[i] is not None:
-            is_end = i + 1 == len(layers)
-            first, last = i == 0 or halves[i - 1] is None, is_end or halves[i + 1] is None
-            narrows = last and not is_end
-            made.append(OperationsLayer(layer, halves[i], model.cfg, first, last, narrows))
-            layer.forward = made[-1]
-    widths = (widest(each) for each in zip(*(new.widths() for new in made)))
-    call = Call(*widths, model.dtype) if made else None
-    for new in made:
-        new.call = call
+    if what := unknown(model):
+        private.note(f"{what}: the model runs as it is read, uncompiled")
+        return False
     pack_modules(model.per_layer)
+    for layer in model.layers:
+        pack_modules(layer)
     pack_beside(model)
-    enter = Enter(model)
-    if not model.rings and model.pos_embed is None and gives_the_same(enter, model):
-        model.embed_inputs = enter
-    if not model.head._forward_hooks and fits_norm(model.norm):
-        model.unembed = Leave(model)
+    guard = Guard(model, use_operations)
+    put_layers(model, guard)
+    if Enter.fits(model):
+        model.embed_inputs = Enter(guard, model)
+    if Leave.fits(model) and "unembed" not in vars(model):     # a drafter may listen there
+        model.unembed = Leave(guard, model)
+    guard.begin([t for m in model.modules() if is_packed(m) for t in m.leaves() if t is not None])
     return True
+
+
+def put_layers(model: nn.Module, guard: Guard) -> None:
+    layers = [OperationsLayer(guard, layer, halves_known(layer), model.cfg)
+              for layer in model.layers]
+    layers[0].first = layers[-1].last = True
+    widths = (widest(each) for each in zip(*(layer.widths() for layer in layers)))
+    call = Call(*widths, model.dtype)
+    for layer in layers:
+        layer.call, layer.layer.forward = call, layer
+
+
+def halves_known(layer: nn.Module) -> tuple[bool, ...]:
+    """Which of mixer, feed-forward and end have the parts that the operations know."""
+    return (mixer_of(layer).fits(layer), feed_forward_of(layer).fits(layer),
+            has_end(layer) and EndHalf.fits(layer))
 
 
 def widest(widths: tuple[dict[str, int], ...]) -> dict[str, int]:
@@ -472,7 +421,7 @@ def pack_beside(model: nn.Module) -> None:
     for name, module in list(model.named_children()):
         if name != "head" and fits_linear(module):
             setattr(model, name, packed(module))
-    if not uses_operations(model):
+    if not is_packed(model.head):
         use_packed_head(model)
 
 
@@ -481,7 +430,9 @@ def use_packed_head(model: nn.Module) -> None:
     old = model.head
     model.head = packed(old)
     model.head._forward_hooks.update(old._forward_hooks)
+    scales = model.head.scales                     # in fp32, as operations read them
     for name, embed in list(model.named_modules()):
-        if isinstance(embed, nn.Embedding | PackedEmbedding) and embed.weight is old.weight:
-            scales = getattr(embed, "scales", None)
-            model.set_submodule(name, PackedEmbedding(model.head, scales, model.dtype))
+        is_embedding = isinstance(embed, nn.Embedding | PackedEmbedding)
+        if is_embedding and getattr(embed, "weight", None) is old.weight:
+            scales = getattr(embed, "scales", None) if scales is None else scales
+            model.set_submodule(name, OperationsEmbedding(model.head, scales, model.dtype))

@@ -1,6 +1,6 @@
 """Linears whose weights have cpu_ops' layout, made of those in any other; norms as it reads them.
 
-    new = packed(linear)                           # a PackedLinear, for use anywhere
+    new = packed(linear)                           # an OperationsLinear, for use anywhere
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels import cpu_ops
 from kernels.cpu import unpack_int4_cpu, unpack_int8_cpu
-from kernels.linear import PackedLinear
+from kernels.linear import PackedEmbedding, PackedLinear
 from kernels.plain import Kernel
 from layers.norms import HeadLayerNorm, LayerNorm, Scale, WideNorm
 
@@ -47,6 +47,42 @@ def rows(weight: Tensor, ids: Tensor) -> Tensor:
 OPERATIONS = Kernel("cpu ops", product, rows=rows)
 
 
+class NoWeight(nn.Module):
+    """A module whose weight has cpu_ops' layout. It is not called so: whoever edits a weight means
+    other numbers."""
+
+    def __getattr__(self, name):
+        if name == "weight":
+            raise AttributeError(NO_WEIGHT)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name, value):
+        if name == "weight":
+            raise AttributeError(NO_WEIGHT)
+        super().__setattr__(name, value)
+
+
+NO_WEIGHT = ("a compiled model's weights are packed: edit .weight before it is compiled, or put "
+             "another linear in the place of this one (.dequantized() gives its numbers)")
+
+
+class OperationsLinear(NoWeight, PackedLinear):
+    names = "packed", "scales", "zeros"
+
+    def dequantized(self) -> Tensor:
+        """A copy of the weight [out, in], in fp32."""
+        rows = self.kernel.product(torch.eye(self.shape[-1]), *self.leaves())      # [in, out']
+        return rows[:, :self.shape[0]].T.contiguous()
+
+
+class OperationsEmbedding(NoWeight, PackedEmbedding):
+    names = "packed", "scales"
+
+
+def is_packed(linear: nn.Module) -> bool:
+    return isinstance(linear, OperationsLinear)
+
+
 def shape_of(linear: nn.Module) -> torch.Size:
     """[(E,) out, in]"""
     return linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape
@@ -68,7 +104,9 @@ def on_disk(linear: nn.Module) -> tuple:
 
 
 def fits_leaves(linear: nn.Module) -> bool:
-    """Can cpu_ops.pack_weight() lay out what on_disk() gives? Reads no weight."""
+    """Can cpu_ops.pack_weight() lay out what on_disk() gives, or is it done? Reads no weight."""
+    if is_packed(linear):
+        return True
     if not isinstance(linear, PackedLinear):
         return linear.weight.dtype in DTYPES
     packed_int4 = linear.kernel.name == "int4 cpu" and linear.zeros is None
@@ -80,18 +118,32 @@ def fits_leaves(linear: nn.Module) -> bool:
 
 
 def fits_linear(linear: nn.Module) -> bool:
-    """Can packed() do it?"""
+    """Can packed() do it, or is it done?"""
     alone = type(linear) is nn.Linear or isinstance(linear, PackedLinear) and len(linear.shape) == 2
-    return alone and fits_leaves(linear)
+    return alone and fits_leaves(linear) and fits_bias(linear)
 
 
-def packed(linear: nn.Module) -> PackedLinear:
+def packed(linear: nn.Module) -> OperationsLinear:
     """The same linear with its weight in cpu_ops' layout."""
+    if is_packed(linear):
+        return linear
     weight, scales, zeros = on_disk(linear)
     _, weight, scales, _ = cpu_ops.pack_weight(weight, scales, zeros)
-    new = PackedLinear(torch.Size(shape_of(linear)), linear.bias, OPERATIONS)
+    new = OperationsLinear(torch.Size(shape_of(linear)), linear.bias, OPERATIONS)
     new.set_leaves((weight, scales, None))
     return new
+
+
+def fits_bias(linear: nn.Module) -> bool:
+    bias = linear.bias
+    return bias is None or (bias.dtype in DTYPES and bias.is_contiguous()
+                            and bias.device.type == "cpu")
+
+
+def are_floats(*tensors: Tensor | None) -> bool:
+    """May operations read them where they are? In fp32, in one piece, on the CPU."""
+    return all(t is None or (t.dtype == torch.float32 and t.is_contiguous() and not t.is_meta
+                             and t.device.type == "cpu") for t in tensors)
 
 
 def fits_norm(norm: nn.Module) -> bool:
@@ -99,8 +151,11 @@ def fits_norm(norm: nn.Module) -> bool:
     if isinstance(norm, HeadLayerNorm):
         return False
     shared = "mean_square" in vars(norm)           # by ranks
-    if shared or type(norm) in known:
-        return not shared
+    tensors = [getattr(norm, name, None) for name in ("weight", "bias")]
+    if shared or not are_floats(*tensors):
+        return False
+    if type(norm) in known:
+        return True
     return hasattr(norm, "eps") and (norm.weight is None or norm.weight.dim() == 1)
 
 
@@ -109,9 +164,9 @@ def norm_struct(module: nn.Module, dim: int = 0) -> cpu_ops.Norm:
     if type(module) in (nn.Identity, Scale):
         return cpu_ops.Norm()
     if isinstance(module, LayerNorm):
-        return cpu_ops.Norm(2, module.eps, module.weight.data_ptr(), module.bias.data_ptr())
+        return cpu_ops.Norm(kind=2, eps=module.eps, weight=module.weight, bias=module.bias)
     weight = ones(dim) if module.weight is None else module.weight
-    return cpu_ops.Norm(1, module.eps, weight.data_ptr())
+    return cpu_ops.Norm(kind=1, eps=module.eps, weight=weight)
 
 
 @cache

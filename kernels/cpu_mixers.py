@@ -8,7 +8,7 @@ of a call they take, and adds them to a layer's list (cpu_layers.Operations).
     if mixer.fits(layer): mixer(layer).add_to(operations)
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from kernels import cpu_ops
 from kernels.cpu_experts import fits_head_matrices
@@ -53,25 +53,24 @@ class AttentionMixer:
         attn, norm = ops.parts.attn, ops.parts.attn_norm
         for name in self.before:
             ops.linear(f"attn.{name}", None, name, norm)
-        ops.at_positions(self.operation(attn, ops.at, ops.types["attended"]))
+        ops.at_positions(self.operation(attn, ops.at))
         ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
 
-    def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.Attention:
-        """at: where buffers are, by the linears' names, and "attended"."""
+    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> cpu_ops.Attention:
+        """at: buffers by the linears' names, and "attended"."""
         attend, cache = attn.attend, attn.cache
-        _, K, S, H = cache.k.shape
+        n_row, K, S, H = cache.k.shape
         sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
         norms = {name: norm_struct(getattr(attn, name, nn.Identity()), H)
                  for name in ("q_norm", "k_norm", "v_norm")}
         queries = self.before[0]                   # with keys and values, or without
         return cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, V=H, S=S,
-            cache_type=cpu_ops.TYPES[cache.k.dtype], wide_norm=isinstance(attn.q_norm, WideNorm),
+            kind=cpu_ops.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, V=H, S=S, n_row=n_row,
+            wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             has_keys=queries == "wqkv", qkv=at[queries],
-            gate=at["gate"] if "gate" in self.before else None,
-            sinks=None if sinks is None else sinks.data_ptr(), k_cache=cache.k.data_ptr(),
-            v_cache=cache.v.data_ptr(), out=at["attended"], out_type=out_type, **norms)
+            gate=at["gate"] if "gate" in self.before else None, sinks=sinks, k_cache=cache.k,
+            v_cache=cache.v, out=at["attended"], **norms)
 
 
 def linears_before(attn: nn.Module) -> list[str]:
@@ -112,24 +111,22 @@ class LatentMixer:
         attn, N, width = ops.parts.attn, self.n_head, self.rank + self.rope_dim
         ops.linear(f"attn.{self.before[0]}", None, self.before[0], ops.parts.attn_norm)
         stride = sum(attn.split)                   # of queries or their latent, then keys'
-        q, q_stride, k = ops.at[self.before[0]], stride, ops.at[self.before[0]] + 4 * attn.split[0]
+        q, q_stride, k = ops.at[self.before[0]], stride, ops.at[self.before[0]][attn.split[0]:]
         if attn.has_q_rank:
             ops.linear("attn.wq_b", "wqkv_a", "wq_b", attn.q_a_norm, x_stride=stride)
             q, q_stride = ops.at["wq_b"], N * (attn.nope_dim + self.rope_dim)
         cache = attn.cache.k
-        S, cache_type = cache.shape[1], cpu_ops.TYPES[cache.dtype]
+        n_row, S, _ = cache.shape
         ops.at_positions(cpu_ops.Latent(
             kind=cpu_ops.LATENT, N=N, nope=attn.nope_dim, rope=self.rope_dim, rank=self.rank, S=S,
-            cache_type=cache_type, q_stride=q_stride, k_stride=stride,
-            norm=norm_struct(attn.kv_a_norm), q=q, k=k, queries=ops.at["queries"],
-            cache=cache.data_ptr()))
+            n_row=n_row, q_stride=q_stride, k_stride=stride, norm=norm_struct(attn.kv_a_norm), q=q,
+            k=k, queries=ops.at["queries"], cache=cache))
         ops.linear("attn.wk_b", self.before[-1], "queries", x_stride=q_stride, out_step=width,
                    x_step=attn.nope_dim + self.rope_dim, out_stride=N * width)
         ops.at_positions(cpu_ops.Attention(
-            kind=cpu_ops.ATTENTION, N=N, K=1, H=width, V=self.rank, S=S, cache_type=cache_type,
-            is_turned=True, scale=attn.attend.scale, qkv=ops.at["queries"],
-            k_cache=cache.data_ptr(), v_cache=cache.data_ptr(), out=ops.at["latents"],
-            out_type=ops.types["latents"]))
+            kind=cpu_ops.ATTENTION, N=N, K=1, H=width, V=self.rank, S=S, n_row=n_row,
+            is_turned=True, scale=attn.attend.scale, qkv=ops.at["queries"], k_cache=cache,
+            v_cache=cache, out=ops.at["latents"]))
         ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank, x_step=self.rank,
                    out_stride=N * attn.v_dim, out_step=attn.v_dim)
         ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
@@ -143,7 +140,7 @@ class DeltaMixer:
     def __init__(self, layer: nn.Module):
         self.before, self.half = ["qkv", "gate", "rates"], None
         self.linears = [*self.before, "wo"]
-        self.taps = layer.attn.conv.detach().T.contiguous()
+        lay_out_by_taps(layer.attn.conv)
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -158,17 +155,15 @@ class DeltaMixer:
     widths = AttentionMixer.widths
     add_to = AttentionMixer.add_to
 
-    def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.Delta:
+    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> cpu_ops.Delta:
         shape, cache = attn.shape, attn.cache
         return cpu_ops.Delta(
             kind=cpu_ops.DELTA, Nk=shape.n_k_head, N=shape.n_v_head, Dk=shape.k_dim,
             Dv=shape.v_dim, n_tap=shape.n_tap, n_state=cache.states.shape[1],
-            n_input=cache.inputs.shape[1], input_type=cpu_ops.TYPES[cache.inputs.dtype],
-            q_scale=shape.k_dim**-0.5, norm=cpu_ops.Norm(1, attn.eps, attn.norm.weight.data_ptr()),
-            taps=self.taps.data_ptr(), decay_rate=attn.decay_rate.data_ptr(),
-            decay_bias=attn.decay_bias.data_ptr(), x=at["qkv"], z=at["gate"], rates=at["rates"],
-            states=cache.states.data_ptr(), inputs=cache.inputs.data_ptr(), out=at["attended"],
-            out_type=out_type)
+            n_input=cache.inputs.shape[1], n_row=len(cache.inputs), q_scale=shape.k_dim**-0.5,
+            norm=cpu_ops.Norm(kind=1, eps=attn.eps, weight=attn.norm.weight), taps=attn.conv.T,
+            decay_rate=attn.decay_rate, decay_bias=attn.decay_bias, x=at["qkv"], z=at["gate"],
+            rates=at["rates"], states=cache.states, inputs=cache.inputs, out=at["attended"])
 
 
 class ShortConvMixer:
@@ -179,7 +174,7 @@ class ShortConvMixer:
     def __init__(self, layer: nn.Module):
         self.before, self.half = ["wbcx"], None
         self.linears = [*self.before, "wo"]
-        self.taps = layer.attn.taps.detach().T.contiguous()
+        lay_out_by_taps(layer.attn.taps)
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -189,13 +184,20 @@ class ShortConvMixer:
     widths = AttentionMixer.widths
     add_to = AttentionMixer.add_to
 
-    def operation(self, attn: nn.Module, at: dict[str, int], out_type: int) -> cpu_ops.ShortConv:
-        inputs, bias = attn.cache.inputs, attn.taps_bias
+    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> cpu_ops.ShortConv:
+        inputs = attn.cache.inputs
         return cpu_ops.ShortConv(
             kind=cpu_ops.SHORT_CONV, width=attn.shape.width, n_tap=attn.shape.n_tap,
-            n_input=inputs.shape[1], input_type=cpu_ops.TYPES[inputs.dtype], out_type=out_type,
-            taps=self.taps.data_ptr(), bias=None if bias is None else bias.data_ptr(),
-            x=at["wbcx"], inputs=inputs.data_ptr(), out=at["attended"])
+            n_input=inputs.shape[1], n_row=len(inputs), taps=attn.taps.T, bias=attn.taps_bias,
+            x=at["wbcx"], inputs=inputs, out=at["attended"])
+
+
+def lay_out_by_taps(taps: nn.Parameter) -> None:
+    """taps [channels, n_tap] in memory as [n_tap, channels], which is how operations read them.
+
+    The tensor stays the module's own: an edit of it counts.
+    """
+    taps.data = taps.data.T.contiguous().T
 
 
 MIXERS = {DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer}

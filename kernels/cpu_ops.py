@@ -9,12 +9,13 @@ on the CPU; pack_weight() makes it of the layouts on disk (kernels/plain.py).
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import secrets
 import shutil
 import subprocess
-from ctypes import Structure, c_float, c_int32, c_int64, c_long, c_void_p
+from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,7 @@ FP32, BF16, INT8, INT4 = range(4)                  # formats of weights
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROUTE, COMBINE,
  SHORT_CONV) = range(11)
 MOST_TAPS = 8                                      # of a short convolution
+OUT_OF_RANGE = 1                                   # what run() gives then
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
 
 
@@ -129,6 +131,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
     loaded.run.argtypes = [ctypes.POINTER(c_void_p), c_int32, c_int32]
     loaded.run.restype = c_int32
+    check_layout(loaded)
     return loaded
 
 
@@ -145,93 +148,173 @@ def is_available() -> bool:
 
 # ---- What an operation is -----------------------------------------------------------------------
 
-class Norm(Structure):
-    _fields_ = [("kind", c_int32), ("eps", c_float), ("weight", c_void_p), ("bias", c_void_p)]
+# Fields that are addresses: which numbers lie there. Of others it is fp32, or, where the struct has
+# a field for it, its type is written there.
+DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos"), torch.int64)
+DTYPES |= dict.fromkeys(("ends", "order", "place"), torch.int32)
+DTYPES["mask"] = torch.bool
+TYPE_FIELDS = {name: f"{name}_type" for name in ("x", "out", "residual", "times", "bias")}
+TYPE_FIELDS |= dict.fromkeys(("k_cache", "v_cache", "cache"), "cache_type")
+TYPE_FIELDS["inputs"] = "input_type"
+
+
+class Struct(Structure):
+    """What an operation reads: numbers, and addresses of tensors and other structs, which it keeps.
+
+    TypeError where a tensor is not what the operation reads.
+    """
+
+    any_dtype = ()                                 # fields whose dtype the struct says otherwise
+
+    def __init__(self, **values):
+        super().__init__()
+        self.kept = {}
+        for name, value in values.items():
+            self.set(name, value)
+
+    def set(self, name: str, value) -> None:
+        """value: a number, a struct, or a tensor, of which the field is the address, as `at` is."""
+        if isinstance(value, Tensor):
+            self.kept[name] = value.detach()       # whatever becomes of the tensor's own .data
+            setattr(self, name, self._address(name, value))
+        elif isinstance(value, Struct):
+            self.kept[name] = value
+            setattr(self, name, ctypes.addressof(value) if name == "at" else value)
+        else:
+            setattr(self, name, value)
+
+    def _address(self, name: str, t: Tensor) -> int:
+        type_field = TYPE_FIELDS.get(name)
+        if hasattr(self, type_field or ""):
+            if t.dtype not in TYPES:
+                raise TypeError(f"{name} of an operation is float32 or bfloat16, not {t.dtype}")
+            setattr(self, type_field, TYPES[t.dtype])
+        elif name not in self.any_dtype and t.dtype != DTYPES.get(name, torch.float32):
+            raise TypeError(f"{name} of an operation is {DTYPES.get(name, torch.float32)}, not "
+                            f"{t.dtype}")
+        if t.device.type != "cpu" or not t.is_contiguous():
+            raise TypeError(f"{name} of an operation lies in one piece on the CPU")
+        return t.data_ptr()
 
 
 def fields(ints: str, *rest) -> list:
-    return [(name, c_int32) for name in ints.split()] + list(rest)
+    """rest: names of addresses, or other fields."""
+    both = [(name, c_int32) for name in ints.split()]
+    for field in rest:
+        both += [(name, c_void_p) for name in field.split()] if isinstance(field, str) else [field]
+    return both
 
 
-class Linear(Structure):
+class Norm(Struct):
+    _fields_ = fields("kind", ("eps", c_float), "weight bias")
+
+
+class Linear(Struct):
+    any_dtype = ("weight", "scales")
     _fields_ = fields(
         "kind format M N K group activation gated x_type out_type residual_type x_bits n_expert "
-        "x_stride x_step out_stride out_step times_type times_stride",
-        ("factor", c_float), ("norm", Norm), *[(name, c_void_p) for name in (
-            "x weight scales residual times bias out ends order".split())])
+        "x_stride x_step out_stride out_step times_type times_stride bias_type",
+        ("factor", c_float), ("norm", Norm), "x weight scales residual times bias out ends order")
 
 
-class Positions(Structure):
+class Positions(Struct):
     _fields_ = [(name, c_int64) for name in ("n_key", "mask_b", "mask_t", "angle_b", "slot_b")]
-    _fields_ += [(name, c_void_p) for name in ("cos", "sin", "mask", "slot", "rows")]
+    _fields_ += fields("", "cos sin mask slot rows")
 
 
-class Attention(Structure):
+class Attention(Struct):
     _fields_ = fields(
-        "kind B T N K H V S cache_type wide_norm out_type has_keys is_turned", ("scale", c_float),
-        ("cap", c_float), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm),
-        *[(name, c_void_p) for name in (
-            "at", "sinks", "gate", "qkv", "k_cache", "v_cache", "out")])
+        "kind B T N K H V S n_row cache_type wide_norm out_type has_keys is_turned",
+        ("scale", c_float), ("cap", c_float), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm),
+        "at sinks gate qkv k_cache v_cache out")
 
 
-class Delta(Structure):
+class Delta(Struct):
     _fields_ = fields(
-        "kind B T Nk N Dk Dv n_tap n_state n_input input_type out_type", ("q_scale", c_float),
-        ("norm", Norm), *[(name, c_void_p) for name in (
-            "at taps decay_rate decay_bias x z rates states inputs out".split())])
+        "kind B T Nk N Dk Dv n_tap n_state n_input n_row input_type out_type", ("q_scale", c_float),
+        ("norm", Norm), "at taps decay_rate decay_bias x z rates states inputs out")
 
 
-class ShortConv(Structure):
-    _fields_ = fields("kind B T width n_tap n_input input_type out_type",
-                      *[(name, c_void_p) for name in "at taps bias x inputs out".split()])
+class ShortConv(Struct):
+    _fields_ = fields("kind B T width n_tap n_input n_row input_type out_type",
+                      "at taps bias x inputs out")
 
 
-class Latent(Structure):
-    _fields_ = fields("kind B T N nope rope rank S cache_type q_stride k_stride", ("norm", Norm),
-                      *[(name, c_void_p) for name in "at q k queries cache".split()])
+class Latent(Struct):
+    _fields_ = fields("kind B T N nope rope rank S n_row cache_type q_stride k_stride",
+                      ("norm", Norm), "at q k queries cache")
 
 
-class Route(Structure):
+class Route(Struct):
     _fields_ = fields(
         "kind M E A n_group topk_group group_top by_sigmoid normalized", ("factor", c_float),
-        *[(name, c_void_p) for name in "logits bias expert_scale prob place order ends".split()])
+        "logits bias expert_scale prob place order ends")
 
 
-class Combine(Structure):
+class Combine(Struct):
     _fields_ = fields(
         "kind M D A out_type residual_type", ("factor", c_float), ("norm", Norm),
-        ("shared_norm", Norm), ("post", Norm), *[(name, c_void_p) for name in (
-            "y prob place shared gate residual out".split())])
+        ("shared_norm", Norm), ("post", Norm), "y prob place shared gate residual out")
 
 
-class AddNorm(Structure):
+class AddNorm(Struct):
     _fields_ = fields("kind M D x_type out_type residual_type", ("factor", c_float),
-                      ("scale", c_float), ("norm", Norm), ("x", c_void_p),
-                      ("residual", c_void_p), ("out", c_void_p))
+                      ("norm", Norm), "scale x residual out")
 
 
-class Embed(Structure):
-    _fields_ = fields("kind format n K n_vocab out_type", ("factor", c_float), ("weight", c_void_p),
-                      ("scales", c_void_p), ("ids", c_void_p), ("out", c_void_p))
+class Embed(Struct):
+    any_dtype = ("weight", "scales")
+    _fields_ = fields("kind format n K n_vocab out_type", ("factor", c_float),
+                      "weight scales ids out")
 
 
-class Angles(Structure):
-    _fields_ = fields("kind n half", *[(name, c_void_p) for name in (
-        "pos", "freq", "amplitude", "cos", "sin")])
+class Angles(Struct):
+    _fields_ = fields("kind n half", "pos freq amplitude cos sin")
 
 
-class Mask(Structure):
-    _fields_ = fields("kind B T n_key window", ("pos", c_void_p), ("mask", c_void_p))
+class Mask(Struct):
+    _fields_ = fields("kind B T n_key window", "pos mask")
+
+
+STRUCTS = (Norm, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine, AddNorm,
+           Embed, Angles, Mask)
+
+
+class Field(Structure):
+    """Of cpu_ops/layout.h."""
+
+    _fields_ = [("of", c_char_p), ("name", c_char_p), ("at", c_int64), ("size", c_int64)]
+
+
+def check_layout(loaded: ctypes.CDLL) -> None:
+    """RuntimeError where a struct here is not the library's."""
+    loaded.fields.restype = ctypes.POINTER(Field)
+    theirs = {}
+    for field in itertools.takewhile(lambda field: field.of, loaded.fields()):
+        theirs[field.of.decode(), field.name.decode()] = field.at, field.size
+    ours = {(kind.__name__, ""): (0, ctypes.sizeof(kind)) for kind in STRUCTS}
+    for kind in STRUCTS:
+        for name, _ in kind._fields_:
+            field = getattr(kind, name)
+            ours[kind.__name__, name] = field.offset, field.size
+    for of, name in sorted(ours.keys() | theirs.keys()):
+        if ours.get((of, name)) != theirs.get((of, name)):
+            raise RuntimeError(f"{of}.{name} lies elsewhere in cpu_ops/ than in kernels/cpu_ops.py")
 
 
 def run(addresses: list[int], n_thread: int | None = None) -> None:
     """The structs at these addresses one after the other, on all of torch's threads or so many.
 
-    IndexError where a token or a position is none of the model's or its cache's.
+    IndexError, and nothing is done, where a token, a position or a row is none of the model's or
+    its cache's, or a layer with a state would skip a position; MemoryError.
     """
     n = len(addresses)
-    if library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads()):
-        raise IndexError("a token beyond the vocabulary, or a position beyond the cache")
+    failed = library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads())
+    if failed == OUT_OF_RANGE:
+        raise IndexError("a token beyond the vocabulary, a position or a row beyond the cache, or "
+                         "a gap in the positions of a layer with a state")
+    if failed:
+        raise MemoryError("an operation found no memory for what lies between its steps")
 
 
 # ---- Weights ------------------------------------------------------------------------------------
@@ -277,13 +360,12 @@ def product(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, group: 
             shape: tuple[int, int], bias: Tensor | None = None) -> Tensor:
     """x [M, in] fp32 or bf16 by pack_weight()'s -> [M, out] in x's dtype, rounding nothing of fp32.
 
-    bias: fp32.
+    bias: fp32 or bf16.
     """
     x = x.contiguous()
     out = x.new_empty(x.shape[0], shape[0])
-    op = linear(kind, weight, scales, group, shape, bias, x=x.data_ptr(), out=out.data_ptr(),
-                M=x.shape[0], x_bits=x_bits(x.dtype))
-    op.x_type = op.out_type = TYPES[x.dtype]
+    op = linear(kind, weight, scales, group, shape, bias, x=x, out=out, M=x.shape[0],
+                x_bits=x_bits(x.dtype))
     run([ctypes.addressof(op)])
     return out
 
@@ -317,8 +399,5 @@ def x_bits(dtype: torch.dtype) -> int:
 def linear(kind: int, weight: Tensor, scales: Tensor | None, group: int, shape: tuple[int, int],
            bias: Tensor | None = None, **more) -> Linear:
     """more: the struct's other fields."""
-    def at(t):
-        return None if t is None else t.data_ptr()
-    return Linear(
-        kind=LINEAR, format=kind, N=shape[0], K=shape[1], group=group, factor=1.0,
-        weight=at(weight), scales=at(scales), bias=at(bias), **more)
+    return Linear(kind=LINEAR, format=kind, N=shape[0], K=shape[1], group=group, factor=1.0,
+                  weight=weight, scales=scales, bias=bias, **more)

@@ -28,20 +28,26 @@ class MatvecLinear(nn.Linear):
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose tensors have the layout of a kernel's: those that are not None."""
+    """A Linear whose tensors have the layout of a kernel's: those that are not None.
+
+    names: what they are called. On a CPU's operations the weight is not: nobody edits it by chance.
+    """
+
+    names = "weight", "scales", "zeros"
 
     def __init__(self, shape: torch.Size, bias: Tensor | None, kernel: Kernel):
         super().__init__()
         self.shape = shape
         self.bias = bias
         self.kernel = kernel
-        self.weight = self.scales = self.zeros = None
+        for name in self.names:
+            setattr(self, name, None)
 
     def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.weight, self.scales, self.zeros
+        return tuple(getattr(self, name) for name in self.names)
 
     def set_leaves(self, leaves) -> None:
-        for name, t in zip(("weight", "scales", "zeros"), leaves):
+        for name, t in zip(self.names, leaves):
             if t is not getattr(self, name):       # else it may be shared with the embedding
                 setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
 
@@ -54,16 +60,18 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Shares the head's weight, and has its scales [V], if any: then it is int8."""
 
+    names = "weight", "scales"
+
     def __init__(self, head: PackedLinear, scales: Tensor | None, dtype: torch.dtype):
         super().__init__()
-        self.weight = head.weight
+        setattr(self, self.names[0], head.leaves()[0])
         self.scales = scales
         self.dtype = dtype
         self.kernel = head.kernel
         self.dim = head.shape[1]
 
     def forward(self, ids):
-        rows = self.kernel.rows(self.weight, ids)[..., :self.dim]
+        rows = self.kernel.rows(getattr(self, self.names[0]), ids)[..., :self.dim]
         if self.scales is None:
             return rows
         return dequantize(rows, self.scales[ids], None, self.dtype)

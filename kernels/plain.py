@@ -32,6 +32,9 @@ class Kernel(NamedTuple):
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
 
+    def __deepcopy__(self, memo):                  # a copied module has the same kernel
+        return self
+
 
 def pack_nibbles(q: Tensor) -> Tensor:
     """Codes 0 to 15 [..., in] -> bytes [..., in/2], the first of two neighbours low."""

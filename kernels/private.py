@@ -39,6 +39,37 @@ def lacks(part: str, error: Exception, instead: str) -> None:
     note(f"this torch's {part} does not do as expected ({type(error).__name__}): {instead}")
 
 
+# ---- What a user attaches to modules ------------------------------------------------------------
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: torch.nn.Module) -> list:
+    """The functions that are called beside its forward, or beside its gradients."""
+    return [hook for name in HOOKS for hook in getattr(module, name, {}).values()]
+
+
+def global_hooks() -> list:
+    """Those of all modules (torch.nn.modules.module.register_module_forward_hook)."""
+    of_all = torch.nn.modules.module
+    return [hook for name in HOOKS for hook in getattr(of_all, f"_global{name}", {}).values()]
+
+
+def n_hooks_made() -> int | None:
+    """How many hooks were registered in this process, anywhere; None: torch does not count them."""
+    return getattr(torch.utils.hooks.RemovableHandle, "next_id", None)
+
+
+def function_of(op) -> object:
+    """The function that torch.library.custom_op() made an operator of, or what it was given."""
+    return getattr(op, "_init_fn", op)
+
+
+def guard_hooks() -> None:
+    """Have torch.compile see hooks that come after it compiled a module."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 # ---- Packed weights -----------------------------------------------------------------------------
 
 def has_bf16() -> bool:

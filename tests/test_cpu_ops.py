@@ -268,7 +268,7 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
         n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = cpu_ops.Attention(
-        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
         cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
     cpu_ops.run([ctypes.addressof(op)])
@@ -419,29 +419,6 @@ def test_rows_of_a_batch(families):
     assert [t.item() for t in generate(batch, [prompts[1]], 12)] == alone[1]
 
 
-@pytest.mark.parametrize("what, halves", [("layer", (False,) * 3), ("attn", (False, True, False)), ("ffn", (True, False, False))])
-def test_what_a_fork_changed_keeps_its_own(families, capsys, what, halves):
-    """What computes something else is not computed as if it did not; the other half and other layers are operations."""
-    directory, _ = families("llama3")
-    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
-    changed = model.layers[1] if what == "layer" else getattr(model.layers[1], what)
-    original = type(changed)
-
-    class Changed(original):
-        def forward(self, *args):
-            return original.forward(self, *args) * 1.1
-    changed.__class__ = Changed
-    tokens = torch.randint(3, 150, (1, 30))
-    expected = logits_of(model, tokens, 7)
-    private.note.cache_clear()
-    assert cpu_layers.use_operations(model)
-    assert ("it runs uncompiled" in capsys.readouterr().err) == (what == "layer")
-    for i, layer in enumerate(model.layers):
-        found = getattr(layer.forward, "is_known", (False,) * 3)
-        assert found == (halves if i == 1 else (True, True, False))
-    torch.testing.assert_close(logits_of(model, tokens, 7), expected, atol=2e-4, rtol=2e-4)
-
-
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("n_group, topk_group, group_top", [(1, 1, 2), (4, 2, 1), (4, 3, 2), (8, 1, 2)])
 def test_choice_of_experts(scores, n_group, topk_group, group_top):
@@ -497,6 +474,9 @@ def test_rings_that_come_later_and_what_is_out_of_range(families):
     for token, pos, kv_len in ((one, 20, 20), (one, -1, 20), (one, 3, 21), (one + n_vocab, 3, 20), (one - 6, 3, 20)):
         with pytest.raises(IndexError, match="beyond the"):
             model(token, torch.tensor([pos]), 1, kv_len)
+    for row in (1, -1, 1 << 40):
+        with pytest.raises(IndexError, match="a row beyond the cache"):
+            model(one, torch.tensor([[3]]), 1, 20, torch.tensor([row]))
     assert model(one, torch.tensor([3]), 1, 20).isfinite().all()
 
 
@@ -507,14 +487,16 @@ def test_an_interrupted_call_leaves_nothing_behind(families, monkeypatch):
     tokens, pos = torch.randint(3, 150, (1, 4)), torch.arange(4)
     assert cpu_layers.use_operations(model)
     expected = model(tokens, pos)
-    second = model.layers[1].forward
+    run = cpu_ops.run
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-    model.layers[1].forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        model(tokens, pos)
-    model.layers[1].forward = second
+    def interrupted(addresses, n_thread=None):
+        if n_thread is None:                                   # the layers'
+            raise KeyboardInterrupt
+        run(addresses, n_thread)
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu_ops, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens, pos)
     assert torch.equal(model(tokens, pos), expected)
 
 
@@ -672,7 +654,7 @@ class DeltaCase:
         x, z, rates = (t.data_ptr() for t in inputs)
         op = cpu_ops.Delta(
             kind=cpu_ops.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
-            n_input=self.inputs.shape[1], norm=cpu_ops.Norm(1, 1e-6, weight), taps=taps, decay_rate=rate, decay_bias=bias,
+            n_input=self.inputs.shape[1], n_row=len(self.inputs), norm=cpu_ops.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate, decay_bias=bias,
             at=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
             inputs=self.inputs.data_ptr(), out=out.data_ptr())
         cpu_ops.run([ctypes.addressof(op)])

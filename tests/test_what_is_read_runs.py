@@ -1,0 +1,671 @@
+"""A compiled model gives what the model gives as it is read, whatever was edited, hooked or exchanged,
+before it was compiled, after, or between two steps of a text; or it refuses in one line."""
+
+import copy
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import layers.rope
+import model as core
+from kernels import as_read, cpu_layers, cpu_ops, private
+from kernels.compile import compile_model, leave_alone
+from layers.delta import GatedDelta
+from layers.norms import LayerNorm
+from layers.short_conv import ShortConv
+from model import SDPA, Attention, Block, FeedForward, KVCache, ModelConfig, Transformer
+
+ROOT = Path(core.__file__).parent
+CFG = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
+                  qk_norm="head", qkv_bias=True, head_bias=True, window=(None, 16))
+N_PROMPT, N_STEP = 45, 6
+WHEN = ("before", "after", "between")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    private.note.cache_clear()
+    with torch.no_grad():
+        yield
+    private.note.cache_clear()
+
+
+def make(dtype=torch.float32, cfg=CFG):
+    """A model with random weights, the same each time."""
+    torch.manual_seed(0)
+    model = Transformer(cfg)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1 if "norm" in name else 0, 0.2 if p.dim() == 2 else 0.5)
+        p.requires_grad = False
+    model.dtype = dtype
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and "taps" not in name and "conv" not in name or name.endswith("bias"):
+            p.data = p.data.to(dtype)
+    model.setup_cache(1, 64, N_PROMPT)
+    return model.eval()
+
+
+TOKENS = torch.randint(3, 150, (1, 64), generator=torch.Generator().manual_seed(1))
+
+
+def run(model, between=lambda: None):
+    """-> logits [steps, V]: after a prompt, and token by token behind it; between: called before the third of these."""
+    logits = [model(TOKENS[:, :N_PROMPT], torch.arange(N_PROMPT), 1, N_PROMPT)]
+    for i in range(N_PROMPT, N_PROMPT + N_STEP):
+        if i == N_PROMPT + 2:
+            between()
+        logits.append(model(TOKENS[:, i:i + 1], torch.tensor([i]), 1, i + 1))
+    return torch.cat(logits, 1)[0].clone()
+
+
+def distance(a, b):
+    return float((a - b).abs().mean() / b.std())
+
+
+def alike(a, b, dtype):
+    return distance(a, b) < (1e-4 if dtype == torch.float32 else 0.05)
+
+
+# ---- Edits --------------------------------------------------------------------------------------
+
+EDITS = {}
+
+
+def edit(known=False, changes=WHEN, says=None, at=WHEN):
+    """known: the kernels go on with it; changes: when it changes the logits; says: what the line names; at: when it is tried."""
+    def add(function):
+        EDITS[function.__name__] = function, known, changes, says, at
+        return function
+    return add
+
+
+@edit(says="SDPA.forward")
+def attention_of_a_window_and_sinks(model, patch):
+    plain = SDPA.forward
+
+    def forward(self, q, k, v, mask):
+        near = torch.ones_like(mask).triu(mask.shape[-1] - mask.shape[-2] - 5)
+        near[..., :2] = True
+        return plain(self, q, k, v, mask & near)
+    patch.setattr(SDPA, "forward", forward)
+
+
+@edit(says="KVCache.forward")
+def rounded_keys_and_values(model, patch):
+    plain = KVCache.forward
+
+    def forward(self, slot, k, v, kv_len, batch_idx):
+        return plain(self, slot, k / 4, -(v * 2).round() / 2, kv_len, batch_idx)
+    patch.setattr(KVCache, "forward", forward)
+
+
+@edit(says="Attention.forward", changes=WHEN[:2])
+def attention_of_prompts_only(model, patch):
+    plain = Attention.forward
+    patch.setattr(Attention, "forward", lambda self, x, *rest: plain(self, x, *rest) * (-2 if x.shape[1] >= 8 else 1))
+
+
+@edit(says="model.visible")
+def mask_with_sinks(model, patch):
+    plain = core.visible
+
+    def visible(pos, key, window=None):
+        return plain(pos, key, window) | (key < 4)[..., None, :]
+    patch.setattr(core, "visible", visible)
+
+
+@edit(says="model.rotate")
+def rope_of_the_model(model, patch):
+    patch.setattr(core, "rotate", lambda x, cos, sin: x)
+
+
+@edit(changes=(), says="layers.rope.rotate")
+def rope_of_its_module(model, patch):              # model.py has the other one
+    patch.setattr(layers.rope, "rotate", lambda x, cos, sin: x)
+
+
+@edit(says="model.F")
+def functions_of_torch(model, patch):
+    class F:
+        @staticmethod
+        def scaled_dot_product_attention(q, k, v, mask, **options):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **options) * 2
+    patch.setattr(core, "F", F)
+
+
+@edit(says="Block.forward")
+def method_of_a_class(model, patch):
+    plain = Block.forward
+    patch.setattr(Block, "forward", lambda self, x, *rest: plain(self, x * 1.5, *rest))
+
+
+@edit(says="Linear.forward", at=WHEN[:1])      # packed linears are no nn.Linear any more
+def method_of_a_class_of_torch(model, patch):
+    plain = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: plain(self, x * 1.5))
+
+
+@edit(says="layers.1.forward")
+def method_of_a_layer(model, patch):
+    layer = model.layers[1]
+    layer.forward = lambda x, *rest: type(layer).forward(layer, x * 1.5, *rest)
+
+
+@edit(says="layers.1.attn.q_norm.forward")
+def method_of_a_small_part(model, patch):
+    model.layers[1].attn.q_norm.forward = lambda x: -x * 4
+
+
+@edit(says="unembed")
+def unembed(model, patch):
+    model.unembed = lambda x: type(model).unembed(model, x) * 2
+
+
+@edit(says="forward", known=None)                  # afterwards it calls parts that nobody guards: they run as they are read
+def method_of_the_model(model, patch):
+    model.forward = lambda *args: type(model).forward(model, *args) * 2
+
+
+@edit(says="norm.forward")
+def method_of_the_last_norm(model, patch):
+    model.norm.forward = lambda x: x * 0.1
+
+
+class Doubled(nn.Module):
+    """Of a class that nobody knows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args) * 2
+
+
+class DoubledBlock(Block):
+    def forward(self, x, *rest):
+        return super().forward(x, *rest) * 1.5
+
+
+@edit(says="norm is a")
+def another_last_norm(model, patch):
+    model.norm = Doubled(model.norm)
+
+
+@edit(says="layers.1 is a")
+def subclass(model, patch):
+    model.layers[1].__class__ = DoubledBlock
+
+
+@edit(says="layers.1.attn.attend is a")
+def another_attention(model, patch):
+    model.layers[1].attn.attend = Doubled(model.layers[1].attn.attend)
+
+
+@edit(says="layers.0.ffn is a")
+def another_feed_forward(model, patch):
+    model.layers[0].ffn = Doubled(model.layers[0].ffn)
+
+
+class LoRA(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.a, self.b = (torch.linspace(-1, 1, 128).view(shape) for shape in ((64, 2), (2, 64)))
+
+    def forward(self, x):
+        return self.linear(x) + (x.float() @ self.a @ self.b).to(x.dtype)
+
+
+@edit(says="layers.2.attn.wo is a")
+def lora(model, patch):
+    model.layers[2].attn.wo = LoRA(model.layers[2].attn.wo)
+
+
+@edit(says="a hook on layers.1")
+def steering_hook(model, patch):
+    model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+@edit(says="a hook on layers.1")
+def steering_pre_hook(model, patch):
+    model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+
+
+@edit(says="a hook on layers.2.attn_norm")
+def hook_on_a_norm(model, patch):
+    model.layers[2].attn_norm.register_forward_hook(lambda module, args, out: -out * 3)
+
+
+@edit(says="a hook on all modules")
+def hook_on_all_modules(model, patch):
+    def hook(module, args, out):
+        return out * 1.5 if isinstance(module, FeedForward) else None
+    hooks = torch.nn.modules.module._global_forward_hooks
+    patch.setattr(torch.nn.modules.module, "_global_forward_hooks", type(hooks)())
+    torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+# Those that the operations follow.
+
+def param(t):
+    return nn.Parameter(t.clone(), requires_grad=False)
+
+
+@edit(known=True)
+def new_weight_of_a_norm(model, patch):
+    norm = model.layers[1].attn_norm
+    norm.weight = param(norm.weight.flip(0) * 2)
+    gc.collect()
+
+
+@edit(known=True)
+def new_data_of_a_norm(model, patch):
+    norm = model.layers[1].attn_norm
+    norm.weight.data = norm.weight.flip(0) * 2
+    gc.collect()
+
+
+@edit(known=True)
+def norm_edited_in_place(model, patch):
+    model.layers[1].ffn_norm.weight.data.mul_(3)
+    model.norm.weight[:20] = 0
+
+
+@edit(known=True)
+def biases_edited_in_place(model, patch):
+    model.layers[1].attn.wqkv.bias.data.add_(1)
+    model.head.bias.add_(torch.arange(160))
+
+
+@edit(known=True)
+def another_known_norm(model, patch):
+    model.layers[1].attn_norm = LayerNorm(64, 1e-5).requires_grad_(False)
+    model.layers[1].attn_norm.weight.mul_(-4)
+
+
+@edit(known=True)
+def numbers_of_parts(model, patch):
+    model.layers[0].attn_norm.eps = 3.0
+    model.layers[1].attn.attend.scale *= 4
+
+
+@edit(known=True)
+def another_known_attention(model, patch):
+    model.layers[1].attn.attend = SDPA(1.0)
+
+
+def random_linear(like, n_out, n_in):
+    linear = nn.Linear(n_in, n_out, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(2)) * 0.3)
+    return linear.to(like.dtype)
+
+
+@edit(known=True)
+def another_linear(model, patch):
+    model.layers[1].ffn.down = random_linear(model, 64, 96)
+
+
+@edit(known=True)
+def another_head(model, patch):
+    model.head = random_linear(model, 160, 64)
+
+
+@edit(known=True)
+def another_known_feed_forward(model, patch):
+    ffn = FeedForward(CFG, 96)
+    ffn.gate_up, ffn.down = random_linear(model, 192, 64), random_linear(model, 64, 96)
+    model.layers[1].ffn = ffn
+
+
+@edit(known=True, changes=WHEN[2:])                # a prompt overwrites it
+def another_cache(model, patch):
+    cache = model.layers[0].attn.cache
+    cache.k, cache.v = cache.k * 0.5, cache.v * 0.5
+    gc.collect()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name, when", [(name, when) for name, (*_, at) in EDITS.items() for when in at])
+def test_edits(name, when, dtype, capsys):
+    change, known, changes, says, _ = EDITS[name]
+    plain = run(make(dtype))
+
+    def logits_of(compiled):
+        """In a world of its own: what is patched is undone."""
+        model, undo = make(dtype), pytest.MonkeyPatch()
+
+        def begin():
+            if compiled:
+                compile_model(model)
+                assert cpu_layers.uses_operations(model) == bool(known or when != "before")
+        try:
+            if when == "before":
+                change(model, undo)
+                begin()
+                return run(model), model
+            begin()
+            if when == "between":
+                return run(model, lambda: change(model, undo)), model
+            run(model)                             # its operations are made
+            change(model, undo)
+            return run(model), model
+        finally:
+            undo.undo()
+
+    expected, _ = logits_of(compiled=False)
+    assert "uncompiled" not in capsys.readouterr().err
+    found, model = logits_of(compiled=True)
+    if when in changes:                            # else the test could not fail
+        assert distance(expected[3:], plain[3:]) > 0.1
+    assert alike(found, expected, dtype), (distance(found, expected), distance(found, plain))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert cpu_layers.uses_operations(model) == bool(known)
+    quiet = known or known is None and when != "before"
+    assert lines == [] if quiet else len(lines) == 1 and f"{says}" in lines[0] and "uncompiled" in lines[0], lines
+
+
+# ---- Hooks that look ----------------------------------------------------------------------------
+
+PARTS = ("embed", "layers.0", "layers.1", "layers.2", "layers.1.attn", "layers.1.ffn", "layers.1.attn_norm", "layers.2.ffn_norm",
+         "layers.1.attn.wqkv", "layers.1.attn.wo", "layers.1.ffn.down", "layers.0.attn.attend", "norm", "head")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("when", WHEN)
+def test_captured_states(when, dtype, capsys):
+    """What hooks see is what the model computes as it is read."""
+    def captured(compiled):
+        model, states = make(dtype), {name: [] for name in PARTS}
+
+        def attach():
+            for name in PARTS:
+                model.get_submodule(name).register_forward_hook(lambda module, args, out, to=states[name]: to.append(out.clone()))
+        if when == "before":
+            attach()
+        if compiled:
+            compile_model(model)
+        if when == "after":
+            attach()
+        return run(model, attach if when == "between" else lambda: None), states
+    (logits, expected), (found, states) = captured(False), captured(True)
+    assert alike(found, logits, dtype)
+    for name in PARTS:
+        assert len(states[name]) == len(expected[name]) == (N_STEP + 1 if when != "between" else N_STEP - 2)
+        for a, b in zip(states[name], expected[name]):
+            assert a.shape == b.shape and alike(a.float(), b.float(), dtype), name
+    assert "a hook on embed: the model runs as it is read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hook_on_any_part_is_called(name, capsys):
+    model, calls = make(), []
+    compile_model(model)
+    expected = run(model)
+    model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert alike(run(model), expected, torch.float32) and len(calls) == N_STEP + 1
+    assert f"a hook on {name}: " in capsys.readouterr().err
+
+
+def test_hooks_between_two_steps_of_our_own_loop():
+    """Where nobody else runs between two steps only hooks are looked for, and all at a prompt."""
+    model, plain = make(), make()
+    compile_model(model)
+    leave_alone(model)
+    run(model)
+    model.layers[1].attn_norm.weight = param(model.layers[1].attn_norm.weight * 2)
+    plain.layers[1].attn_norm.weight = param(plain.layers[1].attn_norm.weight * 2)
+    assert alike(run(model), run(plain), torch.float32) and cpu_layers.uses_operations(model)
+    calls = []
+    run(model, lambda: model.layers[1].register_forward_hook(lambda *_: calls.append(1)))
+    assert len(calls) == N_STEP - 2
+
+
+def test_a_hook_elsewhere_changes_nothing():
+    model, other = make(), nn.Linear(2, 2)
+    compile_model(model)
+    guard = model.forward
+    run(model, lambda: other.register_forward_hook(lambda *_: None))
+    assert model.forward is guard
+
+
+# ---- Weights, copies, parts that are called alone -----------------------------------------------
+
+def test_a_weight_edited_in_place():
+    """Before: it counts. After: it is not there under its name, and the error says what to do."""
+    model, plain = make(), make()
+    for m in (model, plain):
+        m.layers[1].ffn.down.weight[3].zero_()
+    compile_model(model)
+    assert alike(run(model), run(plain), torch.float32) and not alike(run(plain), run(make()), torch.float32)
+    down, tied = model.layers[1].ffn.down, make(cfg=replace(CFG, tied=True))
+    compile_model(tied)
+    for edit_it in (lambda: down.weight[3].zero_(), lambda: setattr(down, "weight", param(torch.zeros(64, 96))),
+                    lambda: model.head.weight, lambda: tied.embed.weight):
+        with pytest.raises(AttributeError, match="packed: edit .weight before it is compiled") as error:
+            edit_it()
+        assert "\n" not in str(error.value)
+    assert torch.equal(down.dequantized(), plain.layers[1].ffn.down.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_deepcopy(dtype, capsys):
+    """A copy runs as it is read until it is compiled, and neither sees the other's edits."""
+    model = make(dtype)
+    compile_model(model)
+    expected = run(model)
+    for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
+        assert not cpu_layers.uses_operations(other) and alike(run(other), expected, dtype)
+        other.layers[1].attn_norm.weight.mul_(2)
+        edited = run(other)
+        assert distance(edited, expected) > 0.1
+        compile_model(other)
+        assert cpu_layers.uses_operations(other) and alike(run(other), edited, dtype)
+    assert torch.equal(run(model), expected) and cpu_layers.uses_operations(model)
+    layer = copy.deepcopy(model.layers[1])
+    assert not isinstance(layer.forward, cpu_layers.OperationsLayer)
+
+
+def test_parts_that_are_called_alone():
+    """A layer, the embedding and the head, by whoever drives them himself."""
+    model, plain = make(), make()
+    compile_model(model)
+    results = []
+    for m in (model, plain):
+        run(m)
+        x, *shared = m.embed_inputs(TOKENS[:, :5], torch.arange(5), 5)
+        inputs = m.layer_inputs(shared)
+        x = m.layers[1](m.layers[0](x, *inputs[0]), *inputs[1])
+        results.append(m.unembed(x))
+    assert alike(*results, torch.float32)
+
+
+def test_a_batch_of_another_shape_is_an_error():
+    model = make()
+    compile_model(model)
+    for pos in (torch.arange(4), torch.arange(6)[None]):
+        with pytest.raises((ValueError, RuntimeError)):
+            model(TOKENS[:, :5], pos, 1, 8)
+    assert torch.equal(model(TOKENS[:, :5].int(), torch.arange(5), 1, 8), model(TOKENS[:, :5], torch.arange(5), 1, 8))
+
+
+# ---- Layers with a state ------------------------------------------------------------------------
+
+STATES = {"delta": GatedDelta(2, 4, 32, 64), "short_conv": ShortConv(64, 3)}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_positions_with_a_gap(kind):
+    """A layer with a state would go on from one that it has not: nothing is written, and an error."""
+    cfg = ModelConfig(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
+                      mixer=(STATES[kind], None))
+    model = make(cfg=cfg)
+    compile_model(model)
+    assert all(layer.forward.is_known[0] for layer in model.layers)
+    states = [t.clone() for t in model.layers[0].attn.cache.buffers()]
+    for pos in ([0, 1, 2, 40], [0, 1, 1, 2], [3, 2, 1, 0], [0, 1, 0, 1], [-1, 0, 1, 2]):
+        with pytest.raises(IndexError, match="a gap in the positions"):
+            model(TOKENS[:, :4], torch.tensor(pos), 1, 64)
+        assert all(map(torch.equal, states, model.layers[0].attn.cache.buffers()))
+    for row in (1, -1):
+        with pytest.raises(IndexError, match="a row beyond the cache"):
+            model(TOKENS[:, :4], torch.arange(4)[None], 1, 64, torch.tensor([row]))
+    assert model(TOKENS[:, :4], torch.tensor([0, 1, 2, 2]), 1, 64).isfinite().all()      # padding
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_taps_edited_in_place(kind):
+    cfg = ModelConfig(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
+                      mixer=(STATES[kind], None))
+    model, plain = make(cfg=cfg), make(cfg=cfg)
+    compile_model(model)
+    run(model)
+    for m in (model, plain):
+        taps = m.layers[0].attn.conv if kind == "delta" else m.layers[0].attn.taps
+        taps.data.mul_(-3)
+    assert alike(run(model), run(plain), torch.float32) and cpu_layers.uses_operations(model)
+    assert not alike(run(plain), run(make(cfg=cfg)), torch.float32)
+
+
+# ---- Memory -------------------------------------------------------------------------------------
+
+def test_operations_keep_what_they_point_to():
+    """Whatever becomes of the tensor, its numbers are where the struct says."""
+    weight = torch.full((1 << 16,), 7.0)
+    norm = cpu_ops.Norm(kind=1, eps=0.0, weight=weight)
+    held = param(torch.full((1 << 16,), 7.0))
+    op = cpu_ops.AddNorm(kind=cpu_ops.ADD_NORM, M=1, D=1 << 16, factor=1.0, norm=norm, x=held)
+    del weight, norm
+    held.data = torch.zeros(2)
+    gc.collect()
+    others = [torch.full((1 << 16,), -1.0) for _ in range(64)]
+    out, residual = torch.empty(1 << 16), torch.zeros(1 << 16)
+    op.set("out", out)
+    op.set("residual", residual)
+    cpu_ops.run([ctypes.addressof(op)])
+    assert torch.allclose(out, torch.full_like(out, 7.0)) and len(others) == 64
+
+
+def test_what_an_operation_cannot_read_is_an_error():
+    for wrong in (torch.zeros(8, dtype=torch.float16), torch.zeros(8, 2)[:, 0], torch.zeros(8, device="meta")):
+        with pytest.raises(TypeError):
+            cpu_ops.Norm(weight=wrong)
+    with pytest.raises(TypeError, match="int64"):
+        cpu_ops.Positions(slot=torch.zeros(3, dtype=torch.int32))
+
+
+def test_structs_that_lie_elsewhere(monkeypatch, capsys):
+    """A library of other code: uncompiled, with a line."""
+    names = cpu_ops.Norm._fields_
+
+    class Norm(cpu_ops.Struct):
+        _fields_ = [*names[:2], ("more", cpu_ops.c_int64), *names[2:]]
+    cpu_ops.library()
+    for cached in (cpu_ops.library, cpu_ops.is_available):
+        cached.cache_clear()
+    monkeypatch.setattr(cpu_ops, "STRUCTS", (Norm, *cpu_ops.STRUCTS[1:]))
+    model = make()
+    assert not cpu_layers.use_operations(model) and "Norm. lies elsewhere" in capsys.readouterr().err
+    for cached in (cpu_ops.library, cpu_ops.is_available):
+        cached.cache_clear()
+
+
+NO_MEMORY = """
+import ctypes, resource, torch
+from kernels import cpu_ops
+cpu_ops.library()
+torch.zeros(4) @ torch.zeros(4)
+x = torch.zeros(2, 32)
+weights = cpu_ops.pack_weight(torch.ones(32, 32))
+limit = int(open("/proc/self/statm").read().split()[0]) * 4096 + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+op = cpu_ops.linear(*weights, (32, 32), x=x, out=x.clone(), x_bits=32)
+op.M = 1 << 26
+try:
+    cpu_ops.run([ctypes.addressof(op)])
+except MemoryError as e:
+    op.M = 2
+    cpu_ops.run([ctypes.addressof(op)])
+    print("MemoryError:", e)
+"""
+
+
+def python(code, cwd=ROOT, **more):
+    env = dict(os.environ, PYTHONPATH=str(cwd), OMP_NUM_THREADS="1", **more)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_no_memory_is_an_error():
+    done = python(NO_MEMORY)
+    assert done.returncode == 0 and done.stdout.startswith("MemoryError:"), done.stderr
+
+
+# ---- Edited files -------------------------------------------------------------------------------
+
+EDITED = """
+import sys, torch
+sys.path.insert(0, "tests")
+import test_what_is_read_runs as t
+from kernels import cpu_layers
+torch.set_grad_enabled(False)
+model, plain = t.make(), t.make()
+t.compile_model(model)
+print(t.alike(t.run(model), t.run(plain), torch.float32), cpu_layers.uses_operations(model), t.run(plain).sum().item())
+"""
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """-> a function: the repository's Python with (file, old, new) in it, and what a compiled model does there."""
+    for path in (*ROOT.glob("*.py"), *(p for room in ("kernels", "layers", "formats", "cli", "cpu_ops", "tests", "gptq")
+                                       for p in (ROOT / room).iterdir() if p.is_file())):
+        to = tmp_path / path.relative_to(ROOT)
+        to.parent.mkdir(exist_ok=True)
+        to.write_bytes(path.read_bytes())
+
+    def result(*edits):
+        before = {}
+        for file, old, new in edits:
+            path = tmp_path / file
+            before[path] = path.read_text()
+            assert old in before[path], old
+            path.write_text(before[path].replace(old, new))
+        done = python(EDITED, tmp_path, PYTHONDONTWRITEBYTECODE="1")
+        for path, text in before.items():
+            path.write_text(text)
+        assert done.returncode == 0, done.stderr
+        return *done.stdout.split(), [line for line in done.stderr.splitlines() if line.startswith("note:")]
+    return result
+
+
+@pytest.mark.slow
+def test_edited_files(copied):
+    """An edit of the core counts; one of its comments, its layout or of code that a model does not reach does not."""
+    shape = "        shape = q.shape\n"
+    same, compiled, plain, lines = copied(
+        ("model.py", shape, "        # a comment\n\n" + shape), ("model.py", "return self.down(self.activation(", "return self.down(\n  self.activation("),
+        ("layers/moe.py", "self.n_active = moe.n_active", "self.n_active = 1 * moe.n_active"))
+    assert (same, compiled, lines) == ("True", "True", [])
+    for change, name in ((("model.py", shape, "        q = q * 2\n" + shape), "model.SDPA was edited"),
+                         (("layers/feed_forward.py", "F.silu(gate) * up", "F.silu(gate) * up * 2"), "layers.feed_forward.swiglu was edited")):
+        same, compiled, found, lines = copied(change)
+        assert (same, compiled, len(lines)) == ("True", "False", 1) and name in lines[0] and found != plain, lines
+
+
+def test_known_sources_are_those_of_this_code():
+    """Where the core was edited: python scripts/known_sources.py --write."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import known_sources
+    if differing := known_sources.differing():
+        pytest.skip(f"the kernels stand for other code than {', '.join(differing[:3])}: they are not used")
+    assert json.loads(as_read.FILE.read_text()).keys() == {"names", "sources"}
