@@ -23,7 +23,7 @@ from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
 from formats.quantized import quantized
 from kernels.attention import use_fused_attention
-from kernels.compile import compile_model, prepare_for_cuda
+from kernels.compile import WhileAsRead, compile_model, compiled, prepare_for_cuda
 from kernels.cuda_graph import CudaGraph
 from kernels.upload import to_device
 from model import Transformer
@@ -73,15 +73,13 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     min_kv_len = prepare_for_cuda(model)
     first = prefill
     if compile_prefill:
-        first = torch.compile(prefill, fullgraph=True, dynamic=False)
+        first = WhileAsRead(compiled(prefill), prefill)
     return Steps(first, as_one_graph(decode_one_token), compile_prefill, min_kv_len)
 
 
 def as_one_graph(step: Callable) -> Callable:
     """Compiled whole, and on a GPU replayed as a CUDA graph."""
-    torch._dynamo.config.recompile_limit = 64              # one for each kv_len
-    step = torch.compile(step, fullgraph=True, dynamic=False)
-    return CudaGraph(step)
+    return WhileAsRead(CudaGraph(compiled(step)), step)
 
 
 # ---- The loop -----------------------------------------------------------------------------------

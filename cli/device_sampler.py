@@ -8,6 +8,8 @@ compiled and recomputed tokens are the same. A compiled step draws in one kernel
 import torch
 from torch import Tensor
 
+import sampling
+from kernels.as_read import unknown_functions
 from kernels.cuda import has_kernels
 from kernels.draw import FILTERS, draw
 from kernels.private import is_compiling
@@ -28,8 +30,9 @@ class DeviceSampler(Sampler):
         self.register_buffer("arrivals", arrivals)
         some_k = self.n_candidates < self.n_vocab or "top_k" in self.filters
         of_some_k = some_k and "top_p" in self.filters         # then its mass is of the top k
+        functions = [Sampler, sampling.draw, *self.filters.values()]
         self.in_one_kernel = (self.n_candidates > 1 and self.filters.keys() <= FILTERS
-                              and not of_some_k)
+                              and not of_some_k and not unknown_functions(functions))
 
     def begin(self, row, prompt, params=None) -> None:
         super().begin(row, prompt, params)

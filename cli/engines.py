@@ -32,7 +32,9 @@ from generate import (
     prefill,
 )
 from kernels import sort_free
+from kernels.as_read import unknown_functions
 from kernels.compile import (
+    WhileAsRead,
     change_over,
     compile_beside,
     leave_alone,
@@ -60,7 +62,9 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
         steps = compile_steps(model, compile_prefill)
         leave_alone(model)
         return steps
-    return Steps(decode=CudaGraph(decode_one_token)) if engine == "cuda_graph" else Steps()
+    if engine == "cuda_graph":
+        return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token))
+    return Steps()
 
 
 def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
@@ -69,7 +73,8 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
     device = model.freq.device
     kind = DeviceSampler if device.type == "cuda" else Sampler
     sampler = kind(rows, model.cfg.vocab_size, device, generator, later)
-    if device.type != "cpu" and "top_p" in sampler.filters:
+    top_p = sampler.filters.get("top_p")
+    if device.type != "cpu" and top_p and not unknown_functions([top_p]):
         sampler.filters["top_p"] = sort_free.keep_top_p
     return sampler
 

@@ -5,18 +5,21 @@ whole step; here only modules are exchanged for it, of the same math. They are f
 (nn.Linear, layers' and ours) and by a model's `layers`; its class is not known here.
 
     compile_model(model)                           # a CPU
-    prepare_for_cuda(model); step = CudaGraph(torch.compile(step))         # a GPU
+    prepare_for_cuda(model); step = WhileAsRead(CudaGraph(compiled(step)), step)     # a GPU
 """
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from kernels import cpu_ops
+from kernels import cpu_ops, private
+from kernels.as_read import Watch, unknown
 from kernels.cpu_layers import fits, use_operations, uses_operations
 from kernels.cpu_linears import is_packed
 from kernels.cuda import has_kernels
+from kernels.cuda_graph import CudaGraph
 from kernels.few_rows import fuse_layers
 from kernels.guard import guard_of
 from kernels.linear import MatvecLinear
@@ -67,15 +70,64 @@ def change_over(model: nn.Module, step: Callable) -> Callable:
 def prepare_for_cuda(model: nn.Module) -> int:
     """Exchange what torch.compile would not fuse for few rows. In place; eager calls stay alike.
 
+    A model that is not as it was read stays so; WhileAsRead then runs its steps uncompiled.
+
     -> how many positions a step should attend to at least. Our attention stops by itself at the
     last key in use, so that one graph serves every length; without it, few and short lengths do.
     """
+    if unknown(model):
+        return 256
     exchange_modules(model)
     if has_kernels(model.freq.device):
         fuse_layers(model)
         return model.cfg.context
     torch._inductor.config.coordinate_descent_tuning = True    # the products are Inductor's
     return 256
+
+
+def compiled(step: Callable) -> Callable:
+    """By torch.compile, whole; it looks at each call for hooks that came since."""
+    torch._dynamo.config.recompile_limit = 64      # one for each kv_len
+    private.guard_hooks()
+    return torch.compile(step, fullgraph=True, dynamic=False)
+
+
+class WhileAsRead:
+    """A compiled step, as long as the models among its arguments are as they were read; else the
+    step itself, for good, and a note says what was found.
+
+    What a compiler and a CUDA graph have taken from a model's parts is forgotten where one of them
+    was exchanged for another one that the kernels know.
+    """
+
+    def __init__(self, compiled: Callable, step: Callable):
+        self.compiled, self.step = compiled, step
+        self.watches = WeakKeyDictionary()         # model -> Watch, or None: it is not known
+
+    def __call__(self, *args):
+        models = [arg for arg in args if isinstance(arg, nn.Module) and hasattr(arg, "layers")]
+        is_known = all([self._is_known(model) for model in models])
+        return (self.compiled if is_known else self.step)(*args)
+
+    def _is_known(self, model: nn.Module) -> bool:
+        if model not in self.watches:
+            self._look_at(model)
+        elif self.watches[model] is not None and not self.watches[model].is_same():
+            self._renew(model)
+        return self.watches[model] is not None
+
+    def _renew(self, model: nn.Module) -> None:
+        if isinstance(self.compiled, CudaGraph):
+            self.compiled.forget()
+        if has_kernels(model.freq.device) and not unknown(model):
+            fuse_layers(model)
+        self._look_at(model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        what = unknown(model)
+        if what:
+            private.note(f"{what}: the model runs as it is read, uncompiled")
+        self.watches[model] = None if what else Watch(model)
 
 
 def exchange_modules(model: nn.Module) -> None:

@@ -41,6 +41,10 @@ class CudaGraph:
             return out.clone()                     # the next replay overwrites it
         return tuple(t if t is None else t.clone() for t in out)
 
+    def forget(self) -> None:
+        """What a graph reads lies elsewhere now."""
+        self.graphs = {}
+
     def _capture(self, args) -> tuple:
         """-> the graph, the tensors it reads, and what it writes its result to."""
         args = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a

@@ -14,14 +14,17 @@ from kernels.cached_attention import MOST_QUERIES, cached_attention
 from kernels.few_experts import few_experts, leaves, stack_gates
 from kernels.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
 from kernels.private import is_compiling
+from layers.feed_forward import GATED
 from layers.moe import MoE
+from layers.norms import HeadLayerNorm, LayerNorm, WideNorm
 
 MOST_BATCH = 256
 
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
 def fuse_layers(model: nn.Module) -> None:
-    """Exchange the class of each of the model's layers, where the kernels know them. In place."""
+    """Exchange the class of each of the model's layers, where the kernels know them. In place, and
+    anew where parts of them were exchanged."""
     cfg = model.cfg
     if not knows(cfg):
         return
@@ -33,7 +36,8 @@ def fuse_layers(model: nn.Module) -> None:
         layer.register_buffer("arrivals", arrivals, persistent=False)
         if isinstance(layer.ffn, MoE):
             layer.ffn.stacked = stack_gates(layer.ffn)
-        layer.__class__ = fused(type(layer))
+        if not hasattr(type(layer), "is_fused"):
+            layer.__class__ = fused(type(layer))
 
 
 def knows(cfg) -> bool:
@@ -42,6 +46,12 @@ def knows(cfg) -> bool:
     others = (cfg.parallel, cfg.attn_gate, cfg.clip_qkv, scores.alibi, scores.gains, scores.growth,
               any(cfg.mixer), any(cfg.widths), cfg.layer_end, cfg.v_norm)
     return not any(others) and cfg.qk_norm in (None, "head", "wide")
+
+
+def is_rms_norm(norm: nn.Module) -> bool:
+    """With a weight, over one vector."""
+    others = (LayerNorm, WideNorm, HeadLayerNorm)
+    return hasattr(norm, "eps") and norm.weight is not None and not isinstance(norm, others)
 
 
 class FewRows:
@@ -53,10 +63,30 @@ class FewRows:
         self.wide_norm = cfg.qk_norm == "wide"
         self.group = attn.split[0] // attn.split[1]
         self.ring = window is not None             # or may be: then slots beyond the last have keys
-        self.eps = cfg.norm_eps
         self.activation = cfg.activation if cfg.activation in FUSED_ACTIVATIONS else ""
-        self.scale = attn.attend.scale
         self.cap = cfg.scores.cap
+
+    def is_of(self, layer: nn.Module) -> bool:
+        """Has it the parts that its config says? They may have been exchanged since."""
+        attn = layer.attn
+        if not hasattr(attn, "attend") or attn.gate is not None:
+            return False
+        attend = getattr(attn.attend, "plain", attn.attend)
+        norms = [attn.q_norm, attn.k_norm]
+        kind = is_rms_norm if self.qk_norm else nn.Identity
+        if self.wide_norm:
+            kind = WideNorm
+        if self.norm and not (is_rms_norm(layer.attn_norm) and is_rms_norm(layer.ffn_norm)):
+            return False
+        if not all(kind(n) if kind is is_rms_norm else isinstance(n, kind) for n in norms):
+            return False
+        others = [attn.clip, attn.v_norm]
+        cap = getattr(getattr(attend, "cap", None), "cap", None)
+        return (all(isinstance(other, nn.Identity) for other in others)
+                and hasattr(attend, "scale") and cap == self.cap
+                and getattr(attend, "slopes", None) is None
+                and (not self.activation or not hasattr(layer.ffn, "gate_up")
+                     or layer.ffn.activation is GATED[self.activation]))
 
     def fits(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape
@@ -68,18 +98,22 @@ def fused(kind: type) -> type:
     """A layer's class -> one that takes few rows through the kernels."""
 
     class FusedLayer(kind):
+        is_fused = True
+
         def forward(self, x, rope, slot, mask, batch_idx=None):
             few, attn = self.few, self.attn
-            if not few.fits(x, attn.cache, batch_idx):
+            if not few.fits(x, attn.cache, batch_idx) or not few.is_of(self):
                 return super().forward(x, rope, slot, mask, batch_idx)
             qkv = project(attn.wqkv, x, self.attn_norm, few.norm)
             if few.wide_norm:
                 qkv = wide_normed(qkv, attn)
+            attend = getattr(attn.attend, "plain", attn.attend)
+            norms, eps = (None, None), 0.0
+            if few.qk_norm:
+                norms, eps = (attn.q_norm.weight, attn.k_norm.weight), attn.q_norm.eps
             y = cached_attention(
-                qkv, attn.q_norm.weight if few.qk_norm else None,
-                attn.k_norm.weight if few.qk_norm else None, *rope, mask, slot,
-                attn.cache.k, attn.cache.v, getattr(attn.attend, "sinks", None), self.arrivals,
-                few.scale, few.cap, few.eps, few.ring)
+                qkv, *norms, *rope, mask, slot, attn.cache.k, attn.cache.v,
+                getattr(attend, "sinks", None), self.arrivals, attend.scale, few.cap, eps, few.ring)
             x = branch(attn, attn.wo, y, x, self.post_attn_norm)
             ffn = self.ffn
             if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MOST_ROWS:

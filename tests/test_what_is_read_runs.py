@@ -17,12 +17,17 @@ from torch import nn
 
 import layers.rope
 import model as core
+import sampling
+from cli.device_sampler import DeviceSampler
 from kernels import as_read, cpu_layers, cpu_ops, private
-from kernels.compile import compile_model, leave_alone
+from kernels import compile as compile_room
+from kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
 from layers.delta import GatedDelta
+from layers.moe import MoEConfig
 from layers.norms import LayerNorm
 from layers.short_conv import ShortConv
 from model import SDPA, Attention, Block, FeedForward, KVCache, ModelConfig, Transformer
+from sampling import Sampler, SamplingParams
 
 ROOT = Path(core.__file__).parent
 CFG = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
@@ -51,7 +56,7 @@ def make(dtype=torch.float32, cfg=CFG):
     for name, p in model.named_parameters():
         if p.dim() == 2 and "taps" not in name and "conv" not in name or name.endswith("bias"):
             p.data = p.data.to(dtype)
-    model.setup_cache(1, 64, N_PROMPT)
+    model.setup_cache(1, 64)
     return model.eval()
 
 
@@ -496,7 +501,8 @@ def test_a_batch_of_another_shape_is_an_error():
     for pos in (torch.arange(4), torch.arange(6)[None]):
         with pytest.raises((ValueError, RuntimeError)):
             model(TOKENS[:, :5], pos, 1, 8)
-    assert torch.equal(model(TOKENS[:, :5].int(), torch.arange(5), 1, 8), model(TOKENS[:, :5], torch.arange(5), 1, 8))
+    of_int32 = model(TOKENS[:, :5].int(), torch.arange(5), 1, 8)
+    assert alike(of_int32, model(TOKENS[:, :5], torch.arange(5), 1, 8), torch.float32)
 
 
 # ---- Layers with a state ------------------------------------------------------------------------
@@ -669,3 +675,86 @@ def test_known_sources_are_those_of_this_code():
     if differing := known_sources.differing():
         pytest.skip(f"the kernels stand for other code than {', '.join(differing[:3])}: they are not used")
     assert json.loads(as_read.FILE.read_text()).keys() == {"names", "sources"}
+
+
+# ---- A GPU's steps, traced here -----------------------------------------------------------------
+
+def one_step(model, token, pos, kv_len):
+    return model(token, pos, 1, kv_len)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """-> a function: a model with a GPU's modules, one as it is read, and a compiled step, whose calls it counts."""
+    original = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda step, **more: original(step, backend="aot_eager", **more))
+    monkeypatch.setattr(compile_room, "has_kernels", lambda device: True)
+
+    def make_both(cfg):
+        model, plain = make(cfg=cfg), make(cfg=cfg)
+        compile_room.prepare_for_cuda(model)
+        step = WhileAsRead(compiled(one_step), one_step)
+        traced_step, calls = step.compiled, []
+        step.compiled = lambda *args: calls.append(1) or traced_step(*args)
+
+        def both(change=lambda model: None):
+            logits = []
+            for m, run_step in ((model, step), (plain, one_step)):
+                change(m)
+                m(TOKENS[:, :20], torch.arange(20), 1, 20)
+                logits.append(torch.cat([run_step(m, TOKENS[:, i:i + 1], torch.tensor([i]), 32) for i in (20, 21)]))
+            assert alike(*logits, torch.float32), distance(*logits)
+            return len(calls)
+        return model, both
+    yield make_both
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_gpus_step_follows_what_is_known_and_stops_at_what_is_not(traced, capsys):
+    """The operators' references run here, as in test_gpu.py."""
+    moe = replace(CFG, sparse=(False, True), moe=MoEConfig(4, 2, 32))
+    model, both = traced(moe)
+    assert type(model.layers[0]).__name__ == "FusedLayer" and both() == 2
+
+    def scale(m):
+        m.layers[1].attn.attend.scale *= 3
+
+    def weight(m):
+        m.layers[0].attn_norm.weight = param(m.layers[0].attn_norm.weight * 2)
+
+    def experts(m):
+        m.layers[1].ffn.gate.weight = param(m.layers[1].ffn.gate.weight * 3)
+
+    def norm(m):
+        m.layers[0].attn_norm = LayerNorm(64, 1e-5).requires_grad_(False)
+    for i, change in enumerate((scale, weight, experts, norm)):
+        assert both(change) == 4 + 2 * i           # compiled again
+    assert both(lambda m: m.layers[2].register_forward_hook(lambda module, args, out: out * 2)) == 10
+    assert "a hook on layers.2: the model runs as it is read, uncompiled" in capsys.readouterr().err
+
+
+def test_a_gpus_step_of_what_is_not_known_is_never_compiled(traced, monkeypatch, capsys):
+    def visible(pos, key, window=None):
+        return plain(pos, key, window) | (key < 4)[..., None, :]
+    plain = core.visible
+    monkeypatch.setattr(core, "visible", visible)
+    model, both = traced(CFG)
+    assert type(model.layers[0]) is Block and both() == 0 and "model.visible" in capsys.readouterr().err
+
+
+def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
+    """A draw in one kernel, and top-p without a sort: where sampling.py's functions are the ones that they were made of."""
+    rows = [SamplingParams(0.8, 0, 0.9, 0.05)]
+    assert DeviceSampler(rows, 160).in_one_kernel
+    with monkeypatch.context() as patched:
+        patched.setitem(sampling.FILTERS, "min_p", lambda probs, min_p: probs >= min_p)
+        assert not DeviceSampler(rows, 160).in_one_kernel
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "distribution", lambda self, logits, rows, draft_tokens=None: (logits.softmax(-1), None))
+        assert not DeviceSampler(rows, 160).in_one_kernel
+    with monkeypatch.context() as patched:
+        patched.setattr(sampling, "draw", lambda probs, ids, noise: probs.argmax(-1, keepdim=True))
+        assert not DeviceSampler(rows, 160).in_one_kernel
+    assert DeviceSampler(rows, 160).in_one_kernel
