@@ -73,13 +73,15 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     min_kv_len = prepare_for_cuda(model)
     first = prefill
     if compile_prefill:
-        first = WhileAsRead(compiled(prefill), prefill)
+        first = compiled(prefill)
+        first = WhileAsRead(first, prefill)
     return Steps(first, as_one_graph(decode_one_token), compile_prefill, min_kv_len)
 
 
 def as_one_graph(step: Callable) -> Callable:
     """Compiled whole, and on a GPU replayed as a CUDA graph."""
-    return WhileAsRead(CudaGraph(compiled(step)), step)
+    graph = CudaGraph(compiled(step))
+    return WhileAsRead(graph, step)
 
 
 # ---- The loop -----------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ from model import SDPA, Attention, Block, FeedForward, KVCache, ModelConfig, Tra
 from sampling import Sampler, SamplingParams
 
 ROOT = Path(core.__file__).parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import known_sources  # noqa: E402
+
 CFG = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
                   qk_norm="head", qkv_bias=True, head_bias=True, window=(None, 16))
 N_PROMPT, N_STEP = 45, 6
@@ -633,7 +636,7 @@ print(t.alike(t.run(model), t.run(plain), torch.float32), cpu_layers.uses_operat
 @pytest.fixture
 def copied(tmp_path):
     """-> a function: the repository's Python with (file, old, new) in it, and what a compiled model does there."""
-    for path in (*ROOT.glob("*.py"), *(p for room in ("kernels", "layers", "formats", "cli", "cpu_ops", "tests", "gptq")
+    for path in (*ROOT.glob("*.py"), *(p for room in ("kernels", "layers", "formats", "cli", "cpu_ops", "tests", "scripts")
                                        for p in (ROOT / room).iterdir() if p.is_file())):
         to = tmp_path / path.relative_to(ROOT)
         to.parent.mkdir(exist_ok=True)
@@ -670,8 +673,6 @@ def test_edited_files(copied):
 
 def test_known_sources_are_those_of_this_code():
     """Where the core was edited: python scripts/known_sources.py --write."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import known_sources
     if differing := known_sources.differing():
         pytest.skip(f"the kernels stand for other code than {', '.join(differing[:3])}: they are not used")
     assert json.loads(as_read.FILE.read_text()).keys() == {"names", "sources"}
@@ -758,3 +759,20 @@ def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
         patched.setattr(sampling, "draw", lambda probs, ids, noise: probs.argmax(-1, keepdim=True))
         assert not DeviceSampler(rows, 160).in_one_kernel
     assert DeviceSampler(rows, 160).in_one_kernel
+
+
+def test_digests_are_renewed_where_the_kernels_tests_pass(tmp_path, monkeypatch):
+    file, status, seen = tmp_path / "known.json", [1], []
+    file.write_text('{"names": {}, "sources": {"model.SDPA": "of other code"}}')
+
+    def tests(command, **more):
+        seen.append(json.loads(file.read_text())["sources"].get("model.SDPA"))
+        return subprocess.CompletedProcess(command, status[0])
+    monkeypatch.setattr(as_read, "FILE", file)
+    monkeypatch.setattr(known_sources.subprocess, "run", tests)
+    as_read.known.cache_clear()
+    assert "model.SDPA" in known_sources.differing() and known_sources.write() == 1
+    assert "of other code" in file.read_text() and seen[0] not in (None, "of other code"), "tested with the new ones, kept none"
+    status[0] = 0
+    assert known_sources.write() == 0 and json.loads(file.read_text())["sources"]["model.SDPA"] == seen[0]
+    as_read.known.cache_clear()
