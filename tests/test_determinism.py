@@ -148,7 +148,7 @@ def smollm2(exhaustive):
     """dtype -> a model, and prompts of Python's documentation."""
     def get(dtype):
         model, _, tokenizer = load_path(str(SMOLLM2), "cpu", *DTYPES[dtype])
-        return model, some_prompts(tokenizer.encode(english_text()[:20000]), 8 if exhaustive else 4)
+        return model, some_prompts(tokenizer.encode(english_text()[:20000]), 6 if exhaustive else 4)
     return get
 
 
@@ -172,7 +172,7 @@ def check(expected, way, dtype, may_differ=()):
 @pytest.mark.parametrize("dtype, how", [("float32", "greedy"), ("bfloat16", "seeded"), ("int8", "seeded"), ("int4", "greedy")])
 def test_smollm2(smollm2, one_thread, dtype, how, exhaustive):
     """Compiled: what is the same in each dtype."""
-    runs = Runs(*smollm2(dtype), HOWS[how], 48 if exhaustive else 24, is_compiled=True)
+    runs = Runs(*smollm2(dtype), HOWS[how], 32 if exhaustive else 24, is_compiled=True)
     expected = runs.alone()
     ways = [runs.two_threads, runs.chunks, runs.company, runs.other_company]
     for way in ways if how == "seeded" else [*ways, runs.by_look_up]:

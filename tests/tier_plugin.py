@@ -27,7 +27,7 @@ def pytest_addoption(parser):
     group.addoption("--seed", type=int, default=0, help="which slow tests come first under a budget")
     group.addoption("--budget", type=float, help="seconds of wall-clock time; a slow test that would end later is not started")
     group.addoption("--affected", help="a file with test functions that come first under a budget")
-    group.addoption("--log-tests", help="a file that gets a line of JSON for each test: id, outcome, slow, seconds, cpu")
+    group.addoption("--log-tests", help="a file that gets a line of JSON for each test: its outcome and cost")
 
 
 def pytest_configure(config):
@@ -112,10 +112,15 @@ class Costs:
         self.expected += tiers.cost_of(COSTS, item.nodeid) or seconds
         if self.log:
             entry = dict(id=item.nodeid, outcome=self.outcome, slow=item.nodeid in item.config.slow_ids,
-                         seconds=round(seconds, 2), cpu=round(cpu, 2))
+                         seconds=round(seconds, 2), cpu=round(cpu, 2), full_length=is_full_length(item))
             with open(self.log, "a") as file:
                 file.write(json.dumps(entry) + "\n")          # in one write: several processes append
         return result
+
+
+def is_full_length(item) -> bool:
+    """Does it take longer in the exhaustive tier than in others?"""
+    return item.config.getoption("exhaustive") and "exhaustive" in item.fixturenames
 
 
 def name_the_test(function: str) -> None:

@@ -266,7 +266,7 @@ def run_all(args, rest: list[str], log: Path) -> int:
 
 def run_exhaustive(args, rest: list[str], log: Path) -> int:
     partial = bool(rest) or is_changed()
-    costs = {}
+    before, costs = read_costs(), {}
     data = ROOT / ".cache/tests/coverage/data"
     if args.coverage:
         shutil.rmtree(data.parent, ignore_errors=True)
@@ -279,7 +279,10 @@ def run_exhaustive(args, rest: list[str], log: Path) -> int:
         log.unlink(missing_ok=True)
         status, done = pytest("--exhaustive", "--timeout", "900", "--shard", str(shard), *rest, log=log)
         failed = failed or status
-        add_costs(costs, done)
+        add_costs(costs, {nodeid: entry for nodeid, entry in done.items() if not entry["full_length"]})
+        for nodeid, entry in done.items():         # --measure finds what they cost in the other tiers
+            if entry["full_length"] and (cost := cost_of(before, nodeid)) is not None:
+                add_costs(costs, {nodeid: {"seconds": cost}})
         if not partial:
             write_record(shard, len(done), time.monotonic() - start, passed=status == 0)
     if partial:
