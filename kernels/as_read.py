@@ -197,9 +197,10 @@ def unknown_of(reached: Reached) -> str | None:
 def unknown_functions(functions: Iterable) -> str | None:
     """Of the core's functions, and of what they come to: one that the kernels do not stand for."""
     functions = list(functions)
-    others = [f for f in functions if not is_of_core(f)]
-    return f"{name_of(others[0])} is not the kernels' one" if others else (
-        unknown_of(Reached(functions)))
+    for function in functions:
+        if not is_of_core(function):
+            return f"{name_of(function)} is not the kernels' one"
+    return unknown_of(Reached(functions))
 
 
 # ---- What a model has ---------------------------------------------------------------------------
