@@ -71,10 +71,9 @@ def test_protocol(fake):
 
 def test_a_worker_that_dies(fake):
     peer = fake(READY + "    sys.exit('no more')\n")
-    start = time.perf_counter()
     with pytest.raises(RuntimeError, match=r"llama.cpp ended \(1\): no more"):
         peer([7], 1)
-    assert time.perf_counter() - start < 5 and gone(peer.process.pid)
+    assert gone(peer.process.pid)
     with pytest.raises(ValueError, match=r"peer llama.cpp ended \(3\): broken"):
         fake("import sys; print('broken', file=sys.stderr); sys.exit(3)")
 

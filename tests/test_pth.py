@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
@@ -149,9 +148,8 @@ def test_no_disk_left(families, tmp_path):
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", directory], capture_output=True).returncode:
         pytest.skip("cannot mount a small file system")
     try:
-        start = time.time()
         with pytest.raises(OSError, match="No space left"):
             written(families, directory / "model.pth")
-        assert not list(directory.iterdir()) and time.time() - start < 30
+        assert not list(directory.iterdir())
     finally:
         subprocess.run(["umount", directory])

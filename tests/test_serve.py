@@ -245,13 +245,13 @@ def test_logprobs_are_the_models(server, tokenizer):
     asked = dict(model=NAME, max_tokens=40, temperature=0, stream=True)
     events = [e.choices[0] for e in server.client.chat.completions.create(
         **asked, messages=QUESTION, logprobs=True, top_logprobs=3)]
-    streamed = [entry for e in events if e.logprobs for entry in e.logprobs.content]
-    assert [e.token for e in streamed[:5]] == [e.token for e in entries] and len(events) < len(streamed) <= 40
+    streamed = [entry for e in events if e.logprobs for entry in e.logprobs.content]   # how many an event has depends on the machine's speed
+    assert [e.token for e in streamed[:5]] == [e.token for e in entries] and len(streamed) <= 40
     assert [e.logprob for e in streamed[:5]] == pytest.approx([e.logprob for e in entries], abs=1e-4)
     assert b"".join(bytes(e.bytes) for e in streamed).decode() == "".join(e.delta.content or "" for e in events)
     events = [e.choices[0] for e in server.client.completions.create(**asked, prompt="The capital of France is", logprobs=0)]
     tokens = [token for e in events if e.logprobs for token in e.logprobs.tokens]
-    assert len(events) < len(tokens) <= 40 and "".join(tokens).startswith("".join(e.text for e in events))
+    assert len(tokens) <= 40 and "".join(tokens).startswith("".join(e.text for e in events))
 
 
 def test_bias_and_penalties(server, tokenizer):
