@@ -61,6 +61,12 @@ class NoWeight(nn.Module):
             raise AttributeError(NO_WEIGHT)
         super().__setattr__(name, value)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Of a model that is not compiled: its weights would be left over without a word."""
+        if f"{prefix}weight" in state_dict:
+            raise AttributeError(NO_WEIGHT)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 NO_WEIGHT = ("a compiled model's weights are packed: edit .weight before it is compiled, or put "
              "another linear in the place of this one (.dequantized() gives its numbers)")

@@ -460,7 +460,7 @@ def test_no_room_for_what_is_kept(checkpoint, tmp_path, mb):
     size = (mb << 20) + 4096
     assert Child(tmp_path, limited, resource.RLIMIT_FSIZE, size, keep, checkpoint, env=env).wait() == 0
     left = {p.relative_to(tmp_path / "cache").parts[0] for p in (tmp_path / "cache").rglob("*") if p.is_file()}
-    assert left <= {"contents.json"}
+    assert left <= {"contents.json", "sources.json"}           # digests, not weights
     folder = tmp_path / "disk"
     folder.mkdir()
     child = Child(tmp_path, mounted, folder, f"size={size}", 0, fill_and_go_on, folder, keep, checkpoint,
@@ -468,8 +468,8 @@ def test_no_room_for_what_is_kept(checkpoint, tmp_path, mb):
     if child.wait() == 77:
         pytest.skip("mounting is not allowed here")
     full, done = (json.loads(line[7:]) for line in child.said().splitlines() if line.startswith("ended: "))
-    assert full[0] == done[0] == 0 and set(full[1]) <= {"contents.json"}
-    assert {name.rpartition("/")[2] for name in done[1]} == {"contents.json", "index.json", "data"}
+    assert full[0] == done[0] == 0 and set(full[1]) <= {"contents.json", "sources.json"}
+    assert {name.rpartition("/")[2] for name in done[1]} == {"contents.json", "sources.json", "index.json", "data"}
 
 
 @pytest.mark.slow
