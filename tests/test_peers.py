@@ -112,7 +112,7 @@ def test_transformers(fake, families):
     several = peer.serve([prompt[-3:], prompt, prompt[:5]], [4, 8, 2], 2)
     for ids, prompt_ids, n in zip(several["ids"], (prompt[-3:], prompt, prompt[:5]), (4, 8, 2)):
         assert ids == peer(prompt_ids, n)["ids"]           # padded on the left, it says the same
-    assert several["total_s"] >= several["request_s"][0] == several["request_s"][1] > several["request_s"][2] > 0
+    assert several["total_s"] >= several["request_s"][0] == several["request_s"][1] > 0 < several["request_s"][2]
     with pytest.raises(RuntimeError, match="^transformers: "):
         peer([], 4)
     peer.process.stdin.close()
