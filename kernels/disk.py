@@ -17,8 +17,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kernels import private
-
 DAY = 24 * 3600                                    # seconds
 
 
@@ -57,6 +55,7 @@ def is_trusted(path: Path) -> bool:
     except OSError:
         return False
     if reason:
+        from kernels import private                # late: kernels/digest.py runs without torch
         private.note(f"{path} is not used: {reason}")
     return not reason
 

@@ -30,9 +30,9 @@ import ages
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
 # This project's own limits: --check compares with them, and no test does.
-MAX_CORE_LINES = 1030
+MAX_CORE_LINES = 1040
 MAX_CORE_CHARACTERS = 40
-MAX_README_BYTES = 12_000
+MAX_README_BYTES = 12_500
 PARSERS = {"generate.py": "cli.flags", "quantize.py": "cli.quantizing", "eval.py": "cli.evaluate",
            "benchmark.py": "bench.main", "serve.py": "server.main"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
