@@ -136,7 +136,7 @@ class Batch:
         end = to_device(lengths, self.device)[:, None]
         stop = end
         batch_idx = to_device(rows, self.device)
-        if len(rows) == self.n_row:
+        if rows == list(range(self.n_row)):
             batch_idx = None
             if longest == min(lengths):
                 stop = end[0]                      # one pos [T] for all
@@ -218,7 +218,7 @@ def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, n_row: int
     rows = sorted(prompt_of, key=lambda row: len(prompt_of[row]))
     lengths = {len(prompt) for prompt in prompt_of.values()}
     if len(rows) == n_row and len(lengths) == 1:
-        return [rows]
+        return [sorted(rows)]
     groups = [[]]
     for row in rows:                               # the shortest first
         n_tokens = (len(groups[-1]) + 1) * len(prompt_of[row])

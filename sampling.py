@@ -224,8 +224,8 @@ class Sampler(nn.Module):
         for i, row in enumerate(rows):
             if own := self.own_generators.get(row):            # whatever the other rows are
                 noise[i] = exponential((n_noise,), device, own)
-        if len(rows) == n_row:
-            self.noise.copy_(noise)                # rows are in order
+        if rows == list(range(n_row)):
+            self.noise.copy_(noise)
         else:
             self.noise[rows] = noise
 

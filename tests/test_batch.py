@@ -1,5 +1,6 @@
 """Different prompts in one batch, slots that are refilled, prompts in chunks, rings: nothing changes a row."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -425,3 +426,27 @@ def test_a_long_prompt_in_chunks_says_the_same(capsys, small):
     argv = [*small, "--temperature", 0, "--repetition_penalty", 5, "--prompt", 100, "--json", "--max_new_tokens", 8]
     found = [json.loads(run(capsys, *argv, "--prefill_chunk", n)[1])["new_ids"] for n in (9, 64, 5000)]
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 4
+
+
+@pytest.mark.parametrize("kind", [generate.Batch, slots.RowsBatch, slots.SlotBatch])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_prompts_that_begin_together_in_rows_of_any_order(ours, kind, n):
+    """Of one length and in all rows too: each has its own row's cache and parameters, not its neighbour's."""
+    model = ours("llama3")
+    params = [GREEDY, SamplingParams(temperature=1.0, seed=5), SamplingParams(temperature=0.7, top_k=9, seed=6)]
+    texts = torch.randint(3, 150, (3, 8), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def tokens(order):
+        """Row -> its tokens, where the prompts begin in this order."""
+        model.setup_cache(3, 40)
+        batch = kind(model, engines.build_sampler(model, params))
+        batch.prefill(order, [texts[row] for row in order])
+        made = [batch.token.clone(), *(batch.step().clone() for _ in range(6))]
+        return torch.cat(made, 1).tolist()
+
+    alone = {}
+    for row in range(3):
+        alone[row] = tokens([row])[row]
+    for order in itertools.permutations(range(3), n):
+        made = tokens(list(order))
+        assert all(made[row] == alone[row] for row in order), order
