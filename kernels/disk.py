@@ -55,7 +55,8 @@ def is_trusted(path: Path) -> bool:
     except OSError:
         return False
     if reason:
-        from kernels import private                # late: kernels/digest.py runs without torch
+        # Imported late, since kernels/digest.py, which imports this file, runs without torch.
+        from kernels import private
         private.note(f"{path} is not used: {reason}")
     return not reason
 
