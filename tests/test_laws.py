@@ -109,7 +109,7 @@ def flags_in(text):
 def parsed_flags():
     """The flags of every parser of the repository, and those that the test script takes."""
     known = flags_in((ROOT / "scripts/test.sh").read_text()) | {"--help"}
-    for path in [*MODULES, *ROOT.glob("scripts/*.py")]:
+    for path in [*MODULES, *ROOT.glob("scripts/*.py"), ROOT / "tests/tiers.py", ROOT / "tests/mutants.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
