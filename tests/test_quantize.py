@@ -214,7 +214,7 @@ def test_each_number_at_its_place():
                          ids=["avx2", "default"])                          # those do not choose this one
 def test_products_on_a_cpu_without_avx512(tmp_path, capability, chosen):
     env = dict(os.environ, ATEN_CPU_CAPABILITY=capability, ONEDNN_MAX_CPU_ISA="AVX2", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", chosen], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--all", __file__, "-k", chosen], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "[100%]" in done.stdout, done.stdout + done.stderr
 
 

@@ -287,10 +287,10 @@ def run_exhaustive(args, rest: list[str], log: Path) -> int:
             write_record(shard, len(done), time.monotonic() - start, passed=status == 0)
     if partial:
         print("not recorded: " + ("only a part ran" if rest else "there are uncommitted changes"), file=sys.stderr)
-    if args.coverage:
-        write_coverage(data)
     if not partial and not args.shard:
         write_costs(costs)
+    if args.coverage:
+        write_coverage(data)
     return failed
 
 
@@ -315,7 +315,8 @@ def write_coverage(data: Path) -> None:
     measured = coverage.Coverage(data_file=str(data), config_file=str(COVERAGE))
     measured.combine(keep=True)
     of_lines = measured.get_data()
-    files = sorted(of_lines.measured_files())
+    files = [file for file in sorted(of_lines.measured_files())           # not those that tests wrote elsewhere
+             if Path(file).is_relative_to(ROOT) and Path(file).exists()]
     reach = {}
     for i, file in enumerate(files):
         for function in {name for names in of_lines.contexts_by_lineno(file).values() for name in names if name}:
