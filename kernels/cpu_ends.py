@@ -32,8 +32,10 @@ class Inputs:
         lead = (B, 1, T) if own_pos else (T,)
         self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
         self.angles, self.masks, self.parts = [], [], []
+        self.model = model
+        self.amplitude = torch.empty(model.amplitude.shape)    # fp32, whatever the model's dtype
         n = B * T if own_pos else T
-        for freq, amplitude in zip(model.freq, model.amplitude):
+        for freq, amplitude in zip(model.freq, self.amplitude):
             cos, sin = torch.empty(2, *lead, half, dtype=torch.float32)
             self.parts += [cos, sin]
             self.angles.append(cpu_ops.Angles(
@@ -46,16 +48,21 @@ class Inputs:
                 kind=cpu_ops.MASK, B=1, T=n, n_key=kv_len, window=window or 0, mask=mask))
         embed = model.embed
         scale = torch.full((), model.cfg.embed_scale, dtype=model.dtype).item()
-        self.embed = None
-        if isinstance(embed, OperationsEmbedding) and are_floats(embed.scales):
+        self.embed = self.scales = None
+        if isinstance(embed, OperationsEmbedding):
+            if embed.scales is not None:
+                self.scales = torch.empty(embed.scales.shape)  # fp32
             kind, weight, _, _ = arguments(embed.packed, None, 0)
             self.embed = cpu_ops.Embed(
                 kind=cpu_ops.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
-                n_vocab=model.cfg.vocab_size, weight=weight, scales=embed.scales, out=self.x)
+                n_vocab=model.cfg.vocab_size, weight=weight, scales=self.scales, out=self.x)
         ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
         self.addresses = [ctypes.addressof(op) for op in ops]
 
     def fill(self, tokens: Tensor, pos: Tensor) -> None:
+        self.amplitude.copy_(self.model.amplitude)             # at each call: an edit counts
+        if self.scales is not None:
+            self.scales.copy_(self.model.embed.scales)
         for op in (*self.angles, *self.masks):
             op.set("pos", pos)
         if self.embed:
@@ -75,7 +82,7 @@ class Enter(Stead):
     def fits(model: nn.Module) -> bool:
         return (not model.rings and model.pos_embed is None
                 and isinstance(model.embed_norm, nn.Identity)
-                and are_floats(model.freq, model.amplitude))
+                and are_floats(model.freq))
 
     def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
         is_long = tokens.dtype == pos.dtype == torch.int64
