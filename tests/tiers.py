@@ -207,8 +207,9 @@ def cpu_name() -> str:
 
 def pytest(*arguments: str, log: Path, cwd: Path = ROOT) -> tuple[int, dict[str, dict]]:
     """Run it with two processes -> its exit status, and what each test did (see conftest.py)."""
+    # Paths are given with "=": behind a blank pytest takes one that exists for a folder of tests.
     n = os.environ.get("TEST_PROCESSES", "2")
-    command = [sys.executable, "-m", "pytest", "-n", n, "--dist", "worksteal", "--log-tests", str(log), *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", n, "--dist", "worksteal", f"--log-tests={log}", *arguments]
     status = subprocess.run(command, cwd=cwd).returncode
     lines = log.read_text().splitlines() if log.exists() else []
     return status, {entry["id"]: entry for entry in map(json.loads, lines)}
@@ -248,7 +249,7 @@ def run_all(args, rest: list[str], log: Path) -> int:
     affected.write_text("\n".join(sorted(affected_functions(changed))))
     print(f"seed {seed}: --seed {seed} draws the same slow tests again; {len(changed)} files differ from "
           f"{base[:7] or 'no earlier commit'}", file=sys.stderr)
-    status, done = pytest("--all", "--budget", str(args.budget), "--seed", str(seed), "--affected", str(affected),
+    status, done = pytest("--all", "--budget", str(args.budget), "--seed", str(seed), f"--affected={affected}",
                           *rest, log=log)
     LAST_SEED.parent.mkdir(parents=True, exist_ok=True)
     LAST_SEED.write_text(str(seed))
