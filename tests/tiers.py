@@ -363,6 +363,10 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="run tests without a measured cost, and add theirs")
     parser.add_argument("--coverage", action="store_true", help="with --exhaustive: under coverage.py; writes docs/coverage.md")
     args, rest = parser.parse_known_args()
+    if (args.shard or args.coverage) and not args.exhaustive:
+        parser.error("--shard and --coverage need --exhaustive")
+    if args.seed is not None and not args.all:
+        parser.error("--seed needs --all")
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         if args.exhaustive:
