@@ -19,6 +19,7 @@ from kernels.cpu_linears import (
     OperationsLinear,
     arguments,
     fits_leaves,
+    is_packed,
     on_disk,
     shape_of,
 )
@@ -33,7 +34,7 @@ def fits_experts(moe: nn.Module) -> bool:
         return experts.are_those_of(moe)
     linears = moe.gate, moe.up, moe.down
     return (type(moe) in (MoE, BesideMoE) and moe.activation in GATED.values()
-            and all(map(fits_leaves, linears)))
+            and all(map(fits_leaves, linears)) and not any(map(is_packed, linears)))
 
 
 def fits_head_matrices(module: nn.Module) -> bool:
@@ -88,6 +89,31 @@ class Experts:
 
     def are_those_of(self, moe: MoE) -> bool:
         return moe.gate is self.gate_up and moe.up is None and moe.down is self.down
+
+    def give_back(self) -> None:
+        """The mixture runs as it is read: gate, up and down are modules that it calls itself.
+
+        gate stays the module that it is, with its hooks. Of a mixture whose parts were replaced
+        nothing can be given back: its next call raises.
+        """
+        [moe] = self.moe
+        if not self.are_those_of(moe):
+            return
+        n_expert, n_out, n_in = self.gate_up.shape
+        shape = torch.Size((n_expert, n_out // 2, n_in))
+        halves = [(t, t) if t is None else t.unflatten(0, (n_expert, 2, -1)).unbind(1)
+                  for t in self.gate_up.leaves()]
+        gate, up = ([t if t is None else t.flatten(0, 1).contiguous() for t in leaves]
+                    for leaves in zip(*halves))
+        bias, up_bias = 2 * [None]
+        if self.gate_up.bias is not None:
+            bias, up_bias = (half.contiguous() for half in self.gate_up.bias.chunk(2, 1))
+        moe.up = PackedExperts(shape, up_bias, OPERATIONS)
+        moe.up.set_leaves(up)
+        moe.gate.shape = shape
+        moe.gate.bias = bias
+        moe.gate.set_leaves(gate)
+        del moe.experts
 
     def __call__(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
         """x [M, D], sorted by expert, the rows of e before ends[e] -> [M, D]."""

@@ -374,11 +374,13 @@ def use_operations(model: nn.Module) -> bool:
     uncompiled, and a note says why."""
     undo(model)
     if not fits(model):
+        give_back_experts(model)
         private.note(f"on a CPU a model in {str(model.dtype)[6:]} runs uncompiled")
         return False
     if not cpu_ops.is_available():
         return False
     if what := unknown(model):
+        give_back_experts(model)
         private.note(f"{what}: the model runs as it is read, uncompiled")
         return False
     pack_modules(model.per_layer)
@@ -393,6 +395,13 @@ def use_operations(model: nn.Module) -> bool:
         model.unembed = Leave(guard, model)
     guard.begin([t for m in model.modules() if is_packed(m) for t in m.leaves() if t is not None])
     return True
+
+
+def give_back_experts(model: nn.Module) -> None:
+    """A mixture that runs as it is read calls its own experts, not the operations in their place."""
+    for module in model.modules():
+        if isinstance(experts := vars(module).get("experts"), Experts):
+            experts.give_back()
 
 
 def put_layers(model: nn.Module, guard: Guard) -> None:

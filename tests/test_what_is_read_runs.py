@@ -467,6 +467,62 @@ def test_a_weight_edited_in_place():
     assert torch.equal(down.dequantized(), plain.layers[1].ffn.down.weight)
 
 
+MIXTURE = replace(CFG, sparse=(True,), mlp_bias=True, moe=MoEConfig(4, 4, 32))     # all are active: rounding chooses none
+
+
+def own_activation(moe):
+    moe.activation = lambda gate, up: torch.relu(gate) * up * 4
+
+
+def larger(module, args, y):
+    return y * 1.5
+
+
+def hook_on_gate(moe):
+    moe.gate.register_forward_hook(larger)
+
+
+def hook_on_down(moe):
+    moe.down.register_forward_hook(larger)
+
+
+def hook_before_down(moe):
+    moe.down.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+
+
+def own_experts(moe):
+    moe.experts = lambda x, ids, ends: x * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("edit_it", [own_activation, hook_on_gate, hook_on_down, hook_before_down, own_experts])
+def test_edits_of_a_mixture(edit_it, when, dtype, capsys):
+    """A mixture that falls back calls its own experts: the operations that stood in their place know no edit."""
+    def mixture():
+        model = make(dtype, MIXTURE)
+        for layer in model.layers:
+            for linear in (layer.ffn.gate, layer.ffn.up, layer.ffn.down):
+                linear.weight.data = linear.weight.data.to(dtype)
+        return model
+
+    plain, model, untouched = mixture(), mixture(), mixture()
+    edits = [lambda m=m: edit_it(m.layers[1].ffn) for m in (plain, model)]
+    if when == "before":
+        edits[1]()
+    compile_model(model)
+    assert when == "before" or "uncompiled" not in capsys.readouterr().err
+    if when == "after":
+        edits[1]()
+    if when == "between":
+        found, expected = run(model, edits[1]), run(plain, edits[0])
+    else:
+        edits[0]()
+        found, expected = run(model), run(plain)
+    assert alike(found, expected, dtype) and not alike(run(untouched), expected, dtype)
+    assert "uncompiled" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_deepcopy(dtype, capsys):
     """A copy runs as it is read until it is compiled, and neither sees the other's edits."""
