@@ -398,7 +398,7 @@ def use_operations(model: nn.Module) -> bool:
 
 
 def give_back_experts(model: nn.Module) -> None:
-    """A mixture that runs as it is read calls its own experts, not the operations in their place."""
+    """A mixture that runs as it is read calls its own experts, not what stood in their place."""
     for module in model.modules():
         if isinstance(experts := vars(module).get("experts"), Experts):
             experts.give_back()
