@@ -252,7 +252,7 @@ NAMED = [
            "tests/test_quantize.py::test_int4_uses_all_sixteen_numbers_and_prefers_none"),
     Mutant("expert-packed-as-the-first", "quantize.py", "(t if t is None else t[e] for t in leaves)",
            "(t if t is None else t[e if i < 2 else 0] for i, t in enumerate(leaves))",
-           "tests/test_quantize.py::test_rows_by_their_own_experts"),
+           "tests/test_quantize.py::test_each_expert_is_packed_as_itself"),
     Mutant("gptq-groups-out-of-order", "gptq/solve.py", "groups = (order[::groupsize] // groupsize).argsort()",
            "groups = order[::groupsize] // groupsize", "tests/test_quantize.py::test_solve_is_the_textbooks"),
     Mutant("gptq-error-spread-backwards", "gptq/solve.py", "error[i], alpha=-1)", "error[i], alpha=1)",

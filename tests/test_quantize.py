@@ -40,7 +40,7 @@ from kernels.moe import expert_rows
 from kernels.plain import PLAIN, pack_nibbles
 from layers.latent import HeadLinear
 from layers.moe import ExpertLinear
-from quantize import Int4, Int8
+from quantize import Int4, Int8, QuantizedExperts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -232,6 +232,23 @@ def test_rows_by_their_own_experts():
             expected = torch.stack([row.double() @ meant(*matrices[e]).T for row, e in zip(x, ids)])
             assert y.shape == (len(ids), 70) and (y.double() - expected).abs().max() < 0.02 * expected.std()
         torch.library.opcheck(expert_rows, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_each_expert_is_packed_as_itself():
+    """pack() of stacked experts, whose every leaf differs, against each expert's own pack()."""
+    for scheme, dtype in ((Int8(), BF16), (Int4(32), BF16), (Int4(32), FP32)):
+        like = ExpertLinear(4, 96, 70, bias=False)
+        leaves = [scheme.quantize(drawn(e, 70, 96) * (e + 1) + e) for e in range(4)]
+        stacked = QuantizedExperts(like, scheme, dtype, "cpu")
+        for leaf in leaves[0]:
+            value = torch.stack([of[leaf] for of in leaves])
+            kind = getattr(stacked, leaf).dtype
+            setattr(stacked, leaf, torch.nn.Parameter(value.to(kind), requires_grad=False))
+        expected = [stacked.kernel.pack(*(None if t is None else t[e] for t in stacked.leaves())) for e in range(4)]
+        stacked.pack()
+        for packed, own in zip(stacked.leaves(), zip(*expected), strict=True):
+            if own[0] is not None:                         # layouts of bytes, some of which are no numbers as floats
+                assert torch.equal(packed.view(torch.uint8), torch.stack(own).view(torch.uint8)), (scheme.name, dtype)
 
 
 # ---- Rounding -----------------------------------------------------------------------------------
