@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from formats.lazy import LazyTensor, made_from, narrow
+from checkpoint import LazyTensor, made_from, narrow
 from formats.names import layer_of
 from kernels import collectives
 from kernels.collectives import all_reduce, join_logits, sum_over_ranks

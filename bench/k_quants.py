@@ -14,8 +14,9 @@ import gguf
 import numpy as np
 import torch
 
+from checkpoint import LazyTensor
 from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor, cached
+from formats.lazy import cached
 from formats.parameters import disk_names
 
 ROOT = Path(__file__).resolve().parent.parent

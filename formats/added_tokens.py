@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.json_file import read_json
-from formats.messages import reading
-from formats.schema import brief
+from checkpoint import brief, read_json, reading
 
 MAX_ID, MAX_ADDED = 1 << 22, 1 << 16
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")

@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpoint import LazyTensor, read_json, reading
 from formats.checkpoint import Checkpoint, check
 from formats.config import Stated, config_from_hf, count
 from formats.fold import Folds, fold
 from formats.huggingface import hub_weights
-from formats.json_file import read_json
-from formats.lazy import LazyTensor
 from formats.load import load_part, weights_in
-from formats.messages import reading
 from formats.names import GEMMA4_NAMES, HF_NAMES, rename
 from formats.parameters import blank_model
 from formats.schema import check_keys

@@ -8,7 +8,7 @@ import json
 import re
 from functools import lru_cache
 
-from formats.messages import first_line
+from checkpoint import first_line
 
 SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
 FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch.nn import Linear
 
+from checkpoint import LazyTensor, reading, some
 from formats.fold import Folds
-from formats.lazy import LazyTensor
-from formats.messages import reading, some
 from formats.parameters import blank_model, disk_names, tensor_shapes
 from layers.moe import ExpertLinear
 from model import ModelConfig

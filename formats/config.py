@@ -9,8 +9,9 @@ and Meta's files are put into config.json's words first. Reads no file and no we
 import math
 from dataclasses import replace
 
+from checkpoint import brief
 from formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
-from formats.schema import brief, check_config, check_keys
+from formats.schema import check_config, check_keys
 from layers.attention import Scores
 from layers.feed_forward import GATED, UNGATED
 from layers.latent import Latent

@@ -9,18 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from checkpoint import LazyTensor, made_from, narrow
 from formats.hub_quantized import unpacked_int4
-from formats.lazy import (
-    LazyTensor,
-    cached,
-    constant,
-    index_select,
-    made_from,
-    narrow,
-    offset,
-    scaled,
-    transpose,
-)
+from formats.lazy import cached, constant, index_select, offset, scaled, transpose
 from formats.parameters import tensor_shapes
 from layers.latent import Latent
 from layers.shared_kv import SharedKV

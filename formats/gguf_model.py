@@ -8,17 +8,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from checkpoint import LazyTensor, brief, made_from, reading
 from formats.checkpoint import RawCheckpoint
 from formats.config import Stated, config_from_hf, head_dim
 from formats.end_tokens import gguf_end_ids
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
-from formats.lazy import LazyTensor, constant, made_from
-from formats.messages import reading
+from formats.lazy import constant
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import GGUF_DELTA_NAMES, Fused
-from formats.schema import brief, check_keys, is_number
+from formats.schema import check_keys, is_number
 
 GGUF_NAMES = {
     "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",

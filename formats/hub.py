@@ -8,7 +8,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from formats.messages import first_line
+from checkpoint import first_line
 
 DEFAULT_MODEL = Path(__file__).parent.parent / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -14,8 +14,8 @@ import re
 import torch
 import torch.nn.functional as F
 
-from formats.lazy import LazyTensor, Packed, cached, made_from, offset
-from formats.schema import brief
+from checkpoint import LazyTensor, brief, made_from
+from formats.lazy import Packed, cached, offset
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1

@@ -5,18 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from checkpoint import LazyTensor, brief, read_json, read_safetensors, reading
 from formats.checkpoint import RawCheckpoint
 from formats.config import config_from_hf
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.hub_quantized import dequantized
-from formats.json_file import read_json
-from formats.lazy import LazyTensor
-from formats.messages import reading
 from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from formats.names import HF_NAMES, OUR_NAMES, look_up
-from formats.safetensors_file import read_safetensors
-from formats.schema import brief
 from formats.torch_file import lazy_tensors, read_torch
 from sampling import RANGES
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear
 
+from checkpoint import LazyTensor, as_rows, check_finite, first_line, reading, some
 from formats import lora
 from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_outside
 from formats.fold import fold
@@ -27,8 +28,6 @@ from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
 from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
-from formats.lazy import LazyTensor, as_rows, check_finite
-from formats.messages import first_line, reading, some
 from formats.meta import read_llama2c, read_meta
 from formats.names import rename
 from formats.parameters import blank_model, disk_names

@@ -10,12 +10,10 @@ import math
 import re
 from pathlib import Path
 
-from formats.json_file import read_json
-from formats.lazy import LazyTensor, made_from, transpose
-from formats.messages import some
+from checkpoint import LazyTensor, brief, made_from, read_json, read_safetensors, some
+from formats.lazy import transpose
 from formats.names import bare
-from formats.safetensors_file import read_safetensors
-from formats.schema import brief, is_number
+from formats.schema import is_number
 from formats.torch_file import lazy_tensors, read_torch
 
 PART = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from checkpoint import LazyTensor, brief, read_json, reading, some
 from formats.checkpoint import RawCheckpoint
 from formats.config import config_from_hf
 from formats.fold import Folds
-from formats.json_file import read_json
-from formats.lazy import LazyTensor, concatenate
-from formats.messages import reading, some
-from formats.schema import brief, check_keys
+from formats.lazy import concatenate
+from formats.schema import check_keys
 from formats.torch_file import lazy_tensors, read_torch
 
 META_NAMES = {

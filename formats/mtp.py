@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from formats.lazy import LazyTensor, made_from
+from checkpoint import LazyTensor, made_from
 from formats.names import bare
 from layers.latent import Latent
 from model import ModelConfig, Transformer, at, full_norm

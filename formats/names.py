@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from formats.lazy import LazyTensor, index_select, made_from, stack, transpose
-from formats.messages import some
+from checkpoint import LazyTensor, made_from, some, stack
+from formats.lazy import index_select, transpose
 from layers.delta import SHARED_BY_HEADS
 from model import ModelConfig
 

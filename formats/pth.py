@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint import LazyTensor, brief, check_finite
 from formats.checkpoint import Checkpoint, RawCheckpoint
 from formats.huggingface import sampling_values
-from formats.lazy import LazyTensor, check_finite
 from formats.mtp import HEAD_NAMES, HeadConfig, split_head
 from formats.names import OUR_NAMES
 from formats.parameters import blank_model, disk_names
-from formats.schema import brief, build, check_config
+from formats.schema import build, check_config
 from formats.torch_file import lazy_tensors
 from formats.whole_file import whole_file
 from layers.attention import Scores

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
+from checkpoint import LazyTensor, made_from
 from formats.checkpoint import Checkpoint, scheme_at
-from formats.lazy import LazyTensor, made_from
 from quantize import GROUPSIZES, LINEARS, MODES, Scheme, scheme_named
 
 

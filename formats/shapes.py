@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, bfloat16
 
+from checkpoint import LazyTensor
 from formats.checkpoint import Checkpoint
 from formats.config import config_from_hf
-from formats.lazy import LazyTensor
 from formats.mtp import head_config
 from formats.parameters import tensor_shapes
 from layers.rope import Rope

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from formats.lazy import CHUNK, LazyTensor, made_from
+from checkpoint import CHUNK, LazyTensor, made_from
 from formats.names import look_up
 from model import ModelConfig
 

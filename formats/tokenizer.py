@@ -11,12 +11,11 @@ Two well-kept libraries do the work (tokenizer_backends.py); every format is bro
 import base64
 from pathlib import Path
 
+from checkpoint import brief, reading
 from formats import chat_template as chat
 from formats import tokenizer_files
 from formats.added_tokens import MAX_ID, AddedToken
 from formats.end_tokens import end_ids
-from formats.messages import reading
-from formats.schema import brief
 from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend
 
 

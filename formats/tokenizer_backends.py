@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cached_property
 
+from checkpoint import first_line
 from formats.added_tokens import AddedToken
-from formats.messages import first_line
 
 SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
 LONG = 10_000                                      # characters

@@ -9,11 +9,9 @@ import struct
 import sys
 from pathlib import Path
 
+from checkpoint import brief, read_json, read_text, reading
 from formats.added_tokens import read_added_tokens
 from formats.end_tokens import gguf_end_ids
-from formats.json_file import read_json, read_text
-from formats.messages import reading
-from formats.schema import brief
 from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend, library
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats.lazy import LazyTensor, as_rows
-from formats.messages import first_line
+from checkpoint import LazyTensor, as_rows, first_line
 
 
 def read_torch(path: Path) -> dict:

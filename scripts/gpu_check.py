@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
+from checkpoint import LazyTensor
 from cli.common import Help, Parser, guarded, log, pick_device
 from cli.engines import (
     RecomputeBatch,
@@ -28,7 +29,6 @@ from cli.engines import (
 )
 from cli.session import accept_stats
 from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor
 from formats.load import load_model
 from formats.mtp import head_config
 from formats.parameters import tensor_shapes

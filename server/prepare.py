@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from checkpoint import Unforeseen
 from cli import flags
 from cli.common import log
 from cli.grammar import json_schema
@@ -18,7 +19,6 @@ from cli.request_sampler import RequestParams
 from cli.sequence import Sequence
 from cli.slots import Task
 from formats.chat_template import TemplateError
-from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
 from sampling import RANGES
 from server.parsing import FORMATS, AnswerParser, detect, forced, instructions

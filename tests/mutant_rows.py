@@ -372,7 +372,7 @@ TESTS = (
     ("formats/sandbox.py", "tests/test_damaged.py tests/test_tokenizer.py::test_chat_template_is_sandboxed_and_may_refuse"),
     ("formats/quantized.py", f"{QUANTIZE} tests/test_own_codes.py"),
     ("formats/shapes.py", "tests/test_gemma4.py tests/test_generate.py::test_known_shapes tests/test_generate.py::test_random_shape"),
-    ("formats/messages.py", "tests/test_errors.py tests/test_damaged.py"),
+    ("checkpoint.py", "tests/test_errors.py tests/test_damaged.py tests/test_lazy.py tests/test_formats.py"),
     ("formats/families.py", "tests/test_families.py"),
     ("formats/config.py", "tests/test_families.py tests/test_errors.py"),
     ("formats/*.py", "tests/test_families.py tests/test_errors.py tests/test_formats.py tests/test_damaged.py"),

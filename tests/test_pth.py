@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+from checkpoint import LazyTensor
 from formats import pth
-from formats.lazy import LazyTensor
 from formats.load import read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
@@ -79,7 +79,7 @@ def test_memory_is_a_chunk(families, tmp_path, monkeypatch):
     """No more than a chunk of one tensor is converted at a time."""
     sizes, original = [], pth.raw_bytes
     monkeypatch.setattr(pth, "raw_bytes", lambda t: sizes.append(t.numel()) or original(t))
-    monkeypatch.setattr("formats.lazy.CHUNK", 64 * 7)
+    monkeypatch.setattr("checkpoint.CHUNK", 64 * 7)
     written(families, tmp_path / "model.pth")
     assert max(sizes) <= 64 * 7
 

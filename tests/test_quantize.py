@@ -21,12 +21,12 @@ from helpers import GREEDY, generated
 
 import generate
 import quantize
+from checkpoint import LazyTensor
 from cli import common as cli
 from cli import engines, quantizing, session
 from cli.report import weight_bytes
 from formats import pth
 from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
 from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
@@ -329,7 +329,7 @@ def test_int4_uses_all_sixteen_numbers_and_prefers_none():
 
 def test_a_tensor_in_many_pieces_is_the_same(monkeypatch):
     """Read, rounded and written a few rows at a time, experts' borders inside."""
-    from formats import lazy as lazy_tensors
+    import checkpoint as lazy_tensors
     for w in (drawn(1, 130, 96), drawn(2, 5, 26, 96)):
         whole = rounded(w), rounded(w, 32)
         with monkeypatch.context() as m:

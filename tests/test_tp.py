@@ -21,13 +21,12 @@ from conftest import SMOLLM2
 from tokenizers import Tokenizer, models
 
 import tp
+from checkpoint import LazyTensor, narrow, read_safetensors
 from cli import session
-from formats.lazy import LazyTensor, narrow
 from formats.load import load_model, read_checkpoint
 from formats.parameters import blank_model
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
-from formats.safetensors_file import read_safetensors
 from formats.shapes import SHAPES
 from kernels import collectives, private
 
