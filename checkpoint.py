@@ -18,14 +18,20 @@ checkpoint is executed.
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+
+from layers.moe import ExpertLinear
+from model import ModelConfig, Transformer
+from quantize import LEAVES, Scheme, scheme_of
 
 CHUNK = 1 << 22                                    # elements in memory at a time, beside the model
 LARGEST_TEXT = 1 << 28                             # bytes: ten times the longest tokenizer.json
@@ -227,6 +233,39 @@ def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
                      "--dtype bfloat16")
 
 
+# ---- What a path holds --------------------------------------------------------------------------
+
+@dataclass
+class RawCheckpoint:
+    """What a reader finds: tensors by the names in the file, as they lie there."""
+
+    path: Path
+    cfg: ModelConfig
+    tensors: list[LazyTensor]
+    names: dict                                    # their names: ours
+    eos_ids: list[int] = field(default_factory=list)
+    defaults: dict = field(default_factory=dict)
+    tokenizer: Path | dict | None = None
+    quantization: dict | None = None
+    kind: type = Transformer
+
+
+@dataclass
+class Checkpoint:
+    """A model's config and its tensors by our names, as the model takes them; none is read yet."""
+
+    path: Path
+    cfg: ModelConfig
+    tensors: dict[str, LazyTensor]
+    eos_ids: list[int] = field(default_factory=list)
+    defaults: dict = field(default_factory=dict)   # sampling values of generation_config.json
+    tokenizer: Path | dict | None = None           # what tokenizer.load() takes
+    quantization: dict | None = None               # how, for people; the tensors say what
+    kind: type = Transformer                       # the class of the model
+    adapter: Path | None = None                    # whose changes they have (formats/lora.py)
+    mtp: "Callable[[], Checkpoint] | None" = None  # opens its head that drafts (formats/mtp.py)
+
+
 # ---- Files of tensors ---------------------------------------------------------------------------
 
 def read_safetensors(path: Path) -> list[LazyTensor]:
@@ -256,3 +295,295 @@ def _sliced(name: str, piece) -> LazyTensor:
         rows = rows_of_matrices
     read_rows = rows if shape else scalar
     return LazyTensor(name, shape, DTYPES.get(piece.get_dtype(), torch.uint8), read_rows)
+
+
+# ---- Their names -> ours ------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Fused:
+    """One tensor on disk that holds several parameters, equal shares of its outputs."""
+
+    into: tuple[str, ...]
+
+    def pieces(self, t: LazyTensor, cfg: ModelConfig) -> list[LazyTensor]:
+        """One for each of `into`. ValueError where the tensor cannot hold them."""
+        if len(self.into) == 1:
+            return [t]
+        axis, n = max(0, len(t.shape) - 2), len(self.into)
+        if t.shape[axis] % n:
+            raise ValueError(f"{t.name} is {list(t.shape)}, but it is to hold {n} parameters")
+        size = t.shape[axis] // n
+        return [narrow(t, axis, i * size, (i + 1) * size) for i in range(n)]
+
+
+# A parameter is layers.{i}.{name}.weight or, outside the layers, {name}.weight; a name that ends in
+# neither weight nor bias stands whole. Experts' numbers are written as *.
+HF_NAMES = {
+    "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk", "self_attn.v_proj": "attn.wv",
+    "self_attn.o_proj": "attn.wo",
+    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
+    "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
+}
+MIXTRAL_NAMES = {
+    "block_sparse_moe.gate": "ffn.router", "block_sparse_moe.experts.*.w1": "ffn.gate",
+    "block_sparse_moe.experts.*.w3": "ffn.up", "block_sparse_moe.experts.*.w2": "ffn.down",
+}
+QWEN_MOE_NAMES = {
+    "mlp.gate": "ffn.router", "mlp.experts.*.gate_proj": "ffn.gate",
+    "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "mlp.experts.down_proj": "ffn.down.weight",
+}
+NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
+# in memory: on disk. Those after the second are of layers/.
+FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
+         "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay"),
+         "wbcx": ("wb", "wc", "wx"), "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
+
+
+def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
+    """By our names, fused ones apart, experts together. ValueError names what we do not know.
+
+    table: their name -> ours, or what is Fused.
+    """
+    found, unknown, twice = {}, [], []
+    for t in tensors:
+        if NOT_WEIGHTS.search(t.name):
+            continue
+        entry = look_up(t.name, table)
+        if entry is None:
+            unknown.append(t.name)
+            continue
+        prefix, expert, fused = entry
+        for name, piece in zip(fused.into, fused.pieces(t, cfg)):
+            experts = found.setdefault(prefix + name, {})
+            twice += [t.name] if expert in experts else []
+            experts[expert] = piece
+    if unknown:
+        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
+                         f"{some(unknown)}")
+    if twice:
+        raise ValueError(f"{len(twice)} tensors are there twice: {some(twice)}")
+    return {name: _together(name, experts) for name, experts in found.items()}
+
+
+def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
+    """Their parameter name -> the layer's prefix, the expert's number, and what it holds.
+
+    None where the table has no such parameter. layers.3.mlp.experts.7.up_proj.weight ->
+    "layers.3.", 7, Fused(("ffn.up.weight",)).
+    """
+    name = bare(name)
+    match = re.fullmatch(r"(?:layers|blk|h|blocks)\.(\d+)\.(.+)", name)
+    prefix, inner = (f"layers.{match[1]}.", match[2]) if match else ("", name)
+    expert = re.search(r"(?<=\.)(\d+)(?=\.)", inner)
+    if expert:
+        inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
+    stem, _, kind = inner.rpartition(".")          # kind: weight | bias
+    if prefix and f"layers.*.{stem}" in table:     # a name that means something else outside
+        stem = f"layers.*.{stem}"
+    entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
+    if entry is None:
+        return None
+    entry = entry if isinstance(entry, Fused) else Fused((entry,))
+    entry = replace(entry, into=tuple(n + end for n in entry.into))
+    return prefix, int(expert[1]) if expert else -1, entry
+
+
+def bare(name: str) -> str:
+    """Without the names of the modules around the text model's."""
+    around = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
+    return re.sub(rf"^(({around})\.)+", "", name)
+
+
+def layer_of(name: str) -> int:
+    """-1 outside the layers."""
+    match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
+    return int(match[1]) if match else -1
+
+
+def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
+    """The tensor itself, under -1, or one of all experts' tensors."""
+    if -1 in experts:
+        return experts[-1]
+    if set(experts) != set(range(max(experts) + 1)):
+        raise ValueError(f"{name}: experts {', '.join(map(str, sorted(experts)))}, "
+                         f"expected 0 to {max(experts)}")
+    pieces = [experts[i] for i in sorted(experts)]
+    for piece in pieces:
+        if piece.shape != pieces[0].shape:
+            raise ValueError(f"{piece.name} is {list(piece.shape)}, unlike the others' "
+                             f"{list(pieces[0].shape)}")
+    return stack(pieces)
+
+
+def disk_names(name: str) -> list[str]:
+    """The parameters on disk that make up one in memory: ….wqkv.weight -> ….wq.weight, …"""
+    for fused, pieces in FUSED.items():
+        if f".{fused}." in f"{name}.":
+            return [name.replace(f".{fused}", f".{piece}") for piece in pieces]
+    return [name]
+
+
+# ---- Checks: the tensors are what the config asks for -------------------------------------------
+
+def checked(raw: RawCheckpoint, tensors: dict[str, LazyTensor]) -> Checkpoint:
+    """What a reader found, its tensors by our names -> a Checkpoint. ValueError as check()."""
+    cfg = settle_tied(raw.path, raw.cfg, tensors)
+    source = Checkpoint(raw.path, cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
+                        raw.quantization, raw.kind)
+    check(source)
+    return source
+
+
+def settle_tied(path: Path, cfg: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
+    """The config, `tied` as the tensors are; takes out a head that repeats the embedding.
+
+    The tensors decide, not the config: where it says otherwise, a line says so. tensors: by our
+    names. A quantized head ("head.scales") stands beside the embedding that it was rounded from.
+    ValueError where the config asks for an output layer and there is none.
+    """
+    embed, head = tensors.get("embed.weight"), tensors.get("head.weight")
+    if not cfg.tied:
+        if head is None and embed is not None:
+            raise ValueError("no output layer (lm_head.weight), and the config does not say that "
+                             "it is the embedding ('tie_word_embeddings': true)")
+        return cfg
+    if head is None or "head.scales" in tensors:
+        return cfg
+    if embed is None:                              # the one matrix has the other's name
+        tensors["embed.weight"] = made_from(head, head.read_rows, packed=head.packed)
+    elif "embed.scales" in tensors or not equal(embed, head):
+        print(f"note: {path.name}: the config says that the output layer is the embedding, but "
+              "they differ: each is used as it is", file=sys.stderr)
+        return replace(cfg, tied=False)
+    del tensors["head.weight"]
+    return cfg
+
+
+def equal(a: LazyTensor, b: LazyTensor) -> bool:
+    """Are all numbers the same? Reads both, until they differ."""
+    if a.shape != b.shape:
+        return False
+    if a.read_rows == b.read_rows:
+        return True
+    step = max(1, CHUNK * a.n_row // math.prod(a.shape))
+    try:
+        return all(torch.equal(*(t.read_rows(i, min(i + step, a.n_row)).float() for t in (a, b)))
+                   for i in range(0, a.n_row, step))
+    finally:
+        a.release()
+        b.release()
+
+
+def check(source: Checkpoint) -> None:
+    """ValueError names tensors that are missing, left over, or not of the config's shape.
+
+    Takes out what some files hold without need: biases that are all zero.
+    """
+    tensors, shapes = source.tensors, tensor_shapes(source.cfg, source.kind)
+    for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
+        if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
+            del tensors[name]
+    with reading(source.path):
+        dtypes = _expect_quantized(source, shapes)
+        _check_names_and_shapes(tensors, shapes)
+        _check_dtypes(tensors, dtypes)
+
+
+def blank_model(cfg: ModelConfig, dtype: torch.dtype, kind: type = Transformer) -> Transformer:
+    """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return kind(cfg)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def tensor_shapes(cfg: ModelConfig, kind: type = Transformer) -> dict[str, tuple[int, ...]]:
+    """The names that tensors have on disk -> the shapes that the config asks for."""
+    model, shapes = blank_model(cfg, torch.float32, kind), {}
+    for name, p in model.named_parameters():
+        names = disk_names(name)
+        rows = [p.shape[0] // len(names)] * len(names)
+        if layer := re.match(r"layers\.(\d+)\.attn\.", name):
+            split = getattr(model.layers[int(layer[1])].attn, "split", ())
+            if len(split) == len(names):           # queries, keys, values; latents
+                rows = split
+        shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
+    return shapes
+
+
+def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -> Scheme | None:
+    """The scheme of the linear `x` ("layers.0.attn.wq"), None if it is not quantized.
+
+    Its codes, scales and zeros are "….wq.weight", "….wq.scales" and "….wq.zeros". n_in: its inputs,
+    if known. ValueError where its tensors do not fit each other.
+    """
+    leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
+    try:
+        return scheme_of({leaf: t.shape for leaf, t in leaves.items()}, n_in)
+    except ValueError as e:
+        raise ValueError(f"{x}.{e}") from None
+
+
+def _expect_quantized(source: Checkpoint, shapes: dict) -> dict[str, torch.dtype]:
+    """Put the shapes of quantized weights' leaves into `shapes` -> the dtypes of these leaves.
+
+    ValueError where what is one matrix in memory is not quantized alike.
+    """
+    model = blank_model(source.cfg, torch.float32, source.kind)
+    matrices = [disk_names(name) for name, module in model.named_modules()
+                if isinstance(module, nn.Linear | ExpertLinear)]
+    if source.cfg.tied:
+        matrices.append(["embed"])
+    dtypes = {}
+    for matrix in matrices:
+        schemes = {_expect(source.tensors, shapes, dtypes, x) for x in matrix}
+        if len(schemes) > 1:
+            raise ValueError(f"{', '.join(matrix)} are one matrix in memory, but not quantized "
+                             "alike")
+    return dtypes
+
+
+def _expect(tensors, shapes, dtypes, x) -> Scheme | None:
+    shape = shapes["embed.weight" if x == "head" else f"{x}.weight"]
+    scheme = scheme_at(tensors, x, shape[-1])
+    if scheme is None or (x == "embed" and not scheme.serves_embedding):
+        return None                                # leaves without a place are left over
+    for leaf, (leaf_shape, dtype) in scheme.leaves(shape).items():
+        shapes[f"{x}.{leaf}"] = leaf_shape
+        dtypes[f"{x}.{leaf}"] = dtype
+    return scheme
+
+
+def _check_names_and_shapes(tensors, shapes) -> None:
+    missing = [n for n in shapes if n not in tensors]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing: {some(missing)}")
+    extra = [tensors[n].name for n in tensors if n not in shapes]
+    if extra:
+        raise ValueError(f"{len(extra)} tensors that its config has no place for: {some(extra)}")
+    for name, shape in shapes.items():
+        found = tensors[name]
+        if found.shape != shape:
+            raise ValueError(f"{found.name} is {list(found.shape)}, but the config asks for "
+                             f"{list(shape)}")
+
+
+def _check_dtypes(tensors, dtypes) -> None:
+    """Codes have their scheme's dtype; all else is floating-point numbers."""
+    for name, t in tensors.items():
+        expected = dtypes.get(name, torch.float32)
+        both_float = t.dtype.is_floating_point and expected.is_floating_point
+        if t.dtype == expected or both_float:
+            continue
+        x = name.rpartition(".")[0]
+        others = [n for n in tensors if n in (f"{x}.scales", f"{x}.zeros")]
+        kind = "floating-point numbers" if expected.is_floating_point else expected
+        raise ValueError(f"{name} is of {t.dtype}, but with {some(others) or 'no scales'} beside "
+                         f"it {kind} is expected")

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import LazyTensor, made_from, narrow
-from formats.names import layer_of
+from checkpoint import LazyTensor, layer_of, made_from, narrow
 from kernels import collectives
 from kernels.collectives import all_reduce, join_logits, sum_over_ranks
 from layers.delta import SHARED_BY_HEADS

@@ -14,10 +14,8 @@ import gguf
 import numpy as np
 import torch
 
-from checkpoint import LazyTensor
-from formats.checkpoint import Checkpoint
+from checkpoint import Checkpoint, LazyTensor, disk_names
 from formats.lazy import cached
-from formats.parameters import disk_names
 
 ROOT = Path(__file__).resolve().parent.parent
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}        # of rows that 256 does not divide

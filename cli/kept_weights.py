@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import tp
+from checkpoint import Checkpoint
 from formats import load as loading
 from formats import quantized
-from formats.checkpoint import Checkpoint
 from formats.load import load_model
 from generate import load_shard
 from kernels import disk, kept_tensors

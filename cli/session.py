@@ -37,10 +37,8 @@ from cli.slots import RowsBatch
 from formats import quantized
 from formats import tokenizer as tokenizers
 from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
-from formats.checkpoint import n_bytes
 from formats.hub import resolve
-from formats.load import open_checkpoint
-from formats.parameters import count_parameters
+from formats.load import count_parameters, n_bytes, open_checkpoint
 from formats.shapes import random_checkpoint
 from generate import bucket, generate
 from kernels import cpu_ops

@@ -15,16 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import LazyTensor, read_json, reading
-from formats.checkpoint import Checkpoint, check
+from checkpoint import (
+    HF_NAMES,
+    Checkpoint,
+    LazyTensor,
+    blank_model,
+    check,
+    read_json,
+    reading,
+    settle_tied,
+)
 from formats.config import Stated, config_from_hf, count
 from formats.fold import Folds, fold
 from formats.huggingface import hub_weights
 from formats.load import load_part, weights_in
-from formats.names import GEMMA4_NAMES, HF_NAMES, rename
-from formats.parameters import blank_model
+from formats.names import GEMMA4_NAMES, rename
 from formats.schema import check_keys
-from formats.tied import settle
 from layers.shared_kv import SharedKV
 from model import ModelConfig, Transformer, at, visible
 
@@ -152,7 +158,7 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
             body.append(t)
     with reading(path):
         tensors = fold(rename(body, HF_NAMES | GEMMA4_NAMES, cfg), cfg, Folds())
-        cfg = settle(path, cfg, tensors)
+        cfg = settle_tied(path, cfg, tensors)
     source = AssistantCheckpoint(path, cfg, tensors, order=order)
     check(source)
     _check_own(source, own)

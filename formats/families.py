@@ -7,6 +7,7 @@ names.py renames with `names`, fold.py folds what `folds` says into the weights.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from checkpoint import MIXTRAL_NAMES
 from formats.names import (
     AFMOE_NAMES,
     APERTUS_NAMES,
@@ -27,7 +28,6 @@ from formats.names import (
     LATENT_NAMES,
     LFM2_NAMES,
     MINIMAX_NAMES,
-    MIXTRAL_NAMES,
     MOE_NAMES,
     MPT_NAMES,
     OPT_NAMES,

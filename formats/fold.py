@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint import LazyTensor, made_from, narrow
+from checkpoint import LazyTensor, made_from, narrow, tensor_shapes
 from formats.hub_quantized import unpacked_int4
 from formats.lazy import cached, constant, index_select, offset, scaled, transpose
-from formats.parameters import tensor_shapes
 from layers.latent import Latent
 from layers.shared_kv import SharedKV
 from model import ModelConfig, at

@@ -5,14 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import LazyTensor, brief, read_json, read_safetensors, reading
-from formats.checkpoint import RawCheckpoint
+from checkpoint import HF_NAMES, LazyTensor, brief, look_up, read_json, read_safetensors, reading
 from formats.config import config_from_hf
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.hub_quantized import dequantized
-from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
-from formats.names import HF_NAMES, OUR_NAMES, look_up
+from formats.mtp import HEAD_NAMES, MTPHead, has_experts, head_config, split_head
+from formats.names import OUR_NAMES
+from formats.raw import RawCheckpoint
 from formats.torch_file import lazy_tensors, read_torch
 from sampling import RANGES
 
@@ -45,12 +45,12 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):
         names, folds = OUR_NAMES, None             # our .pth with its config beside it
     eos_ids, defaults = generation_defaults(directory, config)
-    raw = RawCheckpoint(directory / weights, cfg, tensors, names, folds, eos_ids, defaults,
-                        tokenizer=directory, hub_quantized=bool(quantization))
+    raw = RawCheckpoint(directory / weights, cfg, tensors, names, eos_ids, defaults,
+                        tokenizer=directory, folds=folds, hub_quantized=bool(quantization))
     if head:
         slides = "sliding_attention" in (c.get("mtp_layer_types") or ())
         raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head), slides),
-                          tensors=head, names=names | HEAD_NAMES)
+                          tensors=head, names=names | HEAD_NAMES, kind=MTPHead)
     return raw
 
 

@@ -12,6 +12,7 @@ plus one chunk.
     model = load_model(source, torch.bfloat16, "cpu")
 """
 
+import math
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -20,9 +21,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear
 
-from checkpoint import LazyTensor, as_rows, check_finite, first_line, reading, some
+from checkpoint import (
+    Checkpoint,
+    LazyTensor,
+    as_rows,
+    blank_model,
+    check_finite,
+    checked,
+    disk_names,
+    first_line,
+    reading,
+    scheme_at,
+    some,
+)
 from formats import lora
-from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_outside
 from formats.fold import fold
 from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
@@ -30,13 +42,12 @@ from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
 from formats.meta import read_llama2c, read_meta
 from formats.names import rename
-from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
-from formats.tied import apart, settle
+from formats.raw import RawCheckpoint
 from formats.torch_file import read_torch
 from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
-from model import Transformer
+from model import ModelConfig, Transformer
 from quantize import QuantizedLinear, put_quantized_linears, share_embedding
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -63,7 +74,7 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
         raw = read(path)
     if adapter is not None:
         with reading(path):
-            tensors, tied_head = apart(raw.tensors, raw.names, raw.cfg)
+            tensors, tied_head = lora.apart(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):
             raw.tensors = lora.merged(tensors, adapter, tied_head)
     source = finished(raw)
@@ -87,12 +98,8 @@ def finished(raw: RawCheckpoint) -> Checkpoint:
         if raw.folds:
             tensors = fold(tensors, raw.cfg, raw.folds)
         if raw.hub_quantized:
-            tensors = quantized_alike(tensors, raw.cfg)
-        cfg = settle(raw.path, raw.cfg, tensors)
-        source = Checkpoint(raw.path, cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
-                            raw.quantization)
-        check(source)
-    return source
+            tensors = quantized_alike(tensors, raw)
+        return checked(raw, tensors)
 
 
 def read(path: Path) -> RawCheckpoint:
@@ -141,10 +148,11 @@ def read_pth(path: Path) -> RawCheckpoint:
                      "beside it")
 
 
-def quantized_alike(tensors: dict[str, LazyTensor], cfg) -> dict[str, LazyTensor]:
+def quantized_alike(tensors: dict[str, LazyTensor],
+                    raw: RawCheckpoint) -> dict[str, LazyTensor]:
     """What is one matrix in memory, and not of one scheme in a hub's file, as plain weights."""
     tensors = dict(tensors)
-    for name, module in blank_model(cfg, torch.float32).named_modules():
+    for name, module in blank_model(raw.cfg, torch.float32, raw.kind).named_modules():
         xs = disk_names(name) if isinstance(module, Linear | ExpertLinear) else []
         groups = {x: tensors[f"{x}.scales"].shape[1:] for x in xs if f"{x}.scales" in tensors}
         if len(groups) == len(xs) and len(set(groups.values())) < 2:
@@ -164,7 +172,7 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
     kept: its parameters, as an earlier call gave them: then nothing is read.
     """
     with reading(source.path):
-        model = blank_model(source.cfg, dtype)
+        model = blank_model(source.cfg, dtype, source.kind)
 
         def scheme(name):
             return scheme_at(source.tensors, disk_names(name)[0])
@@ -176,6 +184,24 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
             load_part(model, "", source, device)
         share_embedding(model)
         return model.to(device).eval()                 # the parameters are there already: the rest
+
+
+def stays_outside(name: str, device) -> bool:
+    """Is the tensor none of what the device holds? Per-layer embeddings, of which it needs rows."""
+    device = torch.device(device).type
+    on_nvidia = device == "cuda" and torch.version.hip is None
+    return name == "per_layer.embed.weight" and (device == "cpu" or on_nvidia)
+
+
+def n_bytes(source: Checkpoint, dtype: torch.dtype, device) -> int:
+    """What the weights will take: dtype, or as they are where they are quantized."""
+    return sum(math.prod(t.shape) * (1 if t.dtype.itemsize == 1 else dtype.itemsize)
+               for name, t in source.tensors.items() if not stays_outside(name, device))
+
+
+def count_parameters(cfg: ModelConfig) -> int:
+    """Of the model, however its weights are stored."""
+    return sum(p.numel() for p in blank_model(cfg, torch.bfloat16).parameters())
 
 
 def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:

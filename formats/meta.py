@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import Tensor
 
 from checkpoint import LazyTensor, brief, read_json, reading, some
-from formats.checkpoint import RawCheckpoint
 from formats.config import config_from_hf
 from formats.fold import Folds
 from formats.lazy import concatenate
+from formats.raw import RawCheckpoint
 from formats.schema import check_keys
 from formats.torch_file import lazy_tensors, read_torch
 
@@ -85,5 +85,5 @@ def _checkpoint(path: Path, tensors: list[LazyTensor], params: dict,
             max_position_embeddings=context, rms_norm_eps=params.get("norm_eps", 1e-5),
             rope_theta=theta, rope_scaling=rope if scaled else None,
             tie_word_embeddings="output.weight" not in sizes))
-    return RawCheckpoint(path, cfg, tensors, META_NAMES, Folds(interleaved_rope=True), eos_ids,
-                         tokenizer=path.parent)
+    return RawCheckpoint(path, cfg, tensors, META_NAMES, eos_ids, tokenizer=path.parent,
+                         folds=Folds(interleaved_rope=True))

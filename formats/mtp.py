@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from checkpoint import LazyTensor, made_from
-from formats.names import bare
+from checkpoint import LazyTensor, bare, made_from
 from layers.latent import Latent
 from model import ModelConfig, Transformer, at, full_norm
 

@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import LazyTensor, brief, check_finite
-from formats.checkpoint import Checkpoint, RawCheckpoint
+from checkpoint import Checkpoint, LazyTensor, blank_model, brief, check_finite, disk_names
 from formats.huggingface import sampling_values
-from formats.mtp import HEAD_NAMES, HeadConfig, split_head
+from formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
 from formats.names import OUR_NAMES
-from formats.parameters import blank_model, disk_names
+from formats.raw import RawCheckpoint
 from formats.schema import build, check_config
 from formats.torch_file import lazy_tensors
 from formats.whole_file import whole_file
@@ -59,12 +58,13 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
     tensors, head = split_head(lazy_tensors(content["model"]), None)
     tokenizer = content.get("tokenizer")
     tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
-    raw = RawCheckpoint(path, config_from_dict(content["config"]), tensors, OUR_NAMES, None,
+    raw = RawCheckpoint(path, config_from_dict(content["config"]), tensors, OUR_NAMES,
                         content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
                         content.get("quantization"))
     if content.get("mtp"):
         cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
-        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES)
+        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES,
+                                      kind=MTPHead)
     return raw
 
 
@@ -170,7 +170,8 @@ def head_to_keep(source: Checkpoint) -> Checkpoint | None:
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Of each tensor in the file: norms fp32, quantized weights as they are."""
-    precise = {on_disk for n, p in blank_model(source.cfg, torch.bfloat16).named_parameters()
+    model = blank_model(source.cfg, torch.bfloat16, source.kind)
+    precise = {on_disk for n, p in model.named_parameters()
                if p.dtype == torch.float32 for on_disk in disk_names(n)}
     dtypes = {}
     for name, t in source.tensors.items():

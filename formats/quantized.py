@@ -16,8 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from checkpoint import LazyTensor, made_from
-from formats.checkpoint import Checkpoint, scheme_at
+from checkpoint import Checkpoint, LazyTensor, made_from, scheme_at
 from quantize import GROUPSIZES, LINEARS, MODES, Scheme, scheme_named
 
 

@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from formats.parameters import disk_names
+from checkpoint import disk_names
 from gptq.solve import nearest
 from layers.moe import ExpertLinear
 from model import Transformer

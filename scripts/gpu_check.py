@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
-from checkpoint import LazyTensor
+from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from cli.common import Help, Parser, guarded, log, pick_device
 from cli.engines import (
     RecomputeBatch,
@@ -28,10 +28,8 @@ from cli.engines import (
     warm_up,
 )
 from cli.session import accept_stats
-from formats.checkpoint import Checkpoint
 from formats.load import load_model
 from formats.mtp import head_config
-from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate
 from kernels import cpu_ops

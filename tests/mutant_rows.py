@@ -66,7 +66,7 @@ NAMED = [
            "tests/test_survivors.py::test_a_context_is_used_to_its_last_position_and_no_further"),
     Mutant("head-not-tied", "formats/huggingface.py", "cfg = replace(cfg, tied=True)",
            "cfg = replace(cfg, tied=False)", logits("gemma3")),
-    Mutant("differing-head-dropped", "formats/tied.py", "not equal(embed, head)", "False", "tests/test_tied.py"),
+    Mutant("differing-head-dropped", "checkpoint.py", "not equal(embed, head)", "False", "tests/test_tied.py"),
     Mutant("quantized-head-not-tied", "quantize.py", "        model.embed.scales = model.head.scales\n", "",
            "tests/test_quantize.py::test_tied_matrices_are_one"),
     Mutant("logits-cap", "layers/norms.py", "return self.cap * torch.tanh(x / self.cap)", "return torch.tanh(x / self.cap)",

@@ -15,12 +15,12 @@ from helpers import GREEDY, generated, make_batch
 from test_errors import run
 
 import generate
+from checkpoint import tensor_shapes
 from cli import engines, session
 from cli.report import follow
 from cli.sequence import Sequence
 from formats import tokenizer as tokenizers
 from formats.load import read_checkpoint
-from formats.parameters import tensor_shapes
 from formats.shapes import SHAPES
 from sampling import SamplingParams
 

@@ -21,14 +21,12 @@ from helpers import GREEDY, generated
 
 import generate
 import quantize
-from checkpoint import LazyTensor
+from checkpoint import Checkpoint, LazyTensor, blank_model, disk_names, tensor_shapes
 from cli import common as cli
 from cli import engines, quantizing, session
 from cli.report import weight_bytes
 from formats import pth
-from formats.checkpoint import Checkpoint
 from formats.load import load_model, read_checkpoint
-from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
 from formats.quantized import describe, leaves_of, quantized, schemes
 from formats.shapes import random_checkpoint

@@ -16,8 +16,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import generate
+from checkpoint import tensor_shapes
 from cli.engines import build_sampler
-from formats.parameters import tensor_shapes
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
 from generate import decode_one_token, load_shard
