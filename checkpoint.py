@@ -16,14 +16,23 @@ checkpoint is executed.
     model = load_model(source, torch.bfloat16, "cpu")
 """
 
+import errno
+import fcntl
+import io
 import json
 import math
+import os
+import pickle
 import re
 import sys
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +40,15 @@ from torch import Tensor, nn
 
 from layers.moe import ExpertLinear
 from model import ModelConfig, Transformer
-from quantize import LEAVES, Scheme, scheme_of
+from quantize import (
+    LEAVES,
+    QuantizedLinear,
+    Scheme,
+    put_quantized_linears,
+    scheme_of,
+    share_embedding,
+)
+from sampling import RANGES
 
 CHUNK = 1 << 22                                    # elements in memory at a time, beside the model
 LARGEST_TEXT = 1 << 28                             # bytes: ten times the longest tokenizer.json
@@ -266,6 +283,83 @@ class Checkpoint:
     mtp: "Callable[[], Checkpoint] | None" = None  # opens its head that drafts (formats/mtp.py)
 
 
+# ---- A path or a hub name -> where it lies ------------------------------------------------------
+
+WANTED = ["*.safetensors", "*.json", "tokenizer.model"]
+UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
+
+
+@contextmanager
+def hub_errors(repo_id: str) -> Iterator[None]:
+    """ValueError or OSError say in one line what went wrong with the hub and what to do."""
+    from huggingface_hub import errors
+    try:
+        yield
+    except errors.GatedRepoError:                  # before RepositoryNotFound, its parent
+        problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
+                   "`hf auth login` or set HF_TOKEN")
+    except errors.RepositoryNotFoundError:
+        problem = (f"the hub has no {repo_id}, or it is private: check the name, or run "
+                   "`hf auth login` or set HF_TOKEN")
+    except errors.HFValidationError:
+        problem = f"'{repo_id}' is not a hub name: expected org/name"
+    except errors.HfHubHTTPError as e:
+        refused = e.response is not None and e.response.status_code in (401, 403)
+        problem = f"the hub failed on {repo_id}, try again later: {first_line(e)}"
+        if refused:
+            problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
+                       "or unset HF_TOKEN")
+    except Exception as e:                         # its HTTP library has kinds of its own
+        if getattr(e, "errno", None) == errno.ENOSPC:
+            raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
+                          "HF_HOME to another disk; running it again resumes") from None
+        problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
+                   "network and HF_HUB_OFFLINE, or give a path "
+                   f"({type(e).__name__}: {first_line(e)})")
+    else:
+        return
+    raise ValueError(problem)
+
+
+def download(repo_id: str) -> Path:
+    """Fetch what we read of a hub repository (huggingface_hub shows its progress) -> its directory.
+
+    ValueError or OSError as hub_errors().
+    """
+    from huggingface_hub import snapshot_download
+    with hub_errors(repo_id):
+        return Path(snapshot_download(repo_id, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+
+
+def resolve(name: str, fetch: Callable[[str], Path] = download) -> Path:
+    """A path, which wins, or a hub name, which fetch() downloads.
+
+    FileNotFoundError names both readings.
+    """
+    if not name.strip():
+        raise ValueError("a path or name is empty: an unset variable?")
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise FileNotFoundError(f"{name}: no such file or directory "
+                                "(nor is it a hub name, org/name)")
+    try:
+        return fetch(name)
+    except (ValueError, OSError) as e:
+        raise FileNotFoundError(f"{name}: no such file or directory; "
+                                f"read as a hub name: {e}") from None
+
+
+def output_path(path: Path, name: str) -> Path:
+    """Where to write what is made of `path`: in its directory, or in checkpoints/ for what the
+    hub's cache holds (…/models--org--name/snapshots/revision)."""
+    directory = path if path.is_dir() else path.parent
+    if directory.parent.name == "snapshots":
+        directory = Path("checkpoints", *directory.parent.parent.name.split("--")[1:])
+    return directory / name
+
+
 # ---- Files of tensors ---------------------------------------------------------------------------
 
 def read_safetensors(path: Path) -> list[LazyTensor]:
@@ -295,6 +389,109 @@ def _sliced(name: str, piece) -> LazyTensor:
         rows = rows_of_matrices
     read_rows = rows if shape else scalar
     return LazyTensor(name, shape, DTYPES.get(piece.get_dtype(), torch.uint8), read_rows)
+
+
+def read_torch(path: Path, mmap: bool = True) -> dict:
+    """A PyTorch file, memory-mapped; never executes what is in it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as e:
+        raise ValueError(f"{path}: refused, it holds more than weights "
+                         f"({first_line(e)})") from None
+    except Exception as e:                         # a damaged pickle makes it raise anything
+        if isinstance(e, OSError) and e.filename:  # not found, not allowed
+            raise
+        raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
+                         f"{type(e).__name__}: {first_line(e)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
+    return value
+
+
+def lazy_tensors(tensors: dict) -> list[LazyTensor]:
+    """Of a dictionary as read_torch() gives it: what is not a tensor is left out.
+
+    ValueError where there is none, or where one is said to be larger than its bytes.
+    """
+    if not isinstance(tensors, dict):
+        raise ValueError(f"expected a dictionary of tensors, found {type(tensors).__name__}")
+    named = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and isinstance(n, str)}
+    for name, t in named.items():
+        if t.layout != torch.strided or t.device.type != "cpu" or t.is_quantized:
+            raise ValueError(f"{name} is {t.layout}, on {t.device}: expected plain numbers")
+        if t.numel() * t.itemsize > t.untyped_storage().nbytes():
+            raise ValueError(f"{name} is said to be {list(t.shape)}, but its storage has "
+                             f"{t.untyped_storage().nbytes():,} bytes")
+    return [LazyTensor(n, tuple(t.shape), t.dtype, lambda a, b, t=t: as_rows(t)[a:b])
+            for n, t in named.items()]
+
+
+def hub_tensors(directory: Path, name: str,
+                read: Callable[[Path], list[LazyTensor]] = read_safetensors) -> list[LazyTensor]:
+    """Every tensor of a file, or of the shards that an index lists; read() knows the files."""
+    shards = _shards(directory / name) if name.endswith(".index.json") else [name]
+    tensors = []
+    for shard in shards:
+        path = directory / shard
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: listed in {name} but not there: download it again")
+        tensors += read(path)
+    return tensors
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index lists, which lie where it lies. Links among them are followed, as the
+    hub's cache consists of such.
+    """
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index}: 'weight_map' is {brief(listed)}, expected tensors and files")
+    for shard in listed.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+            raise ValueError(f"{index}: {brief(shard)} is no name of a file beside it")
+    return sorted(set(listed.values()))
+
+
+# ---- generation_config.json ---------------------------------------------------------------------
+
+SAMPLING = {name: allowed for name, allowed in RANGES.items() if name != "seed"}
+
+
+def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dict]:
+    """End-of-sequence ids of all config files, and how the model's authors sample from it."""
+    path = directory / "generation_config.json"
+    generation = {}
+    if path.exists():
+        try:
+            generation = read_json(path)
+        except ValueError as e:                    # some on the Hub are broken; they are optional
+            print(f"note: ignored: {e}", file=sys.stderr)
+    ids = []
+    for config in (generation, *configs):
+        stated = config.get("eos_token_id")
+        stated = stated if isinstance(stated, list) else [stated]
+        ids += [i for i in stated if type(i) is int and 0 <= i < 1 << 31]
+    stated = {k: generation[k] for k in SAMPLING
+              if generation.get("do_sample") and generation.get(k) is not None}
+    defaults = sampling_values(stated)
+    if bad := set(stated) - set(defaults):
+        print(f"note: ignored in {path}: {', '.join(sorted(bad))}", file=sys.stderr)
+    return list(dict.fromkeys(ids)), defaults
+
+
+def sampling_values(stated: dict) -> dict:
+    """Those of a model's sampling values that are in their range."""
+    values = {}
+    for name, value in stated.items():
+        if name not in SAMPLING or type(value) not in (int, float):
+            continue
+        kind = SAMPLING[name].kind
+        with suppress(ValueError):
+            if SAMPLING[name].check(value) == kind(value):     # not 40.5 of the likeliest tokens
+                values[name] = kind(value)
+    return values
 
 
 # ---- Their names -> ours ------------------------------------------------------------------------
@@ -587,3 +784,238 @@ def _check_dtypes(tensors, dtypes) -> None:
         kind = "floating-point numbers" if expected.is_floating_point else expected
         raise ValueError(f"{name} is of {t.dtype}, but with {some(others) or 'no scales'} beside "
                          f"it {kind} is expected")
+
+
+# ---- A Checkpoint -> a model --------------------------------------------------------------------
+
+def load_model(source: Checkpoint, dtype: torch.dtype, device,
+               prepare: Callable[[Transformer], None] = lambda model: None) -> Transformer:
+    """Read every weight into a model on `device`; norms stay fp32.
+
+    prepare: may exchange modules of the model while it has no memory.
+    """
+    with reading(source.path):
+        model = quantized_blank(source, dtype, device)
+        prepare(model)
+        load_part(model, "", source, device)
+        share_embedding(model)
+        return model.to(device).eval()             # the parameters are there already: the rest
+
+
+def quantized_blank(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+    """The model without memory, with quantized linears where the tensors are quantized."""
+    model = blank_model(source.cfg, dtype, source.kind)
+
+    def scheme(name):
+        return scheme_at(source.tensors, disk_names(name)[0])
+    put_quantized_linears(model, scheme, dtype, device)
+    return model
+
+
+def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
+    """Give memory and weights to the modules whose names begin with `prefix`, and pack them."""
+    assigned = WeakValueDictionary()               # a tied head shares the embedding's
+    for name, module in list(model.named_modules()):
+        if not name.startswith(prefix):
+            continue
+        for leaf, blank in list(module.named_parameters(recurse=False)):
+            if not blank.is_meta:
+                continue                           # it has its memory already
+            p = assigned.get(blank)
+            if p is None:
+                # not empty_like, which has torch import sympy for a tensor on meta
+                weight = torch.empty(blank.shape, dtype=blank.dtype, device=device)
+                read_into(weight, source, disk_names(f"{name}.{leaf}"))
+                p = assigned[blank] = nn.Parameter(weight, requires_grad=False)
+            setattr(module, leaf, p)
+        if isinstance(module, QuantizedLinear):
+            module.pack()                          # lets go of what lay as on disk
+
+
+def read_into(weight: Tensor, source: Checkpoint, names: list[str]) -> None:
+    """The tensors of these names, one below the other."""
+    top, target = 0, as_rows(weight)
+    for t in (source.tensors[name] for name in names):
+        if t.read_rows is None:
+            t.fill(target[top:top + t.n_row])
+        else:
+            _copy(target[top:top + t.n_row], t, source.path)
+        top += t.n_row
+
+
+def _copy(target: Tensor, t: LazyTensor, path: Path) -> None:
+    try:
+        for start, end, rows in t.chunks():
+            if target.dtype == torch.float16 and rows.dtype != torch.float16:
+                rows = check_finite(rows, t.name, torch.float16)
+            target[start:end].copy_(rows)
+    except (SafetensorError, ValueError) as e:
+        what = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
+        raise ValueError(what + first_line(e)) from e
+
+
+# ---- Our .pth, written --------------------------------------------------------------------------
+
+VERSION = 1                                        # of the format; a newer one is refused
+ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
+STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
+            torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
+            torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)   # the disk, or what is allowed of it
+
+
+def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
+                    dtype: torch.dtype | None = None,
+                    progress: Callable[[int, int], None] = lambda i, n: None,
+                    head: Checkpoint | None = None) -> None:
+    """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
+
+    It is a zip archive as torch.save writes it: data.pkl, which names the tensors, and a stored
+    entry for the bytes of each. dtype: None keeps each tensor's own. tokenizer: None where its
+    files stay beside the .pth. head: of a model that drafts (formats/mtp.py), written as mtp.*.
+    """
+    tensors, dtypes = dict(source.tensors), _dtypes(source, dtype)
+    if head:
+        tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
+        dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
+    blanks = {name: Blank(str(i), t.shape, dtypes[name])
+              for i, (name, t) in enumerate(tensors.items())}
+    content = dict(format="gpt-faster", version=VERSION, config=asdict(source.cfg),
+                   quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
+                   defaults=source.defaults, tokenizer=tokenizer, mtp=head and asdict(head.cfg))
+    with whole_file(path) as file:
+        if hasattr(os, "posix_fallocate"):         # a full disk says so now
+            os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
+        with zipfile.ZipFile(file, "w") as archive:
+            _write(archive, path.stem, content, tensors, progress)
+
+
+def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Of each tensor in the file: norms fp32, quantized weights as they are."""
+    model = blank_model(source.cfg, torch.bfloat16, source.kind)
+    precise = {on_disk for n, p in model.named_parameters()
+               if p.dtype == torch.float32 for on_disk in disk_names(n)}
+    dtypes = {}
+    for name, t in source.tensors.items():
+        leaf = name.rpartition(".")[2]
+        quantized = not t.dtype.is_floating_point or leaf in LEAVES[1:]
+        dtypes[name] = t.dtype if quantized else dtype or t.dtype
+        if name in precise:
+            dtypes[name] = torch.float32
+    return dtypes
+
+
+@dataclass(frozen=True)
+class Blank:
+    """Stands for a tensor while the pickle is written: which entry has its bytes."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Storage:
+    """The bytes of a Blank."""
+
+    def __init__(self, blank: Blank):
+        self.blank = blank
+
+
+class Pickler(pickle.Pickler):
+    """Writes a Blank as torch.save writes a contiguous tensor."""
+
+    def reducer_override(self, obj):
+        if not isinstance(obj, Blank):
+            return NotImplemented
+        shape = tuple(list(obj.shape))             # its own: equal files from equal tensors
+        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+        arguments = Storage(obj), 0, shape, strides, False
+        return torch._utils._rebuild_tensor_v2, (*arguments, OrderedDict())
+
+    def persistent_id(self, obj):
+        if not isinstance(obj, Storage):
+            return None
+        blank = obj.blank
+        return "storage", STORAGES[blank.dtype], blank.key, "cpu", math.prod(blank.shape)
+
+
+def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[str, LazyTensor],
+           progress: Callable[[int, int], None]) -> None:
+    pickled = io.BytesIO()
+    Pickler(pickled, protocol=2).dump(content)
+    for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"),
+                       ("version", b"3\n")):
+        archive.writestr(zipfile.ZipInfo(f"{folder}/{name}"), data)
+    for i, (name, t) in enumerate(tensors.items(), 1):
+        progress(i, len(tensors))
+        blank = content["model"][name]
+        entry = zipfile.ZipInfo(f"{folder}/data/{blank.key}")
+        entry.file_size = blank.n_bytes
+        large = blank.n_bytes >= zipfile.ZIP64_LIMIT
+        _align(entry, archive.fp.tell(), large)
+        with archive.open(entry, "w", force_zip64=large) as f:
+            for _, _, rows in t.chunks():
+                f.write(raw_bytes(check_finite(rows, t.name, blank.dtype)))
+
+
+def _align(entry: zipfile.ZipInfo, header_at: int, large: bool) -> None:
+    """Fill the entry's header up, so that its bytes begin at a multiple of ALIGNMENT."""
+    begin = header_at + 30 + len(entry.filename.encode()) + 20 * large + 4
+    padding = -begin % ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+
+
+def raw_bytes(t: Tensor) -> memoryview:
+    return memoryview(t.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file of its own beside `path`, which takes its place at the end.
+
+    One that a killed process left is written over. OSError where another process writes it now.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with _locked(partial, path) as file:
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())                # else a crash may leave the name without content
+            os.replace(partial, path)
+        except BaseException as e:
+            partial.unlink(missing_ok=True)
+            if isinstance(e, OSError) and e.errno in FULL:
+                raise OSError(e.errno, f"{path} cannot be written: {e.strerror}: free some space, "
+                              "or choose another disk") from None
+            raise
+
+
+def _locked(partial: Path, path: Path) -> BinaryIO:
+    """The partial file, open, and this process's alone until it is closed or the process ends."""
+    while True:
+        file = open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            lock(file, path)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(partial)):
+                    return file
+            file.close()                           # another one put it in its place meanwhile
+        except BaseException:
+            file.close()
+            raise
+
+
+def lock(file, path: Path) -> None:
+    """OSError where another process has locked it. Some network file systems cannot: no lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(f"{path}: another process is writing it: wait for that, or choose another "
+                      "name") from None
+    except OSError:
+        pass

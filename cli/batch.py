@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from checkpoint import lock
 from cli import flags
 from cli.common import log
 from cli.readback import NotFinite
 from cli.sequence import Sequence
 from cli.slots import Slots, Task
-from formats.whole_file import lock
 from generate import Batch
 from sampling import SamplingParams
 

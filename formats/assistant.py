@@ -21,14 +21,16 @@ from checkpoint import (
     LazyTensor,
     blank_model,
     check,
+    hub_tensors,
+    load_part,
     read_json,
     reading,
     settle_tied,
 )
 from formats.config import Stated, config_from_hf, count
 from formats.fold import Folds, fold
-from formats.huggingface import hub_weights
-from formats.load import load_part, weights_in
+from formats.huggingface import read_weights
+from formats.load import weights_in
 from formats.names import GEMMA4_NAMES, rename
 from formats.schema import check_keys
 from layers.shared_kv import SharedKV
@@ -149,7 +151,7 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
         cfg = _config(config)
     weights = weights_in(path)
     body, own, order = [], {}, None
-    for t in hub_weights(path, weights.name):
+    for t in hub_tensors(path, weights.name, read_weights):
         if t.name == ORDER:
             order = t
         elif t.name.removesuffix(".weight") in OWN:

@@ -14,24 +14,21 @@ plus one chunk.
 
 import math
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear
 
+import checkpoint
 from checkpoint import (
     Checkpoint,
     LazyTensor,
-    as_rows,
     blank_model,
-    check_finite,
     checked,
     disk_names,
-    first_line,
+    quantized_blank,
+    read_into,
     reading,
-    scheme_at,
     some,
 )
 from formats import lora
@@ -48,7 +45,7 @@ from formats.torch_file import read_torch
 from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
 from model import ModelConfig, Transformer
-from quantize import QuantizedLinear, put_quantized_linears, share_embedding
+from quantize import share_embedding
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
@@ -167,23 +164,19 @@ def quantized_alike(tensors: dict[str, LazyTensor],
 
 def load_model(source: Checkpoint, dtype: torch.dtype, device,
                kept: dict[str, Tensor] | None = None) -> Transformer:
-    """Read every weight into a model on `device`; norms stay fp32.
+    """As checkpoint.load_model(); per-layer embeddings stay in the file or on the host.
 
-    kept: its parameters, as an earlier call gave them: then nothing is read.
+    kept: the model's parameters, as an earlier call gave them: then nothing is read.
     """
+    if not kept:
+        return checkpoint.load_model(source, dtype, device,
+                                     lambda model: put_table(model, source, dtype, device))
     with reading(source.path):
-        model = blank_model(source.cfg, dtype, source.kind)
-
-        def scheme(name):
-            return scheme_at(source.tensors, disk_names(name)[0])
-        put_quantized_linears(model, scheme, dtype, device)
+        model = quantized_blank(source, dtype, device)
         put_table(model, source, dtype, device)
-        if kept:
-            take_kept(model, kept)
-        else:
-            load_part(model, "", source, device)
+        take_kept(model, kept)
         share_embedding(model)
-        return model.to(device).eval()                 # the parameters are there already: the rest
+        return model.to(device).eval()
 
 
 def stays_outside(name: str, device) -> bool:
@@ -215,7 +208,7 @@ def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device
         model.per_layer.embed = FileTable(read, table.shape[1], dtype)
         return
     host = torch.empty(table.shape, dtype=dtype, pin_memory=True)
-    _read_into(host, source, [name])
+    read_into(host, source, [name])
     model.per_layer.embed = torch.nn.Embedding.from_pretrained(seen_by_gpu(host, device))
 
 
@@ -228,26 +221,6 @@ def random_row(table: LazyTensor, i: int) -> Tensor:
     return row
 
 
-def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
-    """Give memory and weights to the modules whose names begin with `prefix`, and pack them."""
-    assigned = WeakValueDictionary()               # a tied head shares the embedding's
-    for name, module in list(model.named_modules()):
-        if not name.startswith(prefix):
-            continue
-        for leaf, blank in list(module.named_parameters(recurse=False)):
-            if not blank.is_meta:
-                continue                           # put_table() gave it memory
-            p = assigned.get(blank)
-            if p is None:
-                # not empty_like, which has torch import sympy for a tensor on meta
-                weight = torch.empty(blank.shape, dtype=blank.dtype, device=device)
-                _read_into(weight, source, disk_names(f"{name}.{leaf}"))
-                p = assigned[blank] = torch.nn.Parameter(weight, requires_grad=False)
-            setattr(module, leaf, p)
-        if isinstance(module, QuantizedLinear):
-            module.pack()                          # lets go of what lay as on disk
-
-
 def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
     made = {}                                      # a tied head shares the embedding's
     for name, module in model.named_modules():
@@ -256,25 +229,3 @@ def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
             if t is not None and t.data_ptr() not in made:
                 made[t.data_ptr()] = torch.nn.Parameter(t, requires_grad=False)
             setattr(module, leaf, t if t is None else made[t.data_ptr()])
-
-
-def _read_into(weight: torch.Tensor, source: Checkpoint, names: list[str]) -> None:
-    """The tensors of these names, one below the other."""
-    top, target = 0, as_rows(weight)
-    for t in (source.tensors[name] for name in names):
-        if t.read_rows is None:
-            t.fill(target[top:top + t.n_row])
-        else:
-            _copy(target[top:top + t.n_row], t, source.path)
-        top += t.n_row
-
-
-def _copy(target: torch.Tensor, t: LazyTensor, path: Path) -> None:
-    try:
-        for start, end, rows in t.chunks():
-            if target.dtype == torch.float16 and rows.dtype != torch.float16:
-                rows = check_finite(rows, t.name, torch.float16)
-            target[start:end].copy_(rows)
-    except (SafetensorError, ValueError) as e:
-        what = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
-        raise ValueError(what + first_line(e)) from e

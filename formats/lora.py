@@ -15,6 +15,7 @@ from checkpoint import (
     bare,
     brief,
     equal,
+    lazy_tensors,
     look_up,
     made_from,
     read_json,
@@ -23,7 +24,7 @@ from checkpoint import (
 )
 from formats.lazy import transpose
 from formats.schema import is_number
-from formats.torch_file import lazy_tensors, read_torch
+from formats.torch_file import read_torch
 from model import ModelConfig
 
 PART = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint import LazyTensor, brief, read_json, reading, some
+from checkpoint import LazyTensor, brief, lazy_tensors, read_json, reading, some
 from formats.config import config_from_hf
 from formats.fold import Folds
 from formats.lazy import concatenate
 from formats.raw import RawCheckpoint
 from formats.schema import check_keys
-from formats.torch_file import lazy_tensors, read_torch
+from formats.torch_file import read_torch
 
 META_NAMES = {
     "tok_embeddings": "embed", "norm": "norm", "output": "head",

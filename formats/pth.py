@@ -4,28 +4,19 @@ A zip archive as torch.save writes it: data.pkl, which names the tensors, and a 
 bytes of each. torch.load reads it, memory-mapped too, and every zip program finds it whole.
 """
 
-import collections
 import dataclasses
-import io
-import math
-import os
-import pickle
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from checkpoint import Checkpoint, LazyTensor, blank_model, brief, check_finite, disk_names
-from formats.huggingface import sampling_values
+import checkpoint
+from checkpoint import VERSION, Checkpoint, brief, lazy_tensors, sampling_values
 from formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
 from formats.names import OUR_NAMES
 from formats.raw import RawCheckpoint
 from formats.schema import build, check_config
-from formats.torch_file import lazy_tensors
-from formats.whole_file import whole_file
 from layers.attention import Scores
 from layers.delta import GatedDelta
 from layers.latent import Latent
@@ -36,15 +27,9 @@ from layers.shared_kv import SharedKV
 from layers.short_conv import ShortConv
 from layers.widths import Widths
 from model import ModelConfig
-from quantize import LEAVES
 
 MIXERS = {"gated_delta": GatedDelta, "latent": Latent, "shared_kv": SharedKV,
           "short_conv": ShortConv}                 # by their `kind`
-VERSION = 1                                        # a newer one is refused
-ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
-STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
-            torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
-            torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
 
 
 # ---- Reading ------------------------------------------------------------------------------------
@@ -138,25 +123,8 @@ def _with_parts(d: dict) -> dict:
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
                     dtype: torch.dtype | None = None,
                     progress: Callable[[int, int], None] = lambda i, n: None) -> None:
-    """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
-
-    dtype: None keeps each tensor's own. tokenizer: None where its files stay beside the .pth.
-    """
-    tensors, dtypes, head = dict(source.tensors), _dtypes(source, dtype), head_to_keep(source)
-    if head:                                       # as mtp.*, which others pass over
-        tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
-        dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
-    blanks = {name: Blank(str(i), t.shape, dtypes[name])
-              for i, (name, t) in enumerate(tensors.items())}
-    content = dict(format="gpt-faster", version=VERSION, config=dataclasses.asdict(source.cfg),
-                   quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
-                   defaults=source.defaults, tokenizer=tokenizer,
-                   mtp=head and dataclasses.asdict(head.cfg))
-    with whole_file(path) as file:
-        if hasattr(os, "posix_fallocate"):         # a full disk says so now
-            os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
-        with zipfile.ZipFile(file, "w") as archive:
-            _write(archive, path.stem, content, tensors, progress)
+    """As checkpoint.save_checkpoint(), with the head that drafts, where the model has one."""
+    checkpoint.save_checkpoint(source, path, tokenizer, dtype, progress, head_to_keep(source))
 
 
 def head_to_keep(source: Checkpoint) -> Checkpoint | None:
@@ -166,86 +134,3 @@ def head_to_keep(source: Checkpoint) -> Checkpoint | None:
     except ValueError as e:
         print(f"note: left out: {e}", file=sys.stderr)
         return None
-
-
-def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Of each tensor in the file: norms fp32, quantized weights as they are."""
-    model = blank_model(source.cfg, torch.bfloat16, source.kind)
-    precise = {on_disk for n, p in model.named_parameters()
-               if p.dtype == torch.float32 for on_disk in disk_names(n)}
-    dtypes = {}
-    for name, t in source.tensors.items():
-        leaf = name.rpartition(".")[2]
-        quantized = not t.dtype.is_floating_point or leaf in LEAVES[1:]
-        dtypes[name] = t.dtype if quantized else dtype or t.dtype
-        if name in precise:
-            dtypes[name] = torch.float32
-    return dtypes
-
-
-@dataclasses.dataclass(frozen=True)
-class Blank:
-    """Stands for a tensor while the pickle is written: which entry has its bytes."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Storage:
-    """The bytes of a Blank."""
-
-    def __init__(self, blank: Blank):
-        self.blank = blank
-
-
-class Pickler(pickle.Pickler):
-    """Writes a Blank as torch.save writes a contiguous tensor."""
-
-    def reducer_override(self, obj):
-        if not isinstance(obj, Blank):
-            return NotImplemented
-        shape = tuple(list(obj.shape))             # its own: equal files from equal tensors
-        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-        arguments = Storage(obj), 0, shape, strides, False
-        return torch._utils._rebuild_tensor_v2, (*arguments, collections.OrderedDict())
-
-    def persistent_id(self, obj):
-        if not isinstance(obj, Storage):
-            return None
-        blank = obj.blank
-        return "storage", STORAGES[blank.dtype], blank.key, "cpu", math.prod(blank.shape)
-
-
-def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[str, LazyTensor],
-           progress: Callable[[int, int], None]) -> None:
-    pickled = io.BytesIO()
-    Pickler(pickled, protocol=2).dump(content)
-    for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"),
-                       ("version", b"3\n")):
-        archive.writestr(zipfile.ZipInfo(f"{folder}/{name}"), data)
-    for i, (name, t) in enumerate(tensors.items(), 1):
-        progress(i, len(tensors))
-        blank = content["model"][name]
-        entry = zipfile.ZipInfo(f"{folder}/data/{blank.key}")
-        entry.file_size = blank.n_bytes
-        large = blank.n_bytes >= zipfile.ZIP64_LIMIT
-        _align(entry, archive.fp.tell(), large)
-        with archive.open(entry, "w", force_zip64=large) as f:
-            for _, _, rows in t.chunks():
-                f.write(raw_bytes(check_finite(rows, t.name, blank.dtype)))
-
-
-def _align(entry: zipfile.ZipInfo, header_at: int, large: bool) -> None:
-    """Fill the entry's header up, so that its bytes begin at a multiple of ALIGNMENT."""
-    begin = header_at + 30 + len(entry.filename.encode()) + 20 * large + 4
-    padding = -begin % ALIGNMENT
-    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-
-
-def raw_bytes(t: Tensor) -> memoryview:
-    return memoryview(t.contiguous().view(-1).view(torch.uint8).numpy())

@@ -178,7 +178,7 @@ NAMED = [
            "tests/test_generate.py::test_stop_strings"),
     Mutant("the-later-stop-string", "cli/sequence.py", "self.text[:min(found)]", "self.text[:max(found)]",
            "tests/test_survivors.py::test_the_first_of_two_stop_strings_in_one_token_counts"),
-    Mutant("first-end-token-only", "formats/huggingface.py", "return list(dict.fromkeys(ids)), defaults",
+    Mutant("first-end-token-only", "checkpoint.py", "return list(dict.fromkeys(ids)), defaults",
            "return list(dict.fromkeys(ids))[:1], defaults", "tests/test_formats.py::test_generation_config"),
     Mutant("gguf-eos-only", "formats/end_tokens.py", 'for kind in ("eos", "eot", "eom"):', 'for kind in ("eos",):',
            "tests/test_formats.py::test_gguf_end_of_turn tests/test_end_tokens.py"),
@@ -365,7 +365,6 @@ TESTS = (
     ("formats/assistant.py", "tests/test_gemma4.py"),
     ("formats/lazy.py", "tests/test_lazy.py tests/test_tp.py::test_narrow tests/test_formats.py"),
     ("formats/pth.py", "tests/test_pth.py tests/test_formats.py"),
-    ("formats/whole_file.py", "tests/test_pth.py tests/test_errors.py tests/test_quantize.py::test_trouble_leaves_nothing"),
     ("formats/token*.py", "tests/test_tokenizer.py tests/test_chat.py::test_ids_equal_transformers "
                           "tests/test_errors.py::test_tokenizer_of_another_model"),
     ("formats/chat_template.py", "tests/test_chat.py tests/test_tokenizer.py::test_chat_template_equals_transformers"),
