@@ -11,7 +11,6 @@ import torch
 
 import tp
 from cli.common import free_memory, log
-from cli.ranks import n_local
 from formats import quantized
 from formats.load import count_parameters, n_bytes
 from formats.mtp import MTPHead
@@ -19,6 +18,7 @@ from formats.shapes import random_head
 from generate import load_shard
 from model import ModelConfig, Transformer
 from quantize import SCHEMES
+from tp import n_local
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from cli import batch
 from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
-from cli.ranks import as_rank, local_device
+from cli.ranks import as_rank
 from cli.readback import NotFinite
 from cli.report import weight_bytes
 from cli.sequence import Sequence
@@ -32,6 +32,7 @@ from formats import quantized
 from generate import bucket, load_shard
 from model import Transformer
 from sampling import SamplingParams
+from tp import local_device
 
 AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
 CHUNK = 256                                        # positions of a row in one call, at most

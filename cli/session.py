@@ -30,7 +30,7 @@ from cli.engines import (
 from cli.flags import HELLO
 from cli.grammar import Grammars, import_llguidance, json_schema
 from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
-from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
+from cli.ranks import as_rank, from_rank_0, run_on_rank_0
 from cli.report import describe, figures, follow, traced, weight_bytes
 from cli.sequence import Sequence
 from cli.slots import RowsBatch
@@ -47,6 +47,7 @@ from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
+from tp import local_device, n_local
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -279,7 +279,7 @@ NAMED = [
            "tests/test_tp.py::test_parts_make_up_the_whole tests/test_tp.py::test_the_same_numbers_from_a_file"),
     Mutant("all-reduce-skipped", "tp.py", "        layer.attn.register_forward_hook(sum_over_ranks)\n", "        pass\n",
            "tests/test_tp.py::test_every_family"),
-    Mutant("logits-joined-backwards", "kernels/collectives.py", "all_gather(y).unbind()", "all_gather(y).flip(0).unbind()",
+    Mutant("logits-joined-backwards", "tp.py", "all_gather(y).unbind()", "all_gather(y).flip(0).unbind()",
            "tests/test_tp.py::test_every_family"),
 
     # ---- C++ -------------------------------------------------------------------------------------
@@ -383,7 +383,6 @@ TESTS = (
     ("kernels/linear.py", f"{QUANTIZE} tests/test_cpu_ops.py"),
     ("kernels/kept_tensors.py", "tests/test_kept_weights.py"),
     ("kernels/disk.py", "tests/test_kept_weights.py tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),
-    ("kernels/collectives.py", "tests/test_tp.py"),
     ("kernels/quick_import.py", "tests/test_start.py"),
     ("kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
     ("cpu_ops/*", "tests/test_cpu_ops.py"),

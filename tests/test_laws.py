@@ -25,9 +25,9 @@ CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", 
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": set(), "sampling": {"layers"}, "kernels": {"layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
-    "formats": {"checkpoint", "model", "layers", "quantize", "sampling"}, "tp": {"checkpoint", "formats", "kernels", "layers"},
-    "checkpoint": {"model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
+    "layers": set(), "sampling": {"layers"}, "kernels": {"layers", "tp"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
+    "formats": {"checkpoint", "model", "layers", "quantize", "sampling"}, "tp": {"checkpoint", "layers"},
+    "checkpoint": {"layers", "model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
     "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
