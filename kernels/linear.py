@@ -7,7 +7,7 @@ the kernel's layout.
     use_packed_linears(model, dtype, device)       # between put_quantized_linears() and loading
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -158,7 +158,7 @@ def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
                  if type(m) in (QuantizedLinear, QuantizedExperts)]
     if not quantized:
         return
-    if what := unknown_functions(stands_for()):
+    if what := unknown_functions(stands_for({type(linear) for _, linear in quantized})):
         private.note(f"{what}: quantized linears run as they are read")
         return
     for name, linear in quantized:
@@ -173,9 +173,10 @@ def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
             packed.embeddings = (model.embed,)
 
 
-def stands_for() -> list[Callable]:
-    """quantize.py's functions, as they are now."""
-    return [getattr(kind, name) for kind, names in STANDS_FOR.items() for name in names]
+def stands_for(modules: Iterable[type] = EXCHANGED) -> list[Callable]:
+    """The methods, as they are now, of these modules, of the embedding and of the schemes."""
+    kinds = [*modules, QuantizedEmbedding, Int8, Int4]
+    return [getattr(kind, name) for kind in kinds for name in STANDS_FOR[kind]]
 
 
 def kernel_for(scheme: Scheme, device, dtype: torch.dtype, shape) -> Kernel | None:
