@@ -40,14 +40,7 @@ from torch import Tensor, nn
 
 from layers.moe import ExpertLinear
 from model import ModelConfig, Transformer
-from quantize import (
-    LEAVES,
-    QuantizedLinear,
-    Scheme,
-    put_quantized_linears,
-    scheme_of,
-    share_embedding,
-)
+from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
 CHUNK = 1 << 22                                    # elements in memory at a time, beside the model
@@ -157,6 +150,12 @@ class LazyTensor:
     def n_row(self) -> int:
         return math.prod(self.shape[:2]) if len(self.shape) > 2 else math.prod(self.shape[:1])
 
+    def derived(self, read_rows: Callable | None, **changes) -> "LazyTensor":
+        """A tensor whose rows are made of this one's; what `changes` does not name stays."""
+        read_rows = self.read_rows and read_rows
+        new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
+        return replace(new, **changes)
+
     def whole(self) -> Tensor:
         try:
             return self.read_rows(0, self.n_row).reshape(self.shape)
@@ -186,12 +185,6 @@ def as_rows(t: Tensor) -> Tensor:
     return t.reshape(1) if t.dim() == 0 else t
 
 
-def made_from(t: LazyTensor, read_rows: Callable | None, **changes) -> LazyTensor:
-    """A tensor whose rows are made of those of `t`; what `changes` does not name is as there."""
-    new = LazyTensor(t.name, t.shape, t.dtype, t.read_rows and read_rows, (t,), t.fill)
-    return replace(new, **changes)
-
-
 def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:
     """Indices [low, high) of an axis; reads little else."""
     n, each = t.shape[axis], t.n_row // t.shape[0]     # rows of one index of the first axis
@@ -207,8 +200,8 @@ def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:
         return across_matrices(
             a, b, high - low, lambda i, a, b: t.read_rows(i * n + low + a, i * n + low + b))
     if axis == max(1, len(shape) - 1):
-        return made_from(t, within_rows, shape=shape)
-    return made_from(t, some_rows if axis == 0 else some_of_each, shape=shape)
+        return t.derived(within_rows, shape=shape)
+    return t.derived(some_rows if axis == 0 else some_of_each, shape=shape)
 
 
 def across_matrices(a: int, b: int, n: int, read: Callable[[int, int, int], Tensor]) -> Tensor:
@@ -651,7 +644,7 @@ def settle_tied(path: Path, cfg: ModelConfig, tensors: dict[str, LazyTensor]) ->
     if head is None or "head.scales" in tensors:
         return cfg
     if embed is None:                              # the one matrix has the other's name
-        tensors["embed.weight"] = made_from(head, head.read_rows, packed=head.packed)
+        tensors["embed.weight"] = head.derived(head.read_rows, packed=head.packed)
     elif "embed.scales" in tensors or not equal(embed, head):
         print(f"note: {path.name}: the config says that the output layer is the embedding, but "
               "they differ: each is used as it is", file=sys.stderr)
@@ -713,19 +706,6 @@ def tensor_shapes(cfg: ModelConfig, kind: type = Transformer) -> dict[str, tuple
                 rows = split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
-
-
-def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -> Scheme | None:
-    """The scheme of the linear `x` ("layers.0.attn.wq"), None if it is not quantized.
-
-    Its codes, scales and zeros are "….wq.weight", "….wq.scales" and "….wq.zeros". n_in: its inputs,
-    if known. ValueError where its tensors do not fit each other.
-    """
-    leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
-    try:
-        return scheme_of({leaf: t.shape for leaf, t in leaves.items()}, n_in)
-    except ValueError as e:
-        raise ValueError(f"{x}.{e}") from None
 
 
 def _expect_quantized(source: Checkpoint, shapes: dict) -> dict[str, torch.dtype]:
@@ -795,25 +775,27 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
     prepare: may exchange modules of the model while it has no memory.
     """
     with reading(source.path):
-        model = quantized_blank(source, dtype, device)
+        model = quantized_blank(source, dtype)
         prepare(model)
         load_part(model, "", source, device)
-        share_embedding(model)
         return model.to(device).eval()             # the parameters are there already: the rest
 
 
-def quantized_blank(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+def quantized_blank(source: Checkpoint, dtype: torch.dtype) -> Transformer:
     """The model without memory, with quantized linears where the tensors are quantized."""
     model = blank_model(source.cfg, dtype, source.kind)
 
     def scheme(name):
         return scheme_at(source.tensors, disk_names(name)[0])
-    put_quantized_linears(model, scheme, dtype, device)
+    put_quantized_linears(model, scheme, dtype)
     return model
 
 
 def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
-    """Give memory and weights to the modules whose names begin with `prefix`, and pack them."""
+    """Give memory and weights to the modules whose names begin with `prefix`.
+
+    A module's pack(), where it has one, may give its weights another layout then.
+    """
     assigned = WeakValueDictionary()               # a tied head shares the embedding's
     for name, module in list(model.named_modules()):
         if not name.startswith(prefix):
@@ -828,7 +810,7 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
                 read_into(weight, source, disk_names(f"{name}.{leaf}"))
                 p = assigned[blank] = nn.Parameter(weight, requires_grad=False)
             setattr(module, leaf, p)
-        if isinstance(module, QuantizedLinear):
+        if hasattr(module, "pack"):
             module.pack()                          # lets go of what lay as on disk
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import LazyTensor, layer_of, made_from, narrow
+from checkpoint import LazyTensor, layer_of, narrow
 from layers.delta import SHARED_BY_HEADS
 from layers.widths import own_widths, shared_by
 
@@ -159,7 +159,7 @@ def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTen
     """The i-th of n parts along an axis of a weight, or of what belongs to it."""
     if axis >= len(t.shape):                       # one for all inputs
         if leaf == "bias" and i > 0:               # which is added once
-            return made_from(t, lambda a, b: torch.zeros_like(t.read_rows(a, b)))
+            return t.derived(lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t
     if t.shape[axis] % n:
         raise ValueError(f"{t.name}: {n} ranks cannot share its {t.shape[axis]} groups of "

@@ -17,7 +17,7 @@ from formats.mtp import MTPHead
 from formats.shapes import random_head
 from generate import load_shard
 from model import ModelConfig, Transformer
-from quantize import SCHEMES
+from quantize import SCHEMES, schemes
 from tp import n_local
 
 
@@ -65,7 +65,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
-                   scheme=scheme, quantization=quantized.schemes(stored)[0], dtype=dtype,
+                   scheme=scheme, quantization=schemes(stored)[0], dtype=dtype,
                    model=model, error=error, head=head)
 
 

@@ -31,6 +31,7 @@ from cli.slots import RowsBatch
 from formats import quantized
 from generate import bucket, load_shard
 from model import Transformer
+from quantize import schemes
 from sampling import SamplingParams
 from tp import local_device
 
@@ -388,7 +389,7 @@ def run(argv: list[str] | None = None) -> int:
     log(f"{seconds:.1f} seconds")
     result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
                    seconds=seconds, model_bytes=weight_bytes(model)[0],
-                   quantization=quantized.schemes(source)[0])
+                   quantization=schemes(source)[0])
     print(json.dumps(result, default=str) if args.json else text, flush=True)
     return 0
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import LazyTensor, brief, made_from, reading
+from checkpoint import LazyTensor, brief, reading
 from formats.config import Stated, config_from_hf, head_dim
 from formats.end_tokens import gguf_end_ids
 from formats.families import FAMILIES, stated_folds
@@ -397,7 +397,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
                         tokenizer=tokenizer, folds=folds)
     if head:
         if not any(t.name == "norm.weight" for t in head):             # then it is the model's
-            head += [made_from(t, t.read_rows, name="norm.weight") for t in tensors
+            head += [t.derived(t.read_rows, name="norm.weight") for t in tensors
                      if t.name == "output_norm.weight"]
         raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head)), tensors=head,
                           names=names | HEAD_NAMES, kind=MTPHead)

@@ -14,7 +14,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from checkpoint import LazyTensor, brief, made_from
+from checkpoint import LazyTensor, brief
 from formats.lazy import Packed, cached, offset
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
@@ -294,7 +294,7 @@ def _int4(x, shape, codes, scale, zero, packed):
         return (8 - point) * scale.read_rows(a, b).float()
 
     yield LazyTensor(x + ".weight", (n_out, n_in // 2), torch.uint8, rows, (packed,))
-    yield made_from(scale, scale.read_rows, name=x + ".scales")
+    yield scale.derived(scale.read_rows, name=x + ".scales")
     made_of = (scale, zero) if zero else (scale,)
     yield LazyTensor(x + ".zeros", grid, torch.float32, zeros, made_of)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import LazyTensor, across_matrices, as_rows, made_from
+from checkpoint import LazyTensor, across_matrices, as_rows
 
 
 class Packed(NamedTuple):
@@ -56,11 +56,11 @@ def constant(name: str, shape: tuple[int, ...], value: float) -> LazyTensor:
 
 
 def offset(t: LazyTensor, by: float) -> LazyTensor:
-    return made_from(t, lambda a, b: t.read_rows(a, b).float() + by, dtype=torch.float32)
+    return t.derived(lambda a, b: t.read_rows(a, b).float() + by, dtype=torch.float32)
 
 
 def scaled(t: LazyTensor, by: float) -> LazyTensor:
-    return made_from(t, lambda a, b: t.read_rows(a, b).float() * by, dtype=torch.float32)
+    return t.derived(lambda a, b: t.read_rows(a, b).float() * by, dtype=torch.float32)
 
 
 def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
@@ -70,7 +70,7 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
     """
     n = len(index)
     if len(t.shape) == 2 and t.name.endswith("bias"):                  # experts' biases [E, out]
-        return made_from(t, lambda a, b: t.read_rows(a, b)[:, index], shape=(t.shape[0], n))
+        return t.derived(lambda a, b: t.read_rows(a, b)[:, index], shape=(t.shape[0], n))
     experts = len(t.shape) > 2
     size = t.shape[-2 if experts else 0]
     shape = (t.shape[0], n, *t.shape[2:]) if experts else (n, *t.shape[1:])
@@ -82,7 +82,7 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
         return t.read_rows(low, int(row.max()) + 1)[row - low]
     packed = t.packed and Packed(t.packed.kind, tuple(index_select(leaf, index)
                                                       for leaf in t.packed.int4))
-    return made_from(t, read_rows, shape=shape, packed=packed)
+    return t.derived(read_rows, shape=shape, packed=packed)
 
 
 class TransposedTensor(LazyTensor):

@@ -42,10 +42,10 @@ from formats.names import rename
 from formats.pth import read_ours
 from formats.raw import RawCheckpoint
 from formats.torch_file import read_torch
+from kernels.linear import use_packed_linears
 from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
 from model import ModelConfig, Transformer
-from quantize import share_embedding
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
@@ -168,14 +168,16 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
     kept: the model's parameters, as an earlier call gave them: then nothing is read.
     """
-    if not kept:
-        return checkpoint.load_model(source, dtype, device,
-                                     lambda model: put_table(model, source, dtype, device))
-    with reading(source.path):
-        model = quantized_blank(source, dtype, device)
+    def prepare(model):
+        use_packed_linears(model, dtype, device)
         put_table(model, source, dtype, device)
+
+    if not kept:
+        return checkpoint.load_model(source, dtype, device, prepare)
+    with reading(source.path):
+        model = quantized_blank(source, dtype)
+        prepare(model)
         take_kept(model, kept)
-        share_embedding(model)
         return model.to(device).eval()
 
 

@@ -17,7 +17,6 @@ from checkpoint import (
     equal,
     lazy_tensors,
     look_up,
-    made_from,
     read_json,
     read_safetensors,
     some,
@@ -87,7 +86,7 @@ def apart(tensors: list[LazyTensor], names: dict,
         return ([t for t in tensors if t is not head], head) if is_tied else (tensors, None)
     theirs = [name for name, ours in names.items() if ours == "head"]  # the family's own is last
     name = f"{theirs[-1]}.weight" if theirs else "head.weight"
-    return tensors, made_from(embed, embed.read_rows, name=name, packed=embed.packed)
+    return tensors, embed.derived(embed.read_rows, name=name, packed=embed.packed)
 
 
 def find(tensors: list[LazyTensor], names: dict, ours: str) -> LazyTensor | None:
@@ -167,7 +166,7 @@ def _changed(t: LazyTensor, parts: dict, scale: float, config: dict) -> LazyTens
             length = rows.norm(dim=1, keepdim=True)
             rows *= magnitude.read_rows(a, b).double()[:, None] / length
         return rows.float()
-    new = made_from(t, read_rows, dtype=t.dtype)
+    new = t.derived(read_rows, dtype=t.dtype)
     new.made_of = (t, left)
     return new
 
@@ -176,4 +175,4 @@ def _replaced(t: LazyTensor, by: LazyTensor) -> LazyTensor:
     """modules_to_save, and biases that were trained."""
     if t.shape != by.shape:
         raise ValueError(f"{t.name} is {list(t.shape)}, the adapter's {list(by.shape)}")
-    return made_from(by, by.read_rows, name=t.name)
+    return by.derived(by.read_rows, name=t.name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from checkpoint import LazyTensor, bare, made_from
+from checkpoint import LazyTensor, bare
 from layers.latent import Latent
 from model import ModelConfig, Transformer, at, full_norm
 
@@ -87,10 +87,10 @@ def split_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list, li
 def _renamed(t: LazyTensor, name: str) -> list[LazyTensor]:
     stem, _, leaf = name.rpartition(".")
     if stem not in OWN:
-        return [made_from(t, t.read_rows, name=f"layers.0.{name}")]
+        return [t.derived(t.read_rows, name=f"layers.0.{name}")]
     if OWN[stem] is None:
         return []
-    return [made_from(t, t.read_rows, name=f"{OWN[stem]}.{leaf}")]
+    return [t.derived(t.read_rows, name=f"{OWN[stem]}.{leaf}")]
 
 
 def has_experts(head: list[LazyTensor]) -> bool:

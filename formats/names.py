@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor, made_from
+from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
 from formats.lazy import index_select, transpose
 from layers.delta import SHARED_BY_HEADS
 from model import ModelConfig
@@ -40,7 +40,7 @@ class Fused(checkpoint.Fused):
         if n == 1:
             return [t]
         if "conv" in self.into[0]:                 # [C, 1, n_tap]: a row for each channel
-            t = made_from(t, t.read_rows, shape=(t.shape[0], t.shape[-1]))
+            t = t.derived(t.read_rows, shape=(t.shape[0], t.shape[-1]))
         size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
         if self.interleaved:
             return [index_select(t, torch.arange(i, size, n)) for i in range(n)]

@@ -25,8 +25,8 @@ CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", 
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": set(), "sampling": {"layers"}, "kernels": {"layers", "tp"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
-    "formats": {"checkpoint", "model", "layers", "quantize", "sampling"}, "tp": {"checkpoint", "layers"},
+    "layers": set(), "sampling": {"layers"}, "kernels": {"layers", "quantize", "tp"}, "model": {"layers"}, "quantize": {"layers"},
+    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "kernels"}, "tp": {"checkpoint", "layers"},
     "checkpoint": {"layers", "model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
     "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
