@@ -28,7 +28,7 @@ from kernels.grid import best_grid
 from kernels.linear import PackedEmbedding, PackedLinear
 from kernels.moe import packed_rows
 from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
-from layers.moe import ExpertLinear, grouped_mm
+from model import ExpertLinear, grouped_mm
 
 LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
 MODES = ("int8", "int4")                           # schemes without their group size

@@ -35,9 +35,8 @@ from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
 from formats.tied import apart, settle
 from formats.torch_file import read_torch
-from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
-from model import Transformer
+from model import ExpertLinear, Transformer
 from quantize import QuantizedLinear, put_quantized_linears, share_embedding
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
