@@ -38,8 +38,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from layers.moe import ExpertLinear
-from model import ModelConfig, Transformer
+from model import ExpertLinear, ModelConfig, Transformer
 from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
@@ -838,7 +837,7 @@ def _copy(target: Tensor, t: LazyTensor, path: Path) -> None:
 
 # ---- Our .pth, written --------------------------------------------------------------------------
 
-VERSION = 1                                        # of the format; a newer one is refused
+VERSION = 2                                        # of the format; a newer one is refused
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
             torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,

@@ -17,8 +17,7 @@ from cli.common import log
 from cli.readback import NotFinite, read_late
 from cli.sequence import Sequence
 from generate import Batch
-from layers.moe import MoE
-from model import Transformer
+from model import MoE, Transformer
 
 
 def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,

@@ -43,9 +43,8 @@ from formats.pth import read_ours
 from formats.raw import RawCheckpoint
 from formats.torch_file import read_torch
 from kernels.linear import use_packed_linears
-from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
-from model import ModelConfig, Transformer
+from model import ExpertLinear, ModelConfig, Transformer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")

@@ -14,7 +14,7 @@ import torch
 import checkpoint
 from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
 from formats.lazy import index_select, transpose
-from layers.delta import SHARED_BY_HEADS
+from layers.delta import BY_HEADS
 from model import ModelConfig
 
 
@@ -98,7 +98,7 @@ def delta_shape(cfg: ModelConfig):
 
 
 def _delta_qkv(cfg):
-    return delta_shape(cfg).split()
+    return delta_shape(cfg).n_rows()
 
 
 def _delta_qkvz(cfg):                              # of one key head
@@ -266,7 +266,7 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
-    *(f"attn.{name}" for name in SHARED_BY_HEADS), "attn.norm")}
+    *(f"attn.{name}" for name in BY_HEADS), "attn.norm")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."

@@ -21,8 +21,8 @@ from checkpoint import Checkpoint, blank_model, disk_names, load_part
 from formats.load import put_table
 from gptq.refine import refined
 from gptq.solve import corrected, nearest, output_error, shrunk, solve
-from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
+from model import ExpertLinear
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.

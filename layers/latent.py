@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.attention import attention
-from layers.moe import ExpertLinear
 from layers.norms import VectorNorm
-from layers.rope import rotate
-from layers.window import row_index
+from layers.split import HEAD, IN, OUT
+from model import ExpertLinear, rotate, row_index
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,9 @@ class Latent:
     v_dim: int
     kind: str = "latent"                           # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
+    split = {"wq": OUT, "wq_b": OUT, "wk_b": HEAD, "wv_b": HEAD, "wo": IN}
+
+    def make(self, cfg, earlier=()) -> nn.Module:
         return LatentAttention(cfg, self)
 
     def shard(self, n: int) -> "Latent":
@@ -131,9 +131,11 @@ class LatentAttention(nn.Module):
         self.wk_b = HeadLinear(cfg.n_head, latent.nope_dim, latent.kv_rank)
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)
-        scale = (latent.nope_dim + cfg.head_dim)**-0.5
-        scale = scale if cfg.attn_scale is None else cfg.attn_scale
-        self.attend = attention(cfg, AnyWidths(scale))
+        self.attend = AnyWidths((latent.nope_dim + cfg.head_dim)**-0.5)
+        if cfg.attention is not None:              # how scores differ from these
+            if cfg.attention.scale is not None:
+                self.attend.scale = cfg.attention.scale
+            self.attend = cfg.attention.attend(cfg, self.attend)
         self.cache = None                          # without one, a call sees its own keys only
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from layers.recurrent import StateRing
+from layers.split import IN, OUT
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class ShortConv:
     bias: bool = False                             # of both projections and the convolution
     kind: str = "short_conv"                       # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
+    split = {"wb": OUT, "wc": OUT, "wx": OUT, "taps": OUT, "taps_bias": OUT, "wo": IN}
+
+    def make(self, cfg, earlier=()) -> nn.Module:
         return ShortConvolution(cfg.dim, self)
 
     def shard(self, n: int) -> "ShortConv":

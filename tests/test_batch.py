@@ -21,8 +21,7 @@ from cli.report import follow
 from cli.sequence import Sequence
 from formats.tokenizer import NullTokenizer
 from kernels.cpu_layers import use_operations
-from layers.window import Ring, n_slots
-from model import cache_bytes
+from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
 
 LENGTHS = [20, 3, 11, 1, 7, 15, 2, 18]

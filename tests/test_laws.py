@@ -25,9 +25,9 @@ CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", 
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": set(), "sampling": {"layers"}, "kernels": {"layers", "quantize", "tp"}, "model": {"layers"}, "quantize": {"layers"},
-    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "kernels"}, "tp": {"checkpoint", "layers"},
-    "checkpoint": {"layers", "model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
+    "layers": {"model"}, "sampling": {"layers"}, "kernels": {"layers", "model", "quantize", "tp"}, "model": set(), "quantize": {"model"},
+    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "kernels"}, "tp": {"checkpoint", "model"},
+    "checkpoint": {"model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
     "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
@@ -71,7 +71,7 @@ def test_the_model_knows_only_the_math():
     assert not calls & {"print", "open"} and not attributes & {"item", "tolist", "compile", "is_compiling", "compiler"}
     code = re.sub(r'""".*?"""|#.*', "", source, flags=re.S)
     assert not re.search(r"llama|qwen|gemma|mistral|int8|int4|rank", code.replace("llama3", ""), re.I)
-    assert {m for m, _ in imports(ROOT / "model.py")} == {"dataclasses", "layers", "torch"}
+    assert {m for m, _ in imports(ROOT / "model.py")} == {"dataclasses", "math", "torch"}
 
 
 PRIVATE = re.compile(r"\b(?:torch|ops)(?:\.\w+)*\._(?!_)\w[\w.]*")            # torch._inductor.cache, torch.ops.aten._mm
@@ -261,15 +261,21 @@ def test_the_quick_tier_covers_every_field(families):
     import tiny
 
     from formats.load import read_checkpoint
-    from layers.attention import Scores
-    from layers.moe import MoEConfig
+    from formats.pth import PARTS
+    from layers.attention import AttentionVariant
+    from layers.block import BlockVariant
+    from layers.feed_forward import FeedForwardVariant
+    from layers.moe import MoEVariant
     from model import ModelConfig
     configs = [read_checkpoint(families(name)[0]).cfg for name in tiny.COVER]
-    parts = {ModelConfig: configs, MoEConfig: [cfg.moe for cfg in configs if cfg.moe], Scores: [cfg.scores for cfg in configs]}
-    for kind, values in parts.items():
+    parts = [part for cfg in configs for part in (
+        cfg, cfg.moe, cfg.norm, cfg.attention, cfg.ffn, cfg.block, cfg.per_layer, cfg.logit_cap, *cfg.mixer, *cfg.after_embed)]
+    assert not {*PARTS.values()} - {*map(type, parts)}
+    for kind in (ModelConfig, MoEVariant, AttentionVariant, FeedForwardVariant, BlockVariant):
         for field in dataclasses.fields(kind):
-            if field.default is not dataclasses.MISSING:
-                assert any(getattr(value, field.name) != field.default for value in values), f"{kind.__name__}.{field.name}"
+            if field.default is not dataclasses.MISSING and field.name != "kind":
+                values = [getattr(part, field.name) for part in parts if isinstance(part, kind)]
+                assert any(value != field.default for value in values), f"{kind.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
