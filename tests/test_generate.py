@@ -133,7 +133,7 @@ class Words:
 
 
 @pytest.mark.parametrize("stops, shown, n_ids", [
-    ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["now", "here"], "ab stop ", 4),
+    ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["op here"], "ab st", 4), (["now", "here"], "ab stop ", 4),
     (["stopped"], "ab stop here now", 5), (["ab"], "", 2), (["now!"], "ab stop here now", 5)])
 def test_stop_strings(stops, shown, n_ids):
     row = Sequence(Words("a", "b ", "stop", " here", " now"), [], set(), stops)

@@ -503,6 +503,24 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
         assert small.stop() == 0
 
 
+def test_the_queue_has_the_length_that_was_asked_for(ours):
+    """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    from server.engine import Busy, Engine, Job
+    from server.metrics import Metrics
+    model = ours("llama3")
+    model.setup_cache(2, 32, 8)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8)
+    for pieces in ([1] * 6, [4, 2], [6]):
+        engine = Engine(slots, 4, Metrics())
+        for n in pieces:
+            engine.submit([Job(Task(None, GREEDY), i, None, 1e9) for i in range(n)])
+        with pytest.raises(Busy):
+            engine.submit([Job(Task(None, GREEDY), 0, None, 1e9)])
+        assert len(engine.inbox) == 6
+
+
 def test_key_timeout_and_what_needs_none():
     server = Process("--api_key", "sesame", "--request_timeout", "0.3", n_rows=1)
     try:
