@@ -40,7 +40,7 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     rows = slice(None) if batch_idx is None else batch_idx
     sampler.note(logits[:, -1], rows)
     at = pos.expand(len(last), -1).gather(1, last)
-    return sampler(logits[:, -1], rows, at)
+    return sampler.sample(logits[:, -1], rows, at)
 
 
 def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
@@ -50,7 +50,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     """
     logits = model(token, pos, 1, kv_len)
     sampler.note(logits[:, -1])
-    return tp.broadcast(sampler(logits[:, -1], pos=pos))
+    return tp.broadcast(sampler.sample(logits[:, -1], pos=pos))
 
 
 class Steps(NamedTuple):

@@ -89,6 +89,9 @@ def add_sampling(p: Parser) -> None:
         help="only the likeliest tokens that together make up this probability")
     add("--min_p", type=SAMPLING["min_p"], default=0.0,
         help="only tokens at least this fraction as likely as the likeliest")
+    add("--top_n_sigma", type=SAMPLING["top_n_sigma"], default=0.0,
+        help="only tokens whose logits are at most so many standard deviations below the best; "
+             "0: all")
     add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
         help="above 1 makes tokens that already appeared less likely")
     add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
