@@ -2,7 +2,8 @@
 
 The output is what plain decoding would give: greedily the same tokens, else draws from the same
 distribution. A SpeculativeBatch is a generate.Batch of one row. What drafts (a model here, look-up
-in cli/ngram.py) and how many tokens (cli/draft_length.py) it is given.
+in cli/ngram.py) and how many tokens (always as many here, by their cost in cli/draft_length.py) it
+is given.
 
     batch = SpeculativeBatch(model, sampler, steps, ModelDrafter(draft), FixedLength(5), 5)
 """
@@ -139,6 +140,25 @@ class ModelDrafter:
     def accepted(self, n: int, at: int | None) -> None:
         """Of the last drafts those hold that are among the first n tokens."""
         self.n_cached = min(self.n_cached, n)
+
+
+class FixedLength:
+    """Always k drafts."""
+
+    paused = False
+
+    def __init__(self, k: int):
+        self.k = k
+        self.lengths = [k]                         # that may come
+
+    def begin(self) -> None:
+        pass
+
+    def next(self) -> int:
+        return self.k
+
+    def learn(self, n_accepted: int) -> None:
+        pass
 
 
 # ---- The batch ----------------------------------------------------------------------------------

@@ -24,12 +24,10 @@ from cli.engines import (
     measure_drafts,
     warm_up,
 )
-from cli.flags import ENGINES, PREFILL_CHUNK
-from cli.report import follow
-from cli.sequence import Sequence
+from cli.flags import ENGINES
 from cli.slots import RowsBatch
 from formats.mtp import MTPHead
-from generate import generate
+from generate import PREFILL_CHUNK, Sequence, follow, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.cpu_linears import format_of, is_packed

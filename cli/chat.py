@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.sequence import n_common
+from cli.slots import n_common
 
 try:
     import readline  # noqa: F401                  # input() edits lines and has a history with it

@@ -116,23 +116,6 @@ def english_text(held_out: bool = False) -> str:
     return text[cut:] if held_out else text[:cut]
 
 
-def number(kind, minimum, maximum=None, above=False):
-    """An argparse type: an int or float from `minimum` (or above it) to `maximum`."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
-        large_enough = value > minimum if above else value >= minimum
-        if large_enough and (maximum is None or value <= maximum):
-            return value
-        bounds = f"{'above' if above else 'at least'} {minimum}"
-        bounds += f", at most {maximum}" if maximum else ""
-        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
-    return parse
-
-
 def pick_device(name: str) -> torch.device:
     """auto is the first accelerator. ValueError names the devices that this machine has."""
     kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}

@@ -19,17 +19,15 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
+from cli.common import Help, Parser, english_text, guarded, log, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
+from cli.loading import load_shard
 from cli.ranks import as_rank, local_device
-from cli.readback import NotFinite
-from cli.report import weight_bytes
-from cli.sequence import Sequence
 from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
-from generate import bucket, load_shard
+from generate import NotFinite, Sequence, bucket, number, weight_bytes
 from model import Transformer
 from sampling import SamplingParams
 

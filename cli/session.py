@@ -27,12 +27,9 @@ from cli.engines import (
     rewind,
     warm_up,
 )
-from cli.flags import HELLO
 from cli.grammar import Grammars, import_llguidance, json_schema
 from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
-from cli.report import describe, figures, follow, traced, weight_bytes
-from cli.sequence import Sequence
 from cli.slots import RowsBatch
 from formats import quantized
 from formats import tokenizer as tokenizers
@@ -42,7 +39,18 @@ from formats.hub import resolve
 from formats.load import open_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
-from generate import bucket, generate
+from generate import (
+    HELLO,
+    Sequence,
+    bucket,
+    describe,
+    figures,
+    follow,
+    generate,
+    sampling_params,
+    traced,
+    weight_bytes,
+)
 from kernels import cpu_ops
 from kernels.compile import will_change_over
 from layers.logits_processors import TokenMask
@@ -304,7 +312,7 @@ class Session:
 
     def build(self, draft, params: list[SamplingParams]) -> None:
         """The batch that runs; params: of each request."""
-        args, default = self.args, flags.sampling_params(self.args)
+        args, default = self.args, sampling_params(self.args)
         self.generator = self.new_generator()
         sampler = build_sampler(self.model, [default] * self.n_rows, self.generator, params)
         needs_figures = args.json or args.profile or self.drafter or args.compile_prefill

@@ -20,7 +20,8 @@ from formats.schema import brief
 from formats.torch_file import lazy_tensors, read_torch
 from sampling import RANGES
 
-SAMPLING = {name: allowed for name, allowed in RANGES.items() if name != "seed"}
+SAMPLING = {name: allowed for name, allowed in RANGES.items()
+            if name not in ("seed", "top_n_sigma")}        # what transformers reads
 
 
 def read_hf(directory: Path, weights: str) -> RawCheckpoint:

@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from cli import flags
 from cli.common import log
 from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
-from cli.sequence import Sequence
 from cli.slots import Task
 from formats.chat_template import TemplateError
 from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
+from generate import Sequence
 from sampling import RANGES
 from server.parsing import FORMATS, AnswerParser, detect, forced, instructions
 from server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
@@ -269,7 +268,7 @@ class Model:
     def params(self, asked: Request, grammar, n_top: int | None) -> RequestParams:
         """What the request says, and where it is silent the flags."""
         stated = {name: getattr(self.args, name)
-                  for name in flags.SAMPLING if name != "seed"}
+                  for name in RANGES if name not in ("seed", "top_n_sigma")}
         for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
             if (value := getattr(asked, name)) is not None:
                 stated[name] = value

@@ -34,11 +34,10 @@ from tokenizers import Tokenizer as Fast
 from cli import batch, session
 from cli.chat import HELP, Chat, n_common
 from cli.engines import rewind
-from cli.report import follow
-from cli.sequence import Sequence
 from formats import chat_template
 from formats import tokenizer as tokenizers
 from formats.load import read_checkpoint
+from generate import Sequence, follow
 from sampling import Sampler
 
 LLAMA3 = r"""

@@ -10,12 +10,12 @@ from test_formats import write_gguf
 from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 
+from cli.loading import load_model as load_all
 from formats import tokenizer as tokenizers
 from formats.end_tokens import NAMES, gguf_end_ids
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.tokenizer_files import byte_letters
-from generate import load_model as load_all
 
 PLAIN = ["a", "b", "c", "d"]
 

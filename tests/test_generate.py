@@ -15,13 +15,12 @@ from helpers import GREEDY, generated, make_batch
 from test_errors import run
 
 import generate
-from cli import engines, session
-from cli.report import follow
-from cli.sequence import Sequence
+from cli import engines, loading, session
 from formats import tokenizer as tokenizers
 from formats.load import read_checkpoint
 from formats.parameters import tensor_shapes
 from formats.shapes import SHAPES
+from generate import Sequence, follow
 from sampling import SamplingParams
 
 
@@ -40,7 +39,7 @@ def test_same_tokens_as_transformers(path, engine, exhaustive, two_threads):
         made = references.generated(path)
         assert {key: expected[key] for key in made} == made
     torch._dynamo.reset()
-    model, source, tokenizer = generate.load_model(str(path), "cpu", torch.float32)
+    model, source, tokenizer = loading.load_model(str(path), "cpu", torch.float32)
     eos = set(source.eos_ids)
     model.setup_cache(1, 64)
     assert expected["eos_id"] in eos
@@ -57,7 +56,7 @@ def test_same_tokens_as_transformers(path, engine, exhaustive, two_threads):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+    return loading.load_model(str(SMOLLM2), "cpu", torch.float32)
 
 
 def test_batch_rows_and_padded_prefill_equal_alone(smollm2):

@@ -25,9 +25,9 @@ CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": set(), "sampling": {"layers"}, "kernels": {"layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
+    "layers": {"sampling"}, "sampling": set(), "kernels": {"generate", "layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
     "formats": {"model", "layers", "quantize", "sampling"}, "tp": {"formats", "kernels", "layers"}, "gptq": {"formats", "model", "layers", "quantize"},
-    "generate": {"model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
+    "generate": {"model", "sampling", "formats", "kernels", "layers", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }

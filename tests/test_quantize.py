@@ -19,11 +19,9 @@ import tiny
 import torch
 from helpers import GREEDY, generated
 
-import generate
 import quantize
 from cli import common as cli
-from cli import engines, quantizing, session
-from cli.report import weight_bytes
+from cli import engines, loading, quantizing, session
 from formats import pth
 from formats.checkpoint import Checkpoint
 from formats.lazy import LazyTensor
@@ -32,6 +30,7 @@ from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
 from formats.quantized import describe, leaves_of, quantized, schemes
 from formats.shapes import random_checkpoint
+from generate import weight_bytes
 from gptq import calibrate, refine
 from gptq import solve as gptq
 from kernels import cpu as kernels
@@ -1117,7 +1116,7 @@ def test_quantizing_over_its_own_source(capsys, model):
 
 
 def test_load_model_from_python(model):
-    quantized, source, _ = generate.load_model(str(model), scheme="int4-g32", head="none")
+    quantized, source, _ = loading.load_model(str(model), scheme="int4-g32", head="none")
     assert schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
 
 

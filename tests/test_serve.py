@@ -25,9 +25,10 @@ from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from hypothesis import strategies
 
+from cli.loading import load_model
 from formats.load import open_checkpoint
 from formats.tokenizer import load as load_tokenizer
-from generate import Batch, generate, load_model
+from generate import Batch, generate
 from sampling import Sampler, SamplingParams
 
 NAME = SMOLLM2.name
@@ -578,8 +579,8 @@ def test_bad_flags(capfd):
 # ---- The slots, without HTTP ---------------------------------------------------------------------
 
 def sequences(prompts, n):
-    from cli.sequence import Sequence
     from formats.tokenizer import NullTokenizer
+    from generate import Sequence
     return [Sequence(NullTokenizer(), ids, max_new=n) for ids in prompts]
 
 

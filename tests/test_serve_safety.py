@@ -23,13 +23,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cli import batch, flags
 from cli.request_sampler import GREEDY, RequestParams, build_request_sampler
-from cli.sequence import Sequence, n_common_end
 from cli.slots import SlotBatch, Slots, Task
 from formats.huggingface import sampling_values
 from formats.shapes import of_random_weights
 from formats.token_bytes import byte_of_sign
 from formats.tokenizer import NullTokenizer, Tokenizer
 from formats.tokenizer_backends import TokenizersBackend
+from generate import Sequence, n_common_end
 from kernels import cpu_ops, disk, kept_tensors, private
 from layers.logits_processors import Processor
 from model import ModelConfig

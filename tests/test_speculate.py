@@ -14,13 +14,13 @@ from test_errors import refused, run
 
 import generate
 import speculate
-from cli import engines, session
-from cli.draft_length import DraftLengthController, FixedLength
+from cli import engines, loading, session
+from cli.draft_length import DraftLengthController
 from cli.ngram import NgramDrafter
 from formats.load import load_model
 from formats.shapes import random_checkpoint
 from sampling import Sampler, SamplingParams
-from speculate import ModelDrafter
+from speculate import FixedLength, ModelDrafter
 
 
 def plain(model, ids, n, how=GREEDY):
@@ -206,13 +206,13 @@ class SmolLM2:
     """The model and what drafts for it, for one engine: "compile" exchanges parts of both."""
 
     def __init__(self):
-        self.model, _, self.tokenizer = generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+        self.model, _, self.tokenizer = loading.load_model(str(SMOLLM2), "cpu", torch.float32)
         self.itself = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         self.draft = functools.cache(self._draft)
 
     def _draft(self, name):
         if name == "int8":
-            return generate.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
+            return loading.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
         if name == "stories15M":                           # of 32,000 tokens
             return load_model(random_checkpoint("stories15M"), torch.float32, "cpu")
         return self.itself if name == "itself" else None
@@ -229,7 +229,7 @@ def plainly():
     """n -> SmolLM2's first n tokens after PROMPT, by plain decoding."""
     @functools.cache
     def get(n):
-        model, _, tokenizer = generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+        model, _, tokenizer = loading.load_model(str(SMOLLM2), "cpu", torch.float32)
         model.setup_cache(1, 256)
         return plain(model, tokenizer.encode(PROMPT), n)
     return get
