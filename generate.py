@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from formats import tokenizer as tokenizers
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
 from formats.quantized import quantized
+from formats.tokenizer_files import load_for
 from kernels.attention import use_fused_attention
 from kernels.compile import WhileAsRead, compile_model, compiled, prepare_for_cuda
 from kernels.cuda_graph import CudaGraph
@@ -238,7 +238,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = open_checkpoint(path)
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = load_for(source)
     if scheme:
         source = quantized(source, scheme, head=head, device=device)
     return load_shard(source, dtype, device), source, tokenizer

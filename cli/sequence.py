@@ -4,7 +4,7 @@
     while not sequence.finish_reason: print(sequence.push(next_id), end="")
 """
 
-from formats.tokenizer import Detokenizer
+from tokenizer import Detokenizer
 
 
 def n_common(a: list[int], b: list[int]) -> int:

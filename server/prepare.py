@@ -17,7 +17,7 @@ from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
 from cli.sequence import Sequence
 from cli.slots import Task
-from formats.chat_template import TemplateError
+from formats.chat_template import TemplateError, encode_chat
 from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
 from sampling import RANGES
@@ -94,7 +94,7 @@ class Model:
         elif tools:
             messages = with_system(messages, instructions(tools, self.form))
         self.check_bytes("messages", texts_of([messages, tools, asked.chat_template_kwargs]))
-        ids = self.encode("messages", lambda: self.tokenizer.encode_chat(messages, **more))
+        ids = self.encode("messages", lambda: encode_chat(self.tokenizer, messages, **more))
         grammar = self.grammar(asked, tools)
         limit = asked.max_completion_tokens or asked.max_tokens
         if limit == 0 or asked.max_tokens == 0:
