@@ -139,9 +139,9 @@ def _chat_template(directory: Path, config: dict) -> str | None:
 class Tokenizer:
     """A backend, and what the model's files say about special tokens.
 
-    add_bos: whether a text begins with bos_id. names: bos_token, eos_token, … -> text, and
-    chat_template: formats/chat_template.py uses them. eos_ids: what the tokenizer's own files say
-    of the end of a sequence (None: what the backend knows).
+    add_bos: whether a text begins with bos_id. eos_ids: the end tokens that the tokenizer's own
+    files name (None: those that the backend knows). chat_template and names (bos_token, eos_token,
+    … -> text) are kept for formats/chat_template.py, which renders chats.
     """
 
     def __init__(self, backend: "TokenizersBackend | SentencePieceBackend", bos_id: int | None,
@@ -188,45 +188,6 @@ def _is_id(value) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-STATE_CHECKS = dict(                               # each may be None
-    bos_id=_is_id,
-    chat_template=lambda v: isinstance(v, str),
-    eos_ids=lambda v: isinstance(v, list) and all(map(_is_id, v)),
-    names=lambda v: isinstance(v, dict) and all(isinstance(text, str) for text in v.values()))
-
-
-def _from_state(state: dict) -> Tokenizer:
-    """ValueError names an entry that is not as Tokenizer.state() writes it."""
-    if "backend" not in state:
-        raise ValueError("metadata of a GGUF, expected a directory or the state of a .pth")
-    kind, data = state["backend"], state.get("data")
-    if kind not in ("json", "sentencepiece") or not isinstance(data, str):
-        raise ValueError(f"a tokenizer of the kind {brief(kind)} is not known")
-    for key, fits in STATE_CHECKS.items():
-        if state.get(key) is not None and not fits(state[key]):
-            raise ValueError(f"its tokenizer's '{key}' is {brief(state[key])}")
-    backend = TokenizersBackend(data) if kind == "json" else _sentencepiece_from_state(data, state)
-    return Tokenizer(backend, state.get("bos_id"), state.get("add_bos"), state.get("chat_template"),
-                     state.get("names"), state.get("eos_ids"))
-
-
-def _sentencepiece_from_state(data: str, state: dict) -> "SentencePieceBackend":
-    """Files of before this could be stated lack `added` and `after_space`."""
-    control, added = state.get("control"), state.get("added", [])
-    after_space = state.get("after_space", True)
-    if control is not None and not (isinstance(control, dict) and all(
-            type(i) is int and isinstance(text, str) for i, text in control.items())):
-        raise ValueError(f"its tokenizer's 'control' is {brief(control)}, expected texts by number")
-    if not isinstance(added, list) or not all(map(_is_added, added)) or (
-            type(after_space) is not bool):
-        raise ValueError(f"its tokenizer's 'added' is {brief(added)}, expected added tokens")
-    try:
-        data = base64.b64decode(data, validate=True)
-    except ValueError:
-        raise ValueError("its SentencePiece model is not base64") from None
-    return SentencePieceBackend(data, control, [AddedToken(*t) for t in added], after_space)
-
-
 def _is_added(token) -> bool:
     """The fields of an AddedToken, as a list."""
     types = [int, str, bool, bool, bool, bool]
@@ -234,9 +195,47 @@ def _is_added(token) -> bool:
             and 0 <= token[0] < MAX_ID and token[1] != "")
 
 
+STATE = (                                          # its entries; each but `data` may be None
+    ("data", "a text", lambda v: isinstance(v, str)),
+    ("bos_id", "a token's id", _is_id),
+    ("chat_template", "a text", lambda v: isinstance(v, str)),
+    ("eos_ids", "ids of tokens", lambda v: isinstance(v, list) and all(map(_is_id, v))),
+    ("names", "texts by name", lambda v: isinstance(v, dict) and all(
+        isinstance(text, str) for text in v.values())),
+    ("control", "texts by id", lambda v: isinstance(v, dict) and all(
+        type(i) is int and isinstance(text, str) for i, text in v.items())),
+    ("added", "added tokens", lambda v: isinstance(v, list) and all(map(_is_added, v))),
+    ("after_space", "true or false", lambda v: type(v) is bool),
+)
+
+
+def _from_state(state: dict) -> Tokenizer:
+    """ValueError names an entry that is not as Tokenizer.state() writes it."""
+    if "backend" not in state:
+        raise ValueError("metadata of a GGUF, expected a directory or the state of a .pth")
+    kind, data = state["backend"], state.get("data")
+    if kind not in ("json", "sentencepiece") or data is None:
+        raise ValueError(f"a tokenizer of the kind {brief(kind)} is not known")
+    for key, expected, fits in STATE:
+        if state.get(key) is not None and not fits(state[key]):
+            raise ValueError(f"its tokenizer's '{key}' is {brief(state[key])}, expected {expected}")
+    if kind == "json":
+        backend = TokenizersBackend(data)
+    else:
+        try:
+            data = base64.b64decode(data, validate=True)
+        except ValueError:
+            raise ValueError("its SentencePiece model is not base64") from None
+        added = [AddedToken(*token) for token in state.get("added") or []]     # old files have none
+        backend = SentencePieceBackend(data, state.get("control"), added,
+                                       state.get("after_space") is not False)
+    return Tokenizer(backend, state.get("bos_id"), state.get("add_bos"), state.get("chat_template"),
+                     state.get("names"), state.get("eos_ids"))
+
+
 # ---- The two libraries, in one shape ------------------------------------------------------------
-# kind; n_vocab; bos_id, adds_bos, eos_ids: what the file itself says; encode without a beginning;
-# decode; piece and id_of; state and more_state for a .pth.
+# Both have kind, n_vocab; bos_id, adds_bos, eos_ids as the file itself states them; encode(), which
+# adds no bos_id; decode(); piece(id) and id_of(text) of a token; state(), more_state() for a .pth.
 
 @contextmanager
 def library(expected: str) -> Iterator[None]:
@@ -313,9 +312,10 @@ class TokenizersBackend:
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A text that is one token wherever it stands. special: it is not shown, and no message's.
+    """A text that is one token wherever it stands.
 
-    lstrip, rstrip: it takes the spaces before, after it; single_word: not within a word.
+    special: not shown, and plain text where encode() gets special=False. lstrip, rstrip: it takes
+    the spaces before, after it. single_word: it does not match inside a word.
     """
 
     id: int
@@ -327,11 +327,12 @@ class AddedToken:
 
 
 class SentencePieceBackend:
-    """data: a model's bytes; control: id -> text of the tokens that are no text, if known.
+    """Google's sentencepiece. data: the bytes of a tokenizer.model.
 
-    added: tokens beside the model's pieces, or instead of some; text between them is encoded piece
-    by piece. after_space: each such text begins with the model's space (legacy in transformers, and
-    llama.cpp), else only the first one does.
+    control: id -> text of the tokens that are no text (None: as the model says). added: tokens
+    beside the model's pieces, or in the place of some; the texts between them are encoded one by
+    one. after_space: each of these texts gets the model's leading space ("legacy" in transformers,
+    and llama.cpp), else the first one only: "Hi<s>there" is "▁Hi", <s>, then "▁there" or "there".
     """
 
     kind = "sentencepiece"
@@ -347,7 +348,7 @@ class SentencePieceBackend:
             raise ValueError(f"not a readable SentencePiece model: {str(e).strip()}") from None
         processor = self.processor
         self.data, self.added, self.after_space = data, list(added), after_space
-        self.at_start = True                       # False: each text goes on from another
+        self.at_start = True                       # False: a text continues another one
         self.n_piece = processor.get_piece_size()
         self.n_vocab = max([self.n_piece, *(t.id + 1 for t in added)])
         self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
@@ -392,7 +393,7 @@ class SentencePieceBackend:
         return self.continuing.encode(UNJOINED + text)[n:]
 
     def decode(self, ids: list[int]) -> str:
-        runs, texts = [[]], []                     # of pieces; of added tokens, one behind each run
+        runs, texts = [[]], []                     # runs of pieces; the added tokens between them
         for i in ids:
             token = self.by_id.get(i)
             if token is None and i < self.n_piece:
