@@ -445,10 +445,10 @@ def token_pattern(tokens: list[AddedToken]) -> re.Pattern:
 def read_added_tokens(directory: Path, config: dict,
                       plain: SentencePieceBackend) -> list[AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json states ids and how each matches;
-    added_tokens.json states ids alone; both files' other keys name the special tokens.
+    added_tokens.json states ids alone; special_tokens_map.json and other keys of
+    tokenizer_config.json name the special ones. plain: the tokenizer.model without any of these.
 
-    A special token that no file gives an id has the model file's, or the next free one, as in
-    transformers. ValueError where an id or a text cannot be, or two texts have one id.
+    ValueError where an id or a text cannot be, or two texts have one id.
     """
     config_path, map_path, ids_path = (directory / name for name in (
         "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"))
@@ -465,25 +465,32 @@ def read_added_tokens(directory: Path, config: dict,
         if not isinstance(decoder, dict):
             raise ValueError(f"'added_tokens_decoder' is {brief(decoder)}, expected an object")
         for i, token in decoder.items():
+            text = _content(token)
             flags = token if isinstance(token, dict) else {}
-            text, i = _content(token), int(i) if i.isdecimal() else i
             added[text] = AddedToken(
-                _checked_id(i, text), text, *(bool(flags.get(key)) for key in (
-                    "special", "lstrip", "rstrip", "single_word")))
+                _checked_id(int(i) if i.isdecimal() else i, text), text, *(
+                    bool(flags.get(key)) for key in ("special", "lstrip", "rstrip", "single_word")))
     with reading(directory):
-        free = max([plain.n_vocab, *(t.id + 1 for t in added.values())])
-        for text in dict.fromkeys(special):
-            if text in added:
-                continue
-            i = plain.id_of(text)
-            if i is None:
-                i = free
-                free += 1
-            added[text] = AddedToken(i, text)
+        _add_special(added, special, plain)
         if len(added) > MAX_ADDED:
             raise ValueError(f"{len(added)} added tokens, expected at most {MAX_ADDED}")
         _refuse_shared_ids(added)
     return sorted(added.values(), key=lambda t: t.id)
+
+
+def _add_special(added: dict[str, AddedToken], special: list[str],
+                 plain: SentencePieceBackend) -> None:
+    """A special token that no file gives an id has the model file's, or the next free one, as in
+    transformers."""
+    free = max([plain.n_vocab, *(t.id + 1 for t in added.values())])
+    for text in special:
+        if text in added:
+            continue
+        i = plain.id_of(text)
+        if i is None:
+            i = free
+            free += 1
+        added[text] = AddedToken(i, text)
 
 
 def _special_texts(c: dict) -> list[str]:
