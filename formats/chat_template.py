@@ -19,6 +19,7 @@ from tokenizer import (
     token_pattern,
 )
 
+Backend = TokenizersBackend | SentencePieceBackend
 SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
 FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
 
@@ -112,9 +113,8 @@ def encode_chat(tokenizer: Tokenizer, messages: list[dict], /, **more) -> list[i
     return ids
 
 
-def special_tokens(backend: TokenizersBackend | SentencePieceBackend) -> tuple[list[str],
-                                                                               re.Pattern]:
-    """The longest first; and what matches any, with spaces that it swallows."""
+def special_tokens(backend: Backend) -> tuple[list[str], re.Pattern]:
+    """Their texts, the longest first; and a pattern that matches any of them."""
     if backend.kind == "sentencepiece":
         tokens = {text: t for text, t in backend.tokens.items() if t.special}
     else:
@@ -124,8 +124,8 @@ def special_tokens(backend: TokenizersBackend | SentencePieceBackend) -> tuple[l
 
 
 @lru_cache(2)                                      # to read a tokenizer.json again takes a while
-def continued(backend: TokenizersBackend | SentencePieceBackend):
-    """A backend for text that goes on: some put a space in front of the first piece only."""
+def continued(backend: Backend) -> Backend:
+    """A backend for text that continues another: some put a space before a text's first piece."""
     if backend.kind == "sentencepiece" and backend.after_space:
         return backend
     if backend.kind == "sentencepiece":
