@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from formats import tokenizer as tokenizers
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
 from formats.quantized import quantized
-from formats.tokenizer import Detokenizer
+from formats.tokenizer_files import load_for
 from layers.moe import MoE
 from model import Transformer
 from sampling import RANGES, Sampler, SamplingParams
+from tokenizer import Detokenizer
 
 # ---- The two steps ------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = open_checkpoint(path)
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = load_for(source)
     if scheme:
         source = quantized(source, scheme, head=head, device=device)
     model = load_weights(tp.shard(source), dtype, device)

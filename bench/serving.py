@@ -28,7 +28,7 @@ from bench.clients import ask_all, first_token
 from bench.machine import ROOT
 from bench.peers import environment, peer_path
 from cli.common import english_text, log
-from formats import tokenizer as tokenizers
+from formats import tokenizer_files
 from formats.load import open_checkpoint
 
 CLIENTS = (1, 8, 32)
@@ -100,7 +100,7 @@ def is_there(name: str) -> bool:
 
 
 def as_ids(requests: list[dict]) -> list[dict]:
-    tokenizer = tokenizers.load(open_checkpoint(None).tokenizer)
+    tokenizer = tokenizer_files.load(open_checkpoint(None).tokenizer)
     return [dict(request, prompt=tokenizer.encode(request["prompt"])) for request in requests]
 
 

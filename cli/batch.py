@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from cli.common import log
 from cli.slots import Slots, Task
+from formats.chat_template import encode_chat
 from formats.whole_file import lock
 from generate import (
     SAMPLING,
@@ -157,7 +158,7 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     else:
         if args.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=args.system_prompt), *messages]
-        ids = tokenizer.encode_chat(messages, **args.chat_template_kwargs or {})
+        ids = encode_chat(tokenizer, messages, **args.chat_template_kwargs or {})
     if not ids:
         raise ValueError("the prompt has no tokens")
     if max(ids) >= cfg.vocab_size:

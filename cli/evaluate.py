@@ -27,6 +27,7 @@ from cli.ranks import as_rank, local_device
 from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
+from formats.chat_template import render
 from generate import NotFinite, Sequence, bucket, number, weight_bytes
 from model import Transformer
 from sampling import SamplingParams
@@ -156,12 +157,12 @@ class Adapter:
         if not add_generation_prompt:
             return self.apply_chat_template(history[:-1]) + history[-1]["content"]
         try:
-            return self.tokenizer.render(history)
+            return render(self.tokenizer, history)
         except ValueError:                         # as HFLM does: a template may refuse the system
             others = [message for message in history if message["role"] != "system"]
             if others == history:
                 raise
-            return self.tokenizer.render(others)
+            return render(self.tokenizer, others)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
         rows = []

@@ -10,7 +10,7 @@ import torch
 
 import tp
 from formats import load, quantized
-from formats import tokenizer as tokenizers
+from formats.tokenizer_files import load_for
 from kernels.attention import use_fused_attention
 from model import Transformer
 
@@ -23,7 +23,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = load.open_checkpoint(path)
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = load_for(source)
     if scheme:
         source = quantized.quantized(source, scheme, head=head, device=device)
     return load_shard(source, dtype, device), source, tokenizer

@@ -32,13 +32,13 @@ from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
 from cli.slots import RowsBatch
 from formats import quantized
-from formats import tokenizer as tokenizers
 from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from formats.checkpoint import n_bytes
 from formats.hub import resolve
 from formats.load import open_checkpoint
 from formats.parameters import count_parameters
 from formats.shapes import random_checkpoint
+from formats.tokenizer_files import load_for
 from generate import (
     HELLO,
     Sequence,
@@ -57,6 +57,7 @@ from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
+from tokenizer import NullTokenizer, differ
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,9 +147,9 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
     if shape is not None and adapter is not None:
         raise ValueError("--random has no weights that --adapter could be added to")
     if shape is not None:
-        return random_checkpoint(shape), tokenizers.NullTokenizer()
+        return random_checkpoint(shape), NullTokenizer()
     source = open_checkpoint(path, adapter)
-    return source, tokenizers.load_for(source)
+    return source, load_for(source)
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -200,7 +201,7 @@ def open_draft(args, source, tokenizer, device):
     if is_assistant(path):
         return open_drafter_of_gemma(path, args, source, device)
     draft, other = open_model(args.draft_checkpoint_path)
-    if difference := tokenizers.differ(tokenizer, other):
+    if difference := differ(tokenizer, other):
         raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
     return draft
 

@@ -18,6 +18,17 @@ def first_line(e: Exception) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0][:160]
 
 
+def brief(value) -> str:
+    """A value in a message: never long, never several lines."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return "an integer of more than 128 bits"
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except RecursionError:
+        return "nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
 def one_line(text: str) -> str:
     """What a terminal can show in a line: files have names of any length, and control characters.
     """

@@ -13,6 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
+from formats.messages import brief
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
 from layers.norms import HEAD_NORMS
@@ -125,17 +126,6 @@ def check_keys(c: dict) -> None:
 def _kind_of() -> tuple[dict, dict]:
     return tuple({key: (what, is_one) for what, is_one, keys in kinds for key in keys.split()}
                  for kinds in (KINDS, NEEDED))
-
-
-def brief(value) -> str:
-    """A value in a message: never long, never several lines."""
-    if isinstance(value, int) and abs(value) >= 1 << 128:
-        return "an integer of more than 128 bits"
-    try:
-        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 # ---- The config that is made of it, or that a .pth holds ----------------------------------------

@@ -15,7 +15,7 @@ from cli.common import log
 from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
 from cli.slots import Task
-from formats.chat_template import TemplateError
+from formats.chat_template import TemplateError, encode_chat
 from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
 from generate import Sequence
@@ -93,7 +93,7 @@ class Model:
         elif tools:
             messages = with_system(messages, instructions(tools, self.form))
         self.check_bytes("messages", texts_of([messages, tools, asked.chat_template_kwargs]))
-        ids = self.encode("messages", lambda: self.tokenizer.encode_chat(messages, **more))
+        ids = self.encode("messages", lambda: encode_chat(self.tokenizer, messages, **more))
         grammar = self.grammar(asked, tools)
         limit = asked.max_completion_tokens or asked.max_tokens
         if limit == 0 or asked.max_tokens == 0:

@@ -233,7 +233,7 @@ NAMED = [
            "tests/test_chat.py::test_ids_equal_transformers"),
     Mutant("message-forges-special-tokens", "formats/chat_template.py", "    messages = shield.hide(messages)\n", "",
            "tests/test_chat.py::test_special_tokens_in_a_message_are_text"),
-    Mutant("half-a-character-is-shown", "formats/tokenizer.py", 'if text.endswith("\\N{REPLACEMENT CHARACTER}"):', "if False:",
+    Mutant("half-a-character-is-shown", "tokenizer.py", 'if text.endswith("\\N{REPLACEMENT CHARACTER}"):', "if False:",
            "tests/test_tokenizer.py::test_stream_holds_half_a_character_and_flushes_it"),
     Mutant("lora-alpha-of-a-module", "formats/lora.py", 'own[0] if own else config["lora_alpha"]', 'config["lora_alpha"]',
            "tests/test_lora.py::test_logits_equal_the_merged_model"),

@@ -17,12 +17,12 @@ from test_generate import command
 import generate
 from cli import batch, engines, loading, slots
 from cli.common import english_text
-from formats.tokenizer import NullTokenizer
 from generate import Sequence, follow
 from kernels.cpu_layers import use_operations
 from layers.window import Ring, n_slots
 from model import cache_bytes
 from sampling import SamplingParams
+from tokenizer import NullTokenizer
 
 LENGTHS = [20, 3, 11, 1, 7, 15, 2, 18]
 NEW = [3, 8, 2, 5, 1, 18, 3, 16]                           # two of three rows run side by side at the end

@@ -16,7 +16,7 @@ from test_errors import run
 
 import generate
 from cli import engines, loading, session
-from formats import tokenizer as tokenizers
+from formats import tokenizer_files
 from formats.load import read_checkpoint
 from formats.parameters import tensor_shapes
 from formats.shapes import SHAPES
@@ -315,6 +315,6 @@ def test_convert_script(tmp_path):
     path = tmp_path / done.stdout.strip()
     assert done.returncode == 0 and path.name == "model.pth" and path.exists(), done.stderr
     source = read_checkpoint(path)
-    assert tokenizers.load(source.tokenizer).encode("Hello") == [19556]
+    assert tokenizer_files.load(source.tokenizer).encode("Hello") == [19556]
     missing = subprocess.run([*PYTHON, script, "--checkpoint_dir", "/nowhere"], capture_output=True, text=True)
     assert missing.returncode == 2 and "no such file" in missing.stderr and "Traceback" not in missing.stderr

@@ -21,13 +21,14 @@ import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
 ROOMS = ("bench", "cli", "cpu_ops", "formats", "gptq", "kernels", "layers", "server")
-CORE = ("generate", "model", "quantize", "sampling", "speculate", "tp")
+CORE = ("generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
     "layers": {"sampling"}, "sampling": set(), "kernels": {"generate", "layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
-    "formats": {"model", "layers", "quantize", "sampling"}, "tp": {"formats", "kernels", "layers"}, "gptq": {"formats", "model", "layers", "quantize"},
-    "generate": {"model", "sampling", "formats", "kernels", "layers", "tp"}, "speculate": {"generate", "sampling", "tp"},
+    "formats": {"model", "layers", "quantize", "sampling", "tokenizer"}, "tp": {"formats", "kernels", "layers"},
+    "tokenizer": {"formats"}, "gptq": {"formats", "model", "layers", "quantize"},
+    "generate": {"model", "sampling", "formats", "kernels", "layers", "tokenizer", "tp"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }

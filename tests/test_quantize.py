@@ -1074,14 +1074,14 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
 
 def test_file_works_alone(capsys, model, tmp_path):
     """Elsewhere, the tokenizer and its template go into the file; beside their files, they do not."""
-    from formats import tokenizer as tokenizers
+    from formats import tokenizer_files
     elsewhere = tmp_path / "new/directory/small.pth"
     status, out, _ = run(capsys, "-m", model, "--output", elsewhere)
     assert status == 0 and out == f"{elsewhere}\n"
     (tmp_path / "alone").mkdir()
     shutil.move(elsewhere, tmp_path / "alone/x.pth")
     source = read_checkpoint(tmp_path / "alone/x.pth")
-    tokenizer = tokenizers.load(source.tokenizer)
+    tokenizer = tokenizer_files.load(source.tokenizer)
     assert tokenizer.encode("w7 w159") == [7, 159] and tokenizer.chat_template == "{{ messages[0].content }}"
     run(capsys, "-m", model)
     assert greedy(capsys, "-m", tmp_path / "alone/x.pth")["new_ids"] == greedy(capsys, "-m", model / "model_int8.pth")["new_ids"]

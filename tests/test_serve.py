@@ -26,8 +26,9 @@ from conftest import ROOT, SMOLLM2
 from hypothesis import strategies
 
 from cli.loading import load_model
+from formats.chat_template import encode_chat
 from formats.load import open_checkpoint
-from formats.tokenizer import load as load_tokenizer
+from formats.tokenizer_files import load as load_tokenizer
 from generate import Batch, generate
 from sampling import Sampler, SamplingParams
 
@@ -205,7 +206,7 @@ def test_chat_whole_and_streamed(server, tokenizer, alone):
     asked = dict(model=NAME, messages=QUESTION, temperature=0, max_completion_tokens=20)
     whole = server.client.chat.completions.create(**asked)
     events = list(server.client.chat.completions.create(**asked, stream=True, stream_options=dict(include_usage=True)))
-    new = alone(tokenizer.encode_chat(QUESTION), 20, SamplingParams(temperature=0))
+    new = alone(encode_chat(tokenizer, QUESTION), 20, SamplingParams(temperature=0))
     text = whole.choices[0].message.content
     assert text == tokenizer.decode(new)
     assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == text
@@ -579,8 +580,8 @@ def test_bad_flags(capfd):
 # ---- The slots, without HTTP ---------------------------------------------------------------------
 
 def sequences(prompts, n):
-    from formats.tokenizer import NullTokenizer
     from generate import Sequence
+    from tokenizer import NullTokenizer
     return [Sequence(NullTokenizer(), ids, max_new=n) for ids in prompts]
 
 

@@ -21,6 +21,7 @@ from formats.load import load_model
 from formats.shapes import random_checkpoint
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter
+from tokenizer import differ
 
 
 def plain(model, ids, n, how=GREEDY):
@@ -385,7 +386,6 @@ def test_vocabularies_that_differ_in_a_token():
 
         def piece(self, i):
             return self.words[i]
-    from formats import tokenizer
-    assert tokenizer.differ(Words("a", "b"), Words("a", "b")) is None
-    assert tokenizer.differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
-    assert tokenizer.differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"
+    assert differ(Words("a", "b"), Words("a", "b")) is None
+    assert differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
+    assert differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"
