@@ -9,6 +9,7 @@ every format and has fast kernels, is cli/session.py: it calls what is here.
 import argparse
 import math
 import re
+import resource
 import sys
 import time
 from collections import deque
@@ -18,9 +19,11 @@ from pathlib import Path
 from types import MethodType
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    from kernels.quick_import import import_torch
-    import_torch()
+if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+    # The whole command: it adds to the flags below and calls the functions below.
+    from cli.start import generate
+    sys.exit(generate())
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,12 +31,13 @@ from torch import Tensor
 import tp
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
+from formats.messages import first_line
 from formats.quantized import quantized
 from formats.tokenizer_files import load_for
 from layers.moe import MoE
 from model import Transformer
 from sampling import RANGES, Sampler, SamplingParams
-from tokenizer import Detokenizer
+from tokenizer import Detokenizer, differ
 
 # ---- The two steps ------------------------------------------------------------------------------
 
@@ -77,11 +81,22 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
     if model.freq.device.type == "cpu":
         compile_blocks_once(model)
-    decode = torch.compile(decode_one_token, mode="reduce-overhead", fullgraph=True)
     first = prefill
     if compile_prefill:
         first = torch.compile(prefill, fullgraph=True, dynamic=True)
-    return Steps(first, decode, pad=compile_prefill)
+    return Steps(first, compiled(decode_one_token), pad=compile_prefill)
+
+
+def compiled(step: Callable) -> Callable:
+    """A step compiled whole. The next replay of a CUDA graph overwrites what this one gave."""
+    graph = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+    def run(*args):
+        given = graph(*args)
+        if isinstance(given, Tensor):
+            return given.clone()
+        return tuple(t if t is None else t.clone() for t in given)
+    return run
 
 
 def compile_blocks_once(model: Transformer) -> None:
@@ -428,6 +443,33 @@ def weight_bytes(model: Transformer) -> tuple[int, int]:
     return total, total - idle
 
 
+def summarize(batch, speeds: list[float], where: str = "") -> None:
+    """gpt-fast's last lines; speeds: of the samples; where: behind the memory that was used."""
+    log("==========")
+    rounds = sum(getattr(batch, "accept_counts", ()))
+    if rounds:
+        shares = [round(n / rounds, 4) for n in batch.accept_counts]
+        log(f"Acceptance probs: {shares}")
+        log(f"Mean Accepted: {batch.mean_accepted():.4f}")
+    if speeds:
+        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
+    log(f"Memory used: {peak_memory(batch.device) / 1e9:.2f} GB{where}")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def traced(path: Path | None):
     """Write a Chrome trace of what happens within, of each rank its own; None: do not."""
@@ -441,7 +483,7 @@ def traced(path: Path | None):
     trace.export_chrome_trace(str(path))
     if not path.exists():                                  # it only logs that it could not
         raise OSError(f"{path}: the trace could not be written")
-    print(f"Trace written to {path}", file=sys.stderr)
+    log(f"Trace written to {path}")
 
 
 # ---- Loading ------------------------------------------------------------------------------------
@@ -602,7 +644,121 @@ def check_length(n: int, limit: int, what: str) -> None:
                          "for a new one: shorten the prompt")
 
 
-if __name__ == "__main__":
-    sys.modules["generate"] = sys.modules["__main__"]      # imported below: one module, not two
-    from cli.session import main
+def main(argv: list[str] | None = None) -> int:
+    """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        log("interrupted")
+        return 130
+    except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as e:
+        log(f"generate.py: error: {first_line(e)}")
+        return 2
+
+
+def run(argv: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Generate text from an open-weight transformer. Text goes to stdout, "
+                    "everything else to stderr.")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.checkpoint_path is None:
+        raise ValueError(f"--checkpoint_path is needed: {CHECKPOINTS}")
+    tp.start()
+    device = pick_device(tp.local_device(args.device))
+    dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
+    start = time.perf_counter()
+    model, source, tokenizer = load_model(args.checkpoint_path, device, dtype)
+    draft = load_draft(args, tokenizer, dtype, device)
+    log(f"Time to load model: {time.perf_counter() - start:.2f} seconds")
+    parser.set_defaults(**source.defaults)         # the model's, where the user is silent
+    args = parser.parse_args(argv)
+
+    prompts = args.prompt or [HELLO]
+    ids = [prompt_ids(prompt, tokenizer, source.cfg, args.seed) for prompt in prompts]
+    rows = range(len(prompts)) if len(prompts) > 1 else [0] * args.batch_size
+    groups = [rows[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+    longest = min(max(map(len, ids)) + args.max_new_tokens, source.cfg.context)
+    batch = build_batch(args, model, draft, len(groups[0]), longest)
+    eos_ids = set() if args.ignore_eos else set(source.eos_ids)
+    speeds, interrupted = [], False
+    for i in range(args.num_samples):
+        for group in groups:
+            is_last = i == args.num_samples - 1 and group is groups[-1]
+            with traced(args.profile if is_last else None):
+                f, interrupted = show(args, batch, [prompts[row] for row in group],
+                                      [ids[row] for row in group], tokenizer, eos_ids)
+            log(f"Sample {i + 1}: {describe(f)}")
+            speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
+            if interrupted:
+                break
+        if interrupted:
+            break
+    summarize(batch, speeds)
+    return 130 if interrupted else 0
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: a GPU, where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | None:
+    """The model that drafts. ValueError where it has another vocabulary."""
+    if args.draft_checkpoint_path is None:
+        return None
+    if args.batch_size > 1:
+        raise ValueError("--draft_checkpoint_path is for one row: it cannot be combined with "
+                         "--batch_size")
+    draft, source, other = load_model(args.draft_checkpoint_path, device, dtype)
+    if difference := differ(tokenizer, other):
+        raise ValueError(f"{source.path} cannot draft for this model: {difference}")
+    return draft
+
+
+def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
+                length: int) -> Batch:
+    """What the flags ask for, compiled or not, with a model that drafts or without."""
+    device, k = model.freq.device, args.speculate_k or 5
+    model.setup_cache(n_row, length, max(PREFILL_CHUNK, k + 1), max_rejected=k if draft else 0)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rows = [sampling_params(args)] * n_row
+    sampler = Sampler(rows, model.cfg.vocab_size, device, generator)
+    compiles = args.compile or args.compile_prefill
+    log(f"Engine: {'torch_compile' if compiles else 'kv_cache'}")
+    steps = compile_steps(model, args.compile_prefill) if compiles else Steps()
+    batch = Batch(model, sampler, steps)
+    if draft:
+        from speculate import build_speculative  # it imports this file
+        batch = build_speculative(model, sampler, steps, draft, k, compiles)
+    if compiles:
+        start = time.perf_counter()
+        n_new = min(k + 3, length - 1)
+        for _ in generate(batch, [[0]] * n_row, n_new):
+            pass
+        log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
+    return batch
+
+
+def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], tokenizer,
+         eos_ids: set[int]) -> tuple[dict, bool]:
+    """Generate a text for each prompt, and print it -> its figures, and whether Ctrl-C ended it."""
+    n_prompt = max(map(len, ids))
+    n_new = min(args.max_new_tokens, batch.max_length - n_prompt)
+    sequences = [Sequence(tokenizer, prompt, eos_ids, args.stop, n_new) for prompt in ids]
+    for row in range(len(ids), batch.n_row):       # the last group may be smaller
+        batch.end(row)
+    shown = prompts[0] if len(prompts) == 1 else None
+    times, interrupted = follow(generate(batch, ids, n_new), sequences, shown, batch)
+    if shown is None:
+        for row, (prompt, sequence) in enumerate(zip(prompts, sequences)):
+            print(f"--- row {row} ---\n{prompt}{sequence.text}", flush=True)
+    read_bytes = 0 if args.draft_checkpoint_path else weight_bytes(batch.model)[1]
+    return figures(times, n_prompt, len(ids), read_bytes), interrupted
+
+
+if __name__ == "__main__":                         # without cli/ beside it
+    sys.modules["generate"] = sys.modules["__main__"]      # speculate imports it: one module
     sys.exit(main())

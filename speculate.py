@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import Batch, Steps, bucket, to_device
+from generate import Batch, Steps, bucket, compile_blocks_once, compiled, to_device
 from sampling import Sampler, draw
 
 # ---- What is accepted ---------------------------------------------------------------------------
@@ -229,3 +229,25 @@ class SpeculativeBatch(Batch):
             self.draft_length.learn(n_accepted)
         self.advance(n_accepted + 1)
         return list(tokens[:, :n_accepted + 1].split(1, dim=1))
+
+    def accept_stats(self) -> dict:
+        """How many rounds kept how many drafts."""
+        return dict(accept_counts=self.accept_counts, rounds=sum(self.accept_counts),
+                    mean_accepted=self.mean_accepted())
+
+    def mean_accepted(self) -> float | None:
+        rounds = sum(self.accept_counts)
+        accepted = sum(n * count for n, count in enumerate(self.accept_counts))
+        return accepted / rounds if rounds else None
+
+
+def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
+                      compiles: bool) -> SpeculativeBatch:
+    """Always k drafts by the model `draft`. compiles: by torch.compile, as `steps` are."""
+    drafter, check = ModelDrafter(draft), verify
+    if compiles:
+        drafter.step, check = compiled(draft_one_token), compiled(verify)
+        if draft.freq.device.type == "cpu":
+            compile_blocks_once(draft)
+    drafter.max_rejected = k + 1
+    return SpeculativeBatch(model, sampler, steps, drafter, FixedLength(k), k, check)

@@ -29,13 +29,13 @@ from bench.suites import SUITES, run_suite
 from bench.tables import OUTPUTS, PEERS
 from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
-from cli.common import Help, Parser, guarded, log, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_activation_bits
 from cli.mtp import PUBLISHED_ACCEPTANCE
 from cli.ranks import as_rank, local_device
 from cli.session import open_model
 from formats.shapes import SHAPES
-from generate import number
+from generate import log, number
 from kernels import cpu_ops
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]

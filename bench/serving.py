@@ -27,9 +27,10 @@ import torch
 from bench.clients import ask_all, first_token
 from bench.machine import ROOT
 from bench.peers import environment, peer_path
-from cli.common import english_text, log
+from cli.common import english_text
 from formats import tokenizer_files
 from formats.load import open_checkpoint
+from generate import log
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}

@@ -18,7 +18,7 @@ from bench import plots
 from bench.machine import ROOT, describe_machine
 from bench.profiling import file_name
 from bench.tables import table
-from cli.common import log
+from generate import log
 
 # The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears, and
 # what peers are measured by.

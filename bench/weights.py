@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import tp
-from cli.common import free_memory, log
+from cli.common import free_memory
 from cli.loading import load_shard
 from cli.ranks import n_local
 from formats import quantized
@@ -18,6 +18,7 @@ from formats.checkpoint import n_bytes
 from formats.mtp import MTPHead
 from formats.parameters import count_parameters
 from formats.shapes import random_head
+from generate import log
 from model import ModelConfig, Transformer
 from quantize import SCHEMES
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from cli.common import log
 from cli.slots import Slots, Task
 from formats.chat_template import encode_chat
 from formats.whole_file import lock
@@ -26,6 +25,7 @@ from generate import (
     NotFinite,
     Sequence,
     check_length,
+    log,
     random_prompt,
     sampling_params,
     synthetic_length,

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.common import english_text, log
+from cli.common import english_text
 from formats.chat_template import render
+from generate import log
 from model import Transformer
 
 # What a model says most is of one kind: so that other kinds are there, most rows begin so

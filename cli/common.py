@@ -1,6 +1,6 @@
 """What every command line here shares: flags, one-line errors, devices.
 
-It knows no model, and of our files two that know none either; the commands and the scripts use it.
+The commands and the scripts use it.
 
     sys.exit(guarded(run))                         # run(argv) -> exit status
 """
@@ -9,7 +9,6 @@ import argparse
 import os
 import pydoc_data.topics
 import re
-import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,13 +18,10 @@ from pathlib import Path
 import torch
 
 from formats.messages import Unforeseen, first_line, is_out_of_memory, one_line
+from generate import log, peak_memory
 from kernels.private import has_bf16
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def fail(message) -> None:
@@ -166,13 +162,3 @@ def reset_peak_memory(device: torch.device) -> int:
     elif sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)

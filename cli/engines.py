@@ -124,7 +124,8 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
                          f"by {possible}: set it up for max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
-    verify = as_one_graph(speculate.verify) if as_graph else speculate.verify
+    faster = as_one_graph if as_graph else core.compiled if engine == "torch_compile" else None
+    verify = faster(speculate.verify) if faster else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
@@ -134,7 +135,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token
-        drafter = ModelDrafter(draft, as_one_graph(step) if as_graph else step)
+        drafter = ModelDrafter(draft, faster(step) if faster else step)
         drafter.min_kv_len = min_kv_len
         drafter.max_rejected = k + 1
         lengths = [k, k // 3] if k > 2 else [k]

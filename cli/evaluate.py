@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import Help, Parser, english_text, guarded, log, pick_device, pick_dtype
+from cli.common import Help, Parser, english_text, guarded, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.loading import load_shard
@@ -28,7 +28,7 @@ from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
 from formats.chat_template import render
-from generate import NotFinite, Sequence, bucket, number, weight_bytes
+from generate import NotFinite, Sequence, bucket, log, number, weight_bytes
 from model import Transformer
 from sampling import SamplingParams
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cli.calibration_text import calibration_text, written
-from cli.common import Help, Parser, guarded, log, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_adapter
 from formats import tokenizer_files
 from formats.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import add_choices, note, quantized
-from generate import number
+from generate import log, number
 from gptq import budget, calibrate
 from kernels.compile import compile_model
 from quantize import MODES, Scheme, scheme_named

@@ -16,7 +16,7 @@ from torch import Tensor
 import tp
 from cli import batch, flags, kept_weights
 from cli.chat import Chat
-from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
+from cli.common import free_memory, guarded, pick_device, pick_dtype
 from cli.draft_length import DraftLengthController
 from cli.engines import (
     RecomputeBatch,
@@ -47,7 +47,10 @@ from generate import (
     figures,
     follow,
     generate,
+    log,
+    peak_memory,
     sampling_params,
+    summarize,
     traced,
     weight_bytes,
 )
@@ -56,7 +59,6 @@ from kernels.compile import will_change_over
 from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
-from speculate import SpeculativeBatch
 from tokenizer import NullTokenizer, differ
 
 
@@ -280,9 +282,10 @@ class Session:
         self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
         start = time.perf_counter()
         self.build(draft, [job.params for job in work])
+        log(f"Engine: {engine}")
         if self.changes_over:
             log("Compiling beside the text, which begins uncompiled")
-        elif engine in ("compile", "cuda_graph"):
+        elif engine in ("torch_compile", "compile", "cuda_graph"):
             self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
             self.compile_s = time.perf_counter() - start
             log(f"Compilation time: {self.compile_s:.2f} seconds")
@@ -377,22 +380,13 @@ class Session:
         linears, head = quantized.schemes(self.source)
         drafts = {}
         if self.drafter:
-            drafts = dict(speculate=self.drafter, speculate_k=self.k, **accept_stats(self.batch))
+            drafts = dict(speculate=self.drafter, speculate_k=self.k, **self.batch.accept_stats())
         return dict(
             load_s=self.load_s, compile_s=self.compile_s,
             peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
             quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
             batch_size=self.args.batch_size, seed=self.args.seed, **drafts,
             device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
-
-
-def accept_stats(batch: SpeculativeBatch) -> dict:
-    """How many rounds kept how many drafts."""
-    counts = batch.accept_counts
-    rounds = sum(counts)
-    accepted = sum(n * count for n, count in enumerate(counts))
-    return dict(accept_counts=counts, rounds=rounds,
-                mean_accepted=accepted / rounds if rounds else None)
 
 
 # ---- What is done with it -----------------------------------------------------------------------
@@ -441,7 +435,7 @@ def show_samples(session: Session, job: batch.Job) -> int:
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
-    summarize(session, speeds)
+    summarize(session.batch, speeds, on_each_rank())
     return 130 if interrupted else 0
 
 
@@ -457,15 +451,3 @@ def compare(session: Session, job: batch.Job, f: dict) -> bool:
     log(f"Without drafts: {describe(plain)}")
     log(f"Speedup: {f['speedup'] or 0:.2f}")
     return interrupted
-
-
-def summarize(session: Session, speeds: list[float]) -> None:
-    log("==========")
-    stats = accept_stats(session.batch) if session.drafter else {}
-    if stats.get("rounds"):
-        shares = [round(n / stats["rounds"], 4) for n in stats["accept_counts"]]
-        log(f"Acceptance probs: {shares}")
-        log(f"Mean Accepted: {stats['mean_accepted']:.4f}")
-    if speeds:
-        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
-    log(f"Memory used: {peak_memory(session.device) / 1e9:.2f} GB{on_each_rank()}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
-from cli.common import Help, Parser, guarded, log, pick_device
+from cli.common import Help, Parser, guarded, pick_device
 from cli.engines import (
     RecomputeBatch,
     build_sampler,
@@ -26,14 +26,13 @@ from cli.engines import (
     build_steps,
     warm_up,
 )
-from cli.session import accept_stats
 from formats.checkpoint import Checkpoint
 from formats.lazy import LazyTensor
 from formats.load import load_model
 from formats.mtp import head_config
 from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
-from generate import Batch, generate
+from generate import Batch, generate, log
 from kernels import cpu_ops
 from kernels import plain as kernels
 from kernels.attention import use_fused_attention
@@ -242,7 +241,7 @@ def drafting(device) -> str:
                 warm_up(drafts, [PROMPT], range(21, 220))
             said = tokens(drafts, 200)
             assert said == plain, f"{engine}, {name}: other tokens than without drafts"
-            kept.append(f"{name} {accept_stats(drafts)['mean_accepted'] or 0:.1f}")
+            kept.append(f"{name} {drafts.mean_accepted() or 0:.1f}")
     return f"of 4 drafts right, {', '.join(engine_names(device))}: {', '.join(kept)}"
 
 

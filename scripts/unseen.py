@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
-from cli.common import Parser, english_text, guarded, log, pick_dtype  # noqa: E402
+from cli.common import Parser, english_text, guarded, pick_dtype  # noqa: E402
 from cli.evaluate import score, windows  # noqa: E402
 from formats import tokenizer_files  # noqa: E402
 from formats.hub import resolve  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
+from generate import log  # noqa: E402
 from quantize import SCHEMES, Int4  # noqa: E402
 
 CHARACTERS, ITEMS = 20_000, 200

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from cli.common import log
 from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
 from cli.slots import Task
 from formats.chat_template import TemplateError, encode_chat
 from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
-from generate import Sequence
+from generate import Sequence, log
 from sampling import RANGES
 from server.parsing import FORMATS, AnswerParser, detect, forced, instructions
 from server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request

@@ -14,7 +14,7 @@ from test_errors import refused, run
 
 import generate
 import speculate
-from cli import engines, loading, session
+from cli import engines, loading
 from cli.draft_length import DraftLengthController
 from cli.ngram import NgramDrafter
 from formats.load import load_model
@@ -197,7 +197,7 @@ def test_a_draft_that_knows_less(ours):
         batch = speculative(model, k, small.requires_grad_(False), True, how, g, length=32)
         got = ids_of(batch, ids, 20)
         assert how != GREEDY or got == plain(model, ids, 20)
-        assert len(got) == 20 and session.accept_stats(batch)["rounds"] > 0
+        assert len(got) == 20 and batch.accept_stats()["rounds"] > 0
 
 
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
