@@ -128,7 +128,7 @@ def add_output_flags(add: Callable) -> None:
 
 def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     """-> (engine, scheme) in the order of the rows."""
-    default = ",".join(LADDER) if is_nano_gpt else "kv_cache,compile"
+    default = ",".join(LADDER) if is_nano_gpt else "kv_cache,torch_compile,compile"
     requested = names(default if args.engines is None else args.engines)
     schemes = names(args.quantize)
     if not requested or not schemes:
