@@ -55,6 +55,9 @@ class LazyTensor:
         new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
         return replace(new, **changes)
 
+    def renamed(self, name: str) -> "LazyTensor":
+        return self.derived(self.read_rows, name=name, packed=self.packed)
+
     def whole(self) -> Tensor:
         try:
             return self.read_rows(0, self.n_row).reshape(self.shape)
