@@ -1,8 +1,9 @@
-"""Quantized weights: what a scheme is, rounding to nearest, and the linears that use it.
+"""Quantized weights: the schemes, rounding to nearest, the linears that use them, and the rounding
+of a checkpoint while it is read.
 
-A scheme is one object: the tensors it stores, how weights become these and back, and the kernel for
-a device. Whatever treats schemes differently asks it. Knows no files and no families; kernels/ has
-the products and the layouts in memory. On disk, G being the group size:
+A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
+the product with them. Knows no files and no families; kernels/linear.py exchanges the linears for
+ones with quicker products. On disk, G being the group size:
 
     int8     weight int8  [out, in]     scales [out]                 w = code * scale
     int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
@@ -14,40 +15,40 @@ the products and the layouts in memory. On disk, G being the group size:
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     from kernels.quick_import import need_torch
     need_torch()
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu import INT4_CPU, INT8_CPU
-from kernels.cuda import INT4_CUDA, INT8_CUDA, has_kernels
-from kernels.grid import best_grid
-from kernels.linear import PackedEmbedding, PackedLinear
-from kernels.moe import packed_rows
-from kernels.plain import PLAIN, Kernel, dequantize, pack_nibbles
 from layers.moe import ExpertLinear, grouped_mm
+
+if TYPE_CHECKING:                                  # these files import this one
+    from formats.checkpoint import Checkpoint
+    from formats.lazy import LazyTensor
 
 LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
 MODES = ("int8", "int4")                           # schemes without their group size
 GROUPSIZES = (32, 64, 128, 256)
-LINEARS = re.compile(r"\.(w\w+|[qkv]|gate|up|down)\.weight$")     # not routers: small and touchy
+# not MoE routers: they are tiny, and sensitive to rounding
+LINEARS = re.compile(r"\.(w\w+|[qkv]|gate|up|down)\.weight$")
 
 
 # ---- Schemes ------------------------------------------------------------------------------------
 
 class Scheme:
-    """How the weights [..., out, in] of a linear are stored, made and multiplied by.
+    """How the weights [..., out, in] of a linear are stored, rounded and multiplied by.
 
-    A leaf has the axes of the weights, or all but the last: then it serves a whole row. A weight's
-    share of a leaf is the same share of its inputs, so that whoever splits one splits the other.
+    A leaf has the axes of the weights, or all but the last: then it serves a whole row. Slicing the
+    weights' input axis slices each leaf at the same fraction, so ranks shard both alike.
     """
 
     name: str                                      # "int8", "int4-g32"
     groupsize: int | None = None                   # weights of a row that share a scale; None: all
-    gguf: str | None = None                        # llama.cpp's nearest format
     suffix = ""                                    # of a file's name, after the mode
     serves_embedding = False                       # can rows be looked up?
 
@@ -63,11 +64,9 @@ class Scheme:
     def dequantize(self, weight, scales, zeros, dtype) -> Tensor:
         return dequantize(weight, scales, zeros, dtype)
 
-    def kernel(self, device, dtype: torch.dtype, shape) -> Kernel:
-        """The fastest that this device has for this dtype and shape [..., out, in]."""
-
-    def fill(self, leaf: str, t: Tensor) -> None:
-        """Random numbers as large as those of trained weights."""
+    def product(self, x: Tensor, weight, scales, zeros) -> Tensor:
+        """x [M, in] -> [M, out]"""
+        return product(x, weight, scales, zeros)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Int8(Scheme):
     """One scale per row."""
 
     name = "int8"
-    gguf = "Q8_0"
     serves_embedding = True
 
     def leaves(self, shape):
@@ -98,17 +96,6 @@ class Int8(Scheme):
         codes = (w / scales[:, None].float()).round()
         return codes.clamp(-127, 127).to(torch.int8)
 
-    def kernel(self, device, dtype, shape):
-        if torch.device(device).type == "cpu" and shape[-1] % 32 == 0:
-            return INT8_CPU
-        return INT8_CUDA if has_kernels(device) and shape[-1] % 16 == 0 else PLAIN
-
-    def fill(self, leaf, t):
-        if leaf == "weight":
-            t.random_(-127, 128)
-        else:
-            t.fill_(0.02 / 73)                     # codes' deviation is 73
-
 
 @dataclass(frozen=True)
 class Int4(Scheme):
@@ -123,10 +110,6 @@ class Int4(Scheme):
     @property
     def suffix(self):
         return f".g{self.groupsize}"
-
-    @property
-    def gguf(self):
-        return "Q4_0" if self.groupsize == 32 else None
 
     def leaves(self, shape):
         *lead, n_in = shape
@@ -159,19 +142,6 @@ class Int4(Scheme):
         return {"weight": pack_nibbles(codes), "scales": scale.bfloat16(),
                 "zeros": zero.bfloat16()}
 
-    def kernel(self, device, dtype, shape):
-        if self.groupsize % 32:
-            return PLAIN
-        if torch.device(device).type == "cpu":
-            return INT4_CPU if dtype == torch.bfloat16 else PLAIN
-        return INT4_CUDA if has_kernels(device) else PLAIN
-
-    def fill(self, leaf, t):
-        if leaf == "weight":
-            t.random_(0, 256)
-        else:
-            t.fill_({"scales": 0.02 / 4.6, "zeros": 0.01 / 4.6}[leaf])     # 4.6: codes' deviation
-
 
 SCHEMES = {s.name: s for s in (Int8(), *(Int4(size) for size in GROUPSIZES))}
 
@@ -186,7 +156,7 @@ def scheme_named(text: str, groupsize: int = 32) -> Scheme:
 
 
 def scheme_of(shapes: dict[str, tuple[int, ...]], n_in: int | None = None) -> Scheme | None:
-    """The scheme whose leaves have these shapes, None of plain weights; n_in: their inputs."""
+    """The scheme whose leaves have these shapes, None for plain weights; n_in: their inputs."""
     if "scales" not in shapes:
         return None
     if "zeros" not in shapes:
@@ -198,65 +168,322 @@ def scheme_of(shapes: dict[str, tuple[int, ...]], n_in: int | None = None) -> Sc
     return Int4(n_in // n_group)
 
 
+def scheme_at(tensors: "dict[str, LazyTensor]", x: str, n_in: int | None = None) -> Scheme | None:
+    """The scheme of the linear `x` ("layers.0.attn.wq"), None if it is not quantized.
+
+    n_in: its inputs, if known. ValueError where its tensors do not fit each other.
+    """
+    leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
+    try:
+        return scheme_of({leaf: t.shape for leaf, t in leaves.items()}, n_in)
+    except ValueError as e:
+        raise ValueError(f"{x}.{e}") from None
+
+
+# ---- Rounding, and what the codes stand for -----------------------------------------------------
+
+SHRINK = (1.0, 0.92, 0.84, 0.76, 0.66)             # of the range from min to max
+AT_ONCE = 1 << 16                                  # weights: temporaries stay in a core's cache
+
+
+def best_grid(groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Groups [..., G] -> the scale and zero [...] that cost the least squared error.
+
+    w = (code - 8) * scale + zero. importance [G]: how much an error of each weight counts. Tries
+    the range from the smallest to the largest weight and somewhat shorter ones, and each of these
+    grids once more after least squares have fitted it to its codes. Computed in fp32; scales and
+    zeros are numbers that bfloat16 has.
+    """
+    rows = groups.reshape(-1, groups.shape[-1])
+    count = importance if importance is not None else rows.new_ones(rows.shape[-1])
+    pieces = rows.split(max(1, AT_ONCE // rows.shape[-1])) if rows.device.type == "cpu" else [rows]
+    grids = [_best_grid_of(piece, count) for piece in pieces]
+    return tuple(torch.cat(t).view(groups.shape[:-1]) for t in zip(*grids))
+
+
+def _best_grid_of(w: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = w.aminmax(dim=-1)
+    best = None
+    for shrink in SHRINK:
+        scale = _as_bfloat16(((high - low) * (shrink / 15)).clamp(min=1e-20))
+        zero = _as_bfloat16(low + (high - low) * ((1 - shrink) / 2) + 8 * scale)
+        codes, best = _try_grid(w, count, scale, zero, best)
+        _, best = _try_grid(w, count, *_least_squares(w, count, codes, scale, zero), best)
+    return best[1:]
+
+
+def _try_grid(w, count, scale, zero, best):
+    """-> the codes, and the better of this grid and the best so far: (error, scale, zero)."""
+    codes = ((w - zero[:, None]) / scale[:, None]).round_().clamp_(-8, 7)
+    error = (codes * scale[:, None]).add_(zero[:, None]).sub_(w).square_() @ count
+    if best is None:
+        return codes, (error, scale, zero)
+    better = error < best[0]                       # never of what is no number
+    pairs = zip((error, scale, zero), best)
+    return codes, tuple(torch.where(better, new, old) for new, old in pairs)
+
+
+def _least_squares(w, count, codes, scale, zero):
+    """The scale and zero that fit these codes best; those given, where all codes are the same."""
+    total = count.sum()
+    code_mean, w_mean = codes @ count / total, w @ count / total
+    spread = codes - code_mean[:, None]
+    square = spread.square() @ count
+    new = _as_bfloat16((spread * w) @ count / square)
+    usable = (square > 0) & (new > 0)
+    scale = torch.where(usable, new, scale)
+    return scale, torch.where(usable, _as_bfloat16(w_mean - scale * code_mean), zero)
+
+
+def _as_bfloat16(t: Tensor) -> Tensor:
+    return t.bfloat16().float()
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """Codes 0 to 15 [..., in] -> bytes [..., in/2], the first of two neighbours low."""
+    return q[..., ::2].to(torch.uint8) | q[..., 1::2].to(torch.uint8) << 4
+
+
+def unpack_nibbles(weight: Tensor) -> Tensor:
+    return torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
+
+
+def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
+    """The weights [..., out, in] that the codes stand for, computed in fp32."""
+    if zeros is None:
+        return (weight.float() * scales[..., None].float()).to(dtype)
+    q = unpack_nibbles(weight).float().unflatten(-1, (scales.shape[-1], -1)) - 8
+    return (q * scales[..., None].float() + zeros[..., None].float()).flatten(-2).to(dtype)
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """x [M, in] -> [M, out].
+
+    One row, compiled: Inductor fuses all of it into one pass over the codes. Else the weights are
+    dequantized first.
+    """
+    if not (torch.compiler.is_compiling() and x.shape[0] == 1):
+        return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
+    if zeros is None:
+        y = (weight.float() * x.float()).sum(-1) * scales.float()
+    else:
+        y = (dequantize(weight, scales, zeros, torch.float32) * x.float()).sum(-1)
+    return y.to(x.dtype)[None]
+
+
 # ---- The modules --------------------------------------------------------------------------------
 
-class QuantizedLinear(PackedLinear):
-    """A Linear [out, in] or an ExpertLinear [E, out, in] whose tensors are a scheme's leaves.
+class QuantizedLinear(nn.Module):
+    """A Linear [out, in] whose tensors are a scheme's leaves, as they lie on disk."""
 
-    They are loaded as they lie on disk; pack() then gives them the kernel's layout.
-    """
-
-    def __init__(self, like: nn.Linear | ExpertLinear, scheme: Scheme, dtype, device):
-        shape = like.weight.shape
-        super().__init__(shape, like.bias, scheme.kernel(device, dtype, shape))
+    def __init__(self, like: nn.Linear | ExpertLinear, scheme: Scheme, dtype: torch.dtype):
+        """Blank, on the meta device; dtype: of the activations."""
+        super().__init__()
+        self.shape = like.weight.shape
+        self.bias = like.bias
         self.scheme = scheme
+        self.weight = self.scales = self.zeros = None
         precise = torch.float32 if dtype == torch.float16 else dtype   # tiny scales underflow
-        for leaf, (leaf_shape, kind) in scheme.leaves(shape).items():
+        for leaf, (shape, kind) in scheme.leaves(self.shape).items():
             kind = precise if kind.is_floating_point else kind
-            blank = torch.empty(leaf_shape, dtype=kind, device="meta")
+            blank = torch.empty(shape, dtype=kind, device="meta")
             setattr(self, leaf, nn.Parameter(blank, requires_grad=False))
 
-    def pack(self) -> None:
-        leaves = self.leaves()
-        if len(self.shape) == 2:
-            leaves = self.kernel.pack(*leaves)
-        elif self.kernel.name != "plain":
-            experts = range(self.shape[0])
-            each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves)) for e in experts]
-            leaves = [None if t[0] is None else torch.stack(t) for t in zip(*each)]
-        self.set_leaves(leaves)
+    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.weight, self.scales, self.zeros
+
+    def forward(self, x):
+        y = self.scheme.product(x.reshape(-1, x.shape[-1]), *self.leaves())
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
 
 
 class QuantizedExperts(QuantizedLinear):
-    def forward(self, x, ids, ends):               # as ExpertLinear
-        if x.device.type == "cpu" or ends is None:
-            y = packed_rows(x, ids, self.leaves(), self.kernel, self.shape[1])
+    """An ExpertLinear [E, out, in], quantized."""
+
+    def forward(self, x, ids, ends):
+        """x [M, in], each row for the expert in ids [M] -> [M, out]; ends as ExpertLinear's."""
+        if ends is None:
+            leaves = (t if t is None else t[ids] for t in self.leaves())
+            w = self.scheme.dequantize(*leaves, torch.float32)             # [M, out, in]
+            y = (w * x[:, None].float()).sum(-1).to(x.dtype)
         else:
             y = grouped_mm(x, self.scheme.dequantize(*self.leaves(), x.dtype), ends)
         return y if self.bias is None else y + self.bias[ids]
 
 
-def put_quantized_linears(model: nn.Module, scheme_at: Callable[[str], Scheme | None], dtype,
-                          device) -> None:
-    """Exchange the linears of a blank model for which scheme_at(their name) gives a scheme.
+class QuantizedEmbedding(nn.Module):
+    """An embedding that shares the weight of an int8 head."""
+
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
+        super().__init__()
+        self.scheme = head.scheme
+        self.weight, self.scales = head.weight, head.scales
+        self.dtype = dtype
+
+    def forward(self, ids):
+        return self.scheme.dequantize(self.weight[ids], self.scales[ids], None, self.dtype)
+
+
+def put_quantized_linears(model: nn.Module, scheme_for: Callable[[str], Scheme | None],
+                          dtype: torch.dtype) -> None:
+    """Exchange the linears of a blank model for which scheme_for(their name) gives a scheme.
 
     A scheme at "embed" is that of a matrix that is embedding and head in one.
     """
-    shared = scheme_at("embed")
+    shared = scheme_for("embed")
     for name, module in list(model.named_modules()):
-        scheme = shared if name == "head" and shared else scheme_at(name)
+        scheme = shared if name == "head" and shared else scheme_for(name)
         if scheme and isinstance(module, nn.Linear | ExpertLinear):
             kind = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedExperts
-            model.set_submodule(name, kind(module, scheme, dtype, device))
+            model.set_submodule(name, kind(module, scheme, dtype))
     if shared:
-        model.embed = PackedEmbedding(model.head, model.head.scales, dtype)
+        model.embed = QuantizedEmbedding(model.head, dtype)
 
 
-def share_embedding(model: nn.Module) -> None:
-    """After pack(), which gave the head new tensors: one matrix again."""
-    if isinstance(model.embed, PackedEmbedding):
-        model.embed.weight = model.head.weight
-        model.embed.scales = model.head.scales
+# ---- Rounding a checkpoint while it is read -----------------------------------------------------
+
+def quantized(source: "Checkpoint", mode: str, groupsize: int = 32, head: str = "int8",
+              device="cpu") -> "Checkpoint":
+    """The checkpoint with codes and scales for weights, rounded on `device` as they are read.
+
+    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
+    int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
+    int8 serves both and int4 is a copy for the output.
+    ValueError where weights are quantized already, or the group size does not divide their inputs.
+    """
+    refuse_quantized(source)
+    schemes = schemes_for(source, mode, groupsize, head)
+    tensors = with_leaves(source, schemes, lambda t, scheme: rounded_leaves(t, scheme, device))
+    return replace(source, tensors=tensors, quantization=dict(mode=mode, head=head, gptq=False))
+
+
+def refuse_quantized(source: "Checkpoint") -> None:
+    if scheme := describe(source):
+        raise ValueError(f"{source.path} is quantized already ({scheme}): start from the original")
+
+
+def schemes_for(source: "Checkpoint", mode: str, groupsize: int, head: str) -> dict[str, Scheme]:
+    """The tensors to quantize -> how; arguments as quantized()'s. Not those that are already."""
+    done = {f"{name.removesuffix('.scales')}.weight" for name in source.tensors
+            if name.endswith(".scales")}
+    schemes = {name: scheme_named(mode, groupsize) for name in source.tensors
+               if LINEARS.search(name) and name not in done}
+    if head != "none" and not done & {"head.weight", "embed.weight"}:
+        scheme = scheme_named(head, groupsize)
+        serves_both = source.cfg.tied and scheme.serves_embedding
+        schemes["embed.weight" if serves_both else "head.weight"] = scheme
+    return schemes
+
+
+def with_leaves(source: "Checkpoint", schemes: dict[str, Scheme],
+                leaves_of: Callable) -> "dict[str, LazyTensor]":
+    """The checkpoint's tensors with leaves_of(tensor, scheme) in place of those in `schemes`.
+
+    From the first layer to the last, as GPTQ needs them.
+    ValueError where a group size does not divide the inputs.
+    """
+    everything = dict(source.tensors)
+    if "head.weight" in schemes and "head.weight" not in everything:   # tied
+        everything["head.weight"] = everything["embed.weight"]
+    _check_groups(everything, schemes)
+    tensors = {}
+    for name in sorted(everything, key=_layer):
+        t = everything[name].renamed(name)
+        if name in schemes:
+            tensors.update((leaf.name, leaf) for leaf in leaves_of(t, schemes[name]))
+        else:
+            tensors[name] = t
+    return tensors
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def _check_groups(tensors: "dict[str, LazyTensor]", schemes: dict[str, Scheme]) -> None:
+    widths = {tensors[name].shape[-1]: name for name, scheme in schemes.items()
+              if scheme.groupsize}
+    bad = [width for width, name in widths.items() if not schemes[name].fits(width)]
+    if bad:
+        groupsize = schemes[widths[min(bad)]].groupsize
+        fit = [str(g) for g in GROUPSIZES if not any(width % g for width in widths)]
+        raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
+                         f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
+
+
+def rounded_leaves(t: "LazyTensor", scheme: Scheme, device="cpu") -> "list[LazyTensor]":
+    """X.weight, X.scales, … in place of a tensor X.weight."""
+    return lazy_leaves(t, scheme, RoundedRows(t, scheme, device).read)
+
+
+def lazy_leaves(t: "LazyTensor", scheme: Scheme, read: Callable) -> "list[LazyTensor]":
+    """The leaves of t, made by read(leaf, a, b) of its rows a to b."""
+    def lazy(leaf, shape, dtype):
+        row = shape[2:] if len(shape) > 2 else shape[1:]
+
+        def read_rows(a, b):                       # of experts' scales one row is many of t's
+            times = t.n_row // leaf_tensor.n_row
+            return read(leaf, times * a, times * b).view(b - a, *row)
+        name = f"{t.name.removesuffix('.weight')}.{leaf}"
+        leaf_tensor = t.derived(read_rows, name=name, shape=shape, dtype=dtype)
+        return leaf_tensor
+    return [lazy(leaf, *kind) for leaf, kind in scheme.leaves(t.shape).items()]
+
+
+class RoundedRows:
+    """Rounds row blocks of a tensor. Each block is rounded once and gives all its leaves.
+
+    The other leaves of a block of codes are kept until they are read, in blocks of any size. Any
+    other order of reading gives the same numbers, and rounds again.
+    """
+
+    def __init__(self, t: "LazyTensor", scheme: Scheme, device):
+        self.tensor, self.scheme, self.device = t, scheme, device
+        self.rows_kept = {}                        # leaf -> a buffer of all rows; which are there
+
+    def read(self, leaf: str, a: int, b: int) -> Tensor:
+        buffer, there = self.rows_kept.get(leaf, (None, None))
+        if buffer is not None and there[a:b].all():
+            rows = buffer[a:b].clone()
+            there[a:b] = False
+            if not there.any():
+                del self.rows_kept[leaf]
+            return rows
+        leaves = self.scheme.quantize(self.tensor.read_rows(a, b).to(self.device))
+        for other, rows in leaves.items():
+            if other != "weight" and not rows.isfinite().all():
+                raise ValueError(f"{self.tensor.name} has weights that are infinite or no numbers")
+            if other != "weight" and leaf == "weight":     # codes are large: rounded again
+                self._keep(other, a, b, rows.cpu())
+        return leaves[leaf].cpu()
+
+    def _keep(self, leaf: str, a: int, b: int, rows: Tensor) -> None:
+        if leaf not in self.rows_kept:
+            n = self.tensor.n_row
+            buffer = rows.new_empty(n, *rows.shape[1:])
+            self.rows_kept[leaf] = buffer, torch.zeros(n, dtype=torch.bool)
+        buffer, there = self.rows_kept[leaf]
+        buffer[a:b] = rows
+        there[a:b] = True
+
+
+def schemes(source: "Checkpoint") -> tuple[str, str]:
+    """Of the linears and of the head, as the tensors say: "none", "int8", "int4-g32", …"""
+    linears, head = {}, {}
+    for name in source.tensors:
+        x, _, leaf = name.rpartition(".")
+        if leaf == "scales":
+            kinds = head if x in ("embed", "head") else linears
+            kinds[scheme_at(source.tensors, x).name] = True
+    return "/".join(linears) or "none", "/".join(head) or "none"
+
+
+def describe(source: "Checkpoint") -> str:
+    """schemes() in words, and how they were found; "" if nothing is quantized."""
+    linears, head = schemes(source)
+    by = " by GPTQ" if (source.quantization or {}).get("gptq") else ""
+    return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
 
 
 if __name__ == "__main__":

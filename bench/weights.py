@@ -20,7 +20,7 @@ from formats.parameters import count_parameters
 from formats.shapes import random_head
 from generate import log
 from model import ModelConfig, Transformer
-from quantize import SCHEMES
+from quantize import SCHEMES, schemes
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
-                   scheme=scheme, quantization=quantized.schemes(stored)[0], dtype=dtype,
+                   scheme=scheme, quantization=schemes(stored)[0], dtype=dtype,
                    model=model, error=error, head=head)
 
 

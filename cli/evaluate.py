@@ -30,6 +30,7 @@ from formats import quantized
 from formats.chat_template import render
 from generate import NotFinite, Sequence, bucket, log, number, weight_bytes
 from model import Transformer
+from quantize import schemes
 from sampling import SamplingParams
 
 AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
@@ -386,7 +387,7 @@ def run(argv: list[str] | None = None) -> int:
     log(f"{seconds:.1f} seconds")
     result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
                    seconds=seconds, model_bytes=weight_bytes(model)[0],
-                   quantization=quantized.schemes(source)[0])
+                   quantization=schemes(source)[0])
     print(json.dumps(result, default=str) if args.json else text, flush=True)
     return 0
 

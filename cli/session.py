@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import quantize
 import tp
 from cli import batch, flags, kept_weights
 from cli.chat import Chat
@@ -295,7 +296,7 @@ class Session:
 
     def describe_model(self) -> None:
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
-        scheme = quantized.describe(self.source)
+        scheme = quantize.describe(self.source)
         log(f"{self.source.path.name}: {count_parameters(self.source.cfg) / 1e6:.0f}M "
             f"parameters, {scheme + ', ' if scheme else ''}{str(self.dtype)[6:]}, "
             f"{self.total_bytes / 1e6:.0f} MB on {self.device}"
@@ -377,7 +378,7 @@ class Session:
 
     def about(self) -> dict:
         """What --json says beside the text and its figures."""
-        linears, head = quantized.schemes(self.source)
+        linears, head = quantize.schemes(self.source)
         drafts = {}
         if self.drafter:
             drafts = dict(speculate=self.drafter, speculate_k=self.k, **self.batch.accept_stats())

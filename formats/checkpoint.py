@@ -18,7 +18,7 @@ from formats.messages import reading, some
 from formats.parameters import blank_model, disk_names, tensor_shapes
 from layers.moe import ExpertLinear
 from model import ModelConfig
-from quantize import LEAVES, Scheme, scheme_of
+from quantize import Scheme, scheme_at
 
 
 @dataclass
@@ -51,18 +51,6 @@ class Checkpoint:
     quantization: dict | None = None               # how, for people; the tensors say what
     adapter: Path | None = None                    # whose changes the tensors have
     mtp: "Callable[[], Checkpoint] | None" = None  # opens its head that drafts, where it has one
-
-
-def scheme_at(tensors: dict[str, LazyTensor], x: str, n_in: int | None = None) -> Scheme | None:
-    """The scheme of the linear `x` ("layers.0.attn.wq"), None if it is not quantized.
-
-    n_in: its inputs, if known. ValueError where its tensors do not fit each other.
-    """
-    leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
-    try:
-        return scheme_of({leaf: t.shape for leaf, t in leaves.items()}, n_in)
-    except ValueError as e:
-        raise ValueError(f"{x}.{e}") from None
 
 
 def stays_outside(name: str, device) -> bool:

@@ -49,6 +49,15 @@ class LazyTensor:
     def n_row(self) -> int:
         return math.prod(self.shape[:2]) if len(self.shape) > 2 else math.prod(self.shape[:1])
 
+    def derived(self, read_rows: Callable | None, **changes) -> "LazyTensor":
+        """A tensor whose rows are made of this one's; what `changes` does not name stays."""
+        read_rows = self.read_rows and read_rows
+        new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
+        return replace(new, **changes)
+
+    def renamed(self, name: str) -> "LazyTensor":
+        return self.derived(self.read_rows, name=name, packed=self.packed)
+
     def whole(self) -> Tensor:
         try:
             return self.read_rows(0, self.n_row).reshape(self.shape)
@@ -110,9 +119,7 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 def made_from(t: LazyTensor, read_rows: Callable | None, **changes) -> LazyTensor:
-    """A tensor whose rows are made of those of `t`; what `changes` does not name is as there."""
-    new = LazyTensor(t.name, t.shape, t.dtype, t.read_rows and read_rows, (t,), t.fill)
-    return replace(new, **changes)
+    return t.derived(read_rows, **changes)
 
 
 def cached(name: str, shape, dtype: torch.dtype, make: Callable[[], Tensor],

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from formats import lora
-from formats.checkpoint import Checkpoint, RawCheckpoint, check, scheme_at, stays_outside
+from formats.checkpoint import Checkpoint, RawCheckpoint, check, stays_outside
 from formats.fold import fold
 from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
@@ -35,10 +35,11 @@ from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
 from formats.tied import apart, settle
 from formats.torch_file import read_torch
+from kernels.linear import use_packed_linears
 from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
 from model import Transformer
-from quantize import QuantizedLinear, put_quantized_linears, share_embedding
+from quantize import put_quantized_linears, scheme_at
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
@@ -169,13 +170,13 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
         def scheme(name):
             return scheme_at(source.tensors, disk_names(name)[0])
-        put_quantized_linears(model, scheme, dtype, device)
+        put_quantized_linears(model, scheme, dtype)
+        use_packed_linears(model, dtype, device)
         put_table(model, source, dtype, device)
         if kept:
             take_kept(model, kept)
         else:
             load_part(model, "", source, device)
-        share_embedding(model)
         return model.to(device).eval()                 # the parameters are there already: the rest
 
 
@@ -204,7 +205,10 @@ def random_row(table: LazyTensor, i: int) -> Tensor:
 
 
 def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
-    """Give memory and weights to the modules whose names begin with `prefix`, and pack them."""
+    """Give memory and weights to the modules whose names begin with `prefix`.
+
+    A module's pack(), where it has one, may give its weights another layout then.
+    """
     assigned = WeakValueDictionary()               # a tied head shares the embedding's
     for name, module in list(model.named_modules()):
         if not name.startswith(prefix):
@@ -219,7 +223,7 @@ def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> No
                 _read_into(weight, source, disk_names(f"{name}.{leaf}"))
                 p = assigned[blank] = torch.nn.Parameter(weight, requires_grad=False)
             setattr(module, leaf, p)
-        if isinstance(module, QuantizedLinear):
+        if hasattr(module, "pack"):
             module.pack()                          # lets go of what lay as on disk
 
 

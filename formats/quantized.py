@@ -1,13 +1,10 @@
-"""A checkpoint whose tensors come out quantized, made as their rows are read; and what one is.
+"""quantize.py's rounding of a checkpoint, and what only some checkpoints and commands add to it.
 
-So one way of loading and one way of writing serve all. Decides which
-tensors are quantized; quantize.py's schemes know how.
+A file's own four bits, which stay as they are; GPTQ's solver; linears with a scheme of their own;
+random weights; the flags.
 
-The order of reading. A row block of weights is rounded once and gives all its leaves: whoever reads
-a block of codes finds its scales and zeros there when it reads them next, in blocks of any size.
-Any other order gives the same numbers and rounds again. GPTQ's solver alone needs an order, from
-the first layer to the last: the checkpoint's tensors are sorted so, and whoever writes or loads
-takes them one after another.
+The solver needs the order from the first layer to the last: the checkpoint's tensors are sorted so,
+and whoever writes or loads takes them one after another.
 """
 
 import sys
@@ -16,71 +13,34 @@ from dataclasses import replace
 
 import torch
 
-from formats.checkpoint import Checkpoint, scheme_at
-from formats.lazy import LazyTensor, made_from
-from quantize import GROUPSIZES, LINEARS, MODES, Scheme, scheme_named
+import quantize
+from formats.checkpoint import Checkpoint
+from formats.lazy import LazyTensor
+from quantize import GROUPSIZES, LINEARS, MODES, Scheme, describe, scheme_named
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
               device="cpu", solver: Callable | None = None,
               others: dict[str, Scheme] | None = None) -> Checkpoint:
-    """The checkpoint with codes and scales for weights, made as they are read.
+    """quantize.quantized(), of any checkpoint.
 
-    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
-    int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
-    int8 serves both and int4 is a copy for the output. solver(name) -> leaves, in place of rounding
-    the linears (GPTQ). others: tensors with a scheme of their own. What is in four bits already
-    stays as it is: the groups of a GGUF where they are as asked for, a hub's whatever they are.
-    ValueError where all is quantized already, or otherwise, or the group size does not divide.
+    solver(name) -> leaves, in place of rounding the linears (GPTQ). others: linears with a scheme
+    of their own. What is in four bits already stays as it is: the groups of a GGUF where they are
+    as asked for, a hub's whatever they are. ValueError where all is quantized already, or
+    otherwise, or the group size does not divide.
     """
-    everything = dict(source.tensors)
-    there = {f"{name.removesuffix('.scales')}.weight" for name in everything
-             if name.endswith(".scales")}
-    scheme, others = scheme_named(mode, groupsize), others or {}
-    schemes = {name: others.get(name, scheme) for name in everything
-               if LINEARS.search(name) and name not in there}
-    if head != "none" and not there & {"head.weight", "embed.weight"}:
-        scheme, name = scheme_named(head, groupsize), "head.weight"
-        if source.cfg.tied and scheme.serves_embedding:
-            name = "embed.weight"
-        elif source.cfg.tied:
-            everything["head.weight"] = _renamed(everything["embed.weight"], "head.weight")
-        schemes[name] = scheme
+    schemes = quantize.schemes_for(source, mode, groupsize, head)
+    schemes |= {name: scheme for name, scheme in (others or {}).items() if name in schemes}
     goes_on = mode != "int8" and not solver and schemes and "int4" in describe(source)
-    if there and not goes_on:
-        raise ValueError(f"{source.path} is quantized already ({describe(source)}): start from the "
-                         "original")
-    _check_groups(everything, schemes)
-    tensors = {}
-    for name in sorted(everything, key=_layer):
-        t = _renamed(everything[name], name)
-        if name in schemes:
-            solve = solver if LINEARS.search(name) else None
-            tensors.update((leaf.name, leaf) for leaf in leaves_of(t, schemes[name], device, solve))
-        else:
-            tensors[name] = t
+    if not goes_on:
+        quantize.refuse_quantized(source)
+
+    def leaves(t, scheme):
+        return leaves_of(t, scheme, device, solver if LINEARS.search(t.name) else None)
+    tensors = quantize.with_leaves(source, schemes, leaves)
     made = dict(mode=mode, head=head, gptq=solver is not None)
     mtp = source.mtp and (lambda: quantized(source.mtp(), mode, groupsize, "none", device))
     return replace(source, tensors=tensors, quantization=made, mtp=mtp)
-
-
-def _renamed(t: LazyTensor, name: str) -> LazyTensor:
-    return made_from(t, t.read_rows, name=name, packed=t.packed)
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".")[1]) if name.startswith("layers.") else -1
-
-
-def _check_groups(tensors: dict[str, LazyTensor], schemes: dict[str, Scheme]) -> None:
-    widths = {tensors[name].shape[-1]: name for name, scheme in schemes.items()
-              if scheme.groupsize}
-    bad = [width for width, name in widths.items() if not schemes[name].fits(width)]
-    if bad:
-        groupsize = schemes[widths[min(bad)]].groupsize
-        fit = [str(g) for g in GROUPSIZES if not any(width % g for width in widths)]
-        raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
-                         f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
 
 
 def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
@@ -91,17 +51,11 @@ def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
     if t.read_rows is None:                        # random weights: so are these
         return [LazyTensor(f"{x}.{leaf}", *kind, None, fill=_filler(scheme, leaf))
                 for leaf, kind in layout.items()]
-    if not solver and has_own_codes(t, scheme):
+    if solver:
+        return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
+    if has_own_codes(t, scheme):
         return [replace(leaf, name=f"{x}.{n}") for n, leaf in zip(layout, t.packed.int4)]
-    rows = _SolvedRows(t, solver) if solver else _RoundedRows(t, scheme, device)
-
-    def lazy(leaf, shape, dtype):
-        row = shape[2:] if len(shape) > 2 else shape[1:]
-        new = LazyTensor(f"{x}.{leaf}", shape, dtype, None, (t,))
-        times = t.n_row // new.n_row               # of the weight's rows in one; experts' scales
-        new.read_rows = lambda a, b: rows.read(leaf, times * a, times * b).view(b - a, *row)
-        return new
-    return [lazy(leaf, *kind) for leaf, kind in layout.items()]
+    return quantize.rounded_leaves(t, scheme, device)
 
 
 def has_own_codes(t: LazyTensor, scheme: Scheme) -> bool:
@@ -109,43 +63,18 @@ def has_own_codes(t: LazyTensor, scheme: Scheme) -> bool:
 
 
 def _filler(scheme: Scheme, leaf: str) -> Callable:
-    return lambda target: scheme.fill(leaf, target)
+    return lambda target: fill(scheme, leaf, target)
 
 
-class _RoundedRows:
-    """Rounds row blocks of a tensor; keeps the leaves that were not asked for until they are.
-
-    rows_kept: for each such leaf a buffer of all rows, and which of them are there.
-    """
-
-    def __init__(self, t: LazyTensor, scheme: Scheme, device):
-        self.tensor, self.scheme, self.device = t, scheme, device
-        self.rows_kept = {}
-
-    def read(self, leaf: str, a: int, b: int) -> torch.Tensor:
-        buffer, there = self.rows_kept.get(leaf, (None, None))
-        if buffer is not None and there[a:b].all():
-            rows = buffer[a:b].clone()
-            there[a:b] = False
-            if not there.any():
-                del self.rows_kept[leaf]
-            return rows
-        leaves = self.scheme.quantize(self.tensor.read_rows(a, b).to(self.device))
-        for other, rows in leaves.items():
-            if other != "weight" and not rows.isfinite().all():
-                raise ValueError(f"{self.tensor.name} has weights that are infinite or no numbers")
-            if other != "weight" and leaf == "weight":     # codes are large: made again
-                self._keep(other, a, b, rows.cpu())
-        return leaves[leaf].cpu()
-
-    def _keep(self, leaf: str, a: int, b: int, rows: torch.Tensor) -> None:
-        if leaf not in self.rows_kept:
-            n = self.tensor.n_row
-            buffer = rows.new_empty(n, *rows.shape[1:])
-            self.rows_kept[leaf] = buffer, torch.zeros(n, dtype=torch.bool)
-        buffer, there = self.rows_kept[leaf]
-        buffer[a:b] = rows
-        there[a:b] = True
+def fill(scheme: Scheme, leaf: str, t: torch.Tensor) -> None:
+    """Random numbers as large as those of trained weights, whose deviation is 0.02."""
+    if leaf != "weight":
+        deviation = 73 if scheme.groupsize is None else 4.6        # of the codes
+        t.fill_((0.01 if leaf == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
+    elif scheme.groupsize is None:
+        t.random_(-127, 128)
+    else:
+        t.random_(0, 256)
 
 
 class _SolvedRows:
@@ -164,26 +93,6 @@ class _SolvedRows:
         if b == self.tensor.n_row:
             del self.leaves[leaf]
         return rows
-
-
-# ---- What a checkpoint is -----------------------------------------------------------------------
-
-def schemes(source: Checkpoint) -> tuple[str, str]:
-    """Of the linears and of the head, as the tensors say: "none", "int8", "int4-g32", …"""
-    linears, head = {}, {}
-    for name in source.tensors:
-        x, _, leaf = name.rpartition(".")
-        if leaf == "scales":
-            kinds = head if x in ("embed", "head") else linears
-            kinds[scheme_at(source.tensors, x).name] = True
-    return "/".join(linears) or "none", "/".join(head) or "none"
-
-
-def describe(source: Checkpoint) -> str:
-    """schemes() in words, and how they were found; "" if nothing is quantized."""
-    linears, head = schemes(source)
-    by = " by GPTQ" if (source.quantization or {}).get("gptq") else ""
-    return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
 
 
 def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,

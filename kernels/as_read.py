@@ -1,10 +1,11 @@
 """Is what runs what is read? Which functions of the core a model runs, compared with those that the
 kernels stand for; and whether anything of it was exchanged since.
 
-A kernel takes the place of functions of model.py, layers/ and sampling.py. known_sources.json has a
-digest of each as it was when the kernels' tests passed (scripts/known_sources.py writes it). What
-is compared is live: the methods of the modules' classes, the functions that they find in their
-modules' globals, hooks, and what an instance has in place of its class's. Knows no kernel.
+A kernel takes the place of functions of model.py, layers/, sampling.py and quantize.py.
+known_sources.json has a digest of each as it was when the kernels' tests passed
+(scripts/known_sources.py writes it). What is compared is live: the methods of the modules' classes,
+the functions that they find in their modules' globals, hooks, and what an instance has in place of
+its class's. Knows no kernel.
 
     if what := unknown(model): ...                 # "a hook on layers.3": run it as it is read
     watch = Watch(model)
@@ -28,9 +29,9 @@ from kernels.collectives import join_logits, sum_over_ranks
 from kernels.digest import digest
 
 FILE = Path(__file__).parent / "known_sources.json"
-CORE = {"model", "layers", "sampling"}             # what is compared by its source
-ROOMS = {"bench", "cli", "formats", "generate", "gptq", "kernels", "quantize", "server",
-         "speculate", "tp"}                        # what runs in any case as it is read, or stands
+CORE = {"model", "layers", "quantize", "sampling"}         # what is compared by its source
+ROOMS = {"bench", "cli", "formats", "generate", "gptq", "kernels", "server", "speculate",
+         "tp"}                                     # what runs in any case as it is read, or stands
                                                    # for the core knowingly
 PLAIN = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALLED = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
@@ -348,8 +349,10 @@ def reached_by(modules: list[nn.Module]) -> list[tuple]:
     return list(unique.values())
 
 
-def all_of_core(modules: Iterable[ModuleType]) -> Reached:
-    """What known_sources.json is made of: all classes and functions of these modules."""
-    return Reached(obj for module in modules for obj in vars(module).values()
-                   if (inspect.isclass(obj) or private.function_of(obj) is not obj
-                       or inspect.isfunction(obj)) and home(obj) == module.__name__)
+def all_of_core(modules: Iterable[ModuleType], others: Iterable = ()) -> Reached:
+    """What known_sources.json is made of: all classes and functions of these modules, and others,
+    and what they come to."""
+    found = [obj for module in modules for obj in vars(module).values()
+             if (inspect.isclass(obj) or private.function_of(obj) is not obj
+                 or inspect.isfunction(obj)) and home(obj) == module.__name__]
+    return Reached([*found, *others])

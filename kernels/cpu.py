@@ -1,7 +1,7 @@
 """Uncompiled products with int8 and int4 weights on a CPU: layouts in memory, and ATen's kernels.
 
-Each does what plain.py does, faster. Knows no modules, no files and not which linear gets which
-kernel: that is quantize.py's.
+Each does what quantize.py's product does, faster. Knows no modules, no files and not which linear
+gets which kernel: that is linear.py's.
 
     weight, scales, zeros = INT4_CPU.pack(weight, scales, zeros)
     y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import private
-from kernels.plain import Kernel, pack_nibbles, plain, unpack_nibbles
+from kernels.plain import Kernel
+from quantize import pack_nibbles, product, unpack_nibbles
 
 # For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
 # For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
@@ -146,7 +147,7 @@ def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 def int4_cpu(x, weight, scales, zeros=None):
     if zeros is not None:                          # not packed
-        return plain(x, weight, scales, zeros)
+        return product(x, weight, scales, zeros)
     if x.shape[0] > 96 and HAS_BF16:
         return int4_rows(x, weight, scales)
     group = 2 * weight.shape[1] // scales.shape[0]
@@ -154,7 +155,7 @@ def int4_cpu(x, weight, scales, zeros=None):
     if y is not None:
         return y
     scales, zeros = scales.permute(2, 1, 0)
-    return plain(x, unpack_int4_cpu(weight), scales, zeros)
+    return product(x, unpack_int4_cpu(weight), scales, zeros)
 
 
 INT8_CPU = Kernel("int8 cpu", int8_cpu, pack_int8_cpu,

@@ -375,7 +375,9 @@ def use_operations(model: nn.Module) -> bool:
     undo(model)
     if not fits(model):
         give_back_experts(model)
-        private.note(f"on a CPU a model in {str(model.dtype)[6:]} runs uncompiled")
+        is_dtype = model.dtype not in DTYPES
+        what = f"in {str(model.dtype)[6:]}" if is_dtype else "with such an output layer"
+        private.note(f"on a CPU a model {what} runs uncompiled")
         return False
     if not cpu_ops.is_available():
         return False

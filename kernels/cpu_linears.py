@@ -95,7 +95,7 @@ def shape_of(linear: nn.Module) -> torch.Size:
 
 
 def on_disk(linear: nn.Module) -> tuple:
-    """A linear's or experts' weight [(E,) out, in], scales and zeros in the layouts of plain.py."""
+    """A linear's or experts' weight [(E,) out, in], scales and zeros as they lie on disk."""
     if not isinstance(linear, PackedLinear):
         return linear.weight, None, None
     weight, scales, zeros = linear.leaves()

@@ -1,7 +1,7 @@
 """The operations of cpu_ops/: compiled for this CPU once, described by structs, run in a row.
 
 Knows tensors and no modules. Weights have the layout that cpu_ops/run.cpp describes, which depends
-on the CPU; pack_weight() makes it of the layouts on disk (kernels/plain.py).
+on the CPU; pack_weight() makes it of the layouts on disk (quantize.py).
 
     packed = pack_weight(weight, scales, zeros)
     y = product(x, *packed, shape)                               # [M, in] -> [M, out]

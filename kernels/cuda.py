@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU, as they lie on disk (plain.py): Triton multiplies few rows by them.
+"""Quantized weights on a GPU, as they lie on disk: Triton multiplies few rows by them.
 
     y = INT4_CUDA.product(x, weight, scales, zeros)
 """
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.matvec import MOST_ROWS, matvec
-from kernels.plain import Kernel, dequantize
+from kernels.plain import Kernel
 from kernels.private import is_compiling
+from quantize import dequantize
 
 TWICE = 4                                          # up to 4 passes of MOST_ROWS beat unpacking
 

@@ -1,13 +1,42 @@
-"""Linears and the embedding in a kernel's layout, and the linear whose single row is a matvec."""
+"""Linears and the embedding in a kernel's layout, and the linear whose single row is a matvec.
+
+Of a blank model quantize.py's quantized linears are exchanged for these, as long as quantize.py is
+as the kernels know it. The loader fills their tensors as they lie on disk; pack() then gives them
+the kernel's layout.
+
+    use_packed_linears(model, dtype, device)       # between put_quantized_linears() and loading
+"""
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cuda import has_kernels
+from kernels import private
+from kernels.as_read import unknown_functions
+from kernels.cpu import INT4_CPU, INT8_CPU
+from kernels.cuda import INT4_CUDA, INT8_CUDA, has_kernels
 from kernels.matvec import MOST_ROWS, matvec
-from kernels.plain import Kernel, dequantize
+from kernels.moe import packed_rows
+from kernels.plain import PLAIN, Kernel
 from kernels.private import is_compiling
+from layers.moe import grouped_mm
+from quantize import (
+    Int4,
+    Int8,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    Scheme,
+    dequantize,
+)
+
+EXCHANGED = (QuantizedLinear, QuantizedExperts, QuantizedEmbedding)
+# the methods that the kernels stand for
+STANDS_FOR = {QuantizedLinear: ("forward", "leaves"), QuantizedExperts: ("forward", "leaves"),
+              QuantizedEmbedding: ("forward",), Int8: ("product", "dequantize"),
+              Int4: ("product", "dequantize")}
 
 
 class MatvecLinear(nn.Linear):
@@ -40,8 +69,16 @@ class PackedLinear(nn.Module):
         self.shape = shape
         self.bias = bias
         self.kernel = kernel
+        self.embeddings = ()                       # that share its weight
         for name in self.names:
             setattr(self, name, None)
+
+    @classmethod
+    def of(cls, linear: QuantizedLinear, kernel: Kernel) -> "PackedLinear":
+        """The same linear, not packed yet."""
+        new = cls(linear.shape, linear.bias, kernel)
+        new.set_leaves(linear.leaves())
+        return new
 
     def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return tuple(getattr(self, name) for name in self.names)
@@ -51,10 +88,38 @@ class PackedLinear(nn.Module):
             if t is not getattr(self, name):       # else it may be shared with the embedding
                 setattr(self, name, t if t is None else nn.Parameter(t, requires_grad=False))
 
+    def pack(self) -> None:
+        """Give the tensors, which lie as on disk, the kernel's layout."""
+        self.set_leaves(self.packed_leaves())
+        for embedding in self.embeddings:
+            embedding.share(self)
+
+    def packed_leaves(self) -> tuple:
+        return self.kernel.pack(*self.leaves())
+
     def forward(self, x):
         y = self.kernel.product(x.reshape(-1, x.shape[-1]), *self.leaves())
         y = y[:, :self.shape[0]].view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
+
+
+class PackedExpertLinear(PackedLinear):
+    """An ExpertLinear [E, out, in]: a layout for each expert."""
+
+    def packed_leaves(self):
+        leaves = self.leaves()
+        if self.kernel is PLAIN:
+            return leaves
+        experts = range(self.shape[0])
+        each = [self.kernel.pack(*(t if t is None else t[e] for t in leaves)) for e in experts]
+        return [None if t[0] is None else torch.stack(t) for t in zip(*each)]
+
+    def forward(self, x, ids, ends):               # as ExpertLinear
+        if x.device.type == "cpu" or ends is None:
+            y = packed_rows(x, ids, self.leaves(), self.kernel, self.shape[1])
+        else:
+            y = grouped_mm(x, dequantize(*self.leaves(), x.dtype), ends)
+        return y if self.bias is None else y + self.bias[ids]
 
 
 class PackedEmbedding(nn.Module):
@@ -70,8 +135,64 @@ class PackedEmbedding(nn.Module):
         self.kernel = head.kernel
         self.dim = head.shape[1]
 
+    def share(self, head: PackedLinear) -> None:
+        """One matrix again: packing gave the head new tensors."""
+        self.weight, self.scales = head.weight, head.scales
+
     def forward(self, ids):
         rows = self.kernel.rows(getattr(self, self.names[0]), ids)[..., :self.dim]
         if self.scales is None:
             return rows
         return dequantize(rows, self.scales[ids], None, self.dtype)
+
+
+# ---- In place of quantize.py's ------------------------------------------------------------------
+
+def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
+    """Exchange the quantized linears of a blank model for packed ones. In place.
+
+    dtype: of the activations. Where quantize.py or a scheme is not as the kernels know it, its
+    linears stay as they are, and a note says why.
+    """
+    quantized = [(name, m) for name, m in model.named_modules()
+                 if type(m) in (QuantizedLinear, QuantizedExperts)]
+    if not quantized:
+        return
+    if what := unknown_functions(stands_for({type(linear) for _, linear in quantized})):
+        private.note(f"{what}: quantized linears run as they are read")
+        return
+    for name, linear in quantized:
+        kernel = kernel_for(linear.scheme, device, dtype, linear.shape)
+        if kernel is None:
+            continue
+        kind = PackedLinear if type(linear) is QuantizedLinear else PackedExpertLinear
+        packed = kind.of(linear, kernel)
+        model.set_submodule(name, packed)
+        if name == "head" and type(model.embed) is QuantizedEmbedding:
+            model.embed = PackedEmbedding(packed, packed.scales, dtype)
+            packed.embeddings = (model.embed,)
+
+
+def stands_for(modules: Iterable[type] = EXCHANGED) -> list[Callable]:
+    """The methods, as they are now, of these modules, of the embedding and of the schemes."""
+    kinds = [*modules, QuantizedEmbedding, Int8, Int4]
+    return [getattr(kind, name) for kind in kinds for name in STANDS_FOR[kind]]
+
+
+def kernel_for(scheme: Scheme, device, dtype: torch.dtype, shape) -> Kernel | None:
+    """The fastest that this device has for this dtype and shape [..., out, in].
+
+    None: the scheme is not one of ours.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    if type(scheme) is Int8:
+        if on_cpu and shape[-1] % 32 == 0:
+            return INT8_CPU
+        return INT8_CUDA if has_kernels(device) and shape[-1] % 16 == 0 else PLAIN
+    if type(scheme) is not Int4:
+        return None
+    if scheme.groupsize % 32:
+        return PLAIN
+    if on_cpu:
+        return INT4_CPU if dtype == torch.bfloat16 else PLAIN
+    return INT4_CUDA if has_kernels(device) else PLAIN

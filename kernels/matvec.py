@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.plain import dequantize
 from layers.feed_forward import GATED
+from quantize import dequantize
 
 MOST_ROWS = 8
 FUSED_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
@@ -38,7 +38,7 @@ def _(x, weight, scales, zeros, bias, norm, eps, residual, activation, ids, shar
 
 def matvec(x, weight, scales=None, zeros=None, bias=None, norm=None, eps=0.0, residual=None,
            activation="", ids=None, share=1) -> Tensor:
-    """x [M, in] by weight [out, in], or codes as they lie on disk (plain.py) -> [M, out].
+    """x [M, in] by weight [out, in], or codes as quantize.py has them -> [M, out].
 
     norm [in], fp32: RMSNorm x before; activation: of a gate and what is beside it, both halves
     of the outputs; residual [M, out]: is added; ids [M share]: as many rows of outputs, row m of

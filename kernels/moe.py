@@ -12,9 +12,10 @@ from torch import Tensor
 from kernels.cpu import INT4_CPU, INT8_CPU
 from kernels.cuda import has_kernels
 from kernels.matvec import matvec
-from kernels.plain import PLAIN, Kernel, dequantize
+from kernels.plain import PLAIN, Kernel
 from kernels.private import is_compiling
 from layers.moe import ExpertLinear, MoE
+from quantize import dequantize
 
 KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU)}
 

@@ -3,7 +3,7 @@
 A program has a few outputs at once, in turn if it has many. Each thread takes 128 bits of each of
 their rows of weights, and x's columns beside them in registers, multiplies and adds in fp32; all
 threads' sums are added at the end. There are no tensor cores, which so few rows would not fill, and
-nothing moves between threads before. Weights are read as they lie on disk (plain.py): the first
+nothing moves between threads before. Weights are read as they lie on disk (quantize.py): the first
 before the launch ahead of this one has ended, the next while these are multiplied. What goes in may
 be normalized on the way and what comes out activated or added to the residual, so that a Llama's
 layer is four of these and its attention. Imported on a GPU only.

@@ -33,8 +33,7 @@ from formats.mtp import head_config
 from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate, log
-from kernels import cpu_ops
-from kernels import plain as kernels
+from kernels import cpu_ops, linear
 from kernels.attention import use_fused_attention
 from layers.attention import Scores
 from layers.moe import MoEConfig
@@ -110,10 +109,10 @@ def products(device) -> str:
             parts = scheme.quantize(dense)
             weight, scales, zeros = (parts.get(leaf) for leaf in ("weight", "scales", "zeros"))
             for dtype in (BF16, torch.float16, FP32):
-                kernel = scheme.kernel(device, dtype, dense.shape)
+                kernel = linear.kernel_for(scheme, device, dtype, dense.shape)
                 precise = FP32 if dtype == torch.float16 else dtype
                 own = weight, *(t if t is None else t.to(precise) for t in (scales, zeros))
-                meant, packed = kernels.dequantize(*own, torch.float64), kernel.pack(*own)
+                meant, packed = quantize.dequantize(*own, torch.float64), kernel.pack(*own)
                 used.add(kernel.name)
                 for n_row in (1, 2, 7, 64, 200):
                     x = torch.randn(n_row, n_in, device=device).to(dtype)

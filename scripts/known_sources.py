@@ -1,4 +1,4 @@
-"""Which functions of model.py, layers/ and sampling.py the kernels stand for, by their source.
+"""Which functions of the core and of layers/ the kernels stand for, by their source.
 
 After an edit of one of them a compiled model runs as it is read, uncompiled, until the kernels do
 the same again and this command says so: it runs the kernels' tests with the new digests and keeps
@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli.common import Parser, guarded
-from kernels import as_read
+from kernels import as_read, linear
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("model", "sampling", *sorted(f"layers.{p.stem}" for p in ROOT.glob("layers/*.py")
@@ -26,7 +26,8 @@ TESTS = ("tests/test_cpu_ops.py", "tests/test_what_is_read_runs.py")
 
 
 def current() -> dict[str, dict[str, str]]:
-    reached = as_read.all_of_core(map(importlib.import_module, MODULES))
+    quantized = *linear.EXCHANGED, *linear.stands_for()
+    reached = as_read.all_of_core(map(importlib.import_module, MODULES), quantized)
     return dict(names=dict(sorted(reached.names.items())),
                 sources=dict(sorted(reached.sources.items())))
 

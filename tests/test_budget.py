@@ -9,11 +9,11 @@ from test_quantize import greedy, meant_checkpoint, model, refused, run, text, w
 from formats.load import load_model, read_checkpoint
 from formats.parameters import disk_names
 from formats.pth import save_checkpoint
-from formats.quantized import describe, quantized
+from formats.quantized import quantized
 from gptq import budget
 from gptq.solve import nearest
 from kernels import cpu_layers
-from quantize import LINEARS, Int4, Int8
+from quantize import LINEARS, Int4, Int8, describe
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

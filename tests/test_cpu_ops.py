@@ -20,13 +20,12 @@ from formats.quantized import quantized
 from generate import generate
 from kernels import cpu_layers, cpu_ops, private
 from kernels.cpu_experts import Experts
-from kernels.plain import dequantize
 from layers.attention import ScoredAttention
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
 from layers.moe import MoE, MoEConfig
 from model import ModelConfig, Transformer, visible
-from quantize import Int4, Int8
+from quantize import Int4, Int8, dequantize
 
 FORMATS = ("fp32", "bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-5, "int8": 2e-4, "int4-g32": 2e-4, "int4-g64": 2e-4, "int4-g128": 2e-4}

@@ -18,8 +18,8 @@ from test_families import close, our_logits
 from formats.hub_quantized import INSTEAD, dequantized, unpacked_int4
 from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
-from formats.quantized import describe, quantized, schemes
-from kernels.plain import dequantize
+from formats.quantized import quantized
+from quantize import dequantize, describe, schemes
 
 N_OUT, N_IN, G = 64, 96, 32
 READS = []                                         # names of tensors that were read

@@ -179,12 +179,12 @@ def edit(path, old, new):
 
 
 @pytest.mark.parametrize("file, old, new", [
-    ("kernels/grid.py", "(high - low) * (shrink / 15)", "(high - low) * (shrink / 16)"), ("kernels/grid.py", "0.66)", "0.6)"),
-    ("kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("kernels/plain.py", "import torch\n", "import torch\nX = 1\n"),
+    ("quantize.py", "(high - low) * (shrink / 15)", "(high - low) * (shrink / 16)"), ("quantize.py", "0.66)", "0.6)"),
+    ("kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("kernels/plain.py", "from torch import Tensor\n", "from torch import Tensor\nX = 1\n"),
     ("kernels/cpu.py", "import torch\n", "import torch\nX = 1\n"), ("quantize.py", ".amax(-1) / 127", ".amax(-1) / 126"),
     ("formats/gguf_file.py", "import torch\n", "import torch\nX = 1\n"), ("layers/moe.py", "import torch\n", "import torch\nX = 1\n"),
     ("formats/tied.py", "import math\n", "import math\nX = 1\n"), ("model.py", "import torch\n", "import torch\nX = 1\n"),
-    ("kernels/grid.py", "    if best is None:\n        return", "    if best is None:\n      pass\n    return"),      # indentation
+    ("quantize.py", "    if best is None:\n        return", "    if best is None:\n      pass\n    return"),      # indentation
 ])
 def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
     before = of_weights(copied)
@@ -194,7 +194,7 @@ def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
 
 
 @pytest.mark.parametrize("file, old, new", [
-    ("kernels/grid.py", "# of the range from min to max", "# other words"), ("kernels/grid.py", "import torch\n", "import torch\n\n\n# words\n"),
+    ("quantize.py", "# of the range from min to max", "# other words"), ("quantize.py", "import torch\n", "import torch\n\n\n# words\n"),
     ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("formats/load.py", "def finished(", "# words\ndef finished("),
     ("speculate.py", "import torch\n", "import torch\nX = 1\n"), ("server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
 ])

@@ -14,8 +14,8 @@ import speculate
 from cli import engines, ngram
 from formats.load import load_model, read_checkpoint
 from kernels import cuda as kernels
-from kernels import few_rows, matvec
-from kernels.plain import Kernel, plain
+from kernels import few_rows, linear, matvec
+from kernels.plain import Kernel
 from layers.delta import GatedDelta
 from sampling import SamplingParams
 
@@ -37,7 +37,7 @@ def gpu(monkeypatch):
 
 def test_kernels_are_those_that_the_gpu_has(gpu):
     def picked(int4=True, dtype=BF16, shape=(4096, 4096), groupsize=32):
-        return (quantize.Int4(groupsize) if int4 else quantize.Int8()).kernel(CUDA, dtype, shape).name
+        return linear.kernel_for(quantize.Int4(groupsize) if int4 else quantize.Int8(), CUDA, dtype, shape).name
     for capability, hip in (((8, 0), None), ((8, 9), None), ((9, 0), None), ((9, 4), "6.4")):
         gpu(capability, hip)                                           # the last is an AMD GPU
         for dtype in (BF16, torch.float16, torch.float32):
@@ -57,8 +57,8 @@ def test_codes_lie_as_on_disk(scheme):
     kernel = kernels.INT8_CUDA if leaves[2] is None else kernels.INT4_CUDA
     assert all(a is b for a, b in zip(kernel.pack(*leaves), leaves))
     x = torch.randn(5, 96)
-    assert torch.equal(kernel.product(x, *leaves), plain(x, *leaves))
-    assert torch.equal(matvec.matvec(x, *leaves), plain(x, *leaves))
+    assert torch.equal(kernel.product(x, *leaves), quantize.product(x, *leaves))
+    assert torch.equal(matvec.matvec(x, *leaves), quantize.product(x, *leaves))
     if leaves[2] is None:
         ids = torch.tensor([[3, 0], [23, 3]])
         assert torch.equal(kernel.rows(leaves[0], ids), leaves[0][ids])
@@ -139,9 +139,8 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
 
     monkeypatch.setattr(gpu_check, "engine_names", lambda device: ["kv_cache"])
     with monkeypatch.context() as m:
-        wrong = Kernel("wrong", lambda *args: plain(*args) * 1.05)
-        m.setattr(quantize.Int8, "kernel", lambda *args: wrong)
-        m.setattr(quantize.Int4, "kernel", lambda *args: wrong)
+        wrong = Kernel("wrong", lambda *args: quantize.product(*args) * 1.05)
+        m.setattr(linear, "kernel_for", lambda *args: wrong)
         assert "times the rounding allowed" in fails("products")
     with monkeypatch.context() as m:
         steps = generate.Steps(decode=lambda *args: generate.decode_one_token(*args) ^ 1)

@@ -9,11 +9,12 @@ import torch
 from conftest import SMOLLM2
 from helpers import GREEDY, generated
 
+import quantize
 from cli import kept_weights
 from formats.load import read_checkpoint
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
-from kernels import disk, grid, kept_tensors, private
+from kernels import disk, kept_tensors, private
 from kernels.compile import compile_model
 from quantize import Int4
 
@@ -196,8 +197,8 @@ def test_what_is_put_in_a_function_s_place_makes_them_anew(families, home, at_on
         return len(sets(home)), logits(model)
     (n, plain), (again, same) = kept(), kept()
     assert (n, again) == (1, 1) and torch.equal(plain, same)
-    rounded = grid._rounded
-    for place, name, new in ((grid, "_rounded", lambda t: rounded(t * 1.25)), (grid, "SHRINK", (0.5,)), (Int4, "grid", coarse_grid)):
+    rounded = quantize._as_bfloat16
+    for place, name, new in ((quantize, "_as_bfloat16", lambda t: rounded(t * 1.25)), (quantize, "SHRINK", (0.5,)), (Int4, "grid", coarse_grid)):
         with monkeypatch.context() as m:
             m.setattr(place, name, new)
             source = quantized(read_checkpoint(families("llama3")[0]), "int4")
@@ -215,8 +216,8 @@ def coarse_grid(self, groups, importance=None):
 
 
 def test_a_function_without_source_keeps_nothing(families, home, at_once, monkeypatch):
-    scope = dict(vars(grid))
-    exec("def _rounded(t): return t.half().float()", scope)
-    monkeypatch.setattr(grid, "_rounded", scope["_rounded"])
+    scope = dict(vars(quantize))
+    exec("def _as_bfloat16(t): return t.half().float()", scope)
+    monkeypatch.setattr(quantize, "_as_bfloat16", scope["_as_bfloat16"])
     kept_weights.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
     assert not sets(home)

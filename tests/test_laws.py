@@ -25,10 +25,10 @@ CORE = ("generate", "model", "quantize", "sampling", "speculate", "tokenizer", "
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": {"sampling"}, "sampling": set(), "kernels": {"generate", "layers"}, "model": {"layers"}, "quantize": {"kernels", "layers"},
-    "formats": {"model", "layers", "quantize", "sampling", "tokenizer"}, "tp": {"formats", "kernels", "layers"},
+    "layers": {"sampling"}, "sampling": set(), "kernels": {"generate", "layers", "quantize"}, "model": {"layers"}, "quantize": {"layers", "formats"},
+    "formats": {"model", "layers", "quantize", "sampling", "tokenizer", "kernels"}, "tp": {"formats", "kernels", "layers"},
     "tokenizer": {"formats"}, "gptq": {"formats", "model", "layers", "quantize"},
-    "generate": {"model", "sampling", "formats", "kernels", "layers", "tokenizer", "tp"}, "speculate": {"generate", "sampling", "tp"},
+    "generate": {"model", "sampling", "formats", "kernels", "layers", "tokenizer", "tp", "quantize"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }

@@ -25,10 +25,11 @@ from formats import load as load_module
 from formats.load import load_model, read_checkpoint
 from formats.mtp import HeadConfig, MTPHead
 from formats.pth import save_checkpoint
-from formats.quantized import quantized, schemes
+from formats.quantized import quantized
 from kernels.cpu_layers import OperationsLayer, uses_operations
 from kernels.linear import PackedLinear
 from model import ModelConfig, Transformer
+from quantize import schemes
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength
 

@@ -12,9 +12,8 @@ from formats.gguf_int4 import BLOCKS, as_int4
 from formats.lazy import LazyTensor, index_select
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
-from formats.quantized import describe, leaves_of, note, quantized
-from kernels.plain import dequantize
-from quantize import scheme_named
+from formats.quantized import leaves_of, note, quantized
+from quantize import dequantize, describe, scheme_named
 
 FP32 = torch.float32
 

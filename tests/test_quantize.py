@@ -28,18 +28,19 @@ from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
 from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
-from formats.quantized import describe, leaves_of, quantized, schemes
+from formats.quantized import fill, leaves_of, quantized
 from formats.shapes import random_checkpoint
 from generate import weight_bytes
 from gptq import calibrate, refine
 from gptq import solve as gptq
 from kernels import cpu as kernels
 from kernels.cpu import INT4_CPU, INT8_CPU
+from kernels.linear import PackedExpertLinear, PackedLinear, kernel_for
 from kernels.moe import expert_rows
-from kernels.plain import PLAIN, pack_nibbles
+from kernels.plain import PLAIN
 from layers.latent import HeadLinear
 from layers.moe import ExpertLinear
-from quantize import Int4, Int8, QuantizedExperts
+from quantize import Int4, Int8, QuantizedExperts, describe, pack_nibbles, schemes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -238,7 +239,7 @@ def test_each_expert_is_packed_as_itself():
     for scheme, dtype in ((Int8(), BF16), (Int4(32), BF16), (Int4(32), FP32)):
         like = ExpertLinear(4, 96, 70, bias=False)
         leaves = [scheme.quantize(drawn(e, 70, 96) * (e + 1) + e) for e in range(4)]
-        stacked = QuantizedExperts(like, scheme, dtype, "cpu")
+        stacked = PackedExpertLinear.of(QuantizedExperts(like, scheme, dtype), kernel_for(scheme, "cpu", dtype, like.weight.shape))
         for leaf in leaves[0]:
             value = torch.stack([of[leaf] for of in leaves])
             kind = getattr(stacked, leaf).dtype
@@ -419,7 +420,7 @@ def test_logits_are_those_of_the_numbers(families, name, mode, head):
     for actual, wanted in zip(lengths_of(load_model(source, FP32, "cpu")), expected):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4 * wanted.std().item())
     low = load_model(in_memory, BF16, "cpu")
-    used = {m.kernel.name for m in low.modules() if isinstance(m, quantize.QuantizedLinear)}
+    used = {m.kernel.name for m in low.modules() if isinstance(m, PackedLinear)}
     cpu = {"int8": {INT8_CPU.name}, "int4": {INT4_CPU.name}}
     assert all(used & cpu[kind] for kind in {mode, head} - {"none"}) and used <= cpu["int8"] | cpu["int4"]
     off = [torch.cat([((a - b).norm(dim=-1) / b.norm(dim=-1)).flatten() for a, b in zip(logits, expected)]).median()
@@ -490,10 +491,10 @@ def test_biases_and_kept_modules(families):
         model = load_model(quantized_source(families, name, "int8"), BF16, "cpu")
         moes = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
         assert moes and all(type(moe.router) is torch.nn.Linear for moe in moes)
-        assert all(type(m) is quantize.QuantizedExperts for moe in moes for m in (moe.gate, moe.up, moe.down))
+        assert all(type(m) is PackedExpertLinear for moe in moes for m in (moe.gate, moe.up, moe.down))
         assert not any(isinstance(m, ExpertLinear) for m in model.modules())
         if name == "qwen2_moe":
-            assert type(moes[0].shared_expert_gate) is torch.nn.Linear and type(moes[0].shared.gate_up) is quantize.QuantizedLinear
+            assert type(moes[0].shared_expert_gate) is torch.nn.Linear and type(moes[0].shared.gate_up) is PackedLinear
 
 
 @pytest.mark.parametrize("mode, head", HEADS[:3])
@@ -531,7 +532,7 @@ def test_inputs_that_no_kernel_takes():
     prompt = tokens(7) % 99
     expected = plain(prompt, torch.arange(7), logits_to_keep=7)
     torch.testing.assert_close(model(prompt, torch.arange(7), logits_to_keep=7), expected, rtol=1e-4, atol=1e-4)
-    assert {m.kernel.name for m in model.modules() if isinstance(m, quantize.QuantizedLinear)} == {"plain"}
+    assert {m.kernel.name for m in model.modules() if isinstance(m, PackedLinear)} == {"plain"}
     with pytest.raises(ValueError, match="--groupsize 32 does not divide the 36 inputs of layers.*: only int8 would do"):
         quantized(source, "int4")
 
@@ -542,7 +543,7 @@ def test_random_weights_have_no_mean(name):
     scheme, leaves = quantize.SCHEMES[name], {}
     for leaf, (shape, dtype) in scheme.leaves((256, 1024)).items():
         leaves[leaf] = torch.empty(shape, dtype=dtype)
-        scheme.fill(leaf, leaves[leaf])
+        fill(scheme, leaf, leaves[leaf])
     weight = scheme.dequantize(leaves["weight"], leaves["scales"], leaves.get("zeros"), torch.float32)
     assert weight.mean().abs() < 0.01 * weight.std() and 0.015 < weight.std() < 0.025
 

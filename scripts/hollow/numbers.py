@@ -19,7 +19,6 @@ from cli import device_sampler
 from hollow.report import judge_each, within
 from kernels import cuda, few_rows, linear, moe
 from kernels.compile import exchange_modules
-from quantize import Int4, Int8
 from sampling import SamplingParams
 
 FP32 = torch.float32
@@ -117,14 +116,17 @@ def small_models(sizes: dict) -> dict[str, dict]:
     return models
 
 
+def kernel_for(scheme, *_):
+    return cuda.INT8_CUDA if scheme.name == "int8" else cuda.INT4_CUDA
+
+
 @contextmanager
 def on_a_gpu():
     """Within, weights are packed as for a GPU, and gpu_check's models are as small as it gets."""
     models = {"Qwen 3": dict(qk_norm="head"), **small_models(TINY)}
     with (patch.object(gpu_check, "SMALL", gpu_check.SMALL | TINY),
           patch.object(gpu_check, "MODELS", models),
-          patch.object(Int8, "kernel", lambda self, *args: cuda.INT8_CUDA),
-          patch.object(Int4, "kernel", lambda self, *args: cuda.INT4_CUDA)):
+          patch.object(linear, "kernel_for", kernel_for)):
         kept = {module: vars(module).copy() for module in PRETENDERS}
         try:
             yield
