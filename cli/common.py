@@ -160,7 +160,7 @@ def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) ->
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
                          "use --dtype float16 or float32")
-    scaled = cfg.block and cfg.block.post_norm and embed_scale(cfg) != 1
+    scaled = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
     overflows = bool(scaled)                       # Gemma 2 and 3: NaN in float16
     if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
