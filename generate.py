@@ -34,8 +34,7 @@ from formats.load import open_checkpoint
 from formats.messages import first_line
 from formats.quantized import quantized
 from formats.tokenizer_files import load_for
-from layers.moe import MoE
-from model import Transformer
+from model import MoE, Transformer
 from sampling import RANGES, Sampler, SamplingParams
 from tokenizer import Detokenizer, differ
 

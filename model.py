@@ -1,30 +1,99 @@
-"""The transformer: config, blocks, KV cache and the mask rule.
+"""The transformer: config, RoPE, norms, attention and its cache, feed-forward, experts, blocks.
 
 It knows the math and nothing else: no file paths, no family names, no ranks, no quantization, no
-sampling, no compiler. A Llama is read here whole; what a Llama does not have is in layers/.
-`formats/` reads a config and weights, `kernels/` exchanges modules for quicker ones of the same
-math, `generate.py` drives it:
+sampling, no compiler. A Llama, Mistral, Mixtral or Qwen is read here whole. What these do not have
+is a part of another kind, which the config names: a small frozen object whose make() gives the
+module that stands in place of the one here (layers/ has such objects; one of your own works too).
 
     model = Transformer(cfg)                       # every family, one class
     model.setup_cache(batch_size=1, length=256)
     logits = model(tokens, pos)                    # [B, T] and [T] or [B, T] -> [B, 1, V], fp32
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.attention import Scores, attention
-from layers.feed_forward import GATED, UngatedFeedForward
-from layers.moe import MoEConfig, mixture
-from layers.norms import HEAD_NORMS, LayerNorm, clip, rescale, soft_cap, value_norm
-from layers.per_layer import LayerEnd, layer_end, per_layer_embedding
-from layers.rope import Rope, amplitudes, cos_sin, frequencies, rotate
-from layers.shared_kv import share_keys
-from layers.widths import own_widths
-from layers.window import Ring, n_slots, row_index
+# ---- Config -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: the base, and how its frequencies are stretched to a longer context.
+
+    As transformers' modeling_rope_utils, where "dynamic" follows the sequence's length.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"                          # default | linear | dynamic | llama3 | yarn
+    factor: float = 1.0
+    low_freq_factor: float = 1.0                   # llama3, yarn (beta_slow, beta_fast): waves that
+    high_freq_factor: float = 4.0                  # turn less often than low in the original
+    original_context: int = 8192                   # context are stretched, more than high kept
+    truncate: bool = True                          # yarn: round the ends of the ramp in between
+    amplitude: float = 1.0                         # of cos and sin (yarn)
+
+    def frequencies(self, head_dim: int, length: int = 0) -> Tensor:
+        """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most."""
+        freq = self.unstretched(head_dim, length)
+        if self.kind == "linear":
+            return freq / self.factor
+        if self.kind == "llama3":
+            return self._llama3(freq)
+        if self.kind == "yarn":
+            return self._yarn(freq)
+        assert self.kind in ("default", "dynamic"), f"unknown kind of RoPE: {self.kind}"
+        return freq
+
+    def unstretched(self, n: int, length: int) -> Tensor:
+        """The plain frequencies of n entries of a head [n / 2]."""
+        theta = self.theta
+        if self.kind == "dynamic" and length > self.original_context:
+            stretched = self.factor * length / self.original_context - self.factor + 1
+            theta = theta * stretched ** (n / (n - 2))
+        exponent = torch.arange(0, n, 2, dtype=torch.int64, device="cpu").float() / n
+        return 1.0 / theta ** exponent
+
+    def amplitudes(self, head_dim: int) -> Tensor:
+        """What cos and sin are multiplied by, [H / 2] on CPU."""
+        return torch.full((head_dim // 2,), float(self.amplitude), device="cpu")
+
+    def _llama3(self, freq: Tensor) -> Tensor:
+        turns = self.original_context * freq / (2 * math.pi)   # over the original context
+        low, high = self.low_freq_factor, self.high_freq_factor
+        unchanged = ((turns - low) / (high - low)).clamp(0, 1)
+        return unchanged * freq + (1 - unchanged) * freq / self.factor
+
+    def _yarn(self, freq: Tensor) -> Tensor:
+        """As llama3, but a ramp over the index."""
+        n = 2 * len(freq)
+
+        def index_of(turns):
+            waves = self.original_context / (turns * 2 * math.pi)
+            return n * math.log(waves) / (2 * math.log(self.theta))
+
+        low, high = index_of(self.high_freq_factor), index_of(self.low_freq_factor)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, n - 1)
+        ramp = (torch.arange(n // 2, device="cpu") - low) / (high - low or 0.001)
+        share = ramp.clamp(0, 1)
+        return (1 - share) * freq + share * freq / self.factor
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """How many experts, of what width, and how their outputs are weighed."""
+
+    n_expert: int
+    n_active: int                                  # experts per token
+    expert_dim: int                                # width of each
+    norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
+
+    def make(self, cfg: "ModelConfig") -> nn.Module:
+        return MoE(cfg)
 
 
 @dataclass(frozen=True)
@@ -40,43 +109,44 @@ class ModelConfig:
     vocab_size: int
     context: int                                   # longest sequence the model was trained for
     norm_eps: float = 1e-5
-    layer_norm: bool = False                       # LayerNorm with bias instead of RMSNorm
-    pre_norm: bool = True                          # normalize what goes into a branch
-    post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
-    post_norm_eps: float | None = None             # None: norm_eps
-    embed_norm: bool = False                       # normalize embeddings (BLOOM)
-    parallel: bool = False                         # both branches read the same x (GPT-NeoX)
-    qk_norm: str | None = None                     # before RoPE: "head", or of norms.HEAD_NORMS
-    v_norm: bool = False                           # normalize values, by no weights
-    activation: str = "silu"                       # of layers.feed_forward, GATED or UNGATED
-    gated: bool = True                             # act(gate) * up, else act(up)
+    qk_norm: bool = False                          # normalize each head before RoPE (Qwen3)
     tied: bool = False                             # the head is the embedding, transposed
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    clip_qkv: float | None = None                  # queries, keys and values end there (OLMo)
-    attn_gate: bool = False                        # what attention gives * sigmoid(gate(x))
-    embed_scale: float = 1.0                       # Gemma: sqrt(dim)
-    residual_scale: float = 1.0                    # Granite: of what each branch adds
-    attn_scale: float | None = None                # None: head_dim ** -0.5
-    scores: Scores = Scores()                      # how they differ from q k' attn_scale
-    logit_cap: float | None = None                 # logits end at cap * tanh(logit / cap)
-    learned_pos: bool = False                      # an embedding per position, added to the token's
     rope: tuple[Rope, ...] = (Rope(),)             # tiled over layers
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
     sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
     moe: MoEConfig | None = None
-    mixer: tuple = (None,)                         # tiled over layers: None = Attention, else what
-                                                   # makes a layer of layers/ in its place
-    widths: tuple = (None,)                        # tiled over layers: Widths of its own, or None
-    layer_end: LayerEnd | None = None              # what follows a layer's two branches
+    # What makes another part in place of the one below; None: nothing does.
+    norm: object | None = None                     # RMSNorm over the model's width
+    attention: object | None = None                # Attention
+    mixer: tuple = (None,)                         # the same, tiled over layers, and comes first
+    ffn: object | None = None                      # FeedForward
+    block: object | None = None                    # Block
+    after_embed: tuple = ()                        # what embeddings go through, in order
+    per_layer: object | None = None                # what each layer is given of the tokens
+    logit_cap: object | None = None                # what logits go through
 
 
 def at(layer: int, tiled: tuple):
     """A layer's own entry of what is tiled over layers."""
     return tiled[layer % len(tiled)]
 
+
+def made(kind, plain: type, *args) -> nn.Module:
+    """The plain part, or what stands in its place where the config has an object that makes one."""
+    return plain(*args) if kind is None else kind.make(*args)
+
+
+def layer_config(cfg: ModelConfig, layer: int) -> ModelConfig:
+    """What the parts of a layer read: the model's config, perhaps with widths of the layer's own.
+    """
+    return cfg if cfg.block is None else cfg.block.config_of(cfg, layer)
+
+
+# ---- Positions ----------------------------------------------------------------------------------
 
 def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     """True where a query at `pos` may look: prefill, chunks, decode and drafts alike.
@@ -92,15 +162,24 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     return mask if mask.dim() == 2 else mask[:, None]
 
 
-def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype,
-                max_rejected: int = 0) -> int:
-    """What setup_cache will allocate for the layers."""
-    with torch.device("meta"):
-        model = Transformer(cfg)
-        model.dtype = dtype
-        model.setup_cache(batch_size, length, longest_call, "meta", max_rejected)
-    return sum(t.nbytes for layer in model.layers for t in layer.attn.buffers())
+def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
+    """pos [T] or [B, T], freq, amplitude [R, H / 2] -> each RoPE's cos and sin [(B, 1,) T, H/2]."""
+    angles = (pos[..., None, None].float() * freq).unbind(-2)              # R of [(B,) T, H/2]
+    if pos.dim() == 2:
+        angles = [a[:, None] for a in angles]      # broadcast over heads
+    pairs = []
+    for angle, factor in zip(angles, amplitude):
+        pairs += [angle.cos() * factor, angle.sin() * factor]
+    return pairs
 
+
+def rotate(x, cos, sin):
+    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+# ---- Norm, cache, attention ---------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
     """In fp32 whatever the model's dtype, the weight too: an offset folds into it exactly."""
@@ -114,6 +193,13 @@ class RMSNorm(nn.Module):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * self.weight).type_as(x)
+
+
+def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
+    """Rows of the cache [B, 1], to index it together with slot [B, T]."""
+    if batch_idx is None:
+        batch_idx = torch.arange(len(slot), device=slot.device)
+    return batch_idx[:, None]
 
 
 class KVCache(nn.Module):
@@ -141,6 +227,36 @@ class KVCache(nn.Module):
         return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
 
 
+def n_slots(window: int | None, length: int, longest_call: int) -> int:
+    """Cache slots of a layer. A window's are a ring, in which position p is at p mod n_slots.
+
+    One call's tokens, padding and rejected drafts among them, must not overwrite a key that its
+    first query still sees:
+
+        window 3, calls of 2: 4 slots    | 4 5 2 3 |    4 and 5 replaced 0 and 1; 4 sees 2, 3, 4
+    """
+    return length if window is None else min(length, window + longest_call - 1)
+
+
+class Ring(nn.Module):
+    """Which position each slot of a window's layers has: the same in all of them."""
+
+    def __init__(self, batch_size: int, n_slot: int, device):
+        super().__init__()
+        positions = torch.full((batch_size, n_slot), torch.iinfo(torch.int64).max, device=device)
+        self.register_buffer("slot_positions", positions, persistent=False)
+
+    def forward(self, pos, kv_len, batch_idx):
+        """pos [T] or [B, T] -> its slots, and the positions in the first kv_len slots [B, S]."""
+        slot = pos % self.slot_positions.shape[1]
+        if slot.dim() == 1:
+            self.slot_positions[:, slot] = pos
+        else:
+            self.slot_positions[row_index(slot, batch_idx), slot] = pos
+        positions = self.slot_positions if batch_idx is None else self.slot_positions[batch_idx]
+        return slot, positions[:, :kv_len]
+
+
 class SDPA(nn.Module):
     """softmax(q k' scale) v"""
 
@@ -166,13 +282,9 @@ class Attention(nn.Module):
         self.split = (n * h, k * h, k * h)
         self.wqkv = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
         self.wo = nn.Linear(n * h, cfg.dim, bias=cfg.o_bias)
-        self.clip = clip(cfg.clip_qkv)
-        self.gate = nn.Linear(cfg.dim, n * h, bias=False) if cfg.attn_gate else None
-        self.q_norm = query_key_norm(cfg, n)
-        self.k_norm = query_key_norm(cfg, k)
-        self.v_norm = value_norm(cfg)
-        scale = h**-0.5 if cfg.attn_scale is None else cfg.attn_scale
-        self.attend = attention(cfg, SDPA(scale))
+        self.q_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.attend = SDPA(h**-0.5)
         self.cache = None                          # without one, a call sees its own keys only
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:
@@ -182,97 +294,161 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
-        q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
+        q, k, v = self.wqkv(x).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
-        q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.cache is not None:
             k, v = self.cache(slot, k, v, mask.shape[-1], batch_idx)
-        y = self.attend(q, k, v, mask).transpose(1, 2).reshape(B, T, -1)   # [B, T, N H]
-        if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x))
-        return self.wo(y)
+        y = self.attend(q, k, v, mask)
+        return self.wo(y.transpose(1, 2).reshape(B, T, -1))                # [B, T, N H] -> D
 
 
-def query_key_norm(cfg: ModelConfig, n_head: int) -> nn.Module:
-    """What n_head queries or keys [B, T, n_head, H] go through before RoPE."""
-    if cfg.qk_norm == "head":
-        return RMSNorm(cfg.head_dim, cfg.norm_eps)
-    if cfg.qk_norm:
-        return HEAD_NORMS[cfg.qk_norm](n_head * cfg.head_dim, cfg.norm_eps)
-    return nn.Identity()
+# ---- Feed-forward, experts ----------------------------------------------------------------------
 
-
-def mixer(cfg: ModelConfig, layer: int) -> nn.Module:
-    """What exchanges information between positions."""
-    kind = at(layer, cfg.mixer)
-    return Attention(cfg) if kind is None else kind.make(cfg)
+def swiglu(gate, up):
+    return F.silu(gate) * up
 
 
 class FeedForward(nn.Module):
-    """down(act(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x))"""
 
     def __init__(self, cfg: ModelConfig, ffn_dim: int):
         super().__init__()
         self.gate_up = nn.Linear(cfg.dim, 2 * ffn_dim, bias=cfg.mlp_bias)
         self.down = nn.Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
-        self.activation = GATED[cfg.activation]
+        self.activation = swiglu
 
     def forward(self, x):
         return self.down(self.activation(*self.gate_up(x).chunk(2, dim=-1)))
 
 
-def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
-    if at(layer, cfg.sparse):
-        shared = cfg.moe.shared_dim
-        return mixture(cfg, FeedForward(cfg, shared) if shared else None)
-    dense = FeedForward if cfg.gated else UngatedFeedForward
-    return dense(cfg, cfg.ffn_dim)
+@torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows [ends[e-1], ends[e]) of x [M, in] by weight[e] [out, in] -> [M, out], on the device.
+
+    An operator of our own only because torch traces F.grouped_mm in bfloat16 and no other dtype.
+    """
+    return F.grouped_mm(x, weight.mT, offs=ends)
 
 
-def full_norm(cfg: ModelConfig, eps: float | None = None) -> nn.Module:
-    """Over the whole width D."""
-    kind = LayerNorm if cfg.layer_norm else RMSNorm
-    return kind(cfg.dim, eps or cfg.norm_eps)
+@grouped_mm.register_fake
+def _(x, weight, ends):
+    return x.new_empty(x.shape[0], weight.shape[1])
 
+
+class ExpertLinear(nn.Module):
+    """One Linear per expert: weight [E, out, in], bias [E, out]."""
+
+    def __init__(self, n_expert: int, n_in: int, n_out: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(n_expert, n_out)) if bias else None
+
+    def forward(self, x, ids, ends):
+        """x [M, in], each row for the expert in ids [M] -> [M, out].
+
+        ends [E]: the rows are sorted by expert, those of e end there. None: they are few, and each
+        reads its own expert's weights.
+        """
+        if ends is None:
+            y = self.each_row(x, ids)
+        else:
+            y = grouped_mm(x, self.weight, ends)
+        return y if self.bias is None else y + self.bias[ids]
+
+    def each_row(self, x, ids):
+        return (self.weight[ids] @ x[..., None]).squeeze(-1)
+
+
+class MoE(nn.Module):
+    """The router picks n_active experts for each token, whose outputs are summed by probability.
+
+    Softmax over the router's top k equals softmax over all, top k, normalized: one form for both.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        moe = cfg.moe
+        E, D, width = moe.n_expert, cfg.dim, moe.expert_dim
+        self.n_expert = E
+        self.n_active = moe.n_active
+        self.norm_topk_prob = moe.norm_topk_prob
+        self.router = nn.Linear(D, E, bias=False)
+        self.gate = ExpertLinear(E, D, width, cfg.mlp_bias)
+        self.up = ExpertLinear(E, D, width, cfg.mlp_bias)
+        self.down = ExpertLinear(E, width, D, cfg.mlp_bias)
+        self.activation = swiglu
+
+    def route(self, x):
+        """x [n, D] -> each token's experts' weights, fp32, and ids [n, n_active]."""
+        prob, ids = self.router(x).float().softmax(-1).topk(self.n_active)
+        if self.norm_topk_prob:
+            prob = prob / prob.sum(-1, keepdim=True)
+        return prob, ids
+
+    def takes_rows_one_by_one(self, x, n_row: int) -> bool:
+        """Whether n_row rows each read their own expert; x [B, T, D].
+
+        On a GPU a decode step does: grouped_mm may wait for it, which no CUDA graph can record.
+        """
+        return x.device.type != "cpu" and x.shape[1] == 1
+
+    def forward(self, x):
+        return self.routed(x, *self.route(x.flatten(0, 1))).view_as(x)
+
+    def routed(self, x, prob, ids):
+        """x [B, T, D], route()'s -> what the experts give, [n, D]."""
+        flat = x.flatten(0, 1)                                             # [n, D]
+        prob, ids = prob.flatten(), ids.flatten()                          # [M], M = n * n_active
+        if self.takes_rows_one_by_one(x, len(ids)):
+            order = torch.arange(len(ids), device=x.device)
+            y = self.experts(flat[order // self.n_active], ids, None)
+        else:
+            ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
+            expert = torch.arange(self.n_expert, device=x.device)
+            ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
+            y = self.experts(flat[order // self.n_active], ids, ends)
+            y = torch.empty_like(y).index_copy(0, order, y)
+        return (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
+
+    def experts(self, x, ids, ends):
+        """x [M, D], a row for each pair of a token and its expert -> [M, D]; see ExpertLinear."""
+        hidden = self.activation(self.gate(x, ids, ends), self.up(x, ids, ends))
+        return self.down(hidden, ids, ends)
+
+
+# ---- Block, model -------------------------------------------------------------------------------
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig, layer: int):
+    def __init__(self, cfg: ModelConfig, layer: int, earlier: nn.ModuleList):
+        """earlier: the blocks before this one, for attention that shares their keys."""
         super().__init__()
-        cfg = own_widths(cfg, layer)
-        self.attn = mixer(cfg, layer)
+        self.attn_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.attn = mixer(cfg, layer, earlier)
+        self.ffn_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.ffn = feed_forward(cfg, layer)
 
-        def before():
-            return full_norm(cfg) if cfg.pre_norm else nn.Identity()
-
-        def after():
-            if cfg.post_norm:
-                return full_norm(cfg, cfg.post_norm_eps)
-            return rescale(cfg.residual_scale)
-
-        self.attn_norm = before()
-        self.ffn_norm = nn.Identity() if hasattr(self.ffn, "norm") else before()
-        self.post_attn_norm, self.post_ffn_norm = after(), after()
-        self.end = layer_end(cfg, full_norm)
-
-    def forward(self, x, rope, slot, mask, batch_idx=None, *own):
-        """own: what no other layer is given, for the layer's end."""
-        x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
-        return self.end(x + self.post_ffn_norm(self.ffn(self.ffn_norm(x))), *own)
+    def forward(self, x, rope, slot, mask, batch_idx=None):
+        x = x + self.attn(self.attn_norm(x), rope, slot, mask, batch_idx)
+        return x + self.ffn(self.ffn_norm(x))
 
 
-class ParallelBlock(Block):
-    """x + attention(x) + feed-forward(x)"""
+def mixer(cfg: ModelConfig, layer: int, earlier: nn.ModuleList) -> nn.Module:
+    """What exchanges information between positions."""
+    kind = at(layer, cfg.mixer) or cfg.attention
+    return Attention(cfg) if kind is None else kind.make(cfg, earlier)
 
-    def forward(self, x, *inputs):
-        y = self.post_attn_norm(self.attn(self.attn_norm(x), *inputs))
-        return x + y + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
+
+def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
+    if at(layer, cfg.sparse):
+        return cfg.moe.make(cfg)
+    return made(cfg.ffn, FeedForward, cfg, cfg.ffn_dim)
 
 
 class Transformer(nn.Module):
-    """tokens -> logits. Weights may be on the meta device until `formats/` assigns them."""
+    """tokens -> logits. Weights may be on the meta device until they are loaded."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -280,30 +456,33 @@ class Transformer(nn.Module):
         self.dtype = torch.get_default_dtype()                 # of activations and the cache
         blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
-        self.pos_embed = None
-        if cfg.learned_pos:
-            self.pos_embed = nn.Embedding.from_pretrained(torch.empty(cfg.context, cfg.dim))
-        self.embed_norm = full_norm(cfg) if cfg.embed_norm else nn.Identity()
-        block = ParallelBlock if cfg.parallel else Block
-        self.layers = nn.ModuleList(block(cfg, i) for i in range(cfg.n_layer))
-        share_keys(self.layers)
-        self.per_layer = per_layer_embedding(cfg)
-        self.norm = full_norm(cfg)
+        self.after_embed = tuple(part.name for part in cfg.after_embed)
+        for part in cfg.after_embed:
+            self.add_module(part.name, part.make(cfg))
+        self.layers = nn.ModuleList()
+        for i in range(cfg.n_layer):
+            self.layers.append(made(cfg.block, Block, cfg, i, self.layers))
+        self.per_layer = made(cfg.per_layer, nn.Identity, cfg)
+        self.norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
             self.head.weight = self.embed.weight
-        self.cap = soft_cap(cfg.logit_cap)
+        self.cap = made(cfg.logit_cap, nn.Identity)
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
-        freq = frequencies(self.ropes, cfg.head_dim)           # [R, H / 2], fp32, never on meta
-        self.register_buffer("freq", freq, persistent=False)
-        self.register_buffer("amplitude", amplitudes(self.ropes, cfg.head_dim), persistent=False)
+        self.register_buffer("freq", self.frequencies(), persistent=False)
+        amplitude = [rope.amplitudes(cfg.head_dim) for rope in self.ropes]
+        self.register_buffer("amplitude", padded(amplitude), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # window -> Ring
-        self.hidden = None                         # [1, S, D] of whoever drafts from it: what the
-                                                   # last layer gave at each position
+        self.hidden = None                         # set by a drafter: [1, S, D], which records the
+                                                   # last layer's output at each position
 
-    @torch.inference_mode(False)                   # whoever calls: the cache serves everyone
+    def frequencies(self, length: int = 0) -> Tensor:
+        """Each RoPE's, for sequences of `length` at most: [R, H / 2], fp32, never on meta."""
+        return padded([rope.frequencies(self.cfg.head_dim, length) for rope in self.ropes])
+
+    @torch.inference_mode(False)                   # normal tensors, even if the caller is in it
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
                     device=None, max_rejected: int = 0) -> None:
         """Allocate the KV cache for `length` positions; batch_size 0 removes it.
@@ -318,7 +497,7 @@ class Transformer(nn.Module):
         self.max_seq_length = length
         self.longest_call = min(longest_call or length, length)
         with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
-            self.freq.copy_(frequencies(self.ropes, cfg.head_dim, length))
+            self.freq.copy_(self.frequencies(length))
         size = {w: n_slots(w, length, self.longest_call) for w in cfg.window}
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
                                     for w, n in size.items() if batch_size and n < length})
@@ -347,23 +526,28 @@ class Transformer(nn.Module):
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.shape[-1]))
         return self.unembed(x)
 
+    def embed_tokens(self, tokens: Tensor, pos: Tensor) -> Tensor:
+        """[B, T], [T] or [B, T] -> [B, T, D]"""
+        x = self.embed(tokens)
+        for name in self.after_embed:
+            x = getattr(self, name)(x, pos)
+        return x
+
     def embed_inputs(self, tokens: Tensor, pos: Tensor, kv_len: int,
                      batch_idx: Tensor | None = None) -> tuple[Tensor, ...]:
         """What the first layer takes [B, T, D], each RoPE's cos, sin, each window's slot, mask,
         and perhaps what each layer is given of the tokens.
         """
-        x = self.embed(tokens)                                             # [B, T, D]
-        x = x * x.new_full((), self.cfg.embed_scale)                       # rounded to x's dtype
-        if self.pos_embed is not None:
-            x = x + self.pos_embed(pos)
-        x = self.embed_norm(x)
+        x = self.embed_tokens(tokens, pos)                                 # [B, T, D]
         shared = cos_sin(pos, self.freq, self.amplitude)
         for w in self.windows:
             slot, key = pos, torch.arange(kv_len, device=pos.device)
             if str(w) in self.rings:
                 slot, key = self.rings[str(w)](pos, kv_len, batch_idx)
             shared += [slot, visible(pos, key, w)]
-        return x, *shared, *self.per_layer(tokens, x)
+        if self.cfg.per_layer is not None:
+            shared += [self.per_layer(tokens, x)]                          # [B, T, L, P]
+        return x, *shared
 
     def layer_inputs(self, shared: list[Tensor]) -> list[tuple]:
         """embed_inputs()'s, from the second on -> each layer's (rope, slot, mask, and its own)."""
@@ -377,3 +561,18 @@ class Transformer(nn.Module):
     def unembed(self, x: Tensor) -> Tensor:
         """What the last layer gives [B, n, D] -> logits [B, n, V], fp32."""
         return self.cap(self.head(self.norm(x)).float())
+
+
+def padded(rows: list[Tensor]) -> Tensor:
+    """Rows of equal length, or the shorter ones filled with zeros, as one tensor."""
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype,
+                max_rejected: int = 0) -> int:
+    """What setup_cache will allocate for the layers."""
+    with torch.device("meta"):
+        model = Transformer(cfg)
+        model.dtype = dtype
+        model.setup_cache(batch_size, length, longest_call, "meta", max_rejected)
+    return sum(t.nbytes for layer in model.layers for t in layer.attn.buffers())

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.moe import ExpertLinear, grouped_mm
+from model import ExpertLinear, grouped_mm
 
 if TYPE_CHECKING:                                  # these files import this one
     from formats.checkpoint import Checkpoint

@@ -18,22 +18,15 @@ from formats.lazy import LazyTensor, made_from, narrow
 from formats.names import layer_of
 from kernels import collectives
 from kernels.collectives import all_reduce, join_logits, sum_over_ranks
-from layers.delta import SHARED_BY_HEADS
-from layers.widths import own_widths, shared_by
+from model import MoEConfig, layer_config
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
 # next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
-HEAD, OUT, IN = -3, -2, -1
-SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN, "attn.gate": OUT,
-         "attn.wq_b": OUT, "attn.wk_b": HEAD, "attn.wv_b": HEAD, "attn.wb": OUT, "attn.wc": OUT,
-         "attn.wx": OUT, "attn.taps": OUT, "attn.taps_bias": OUT,
-         "attn.attend.sinks": OUT, "attn.attend.slopes": OUT,
-         "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN,
-         "ffn.shared.gate": OUT, "ffn.shared.up": OUT, "ffn.shared.down": IN,
-         **{f"attn.{name}": OUT for name in SHARED_BY_HEADS}}
+OUT, IN = -2, -1
+SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN,
+         "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
 VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
-WIDE_NORMS = {"attn.q_norm": OUT, "attn.k_norm": OUT}
 NAME = re.compile(r"(?:layers\.\d+\.)?(.+?)(?:\.(weight|bias|scales|zeros))?")
 
 
@@ -67,28 +60,47 @@ def shard_config(cfg, n: int):
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
-                   widths=shared_by(n, cfg.widths),
+                   **{name: part and part.shard(n) for name, part in parts_in_place(cfg).items()},
                    mixer=tuple(m and m.shard(n) for m in cfg.mixer),
                    vocab_size=n_vocab if n_vocab % n else n_vocab // n)
 
 
 def shard_moe(moe, n: int):
     """Each rank has a part of every expert."""
-    return replace(moe, expert_dim=moe.expert_dim // n, shared_dim=moe.shared_dim // n)
+    if type(moe) is MoEConfig:
+        return replace(moe, expert_dim=moe.expert_dim // n)
+    return moe.shard(n)
+
+
+def parts_in_place(cfg) -> dict[str, object]:
+    """The objects of a config that make parts of a layer in place of model.py's; None: its own."""
+    return {name: getattr(cfg, name) for name in ("attention", "ffn", "block")}
+
+
+def split_of(cfg) -> dict[str, int]:
+    """Names of tensors in a layer -> the axis that the ranks share: model.py's, then the parts'."""
+    split = dict(SPLIT)
+    for part in filter(None, (cfg.attention, *cfg.mixer)):
+        split |= {f"attn.{name}": axis for name, axis in part.split.items()}
+    for part in (cfg.ffn, cfg.moe):
+        if part and type(part) is not MoEConfig:
+            split |= {f"ffn.{name}": axis for name, axis in part.split.items()}
+    return split
 
 
 def shared_widths(cfg) -> dict[str, int]:
     widths = {} if all(cfg.sparse) else {"feed-forward width": cfg.ffn_dim}
-    if cfg.moe:
+    if type(cfg.moe) is MoEConfig:
         widths["experts' width"] = cfg.moe.expert_dim
-        widths["shared expert's width"] = cfg.moe.shared_dim
-    for mixer in filter(None, cfg.mixer):
-        widths |= mixer.shared_widths()
+    elif cfg.moe:
+        widths |= cfg.moe.shared_widths()
+    for part in filter(None, (*cfg.mixer, *parts_in_place(cfg).values())):
+        widths |= part.shared_widths()
     return {name: width for name, width in widths.items() if width}
 
 
 def divides(cfg, n: int) -> bool:
-    n_kvs = [own_widths(cfg, i).n_kv_head for i in range(len(cfg.widths))]
+    n_kvs = {layer_config(cfg, i).n_kv_head for i in range(cfg.n_layer)}
     heads = cfg.n_head % n == 0 and all(k % n == 0 or n % k == 0 for k in n_kvs)
     return heads and not any(width % n for width in shared_widths(cfg).values())
 
@@ -106,17 +118,15 @@ def shard(source, n: int | None = None, me: int | None = None):
         cfg = shard_config(source.cfg, n)
     except ValueError as e:
         raise ValueError(f"{source.path.name}: {e}") from None
-    split = dict(SPLIT)
+    split = split_of(cfg)
     if cfg.vocab_size < source.cfg.vocab_size:
         split |= VOCABULARY
-    if cfg.qk_norm in ("wide", "layer"):
-        split |= WIDE_NORMS
     tensors = dict(source.tensors)
     for name, t in source.tensors.items():
         module, leaf = NAME.fullmatch(name).groups()
         if module not in split:
             continue
-        n_kv = own_widths(source.cfg, layer_of(name)).n_kv_head
+        n_kv = layer_config(source.cfg, layer_of(name)).n_kv_head
         n_part = min(n, n_kv) if module in KV else n
         weight = source.tensors.get(f"{name.removesuffix(leaf or '')}weight", t)
         axis = split[module] + 2 + (len(weight.shape) > 2)     # from the left; experts are first
@@ -168,9 +178,8 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
     for layer in model.layers:
         layer.attn.register_forward_hook(sum_over_ranks)
         getattr(layer.ffn, "summed", layer.ffn).register_forward_hook(sum_over_ranks)
-        if model.cfg.qk_norm == "wide":
-            layer.attn.q_norm.mean_square = mean_over_ranks
-            layer.attn.k_norm.mean_square = mean_over_ranks
+        for name in model.cfg.attention.norms_over_heads if model.cfg.attention else ():
+            getattr(layer.attn, name).mean_square = mean_over_ranks
     if model.cfg.vocab_size < vocab_size:
         model.embed = SplitEmbedding(model.embed, model.cfg.vocab_size, rank())
         model.head.register_forward_hook(join_logits)

@@ -7,11 +7,13 @@ It knows names and shapes; bench/exports.py has the weights and writes the file.
 
 from typing import NamedTuple
 
+from layers.attention import AttentionVariant
 from layers.delta import GatedDelta
 from layers.latent import Latent
+from layers.rope import n_turning
 from layers.shared_kv import SharedKV
 from layers.short_conv import ShortConv
-from layers.widths import own_widths
+from model import layer_config
 
 UNREAD = "per_layer_token_embd"                    # but for a row for each token: zeros will do
 BARE = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensors that are no weights
@@ -35,7 +37,7 @@ def twin_of(cfg) -> Twin:
         return _deepseek2(cfg)
     if any(isinstance(mixer, ShortConv) for mixer in cfg.mixer) and cfg.moe is None:
         return _lfm2(cfg)
-    if cfg.layer_end is not None and cfg.moe is None:
+    if cfg.block is not None and cfg.block.end and cfg.moe is None:
         return _gemma4(cfg)
     raise ValueError("llama.cpp: --random of a plain Llama, a dense Qwen3.5, LFM2 or Gemma 4, or a "
                      "mixture with latent attention only")
@@ -51,7 +53,8 @@ def is_plain_llama(cfg) -> bool:
 
 def is_plain_qwen35(cfg) -> bool:
     *deltas, attention = cfg.mixer[:interval(cfg)]
-    return (attention is None and deltas and cfg.attn_gate and cfg.moe is None
+    is_gated = cfg.attention == AttentionVariant(gate=True)
+    return (attention is None and deltas and is_gated and cfg.moe is None
             and all(isinstance(mixer, GatedDelta) for mixer in deltas)
             and cfg.mixer == (*deltas, None) * (len(cfg.mixer) // interval(cfg)))
 
@@ -64,7 +67,7 @@ def interval(cfg) -> int:
 def is_latent(cfg) -> bool:
     """A mixture with latent attention and DeepSeek-V3's router, as GLM-4.7-Flash is one?"""
     return (isinstance(cfg.mixer[0], Latent) and cfg.moe is not None
-            and cfg.moe.scores == "sigmoid")
+            and getattr(cfg.moe, "scores", None) == "sigmoid")
 
 
 def _metadata(cfg) -> dict:
@@ -74,7 +77,7 @@ def _metadata(cfg) -> dict:
         "attention.head_count": cfg.n_head, "attention.head_count_kv": cfg.n_kv_head,
         "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim,
         "attention.layer_norm_rms_epsilon": cfg.norm_eps, "rope.freq_base": cfg.rope[0].theta,
-        "rope.dimension_count": int(cfg.head_dim * cfg.rope[0].partial)}
+        "rope.dimension_count": n_turning(cfg.rope[0], cfg.head_dim)}
 
 
 def _attention(cfg) -> dict:
@@ -166,8 +169,9 @@ def _lfm2(cfg) -> Twin:
 
 
 def _gemma4(cfg) -> Twin:
-    n, P, D = cfg.n_layer, cfg.layer_end.dim, cfg.dim
-    widths = [own_widths(cfg, i) for i in range(n)]
+    n, D = cfg.n_layer, cfg.dim
+    P = cfg.per_layer.dim if cfg.per_layer else 0
+    widths = [layer_config(cfg, i) for i in range(n)]
     slides = [cfg.window[i % len(cfg.window)] is not None for i in range(n)]
     has_keys = [not isinstance(cfg.mixer[i % len(cfg.mixer)], SharedKV) for i in range(n)]
     wide, narrow = (widths[slides.index(one)].head_dim for one in (False, True))
@@ -182,7 +186,7 @@ def _gemma4(cfg) -> Twin:
         "attention.sliding_window": cfg.window[slides.index(True)],
         "attention.sliding_window_pattern": [int(one) for one in slides],
         "attention.shared_kv_layers": has_keys.count(False),
-        "embedding_length_per_layer_input": P, "final_logit_softcapping": cfg.logit_cap}
+        "embedding_length_per_layer_input": P, "final_logit_softcapping": cfg.logit_cap.cap}
     layers = []
     for own, keys in zip(widths, has_keys):
         layer = _attention(own) | {
@@ -196,6 +200,6 @@ def _gemma4(cfg) -> Twin:
         layers.append(layer)
     shapes = _shapes(cfg, layers) | {"rope_freqs.weight": (wide // 2,)}
     if P:
-        shapes |= {f"{UNREAD}.weight": (cfg.layer_end.vocab_size, n * P),
+        shapes |= {f"{UNREAD}.weight": (cfg.per_layer.vocab_size, n * P),
                    "per_layer_model_proj.weight": (n * P, D), "per_layer_proj_norm.weight": (P,)}
     return Twin("gemma4", metadata, shapes)

@@ -20,6 +20,7 @@ import torch
 from formats.messages import Unforeseen, first_line, is_out_of_memory, one_line
 from generate import log, peak_memory
 from kernels.private import has_bf16
+from layers.embedding import embed_scale
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
 
@@ -138,7 +139,8 @@ def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) ->
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
                          "use --dtype float16 or float32")
-    overflows = cfg.post_norm and cfg.embed_scale != 1         # Gemma 2 and 3: NaN in float16
+    scaled = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
+    overflows = bool(scaled)                       # Gemma 2 and 3: NaN in float16
     if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
                          "or float32")

@@ -163,5 +163,5 @@ def sent_bytes(cfg, dtype: torch.dtype) -> int:
     n = 2 * cfg.n_layer * cfg.dim
     if cfg.vocab_size % world() == 0:
         n += cfg.dim + cfg.vocab_size // world()
-    norms = 2 * cfg.n_layer if cfg.qk_norm == "wide" else 0
+    norms = cfg.n_layer * len(cfg.attention.norms_over_heads) if cfg.attention else 0
     return n * dtype.itemsize + norms * torch.float32.itemsize

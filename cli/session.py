@@ -57,6 +57,7 @@ from generate import (
 )
 from kernels import cpu_ops
 from kernels.compile import will_change_over
+from layers.embedding import has_learned_positions
 from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
@@ -310,7 +311,7 @@ class Session:
         k = args.speculate_k or min(longest, length - 1)
         if self.drafter and k >= length:
             raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
-        if draft and draft.cfg.learned_pos and length > draft.cfg.context:
+        if draft and has_learned_positions(draft.cfg) and length > draft.cfg.context:
             raise ValueError(f"{draft.path} knows {draft.cfg.context} positions, and {length} are "
                              "asked for: give a smaller --max_seq_length")
         return k

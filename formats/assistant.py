@@ -98,8 +98,7 @@ class Assistant(Transformer):
         """token [1, 1], hidden [1, 1, D] of the model, behind its last norm -> logits [1, 1, V], in
         fp32, and what stands for the next hidden state."""
         model, = self.model
-        x = model.embed(token)
-        x = x * x.new_full((), model.cfg.embed_scale)
+        x = model.embed_tokens(token, inputs[0][1])
         x = self.enter(torch.cat((x, hidden), dim=-1))
         for layer, given in zip(self.layers, inputs):
             x = layer(x, *given)

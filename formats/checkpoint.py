@@ -16,8 +16,7 @@ from formats.fold import Folds
 from formats.lazy import LazyTensor
 from formats.messages import reading, some
 from formats.parameters import blank_model, disk_names, tensor_shapes
-from layers.moe import ExpertLinear
-from model import ModelConfig
+from model import ExpertLinear, ModelConfig
 from quantize import Scheme, scheme_at
 
 

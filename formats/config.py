@@ -11,15 +11,14 @@ from dataclasses import replace
 
 from formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
 from formats.schema import brief, check_config, check_keys
-from layers.attention import Scores
+from layers.block import Widths
 from layers.feed_forward import GATED, UNGATED
+from layers.flat_config import FlatConfig, LayerEnd, Scores
 from layers.latent import Latent
-from layers.moe import MoEConfig
-from layers.per_layer import LayerEnd
-from layers.rope import Rope
+from layers.moe import MoEVariant
+from layers.rope import RopeVariant
 from layers.shared_kv import SharedKV
 from layers.short_conv import ShortConv
-from layers.widths import Widths
 from model import ModelConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -63,8 +62,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE that makes queries longer is not supported before their norms")
     if any(facts["sparse"]):
-        facts["moe"] = MoEConfig(**{**_experts(c), **family.moe})
-    cfg = ModelConfig(**{**facts, **family.overrides})
+        facts["moe"] = MoEVariant(**{**_experts(c), **family.moe})
+    cfg = FlatConfig(**{**facts, **family.overrides}).with_parts()
     check_config(cfg)
     return cfg, c
 
@@ -228,12 +227,12 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
         raise ValueError(f"'layer_types' is not {n_layer} times one of {', '.join(ropes)}")
     sliding_window = c.get("sliding_window") or None
     window = [sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    rope = [ropes[kind] if family.has_rope(c, i) else Rope(kind="none")
+    rope = [ropes[kind] if family.has_rope(c, i) else RopeVariant(kind="none")
             for i, kind in enumerate(kinds)]
     if thetas := c.get("layer_rope_theta"):        # 0: none there
         if not isinstance(thetas, list) or len(thetas) != n_layer:
             raise ValueError(f"'layer_rope_theta' is {thetas!r}, expected {n_layer} numbers")
-        rope = [replace(r, theta=float(t)) if t else Rope(kind="none")
+        rope = [replace(r, theta=float(t)) if t else RopeVariant(kind="none")
                 for r, t in zip(rope, thetas)]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
     context = max([count(c, "max_position_embeddings"), *stretched])
@@ -319,7 +318,7 @@ def rope_kind(rope: dict) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _ropes(c: dict, family: Family) -> dict[str, Rope]:
+def _ropes(c: dict, family: Family) -> dict[str, RopeVariant]:
     """RoPE by layer type: one for all, or one each for full and sliding attention."""
     rope, theta = stated_rope(c), c.get("rope_theta", 10000.0)
     if is_by_kind(rope):
@@ -331,7 +330,7 @@ def _ropes(c: dict, family: Family) -> dict[str, Rope]:
     return ropes
 
 
-def _rope(c: dict, rope: dict, theta) -> Rope:
+def _rope(c: dict, rope: dict, theta) -> RopeVariant:
     """One RoPE, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     kind = rope_kind(rope)
     kind = "default" if kind == "mrope" else kind  # axes of an image, which are one in text
@@ -354,19 +353,20 @@ def _rope(c: dict, rope: dict, theta) -> Rope:
     if rope.get("head_dim"):                       # only from what respells it
         facts["head_dim"] = rope["head_dim"]
     if kind == "default":
-        return Rope(**facts)
+        return RopeVariant(**facts)
     if kind in ("longrope", "su") or "long_factor" in rope:            # Phi-3 wrote su, and yarn
-        return Rope(**facts | _longrope(rope, factor, original, int(head_dim(c) * partial) // 2))
+        n_freq = int(head_dim(c) * partial) // 2
+        return RopeVariant(**facts | _longrope(rope, factor, original, n_freq))
     if kind in ("linear", "dynamic", "llama3") and not rope.get("factor"):
         raise ValueError(f"RoPE scaling '{kind}' has no 'factor'")
     facts.update(kind=kind, factor=factor)
     if kind in ("linear", "dynamic"):
-        return Rope(**facts)
+        return RopeVariant(**facts)
     if kind == "llama3":
-        return Rope(**facts, low_freq_factor=float(rope.get("low_freq_factor", 1)),
+        return RopeVariant(**facts, low_freq_factor=float(rope.get("low_freq_factor", 1)),
                     high_freq_factor=float(rope.get("high_freq_factor", 4)))
     if kind == "yarn":
-        return Rope(**facts, amplitude=_yarn_amplitude(rope, factor),
+        return RopeVariant(**facts, amplitude=_yarn_amplitude(rope, factor),
                     low_freq_factor=float(rope.get("beta_slow") or 1),
                     high_freq_factor=float(rope.get("beta_fast") or 32),
                     truncate=bool(rope.get("truncate", True)))

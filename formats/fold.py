@@ -23,6 +23,7 @@ from formats.lazy import (
 )
 from formats.parameters import tensor_shapes
 from layers.latent import Latent
+from layers.rope import n_turning
 from layers.shared_kv import SharedKV
 from model import ModelConfig, at
 
@@ -93,7 +94,7 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
 
 
 def _order_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    rotated = int(cfg.head_dim * cfg.rope[0].partial)
+    rotated = n_turning(cfg.rope[0], cfg.head_dim)
     if rotated > cfg.head_dim:
         raise ValueError(f"RoPE is to turn {rotated} numbers of heads that have {cfg.head_dim}")
     if rotated < 2 or rotated % 2:
@@ -164,7 +165,7 @@ def _share_keys(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
     """Norms' weights and biases that a family does not have, slopes that it works out."""
-    if not (folds.constants or cfg.scores.alibi):
+    if not (folds.constants or getattr(cfg.attention, "alibi", False)):
         return
     slopes = alibi_slopes(cfg.n_head, folds.slopes_base) * folds.slopes_scale
     for name, shape in tensor_shapes(cfg).items():

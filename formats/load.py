@@ -36,9 +36,8 @@ from formats.pth import read_ours
 from formats.tied import apart, settle
 from formats.torch_file import read_torch
 from kernels.linear import use_packed_linears
-from layers.moe import ExpertLinear
 from layers.per_layer import FileTable, seen_by_gpu
-from model import Transformer
+from model import ExpertLinear, Transformer
 from quantize import put_quantized_linears, scheme_at
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from formats.lazy import LazyTensor, made_from
 from formats.names import bare
 from layers.latent import Latent
-from model import ModelConfig, Transformer, at, full_norm
+from model import ModelConfig, RMSNorm, Transformer, at, made
 
 # What a head has beside its layer, by every name in use; None: the model's own, once more.
 OWN = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
@@ -42,7 +42,8 @@ class MTPHead(Transformer):
     def __init__(self, cfg: HeadConfig):
         super().__init__(cfg)
         self.embed = self.head = None              # join() brings them
-        self.token_norm, self.hidden_norm = full_norm(cfg), full_norm(cfg)
+        self.token_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.hidden_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.eh_proj = nn.Linear(2 * cfg.dim, cfg.dim, bias=False)
 
     def join(self, model: Transformer) -> None:

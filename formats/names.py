@@ -15,7 +15,7 @@ import torch
 
 from formats.lazy import LazyTensor, index_select, made_from, stack, transpose
 from formats.messages import some
-from layers.delta import SHARED_BY_HEADS
+from layers.delta import BY_HEADS
 from model import ModelConfig
 
 
@@ -82,7 +82,7 @@ def delta_shape(cfg: ModelConfig):
 
 
 def _delta_qkv(cfg):
-    return delta_shape(cfg).split()
+    return delta_shape(cfg).n_rows()
 
 
 def _delta_qkvz(cfg):                              # of one key head
@@ -250,7 +250,7 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
-    *(f"attn.{name}" for name in SHARED_BY_HEADS), "attn.norm")}
+    *(f"attn.{name}" for name in BY_HEADS), "attn.norm")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."

@@ -27,21 +27,26 @@ from formats.parameters import blank_model, disk_names
 from formats.schema import brief, build, check_config
 from formats.torch_file import lazy_tensors
 from formats.whole_file import whole_file
-from layers.attention import Scores
+from layers.attention import AttentionVariant
+from layers.block import BlockVariant, Widths
 from layers.delta import GatedDelta
+from layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
+from layers.feed_forward import FeedForwardVariant
+from layers.flat_config import FlatConfig, LayerEnd, Scores
 from layers.latent import Latent
-from layers.moe import MoEConfig
-from layers.per_layer import LayerEnd
-from layers.rope import Rope
+from layers.moe import MoEVariant, moe_of
+from layers.norms import LogitCap, NormVariant
+from layers.per_layer import PerLayer
+from layers.rope import RopeVariant, rope_of
 from layers.shared_kv import SharedKV
 from layers.short_conv import ShortConv
-from layers.widths import Widths
 from model import ModelConfig
 from quantize import LEAVES
 
-MIXERS = {"gated_delta": GatedDelta, "latent": Latent, "shared_kv": SharedKV,
-          "short_conv": ShortConv}                 # by their `kind`
-VERSION = 1                                        # a newer one is refused
+PARTS = {kind.kind: kind for kind in (
+    AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant, GatedDelta, Latent,
+    LearnedPositions, LogitCap, NormVariant, PerLayer, SharedKV, ShortConv)}
+VERSION = 2                                        # a newer one is refused; 1 had a flat config
 ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
             torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
@@ -84,20 +89,43 @@ def _check_content(content: dict) -> None:
 
 def config_from_dict(d: dict) -> ModelConfig:
     """The config as a .pth stores it. ValueError names what cannot be."""
-    d = _with_parts(d)
-    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
-        d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
-    end, moe = d.get("layer_end"), d.get("moe")
-    mixers, widths = _several(d, "mixer", [None]), _several(d, "widths", [None])
-    parts = {"rope": tuple(build(Rope, _as_tuples(r)) for r in _several(d, "rope")),
-             "mixer": tuple(m if m is None else mixer_from_dict(m) for m in mixers),
-             "widths": tuple(w if w is None else build(Widths, w) for w in widths),
-             "layer_end": end if end is None else build(LayerEnd, end),
-             "scores": build(Scores, d.get("scores")),
-             "moe": moe if moe is None else build(MoEConfig, moe)}
-    cfg = build(ModelConfig, _as_tuples(d), **parts)
+    cfg = config_of_parts(d) if "after_embed" in d else config_of_version_1(d)
     check_config(cfg)
     return cfg
+
+
+def config_of_parts(d: dict) -> ModelConfig:
+    parts = {name: part_from_dict(d.get(name))
+             for name in ("norm", "attention", "ffn", "block", "per_layer", "logit_cap")}
+    for name in ("mixer", "after_embed"):
+        parts[name] = tuple(part_from_dict(part) for part in _several(d, name))
+    return build(ModelConfig, _as_tuples(d), **parts, rope=_ropes(d), moe=_moe(d))
+
+
+def config_of_version_1(d: dict) -> ModelConfig:
+    """Before there were parts; before experts and scores had dictionaries of their own, too."""
+    d = _with_dictionaries(d)
+    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
+        d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
+    end = d.get("layer_end")
+    parts = {"mixer": tuple(part_from_dict(part) for part in _several(d, "mixer", [None])),
+             "widths": _widths(d), "scores": build(Scores, d.get("scores")),
+             "layer_end": end if end is None else build(LayerEnd, end)}
+    flat = build(FlatConfig, _as_tuples(d), **parts, rope=_ropes(d), moe=_moe(d))
+    return flat.with_parts()
+
+
+def _ropes(d: dict) -> tuple:
+    return tuple(rope_of(vars(build(RopeVariant, _as_tuples(r)))) for r in _several(d, "rope"))
+
+
+def _moe(d: dict):
+    moe = d.get("moe")
+    return moe if moe is None else moe_of(vars(build(MoEVariant, moe)))
+
+
+def _widths(d: dict) -> tuple:
+    return tuple(w if w is None else build(Widths, w) for w in _several(d, "widths", [None]))
 
 
 def _as_tuples(d: dict) -> dict:
@@ -113,21 +141,25 @@ def _several(d: dict, name: str, default=None) -> list | tuple:
     return value
 
 
-def mixer_from_dict(d: dict):
+def part_from_dict(d: dict | None):
+    """What replaces a part of the model; None: nothing does."""
+    if d is None:
+        return None
     kind = d.get("kind") if isinstance(d, dict) else d
-    if not isinstance(kind, str) or kind not in MIXERS:
+    if not isinstance(kind, str) or kind not in PARTS:
         raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
-    return build(MIXERS[kind], _as_tuples(d))
+    own = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
+    return build(PARTS[kind], _as_tuples(d), **own)
 
 
-def _with_parts(d: dict) -> dict:
+def _with_dictionaries(d: dict) -> dict:
     """What is said of experts and scores in dictionaries of their own: it was among the rest."""
     if "moe" in d:
         return d
     d = dict(d)
     if "renormalize" in d:                         # its name in the first releases
         d["norm_topk_prob"] = d.pop("renormalize")
-    names = [f.name for f in dataclasses.fields(MoEConfig)]
+    names = {f.name for f in dataclasses.fields(MoEVariant)} - {"activation"}
     experts = {name: d.pop(name) for name in names if name in d}
     scores = dict(cap=d.pop("attn_cap", None), sinks=d.pop("sinks", False))
     return {**d, "moe": experts if experts.get("n_expert") else None, "scores": scores}

@@ -14,12 +14,15 @@ from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
 from formats.messages import brief
+from layers.attention import AttentionVariant
+from layers.block import BlockVariant
 from layers.delta import GatedDelta
-from layers.feed_forward import GATED, UNGATED
+from layers.feed_forward import GATED, UNGATED, FeedForwardVariant
+from layers.moe import SCORES, MoEVariant
 from layers.norms import HEAD_NORMS
-from layers.rope import Rope
+from layers.rope import RopeVariant, n_turning
 from layers.shared_kv import SharedKV
-from model import ModelConfig, at
+from model import ModelConfig, Rope, at, layer_config
 
 WIDEST, MOST_HEADS, MOST_EXPERTS = 1 << 22, 1 << 16, 1 << 14           # no product leaves 64 bits
 MOST_LAYERS, LONGEST, LARGEST = 1000, 1 << 31, 1e30
@@ -188,7 +191,9 @@ def _is_a(value, hint) -> bool:
 
 def check_config(cfg: ModelConfig) -> None:
     """ValueError names what of a config no model can have."""
-    parts = [cfg.scores, *cfg.rope, *cfg.mixer, *cfg.widths, cfg.moe, cfg.layer_end]
+    widths = cfg.block.widths if isinstance(cfg.block, BlockVariant) else (None,)
+    parts = [cfg.attention, *cfg.rope, *cfg.mixer, cfg.block, *widths, cfg.moe, cfg.norm, cfg.ffn,
+             *cfg.after_embed, cfg.per_layer, cfg.logit_cap]
     for part in (cfg, *parts):
         if part is not None:
             check_types(part)
@@ -196,21 +201,26 @@ def check_config(cfg: ModelConfig) -> None:
                  "context"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}, expected a positive integer")
-    for name in ("rope", "window", "sparse", "mixer", "widths"):
-        if not 1 <= len(getattr(cfg, name)) <= cfg.n_layer:
-            raise ValueError(f"{name} is {brief(getattr(cfg, name))}, expected one for each of "
+    tiled = {name: getattr(cfg, name) for name in ("rope", "window", "sparse", "mixer")}
+    for name, values in (tiled | dict(widths=widths)).items():
+        if not 1 <= len(values) <= cfg.n_layer:
+            raise ValueError(f"{name} is {brief(values)}, expected one for each of "
                              f"{cfg.n_layer} layers at most")
-    activations = GATED if cfg.gated else UNGATED
-    _one_of("activation", cfg.activation, activations)
-    _one_of("qk_norm", cfg.qk_norm, (None, "head", *HEAD_NORMS))
+    if isinstance(cfg.ffn, FeedForwardVariant):
+        _one_of("activation", cfg.ffn.activation, GATED if cfg.ffn.gated else UNGATED)
+    if isinstance(cfg.moe, MoEVariant):
+        _one_of("activation", cfg.moe.activation, GATED)
+        _one_of("scores", cfg.moe.scores, SCORES)
+    if isinstance(cfg.attention, AttentionVariant):
+        _one_of("qk_norm", cfg.attention.qk_norm, (None, "head", *HEAD_NORMS))
     if any(cfg.sparse) and cfg.moe is None:
         raise ValueError("layers with experts, and nothing about experts")
     if any(window == 0 for window in cfg.window):
         raise ValueError("a window of 0 positions")
-    for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, cfg.widths))) * 2)):
-        own = at(i, cfg.widths) or cfg
+    for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, widths))) * 2)):
+        own = layer_config(cfg, i)
         _check_heads(cfg.n_head, own.n_kv_head, own.head_dim)
-        _check_rope(at(i, cfg.rope), at(i, cfg.rope).head_dim or cfg.head_dim)
+        _check_rope(at(i, cfg.rope), cfg.head_dim)
         _check_mixer(at(i, cfg.mixer), i)
 
 
@@ -230,17 +240,23 @@ def _check_heads(n_head: int, n_kv_head: int, head_dim: int) -> None:
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
     _one_of("RoPE", rope.kind, ("none", "default", "linear", "dynamic", "llama3", "yarn"))
-    n = int(head_dim * rope.partial)
+    if isinstance(rope, RopeVariant):
+        _check_rope_variant(rope, rope.head_dim or head_dim)
     finite = (rope.theta, rope.factor, rope.amplitude, rope.low_freq_factor, rope.high_freq_factor)
     if not all(map(math.isfinite, finite)) or not (
-            rope.theta > 1 and rope.factor > 0 and 0 <= rope.partial <= 64
-            and rope.original_context > 0):
-        raise ValueError(f"RoPE of base {rope.theta}, factor {rope.factor}, a share of "
-                         f"{rope.partial}, for {rope.original_context} positions is none")
+            rope.theta > 1 and rope.factor > 0 and rope.original_context > 0):
+        raise ValueError(f"RoPE of base {rope.theta}, factor {rope.factor}, "
+                         f"for {rope.original_context} positions is none")
     if rope.kind == "yarn" and min(rope.low_freq_factor, rope.high_freq_factor) <= 0:
         raise ValueError("RoPE 'yarn' needs a beta_slow and a beta_fast above 0")
-    if rope.kind == "dynamic" and n == 2:
+    if rope.kind == "dynamic" and n_turning(rope, head_dim) == 2:
         raise ValueError("RoPE 'dynamic' needs more than two numbers that turn")
+
+
+def _check_rope_variant(rope: RopeVariant, head_dim: int) -> None:
+    if not 0 <= rope.partial <= 64:
+        raise ValueError(f"RoPE of a share of {rope.partial} of a head is none")
+    n = n_turning(rope, head_dim)
     if rope.head_dim is not None and (rope.head_dim < 2 or rope.head_dim % 2):
         raise ValueError(f"RoPE for heads of {rope.head_dim} numbers, expected an even number")
     for divisors in (rope.divisors, rope.long_divisors):

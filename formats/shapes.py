@@ -13,8 +13,7 @@ from formats.config import config_from_hf
 from formats.lazy import LazyTensor
 from formats.mtp import head_config
 from formats.parameters import tensor_shapes
-from layers.rope import Rope
-from model import ModelConfig
+from model import ModelConfig, Rope
 
 
 def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more):
@@ -89,8 +88,8 @@ SHAPES = {
     "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True,
                                  norm_eps=1e-6, rope=(Rope(1e6),)),
     "Qwen3-0.6B": lambda: _llama(1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True,
-                                 qk_norm="head", norm_eps=1e-6, rope=(Rope(1e6),)),
-    "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm="head",
+                                 qk_norm=True, norm_eps=1e-6, rope=(Rope(1e6),)),
+    "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True,
                                norm_eps=1e-6, rope=(Rope(1e6),)),
     "gpt2": lambda: config_from_hf(dict(
         model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257))[0],

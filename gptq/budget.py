@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from formats.parameters import disk_names
 from gptq.solve import nearest
-from layers.moe import ExpertLinear
-from model import Transformer
+from model import ExpertLinear, Transformer
 from quantize import LINEARS, Scheme, scheme_named
 
 N_WINDOW, LENGTH, N_JUDGED = 16, 128, 64           # windows, their tokens, of which the last count

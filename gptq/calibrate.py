@@ -22,8 +22,8 @@ from formats.load import load_part, put_table
 from formats.parameters import blank_model, disk_names
 from gptq.refine import refined
 from gptq.solve import corrected, nearest, output_error, shrunk, solve
-from layers.moe import ExpertLinear
 from layers.shared_kv import SharedAttention
+from model import ExpertLinear
 from quantize import Scheme
 
 # In this order, each with what those before it have become. One stage's linears have equal inputs.

@@ -23,10 +23,12 @@ from kernels.cuda_graph import CudaGraph
 from kernels.few_rows import fuse_layers
 from kernels.guard import guard_of
 from kernels.linear import MatvecLinear
-from kernels.moe import FewRowsMoE, FusedExpertLinear
-from layers.moe import ExpertLinear, MoE
+from kernels.moe import FewRowsMoE, FewRowsRoutedMoE, FusedExpertLinear
+from layers.moe import RoutedMoE
+from model import ExpertLinear, MoE
 
-QUICKER = {nn.Linear: MatvecLinear, ExpertLinear: FusedExpertLinear, MoE: FewRowsMoE}
+QUICKER = {nn.Linear: MatvecLinear, ExpertLinear: FusedExpertLinear, MoE: FewRowsMoE,
+           RoutedMoE: FewRowsRoutedMoE}
 
 
 def compile_steps(model: nn.Module, compile_prefill: bool = False) -> Steps:

@@ -20,6 +20,7 @@ from kernels.cpu_linears import (
     norm_struct,
 )
 from kernels.guard import Stead
+from layers.embedding import ScaledEmbedding
 
 FEW = 64                                           # tokens of which a call may be a decoding step's
 
@@ -47,7 +48,7 @@ class Inputs:
             self.masks.append(cpu_ops.Mask(
                 kind=cpu_ops.MASK, B=1, T=n, n_key=kv_len, window=window or 0, mask=mask))
         embed = model.embed
-        scale = torch.full((), model.cfg.embed_scale, dtype=model.dtype).item()
+        scale = torch.full((), embed_scale_of(model), dtype=model.dtype).item()
         self.embed = self.scales = None
         if isinstance(embed, OperationsEmbedding):
             if embed.scales is not None:
@@ -80,9 +81,7 @@ class Enter(Stead):
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
-        return (not model.rings and model.pos_embed is None
-                and isinstance(model.embed_norm, nn.Identity)
-                and are_floats(model.freq))
+        return not model.rings and embed_scale_of(model) is not None and are_floats(model.freq)
 
     def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
         is_long = tokens.dtype == pos.dtype == torch.int64
@@ -100,10 +99,19 @@ class Enter(Stead):
         inputs.fill(tokens, pos)
         x, parts, n = inputs.x, inputs.parts, 2 * len(inputs.angles)
         if inputs.embed is None:
-            x = self.model.embed(tokens)
-            x = x * x.new_full((), self.model.cfg.embed_scale)
+            x = self.model.embed_tokens(tokens, pos)
         masks = (part for mask in parts[n:] for part in (pos, mask))
-        return x, *parts[:n], *masks, *self.model.per_layer(tokens, x)
+        own = [] if isinstance(self.model.per_layer, nn.Identity) else [
+            self.model.per_layer(tokens, x)]
+        return x, *parts[:n], *masks, *own
+
+
+def embed_scale_of(model: nn.Module) -> float | None:
+    """What embeddings are multiplied by; None where they go through anything else."""
+    parts = [getattr(model, name) for name in model.after_embed]
+    if not parts:
+        return 1.0
+    return parts[0].factor if [type(part) for part in parts] == [ScaledEmbedding] else None
 
 
 class Leave(Stead):

@@ -25,7 +25,8 @@ from kernels.cpu_linears import (
 )
 from kernels.linear import PackedLinear
 from layers.feed_forward import GATED
-from layers.moe import BesideMoE, ExpertLinear, MoE
+from layers.moe import BesideMoE, RoutedMoE
+from model import ExpertLinear, MoE
 
 
 def fits_experts(moe: nn.Module) -> bool:
@@ -33,7 +34,7 @@ def fits_experts(moe: nn.Module) -> bool:
     if isinstance(experts := vars(moe).get("experts"), Experts):
         return experts.are_those_of(moe)
     linears = moe.gate, moe.up, moe.down
-    return (type(moe) in (MoE, BesideMoE) and moe.activation in GATED.values()
+    return (type(moe) in (MoE, RoutedMoE, BesideMoE) and moe.activation in GATED.values()
             and all(map(fits_leaves, linears)) and not any(map(is_packed, linears)))
 
 

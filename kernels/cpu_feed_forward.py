@@ -14,9 +14,11 @@ from kernels import cpu_ops
 from kernels.cpu_experts import fits_experts
 from kernels.cpu_linears import fits_linear, fits_norm, norm_struct, shape_of
 from kernels.linear import PackedLinear
+from layers.block import norm_behind
 from layers.feed_forward import GATED, UNGATED
-from layers.moe import BesideMoE, MoE, softmax
+from layers.moe import BesideMoE, RoutedMoE, softmax
 from layers.norms import Scale
+from model import MoE
 
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 
@@ -53,7 +55,7 @@ class DenseHalf:
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        norms = layer.ffn_norm, layer.post_ffn_norm
+        norms = layer.ffn_norm, norm_behind(layer, "ffn")
         return is_feed_forward(layer.ffn) and all(map(fits_norm, norms))
 
     def widths(self, width_of) -> dict[str, int]:
@@ -62,7 +64,8 @@ class DenseHalf:
     def add_to(self, ops) -> None:
         ffn, x = ops.parts.ffn, None if ops.parallel else "x1"
         ops.linear(f"ffn.{self.up}", x, "hidden", ops.parts.ffn_norm, **up_options(ffn))
-        ops.branch("ffn.down", "hidden", "x1", "x2", ffn, ops.parts.post_ffn_norm)
+        ops.branch("ffn.down", "hidden", "x1", "x2", ffn,
+                   norm_behind(ops.parts, "ffn"))
 
 
 class MixtureHalf:
@@ -73,9 +76,9 @@ class MixtureHalf:
     def __init__(self, layer: nn.Module):
         moe = layer.ffn
         self.linears = ["router", "experts.gate_up", "experts.down"]
-        if moe.shared is not None:
+        if shared_of(moe) is not None:
             self.linears += ["shared.gate_up", "shared.down"]
-        if moe.shared_expert_gate is not None:
+        if shared_gate_of(moe) is not None:
             self.linears.append("shared_expert_gate")
         self.n_expert, self.n_active = moe.n_expert, moe.n_active
         self.ends = torch.zeros(moe.n_expert, dtype=torch.int32)
@@ -85,12 +88,12 @@ class MixtureHalf:
         moe = layer.ffn
         if not fits_experts(moe) or any(m._forward_hooks for m in moe.modules()):
             return False
-        linears = [moe.router, moe.shared_expert_gate or moe.router]
-        norms = [layer.ffn_norm, layer.post_ffn_norm]
+        linears = [moe.router, shared_gate_of(moe) or moe.router]
+        norms = [layer.ffn_norm, norm_behind(layer, "ffn")]
         if isinstance(moe, BesideMoE):
             norms += [moe.norm, moe.shared_norm, moe.router_norm, moe.post_norm,
                       moe.post_shared_norm]
-        shared_fits = moe.shared is None or is_feed_forward(moe.shared)
+        shared_fits = shared_of(moe) is None or is_feed_forward(shared_of(moe))
         return shared_fits and all(map(fits_linear, linears)) and all(map(fits_norm, norms))
 
     def widths(self, width_of) -> dict[str, int]:
@@ -116,15 +119,15 @@ class MixtureHalf:
                    ends=self.ends, **up)
         ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A, ends=self.ends)
         shared = gate = None
-        if moe.shared is not None:
+        if shared_of(moe) is not None:
             ops.linear("ffn.shared.gate_up", x, "shared_hidden", shared_norm,
                        **up_options(moe.shared))
             ops.linear("ffn.shared.down", "shared_hidden", "shared_out")
             shared = at["shared_out"]
-        if moe.shared_expert_gate is not None:
+        if shared_gate_of(moe) is not None:
             ops.linear("ffn.shared_expert_gate", x, "share", shared_norm)
             gate = at["share"]
-        post = ops.parts.post_ffn_norm
+        post = norm_behind(ops.parts, "ffn")
         own_norms = (moe.post_norm, moe.post_shared_norm) if beside else 2 * (nn.Identity(),)
         ops.add(cpu_ops.Combine(
             kind=cpu_ops.COMBINE, D=ops.dim, A=A, factor=factor_of(post),
@@ -134,15 +137,26 @@ class MixtureHalf:
             out=at["x2"]))
 
     def add_choice(self, ops, moe: nn.Module) -> None:
-        at = ops.at
+        at, router = ops.at, dict(n_group=1, topk_group=1, group_top=2, factor=1.0)
+        if isinstance(moe, RoutedMoE):
+            router = dict(n_group=moe.n_group, topk_group=moe.topk_group, group_top=moe.group_top,
+                          factor=moe.routed_scale, by_sigmoid=moe.scores is not softmax)
         ops.add(cpu_ops.Route(
-            kind=cpu_ops.ROUTE, E=self.n_expert, A=self.n_active, n_group=moe.n_group,
-            topk_group=moe.topk_group, group_top=moe.group_top, factor=moe.routed_scale,
-            by_sigmoid=moe.scores is not softmax, normalized=moe.norm_topk_prob,
-            logits=at["logits"], bias=moe.choice_bias,
+            kind=cpu_ops.ROUTE, E=self.n_expert, A=self.n_active, **router,
+            normalized=moe.norm_topk_prob, logits=at["logits"],
+            bias=getattr(moe, "choice_bias", None),
             expert_scale=getattr(moe, "expert_scale", None), prob=at["prob"],
             place=at["place"].view(torch.int32), order=at["order"].view(torch.int32),
             ends=self.ends))
+
+
+def shared_of(moe: nn.Module) -> nn.Module | None:
+    """The expert that serves every token."""
+    return getattr(moe, "shared", None)
+
+
+def shared_gate_of(moe: nn.Module) -> nn.Module | None:
+    return getattr(moe, "shared_expert_gate", None)
 
 
 def up_options_of_experts(moe: nn.Module) -> dict:

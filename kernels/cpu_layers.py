@@ -35,9 +35,10 @@ from kernels.cpu_linears import (
 from kernels.cpu_mixers import FEW, mixer_of
 from kernels.guard import Guard, Stead, guard_of, undo
 from kernels.linear import PackedEmbedding
-from layers.moe import MoE
+from layers.block import ParallelBlock, norm_behind
 from layers.norms import Scale
 from layers.shared_kv import SharedAttention
+from model import MoE
 
 NARROW = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden", "end_hidden"}
                                                    # buffers that one product alone reads
@@ -214,13 +215,13 @@ class Operations:
     def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
         layer, x = self.parts, self.x
         y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), rope, slot, mask, batch_idx)
-        self.call.rows("x1").copy_(x + layer.post_attn_norm(y))
+        self.call.rows("x1").copy_(x + norm_behind(layer, "attn")(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.parts, self.call.rows("x1")
         x = self.x if self.parallel else attended
         y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
-        self.call.rows("x2").copy_(attended + layer.post_ffn_norm(y))
+        self.call.rows("x2").copy_(attended + norm_behind(layer, "ffn")(y))
 
     def plain_end(self, rope, slot, mask, batch_idx, *own) -> None:
         x = self.call.rows("x2")
@@ -270,7 +271,8 @@ class OperationsLayer(Stead):
         super().__init__(guard, layer, "forward")
         self.layer, self.first, self.last = layer, False, False
         self.owner = cache_owner(layer.attn)
-        self.parallel, self.dim = cfg.parallel, cfg.dim    # parallel: both halves read x
+        self.parallel = isinstance(layer, ParallelBlock)   # both halves read x
+        self.dim = cfg.dim
         self.has_end = has_end(layer)
         kinds = mixer_of(layer), feed_forward_of(layer), EndHalf
         self.is_known, self.linears = halves, {}   # name -> OperationsLinear

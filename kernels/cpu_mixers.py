@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels import cpu_ops
 from kernels.cpu_experts import fits_head_matrices
 from kernels.cpu_linears import fits_linear, fits_norm, norm_struct
+from layers.block import norm_behind
 from layers.delta import DeltaNet
 from layers.latent import AnyWidths, LatentAttention
 from layers.norms import SoftCap, WideNorm
@@ -42,7 +43,7 @@ class AttentionMixer:
         if getattr(attend, "slopes", None) is not None:
             return False
         others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
-        norms = layer.attn_norm, *others, layer.post_attn_norm
+        norms = layer.attn_norm, *others, norm_behind(layer, "attn")
         return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
     def widths(self, width_of) -> dict[str, int]:
@@ -54,7 +55,8 @@ class AttentionMixer:
         for name in self.before:
             ops.linear(f"attn.{name}", None, name, norm)
         ops.at_positions(self.operation(attn, ops.at))
-        ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
+        ops.branch("attn.wo", "attended", None, "x1", attn,
+                   norm_behind(ops.parts, "attn"))
 
     def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> cpu_ops.Attention:
         """at: buffers by the linears' names, and "attended"."""
@@ -93,7 +95,7 @@ class LatentMixer:
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         attn = layer.attn
-        norms = layer.attn_norm, layer.post_attn_norm, attn.kv_a_norm
+        norms = layer.attn_norm, norm_behind(layer, "attn"), attn.kv_a_norm
         if attn.has_q_rank:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
@@ -129,7 +131,8 @@ class LatentMixer:
             v_cache=cache, out=ops.at["latents"]))
         ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank, x_step=self.rank,
                    out_stride=N * attn.v_dim, out_step=attn.v_dim)
-        ops.branch("attn.wo", "attended", None, "x1", attn, ops.parts.post_attn_norm)
+        ops.branch("attn.wo", "attended", None, "x1", attn,
+                   norm_behind(ops.parts, "attn"))
 
 
 class DeltaMixer:
@@ -148,7 +151,7 @@ class DeltaMixer:
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
         lanes = cpu_ops.block_rows() // 2
         whole = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
-        norms = layer.attn_norm, layer.post_attn_norm
+        norms = layer.attn_norm, norm_behind(layer, "attn")
         return (whole and attn.shape.n_tap <= cpu_ops.MOST_TAPS and all(map(fits_norm, norms))
                 and all(map(fits_linear, linears)))
 
@@ -178,7 +181,8 @@ class ShortConvMixer:
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        linears, norms = (layer.attn.wbcx, layer.attn.wo), (layer.attn_norm, layer.post_attn_norm)
+        linears = layer.attn.wbcx, layer.attn.wo
+        norms = layer.attn_norm, norm_behind(layer, "attn")
         return all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
     widths = AttentionMixer.widths

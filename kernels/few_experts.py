@@ -17,7 +17,8 @@ from kernels.cuda import INT4_CUDA, INT8_CUDA
 from kernels.linear import PackedLinear
 from kernels.matvec import FUSED_ACTIVATIONS, matvec
 from layers.feed_forward import GATED
-from layers.moe import SCORES, ExpertLinear, MoE
+from layers.moe import SCORES, RoutedMoE
+from model import ExpertLinear, MoE
 
 
 def leaves(linear: nn.Module) -> tuple | None:
@@ -38,8 +39,9 @@ class StackedGates:
 
 def stack_gates(moe: MoE) -> StackedGates | None:
     """None where the kernels know no such weights, activation or router. In place."""
-    plain = moe.scores is SCORES["softmax"] and moe.choice_bias is None and moe.routed_scale == 1
-    if not plain or moe.n_group > 1:
+    if isinstance(moe, RoutedMoE) and not (
+            moe.scores is SCORES["softmax"] and moe.choice_bias is None
+            and moe.routed_scale == 1 and moe.n_group == 1):
         return None
     name = next(name for name, function in GATED.items() if function is moe.activation)
     if name not in FUSED_ACTIVATIONS or not all(map(leaves, (moe.router, moe.down))):
@@ -71,7 +73,7 @@ def few_experts(moe: MoE, x: Tensor, norm: nn.Module | None) -> Tensor:
                     moe.n_active)
     y = matvec(hidden, *leaves(moe.down), moe.down.bias, ids=ids)
     y = (y.float() * prob[:, None]).unflatten(0, (-1, moe.n_active)).sum(1).type_as(x)
-    if moe.shared is None:
+    if getattr(moe, "shared", None) is None:
         return y
     flat = x if norm is None else norm(x)
     return y + moe.share(flat)

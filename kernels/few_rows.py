@@ -14,9 +14,11 @@ from kernels.cached_attention import MOST_QUERIES, cached_attention
 from kernels.few_experts import few_experts, leaves, stack_gates
 from kernels.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
 from kernels.private import is_compiling
+from layers.attention import AttentionVariant
+from layers.block import NOTHING, BlockVariant, norm_behind
 from layers.feed_forward import GATED
-from layers.moe import MoE
 from layers.norms import HeadLayerNorm, LayerNorm, WideNorm
+from model import MoE
 
 MOST_BATCH = 256
 
@@ -42,10 +44,13 @@ def fuse_layers(model: nn.Module) -> None:
 
 def knows(cfg) -> bool:
     """Are attention and the order of a layer's parts as the kernels have them?"""
-    scores = cfg.scores
-    others = (cfg.parallel, cfg.attn_gate, cfg.clip_qkv, scores.alibi, scores.gains, scores.growth,
-              any(cfg.mixer), any(cfg.widths), cfg.layer_end, cfg.v_norm)
-    return not any(others) and cfg.qk_norm in (None, "head", "wide")
+    block, attention = cfg.block or BlockVariant(), cfg.attention or AttentionVariant()
+    if not isinstance(block, BlockVariant) or not isinstance(attention, AttentionVariant):
+        return False
+    others = (block.parallel, block.end, any(block.widths), attention.gate, attention.clip,
+              attention.v_norm, attention.alibi, attention.gains, attention.growth,
+              any(cfg.mixer))
+    return not any(others) and attention.qk_norm in (None, "wide")
 
 
 def is_rms_norm(norm: nn.Module) -> bool:
@@ -58,18 +63,20 @@ class FewRows:
     """What the kernels can do of a layer, by its config."""
 
     def __init__(self, cfg, attn: nn.Module, window: int | None):
-        self.norm = cfg.pre_norm and not cfg.layer_norm
-        self.qk_norm = cfg.qk_norm == "head"
-        self.wide_norm = cfg.qk_norm == "wide"
+        has_pre_norm = cfg.block is None or cfg.block.pre_norm
+        self.norm = has_pre_norm and cfg.norm is None
+        self.qk_norm = cfg.qk_norm
+        self.wide_norm = cfg.attention is not None and cfg.attention.qk_norm == "wide"
         self.group = attn.split[0] // attn.split[1]
         self.ring = window is not None             # or may be: then slots beyond the last have keys
-        self.activation = cfg.activation if cfg.activation in FUSED_ACTIVATIONS else ""
-        self.cap = cfg.scores.cap
+        activation = "silu" if cfg.ffn is None else getattr(cfg.ffn, "activation", "")
+        self.activation = activation if activation in FUSED_ACTIVATIONS else ""
+        self.cap = cfg.attention and cfg.attention.cap
 
     def is_of(self, layer: nn.Module) -> bool:
         """Has it the parts that its config says? They may have been exchanged since."""
         attn = layer.attn
-        if not hasattr(attn, "attend") or attn.gate is not None:
+        if not hasattr(attn, "attend") or getattr(attn, "gate", None) is not None:
             return False
         attend = getattr(attn.attend, "plain", attn.attend)
         norms = [attn.q_norm, attn.k_norm]
@@ -80,7 +87,7 @@ class FewRows:
             return False
         if not all(kind(n) if kind is is_rms_norm else isinstance(n, kind) for n in norms):
             return False
-        others = [attn.clip, attn.v_norm]
+        others = [getattr(attn, name, NOTHING) for name in ("clip", "v_norm")]
         cap = getattr(getattr(attend, "cap", None), "cap", None)
         return (all(isinstance(other, nn.Identity) for other in others)
                 and hasattr(attend, "scale") and cap == self.cap
@@ -114,20 +121,20 @@ def fused(kind: type) -> type:
             y = cached_attention(
                 qkv, *norms, *rope, mask, slot, attn.cache.k, attn.cache.v,
                 getattr(attend, "sinks", None), self.arrivals, attend.scale, few.cap, eps, few.ring)
-            x = branch(attn, attn.wo, y, x, self.post_attn_norm)
+            x = branch(attn, attn.wo, y, x, norm_behind(self, "attn"))
             ffn = self.ffn
             if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MOST_ROWS:
                 fusable = few.norm and x.shape[:-1].numel() == 1
                 flat = (x if fusable else self.ffn_norm(x)).flatten(0, 1)
                 y = few_experts(ffn, flat, self.ffn_norm if fusable else None)
-                return x + self.post_ffn_norm(hooked(ffn, y.view_as(x)))
+                return x + norm_behind(self, "ffn")(hooked(ffn, y.view_as(x)))
             if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
-                return x + self.post_ffn_norm(ffn(self.ffn_norm(x)))
+                return x + norm_behind(self, "ffn")(ffn(self.ffn_norm(x)))
             activation = few.activation if ours(ffn.gate_up, x) else ""
             h = project(ffn.gate_up, x, self.ffn_norm, few.norm, activation)
             if not activation:
                 h = ffn.activation(*h.chunk(2, dim=-1))
-            return branch(ffn, ffn.down, h, x, self.post_ffn_norm)
+            return branch(ffn, ffn.down, h, x, norm_behind(self, "ffn"))
     return FusedLayer
 
 

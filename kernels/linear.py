@@ -21,7 +21,7 @@ from kernels.matvec import MOST_ROWS, matvec
 from kernels.moe import packed_rows
 from kernels.plain import PLAIN, Kernel
 from kernels.private import is_compiling
-from layers.moe import grouped_mm
+from model import grouped_mm
 from quantize import (
     Int4,
     Int8,

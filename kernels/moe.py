@@ -14,18 +14,27 @@ from kernels.cuda import has_kernels
 from kernels.matvec import matvec
 from kernels.plain import PLAIN, Kernel
 from kernels.private import is_compiling
-from layers.moe import ExpertLinear, MoE
+from layers.moe import RoutedMoE
+from model import ExpertLinear, MoE
 from quantize import dequantize
 
 KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU)}
 
 
-class FewRowsMoE(MoE):
+class FewRows:
     """No more rows than experts, compiled: one by one."""
 
     def takes_rows_one_by_one(self, x, n_row):
         few = is_compiling() and n_row <= self.n_expert
         return few or super().takes_rows_one_by_one(x, n_row)
+
+
+class FewRowsMoE(FewRows, MoE):
+    pass
+
+
+class FewRowsRoutedMoE(FewRows, RoutedMoE):
+    pass
 
 
 class FusedExpertLinear(ExpertLinear):

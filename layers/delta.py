@@ -16,16 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.part import IN, OUT, Part
 from layers.recurrent import StateRing, last_tokens
 
 CHUNK = 64                                         # tokens whose updates are solved for at once
-# What the ranks of tensor parallelism share by its rows: whole heads (tp.py).
-SHARED_BY_HEADS = ("q", "k", "v", "conv_q", "conv_k", "conv_v", "beta", "decay", "decay_bias",
-                   "decay_rate")
+# What has a row or several for each head.
+BY_HEADS = ("q", "k", "v", "conv_q", "conv_k", "conv_v", "beta", "decay", "decay_bias",
+            "decay_rate")
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(Part):
     """The layer's shape: each of the key heads serves n_v_head / n_k_head heads of values."""
 
     n_k_head: int
@@ -35,7 +36,9 @@ class GatedDelta:
     n_tap: int = 4                                 # tokens that the convolution sees, itself too
     kind: str = "gated_delta"                      # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
+    split = {**dict.fromkeys(BY_HEADS, OUT), "gate": OUT, "wo": IN}    # whole heads
+
+    def make(self, cfg, earlier=()) -> nn.Module:
         return DeltaNet(cfg.dim, self, cfg.norm_eps)
 
     def shard(self, n: int) -> "GatedDelta":
@@ -46,7 +49,7 @@ class GatedDelta:
         """What n ranks can only share evenly."""
         return {"number of DeltaNet key heads": self.n_k_head}
 
-    def split(self) -> tuple[int, int, int]:
+    def n_rows(self) -> tuple[int, int, int]:
         """Rows of queries, keys and values."""
         keys = self.n_k_head * self.k_dim
         return keys, keys, self.n_v_head * self.v_dim
@@ -56,7 +59,7 @@ class DeltaNet(nn.Module):
     def __init__(self, dim: int, shape: GatedDelta, eps: float):
         super().__init__()
         self.shape, self.eps = shape, eps
-        self.split = shape.split()
+        self.split = shape.n_rows()
         n_value, n_head, fp32 = self.split[2], shape.n_v_head, torch.float32
         self.qkv = nn.Linear(dim, sum(self.split), bias=False)
         self.gate = nn.Linear(dim, n_value, bias=False)

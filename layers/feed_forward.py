@@ -1,15 +1,34 @@
-"""Activations, and the feed-forward layer without a gate (GPT-2).
+"""Activations other than a Llama's, and the feed-forward layer without a gate (GPT-2).
 
 An activation is a function, or a module where it has learned numbers of its own (xIELU).
+
+    cfg = replace(cfg, ffn=FeedForwardVariant("gelu", gated=False))
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.part import Part
+from model import FeedForward, swiglu
 
-def swiglu(gate, up):
-    return F.silu(gate) * up
+
+@dataclass(frozen=True)
+class FeedForwardVariant(Part):
+    """activation: of GATED, or of UNGATED where act(up) stands for act(gate) * up."""
+
+    activation: str = "silu"
+    gated: bool = True
+    kind: str = "feed_forward"                     # what a .pth calls it
+
+    def make(self, cfg, ffn_dim: int) -> nn.Module:
+        if not self.gated:
+            return UngatedFeedForward(cfg, ffn_dim, self.activation)
+        ffn = FeedForward(cfg, ffn_dim)
+        ffn.activation = GATED[self.activation]
+        return ffn
 
 
 def clamped_swiglu(gate, up):                      # gpt-oss: alpha 1.702, limit 7
@@ -54,12 +73,17 @@ UNGATED = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "relu2": relu
 class UngatedFeedForward(nn.Module):
     """down(act(up(x)))"""
 
-    def __init__(self, cfg, ffn_dim: int):
+    def __init__(self, cfg, ffn_dim: int, activation: str):
         super().__init__()
         self.up = nn.Linear(cfg.dim, ffn_dim, bias=cfg.mlp_bias)
         self.down = nn.Linear(ffn_dim, cfg.dim, bias=cfg.mlp_bias)
-        activation = UNGATED[cfg.activation]
+        activation = UNGATED[activation]
         self.activation = activation() if isinstance(activation, type) else activation
 
     def forward(self, x):
         return self.down(self.activation(self.up(x)))
+
+
+def gated_activation(cfg):
+    """(gate, up) -> hidden, of the model's dense layers and of what else is gated as they are."""
+    return swiglu if cfg.ffn is None else GATED[cfg.ffn.activation]

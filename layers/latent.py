@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.attention import attention
-from layers.moe import ExpertLinear
+from layers.attention import AttentionVariant
 from layers.norms import VectorNorm
-from layers.rope import rotate
-from layers.window import row_index
+from layers.part import HEAD, IN, OUT, Part
+from model import ExpertLinear, rotate, row_index
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(Part):
     """The widths. A head's keys are [nope | rope]; rope's width is ModelConfig.head_dim."""
 
     q_rank: int | None                             # of queries' own latent; None: they have none
@@ -30,15 +29,10 @@ class Latent:
     v_dim: int
     kind: str = "latent"                           # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
+    split = {"wq": OUT, "wq_b": OUT, "wk_b": HEAD, "wv_b": HEAD, "wo": IN}
+
+    def make(self, cfg, earlier=()) -> nn.Module:
         return LatentAttention(cfg, self)
-
-    def shard(self, n: int) -> "Latent":
-        """The layer of one of n ranks, which share its heads: the latent is everyone's."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        return {}
 
     def cheapest_absorbed(self, rope_dim: int) -> int:
         """Up to how many new tokens a call is cheaper with the up-projections absorbed.
@@ -131,9 +125,11 @@ class LatentAttention(nn.Module):
         self.wk_b = HeadLinear(cfg.n_head, latent.nope_dim, latent.kv_rank)
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)
-        scale = (latent.nope_dim + cfg.head_dim)**-0.5
-        scale = scale if cfg.attn_scale is None else cfg.attn_scale
-        self.attend = attention(cfg, AnyWidths(scale))
+        self.attend = AnyWidths((latent.nope_dim + cfg.head_dim)**-0.5)
+        if isinstance(cfg.attention, AttentionVariant):        # how scores differ from these
+            if cfg.attention.scale is not None:
+                self.attend.scale = cfg.attention.scale
+            self.attend = cfg.attention.attend(cfg, self.attend)
         self.cache = None                          # without one, a call sees its own keys only
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:

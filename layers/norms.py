@@ -1,7 +1,9 @@
 """Norms and factors that a Llama does not have: LayerNorm, norms with weights for all heads, caps.
 
-Each is a module that model.py picks by its config; none has a choice of its own.
+    cfg = replace(cfg, norm=NormVariant(), logit_cap=LogitCap(30.0))
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,7 @@ class HeadLayerNorm(nn.Module):
         return (h.flatten(-2) * self.weight).type_as(x).view_as(x)
 
 
-HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # ModelConfig.qk_norm: with N H weights
+HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # AttentionVariant.qk_norm: N H weights
 
 
 class VectorNorm(nn.RMSNorm):
@@ -59,6 +61,16 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x):
         return super().forward(x.float()).type_as(x)
+
+
+@dataclass(frozen=True)
+class NormVariant:
+    """LayerNorm wherever a Llama has RMSNorm over the model's width."""
+
+    kind: str = "layer_norm"                       # what a .pth calls it
+
+    def make(self, dim: int, eps: float) -> nn.Module:
+        return LayerNorm(dim, eps)
 
 
 class Scale(nn.Module):
@@ -94,6 +106,17 @@ class SoftCap(nn.Module):
         return self.cap * torch.tanh(x / self.cap)
 
 
+@dataclass(frozen=True)
+class LogitCap:
+    """Logits end at cap * tanh(logit / cap)."""
+
+    cap: float
+    kind: str = "soft_cap"                         # what a .pth calls it
+
+    def make(self) -> nn.Module:
+        return SoftCap(self.cap)
+
+
 # ---- The same, or nothing where a config has none ------------------------------------------------
 
 def rescale(factor: float) -> nn.Module:
@@ -104,8 +127,8 @@ def clip(limit: float | None) -> nn.Module:
     return Clip(limit) if limit else nn.Identity()
 
 
-def value_norm(cfg) -> nn.Module:
-    return VectorNorm(cfg.head_dim, cfg.norm_eps, weighted=False) if cfg.v_norm else nn.Identity()
+def value_norm(head_dim: int, eps: float) -> nn.Module:
+    return VectorNorm(head_dim, eps, weighted=False)
 
 
 def soft_cap(cap: float | None) -> nn.Module:

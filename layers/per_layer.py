@@ -5,7 +5,7 @@ per token of it. So on a CPU it stays in the checkpoint's file: FileTable in pla
 Beside an NVIDIA GPU it is in the host's memory, from where kernels read rows themselves.
 Owns the layer's end too, where such a vector comes in, and the number that scales a layer's output.
 
-    own, = per_layer(tokens, x)                    # [B, T], [B, T, D] -> [B, T, L, P]
+    own = per_layer(tokens, x)                     # [B, T], [B, T, D] -> [B, T, L, P]
     x = end(x, own[:, :, i])
 """
 
@@ -16,23 +16,27 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from layers.feed_forward import GATED
+from layers.feed_forward import gated_activation
 from layers.norms import VectorNorm
 
 
 @dataclass(frozen=True)
-class LayerEnd:
-    """What follows a layer's two branches: a factor for all of x, before it perhaps a third branch.
-    """
+class PerLayer:
+    """A table of each layer's vectors, and the branch of a block in which they come in."""
 
-    dim: int = 0                                   # P, of a layer's vector for a token; 0: no such
-    vocab_size: int = 0                            # of their table
+    dim: int                                       # P, of a layer's vector for a token
+    vocab_size: int                                # of their table
+    kind: str = "per_layer"                        # what a .pth calls it
+
+    def make(self, cfg) -> nn.Module:
+        return PerLayerEmbedding(cfg)
 
 
 class End(nn.Module):
     """(x + norm(down(act(gate(x)) * own))) * scale"""
 
     def __init__(self, cfg, norm: nn.Module, dim: int):
+        """dim 0: the scale alone."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
         self.dim, self.gate = dim, None
@@ -40,7 +44,7 @@ class End(nn.Module):
             self.gate = nn.Linear(cfg.dim, dim, bias=False)
             self.down = nn.Linear(dim, cfg.dim, bias=False)
             self.norm = norm
-            self.activation = GATED[cfg.activation]
+            self.activation = gated_activation(cfg)
 
     def forward(self, x, own=None):
         if self.gate is not None:
@@ -48,38 +52,23 @@ class End(nn.Module):
         return x * self.scale.type_as(x)
 
 
-def layer_end(cfg, norm: Callable) -> nn.Module:
-    """norm(cfg): over the whole width D."""
-    return nn.Identity() if cfg.layer_end is None else End(cfg, norm(cfg), cfg.layer_end.dim)
-
-
 class PerLayerEmbedding(nn.Module):
     """(norm(project(x) / sqrt(D)) + embed(tokens) sqrt(P)) / sqrt(2) for each layer."""
 
     def __init__(self, cfg):
         super().__init__()
-        end, self.n_layer = cfg.layer_end, cfg.n_layer
-        self.token_scale, self.context_scale = end.dim**0.5, cfg.dim**-0.5
-        blank = torch.empty(end.vocab_size, cfg.n_layer * end.dim)
+        dim, self.n_layer = cfg.per_layer.dim, cfg.n_layer
+        self.token_scale, self.context_scale = dim**0.5, cfg.dim**-0.5
+        blank = torch.empty(cfg.per_layer.vocab_size, cfg.n_layer * dim)
         self.embed = nn.Embedding.from_pretrained(blank)
-        self.project = nn.Linear(cfg.dim, cfg.n_layer * end.dim, bias=False)
-        self.norm = VectorNorm(end.dim, cfg.norm_eps)
+        self.project = nn.Linear(cfg.dim, cfg.n_layer * dim, bias=False)
+        self.norm = VectorNorm(dim, cfg.norm_eps)
 
     def forward(self, tokens, x):
         of_token = self.embed(tokens) * self.token_scale
         of_context = self.project(x) * self.context_scale                  # [B, T, L P]
         of_token, of_context = (t.unflatten(-1, (self.n_layer, -1)) for t in (of_token, of_context))
-        return (self.norm(of_context) + of_token) * 2**-0.5,               # [B, T, L, P]
-
-
-class NoPerLayerEmbedding(nn.Module):
-    def forward(self, tokens, x):
-        return ()
-
-
-def per_layer_embedding(cfg) -> nn.Module:
-    has_one = cfg.layer_end is not None and cfg.layer_end.dim
-    return PerLayerEmbedding(cfg) if has_one else NoPerLayerEmbedding()
+        return (self.norm(of_context) + of_token) * 2**-0.5                # [B, T, L, P]
 
 
 # ---- A table that stays in its file -------------------------------------------------------------

@@ -15,7 +15,7 @@ Knows no layer's math.
 import torch
 from torch import Tensor, nn
 
-from layers.window import row_index
+from model import row_index
 
 
 def max_rewind(model: nn.Module) -> int | None:

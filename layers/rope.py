@@ -1,126 +1,59 @@
-"""RoPE: its frequencies, stretched to a context longer than the one trained on, and its turning.
+"""RoPE that a Llama does not have: of part of a head, with factors by frequency, or none.
 
-Owns what transformers calls rope_scaling.
-
-    cos, sin = cos_sin(pos, frequencies(ropes, head_dim, length), amplitudes(ropes, head_dim))
-    q = rotate(q, cos, sin)
+Owns what of transformers' rope_scaling model.Rope does not: longrope, partial_rotary_factor, and
+the factors that a GGUF states.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import Rope
+
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: the base, and how its frequencies are stretched to a longer context."""
+class RopeVariant(Rope):
+    """kind "none": nothing turns. divisors take the place of what `kind` does to frequencies."""
 
-    theta: float = 10000.0
-    kind: str = "default"                          # linear | dynamic | llama3 | yarn | none
-    factor: float = 1.0
-    low_freq_factor: float = 1.0                   # llama3, yarn (beta_slow, beta_fast): waves that
-    high_freq_factor: float = 4.0                  # turn less often than low in the original
-    original_context: int = 8192                   # context are stretched, more than high kept
-    truncate: bool = True                          # yarn: round the ends of the ramp in between
-    amplitude: float = 1.0                         # of cos and sin (yarn, longrope)
     partial: float = 1.0                           # the share of a head that turns
     divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files)
     long_divisors: tuple[float, ...] | None = None # the same, beyond original_context
     head_dim: int | None = None                    # of its layers; None: the model's
 
+    def frequencies(self, head_dim: int, length: int = 0) -> Tensor:
+        """As model.Rope; narrower heads than the model's widest have fewer."""
+        head_dim = self.head_dim or head_dim
+        n = n_turning(self, head_dim)                # the rest of a head stands still
+        if self.divisors is not None:
+            use_long = self.long_divisors and length > self.original_context
+            divisors = self.long_divisors if use_long else self.divisors
+            freq = self.unstretched(n, length) / torch.tensor(divisors, device="cpu")
+        elif self.kind == "none":
+            freq = torch.zeros_like(self.unstretched(n, length))
+        else:
+            freq = super().frequencies(n, length)
+        return F.pad(freq, (0, head_dim // 2 - n // 2))
 
-def rotate(x, cos, sin):
-    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, ≥ H/2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = cos[..., :a.shape[-1]], sin[..., :a.shape[-1]]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
-
-
-def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
-    """pos [T] or [B, T], freq, amplitude [R, H / 2] -> each RoPE's cos and sin [(B, 1,) T, H/2]."""
-    angles = (pos[..., None, None].float() * freq).unbind(-2)              # R of [(B,) T, H/2]
-    if pos.dim() == 2:
-        angles = [a[:, None] for a in angles]      # broadcast over heads
-    pairs = []
-    for angle, factor in zip(angles, amplitude):
-        pairs += [angle.cos() * factor, angle.sin() * factor]
-    return pairs
-
-
-def frequencies(ropes: tuple[Rope, ...], head_dim: int, length: int = 0) -> Tensor:
-    """Of each RoPE [R, H / 2], H being the widest head; narrower ones leave the last at 0."""
-    rows = [rope_frequencies(rope, rope.head_dim or head_dim, length) for rope in ropes]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    def amplitudes(self, head_dim: int) -> Tensor:
+        """1 where a head stands still."""
+        head_dim = self.head_dim or head_dim
+        amplitude = torch.ones(head_dim // 2, device="cpu")
+        amplitude[:n_turning(self, head_dim) // 2] = self.amplitude
+        return amplitude
 
 
-def amplitudes(ropes: tuple[Rope, ...], head_dim: int) -> Tensor:
-    """What cos and sin of each are multiplied by, [R, H / 2] on CPU: 1 where a head stands still.
-    """
-    widths = [rope.head_dim or head_dim for rope in ropes]
-    amplitude = torch.ones(len(ropes), max(widths) // 2, device="cpu")
-    for row, rope, width in zip(amplitude, ropes, widths):
-        row[:int(width * rope.partial) // 2] = rope.amplitude
-    return amplitude
+def n_turning(rope: Rope, head_dim: int) -> int:
+    """How many numbers of a head it turns."""
+    return int(head_dim * rope.partial) if isinstance(rope, RopeVariant) else head_dim
 
 
-def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> Tensor:
-    """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most."""
-    n = int(head_dim * rope.partial)               # the rest of a head stands still
-    exponent = torch.arange(0, n, 2, dtype=torch.int64, device="cpu").float() / n
-    freq = stretch(1.0 / dynamic_theta(rope, n, length) ** exponent, rope, length)
-    return F.pad(freq, (0, head_dim // 2 - n // 2))
-
-
-def dynamic_theta(rope: Rope, n: int, length: int) -> float:
-    """The base for sequences of `length` at most; n: how many entries of a head turn."""
-    if rope.kind != "dynamic" or length <= rope.original_context:
-        return rope.theta
-    stretched = rope.factor * length / rope.original_context - rope.factor + 1
-    return rope.theta * stretched ** (n / (n - 2))
-
-
-def stretch(freq: Tensor, rope: Rope, length: int) -> Tensor:
-    """Plain frequencies [n / 2], fp32 on a CPU -> those for sequences of `length` at most.
-
-    As transformers' modeling_rope_utils, where "dynamic" and "longrope" follow the length.
-    """
-    if rope.divisors is not None:
-        use_long = rope.long_divisors and length > rope.original_context
-        return freq / torch.tensor(rope.long_divisors if use_long else rope.divisors, device="cpu")
-    if rope.kind == "linear":
-        return freq / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(freq, rope)
-    if rope.kind == "yarn":
-        return _yarn(freq, rope)
-    if rope.kind == "none":
-        return torch.zeros_like(freq)
-    assert rope.kind in ("default", "dynamic"), f"unknown kind of RoPE: {rope.kind}"
-    return freq
-
-
-def _llama3(freq: Tensor, rope: Rope) -> Tensor:
-    turns = rope.original_context * freq / (2 * math.pi)   # full turns over the original context
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    unchanged = ((turns - low) / (high - low)).clamp(0, 1)
-    return unchanged * freq + (1 - unchanged) * freq / rope.factor
-
-
-def _yarn(freq: Tensor, rope: Rope) -> Tensor:
-    """As llama3, but a ramp over the index."""
-    n = 2 * len(freq)
-
-    def index_of(turns):
-        waves = rope.original_context / (turns * 2 * math.pi)
-        return n * math.log(waves) / (2 * math.log(rope.theta))
-
-    low, high = index_of(rope.high_freq_factor), index_of(rope.low_freq_factor)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, n - 1)
-    ramp = (torch.arange(n // 2, device="cpu") - low) / (high - low or 0.001)
-    share = ramp.clamp(0, 1)
-    return (1 - share) * freq + share * freq / rope.factor
+def rope_of(facts: dict) -> Rope:
+    """A Rope of these fields, or a RopeVariant where they say what only that one has."""
+    plain = {field.name for field in fields(Rope)}
+    more = {f.name: f.default for f in fields(RopeVariant) if f.name not in plain}
+    stated = {name: value for name, value in facts.items() if name in more}
+    if facts.get("kind") == "none" or any(more[name] != v for name, v in stated.items()):
+        return RopeVariant(**facts)
+    return Rope(**{name: value for name, value in facts.items() if name not in stated})

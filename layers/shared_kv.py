@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from layers.attention import of_width
 from layers.norms import VectorNorm
-from layers.rope import rotate
+from layers.part import IN, OUT, Part
+from model import rotate
 
 
 @dataclass(frozen=True)
-class SharedKV:
+class SharedKV(Part):
     """source: the layer whose keys and values they are; its heads are as wide as this one's.
 
     None: a layer of another model, whose share() says which.
@@ -25,20 +27,20 @@ class SharedKV:
     source: int | None
     kind: str = "shared_kv"                        # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
-        return SharedAttention(cfg, self.source)
+    split = {"wq": OUT, "wo": IN}
 
-    def shard(self, n: int) -> "SharedKV":
-        """The layer of one of n ranks."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
-        return {}
+    def make(self, cfg, earlier=()) -> nn.Module:
+        """earlier: the blocks before this one."""
+        attn = SharedAttention(cfg, self.source)
+        if self.source is not None:
+            source = earlier[self.source].attn
+            attn.share(source)
+            keep_keys_of(source)
+        return attn
 
 
 class SharedAttention(nn.Module):
-    def __init__(self, cfg, source: int):
+    def __init__(self, cfg, source: int | None):
         super().__init__()
         self.head_dim, self.source_layer = cfg.head_dim, source
         self.wq = nn.Linear(cfg.dim, cfg.n_head * cfg.head_dim, bias=cfg.qkv_bias)
@@ -73,18 +75,16 @@ class SharedAttention(nn.Module):
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
         k, v = self.keys_and_values(mask.shape[-1], batch_idx)
-        y = self.attend(rotate(q, *rope), k, v, mask)                      # [B, N, T, H]
+        q = rotate(q, *of_width(rope, self.head_dim))
+        y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
 
 
-def share_keys(layers) -> None:
-    """Show each layer without keys the one whose it takes. In place."""
-    shared = [layer.attn for layer in layers if isinstance(layer.attn, SharedAttention)]
-    sources = [layers[attn.source_layer].attn for attn in shared if attn.source_layer is not None]
-    for attn, source in zip(shared, sources):
-        attn.share(source)
-    for source in dict.fromkeys(sources):
-        source.attend.keeps_keys = True            # no cache yet
+def keep_keys_of(source: nn.Module) -> None:
+    """Have a layer keep its keys of a call, for layers that take them, as long as it has no cache.
+    In place, once."""
+    if keep_own_keys not in source.attend._forward_pre_hooks.values():
+        source.attend.keeps_keys = True
         source.attend.register_forward_pre_hook(keep_own_keys)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layers.part import IN, OUT, Part
 from layers.recurrent import StateRing
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Part):
     """The layer's shape."""
 
     width: int                                     # channels
@@ -24,7 +25,9 @@ class ShortConv:
     bias: bool = False                             # of both projections and the convolution
     kind: str = "short_conv"                       # what a .pth calls it
 
-    def make(self, cfg) -> nn.Module:
+    split = {"wb": OUT, "wc": OUT, "wx": OUT, "taps": OUT, "taps_bias": OUT, "wo": IN}
+
+    def make(self, cfg, earlier=()) -> nn.Module:
         return ShortConvolution(cfg.dim, self)
 
     def shard(self, n: int) -> "ShortConv":

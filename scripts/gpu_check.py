@@ -35,11 +35,10 @@ from formats.quantized import quantized as quantized_source
 from generate import Batch, generate, log
 from kernels import cpu_ops, linear
 from kernels.attention import use_fused_attention
-from layers.attention import Scores
-from layers.moe import MoEConfig
-from layers.per_layer import LayerEnd
-from layers.rope import Rope
-from model import ModelConfig, Transformer
+from layers.flat_config import FlatConfig, LayerEnd, Scores
+from layers.moe import MoEVariant
+from layers.rope import RopeVariant
+from model import ModelConfig, Rope, Transformer
 from sampling import SamplingParams
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -61,7 +60,7 @@ MODELS = {
                                        activation="clamped_silu"),
     "OLMo 2": dict(pre_norm=False, post_norm=True, qk_norm="wide"),
     "GPT-2": BIASED | dict(layer_norm=True, learned_pos=True, gated=False, activation="gelu_tanh",
-                           n_kv_head=8, rope=(Rope(kind="none"),))}
+                           n_kv_head=8, rope=(RopeVariant(kind="none"),))}
 MATRICES = {"cuda": [(6144, 4096), (4096, 14336), (128256, 2048), (576, 1536)],
             "cpu": [(960, 576), (576, 1536)]}
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(0.8, 200, 0.95),
@@ -70,12 +69,13 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(
 
 
 def config(facts: dict) -> ModelConfig:
-    """Of ModelConfig's fields, MoEConfig's and Scores' in one dictionary."""
-    facts = dict(facts)
+    """Of FlatConfig's fields, MoEVariant's and Scores' in one dictionary."""
+    facts, activation = dict(facts), facts.get("activation", "silu")
     parts = {kind: {f.name: facts.pop(f.name) for f in fields(kind) if f.name in facts}
-             for kind in (MoEConfig, Scores)}
-    moe = MoEConfig(**parts[MoEConfig]) if facts.get("sparse") else None
-    return ModelConfig(**facts, moe=moe, scores=Scores(**parts[Scores]))
+             for kind in (MoEVariant, Scores)}
+    moe = MoEVariant(**parts[MoEVariant]) if facts.get("sparse") else None
+    return FlatConfig(**facts | dict(activation=activation), moe=moe,
+                      scores=Scores(**parts[Scores])).with_parts()
 
 
 def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transformer:

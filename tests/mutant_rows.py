@@ -43,7 +43,7 @@ NAMED = [
     Mutant("mask-strict", "model.py", "mask = key <= query", "mask = key < query", logits("llama3")),
     Mutant("window-one-more", "model.py", "key > query - window", "key >= query - window", logits("mistral-window")),
     Mutant("window-one-less", "model.py", "key > query - window", "key > query - window + 1", logits("mistral-window")),
-    Mutant("rope-position-of-one-row", "layers/rope.py",
+    Mutant("rope-position-of-one-row", "model.py",
            "    angles = (pos[..., None, None].float() * freq).unbind(-2)",
            "    if pos.dim() == 2 and pos.shape[1] == 1:\n"
            "        pos = pos + (torch.arange(len(pos), device=pos.device)[:, None] == 1)\n"
@@ -51,10 +51,10 @@ NAMED = [
            "tests/test_model.py::test_batch_row_equals_alone"),
     Mutant("cache-row-of-a-neighbour", "model.py", "(k[batch_idx], v[batch_idx])", "(k[batch_idx], v[batch_idx.roll(1)])",
            "tests/test_batch.py::test_a_step_runs_the_rows_in_use"),
-    Mutant("cache-row-of-a-ring", "layers/window.py", "else self.slot_positions[batch_idx]",
+    Mutant("cache-row-of-a-ring", "model.py", "else self.slot_positions[batch_idx]",
            "else self.slot_positions[batch_idx.roll(1)]",
            "tests/test_batch.py::test_slots_chunks_and_refills_equal_alone"),
-    Mutant("ring-one-slot-less", "layers/window.py", "window + longest_call - 1)", "window + longest_call - 2)",
+    Mutant("ring-one-slot-less", "model.py", "window + longest_call - 1)", "window + longest_call - 2)",
            "tests/test_batch.py::test_ring_has_window_plus_longest_call_minus_one_slots"),
     Mutant("attends-to-one-key-less", "generate.py", "kv_len = self.kv_len(max(self.length) + 1)",
            "kv_len = self.kv_len(max(self.length))", "tests/test_survivors.py::test_few_keys_at_a_time_are_all_keys"),
@@ -82,7 +82,7 @@ NAMED = [
     Mutant("rope-scaling-not-read", "formats/config.py", "ropes = dict.fromkeys(KINDS_OF_ATTENTION, _rope(c, rope, theta))",
            "ropes = dict.fromkeys(KINDS_OF_ATTENTION, _rope(c, {}, theta))", logits("llama-linear", "qwen2-yarn")),
     Mutant("yarn-amplitude", "formats/config.py", "return float(amplitude)", "return 1.0", logits("qwen2-yarn")),
-    Mutant("longrope-always-short", "layers/rope.py", "use_long = rope.long_divisors and length > rope.original_context",
+    Mutant("longrope-always-short", "layers/rope.py", "use_long = self.long_divisors and length > self.original_context",
            "use_long = False", logits("phi3-longrope")),
     Mutant("sliding-window-not-read", "formats/config.py", 'sliding_window = c.get("sliding_window") or None',
            "sliding_window = None", logits("mistral-window")),
@@ -93,9 +93,10 @@ NAMED = [
 
     # ---- Experts and states ----------------------------------------------------------------------
     Mutant("experts-second-to-next", "layers/moe.py", "ids = choice.topk(self.n_active).indices",
-           "ids = choice.topk(min(self.n_active + 1, self.n_expert)).indices[:, -self.n_active:]", logits("mixtral")),
-    Mutant("experts-not-normalized", "layers/moe.py", "if self.norm_topk_prob:", "if not self.norm_topk_prob:",
-           logits("mixtral", "qwen2_moe")),
+           "ids = choice.topk(min(self.n_active + 1, self.n_expert)).indices[:, -self.n_active:]", logits("glm4_moe")),
+    Mutant("experts-not-normalized", "model.py", "if self.norm_topk_prob:", "if not self.norm_topk_prob:", logits("mixtral")),
+    Mutant("routed-experts-not-normalized", "layers/moe.py", "if self.norm_topk_prob:", "if not self.norm_topk_prob:",
+           logits("qwen2_moe")),
     Mutant("experts-weighed-with-their-bias", "layers/moe.py", "prob = scores.gather(-1, ids)",
            "prob = choice.gather(-1, ids)", logits("glm4_moe")),
     Mutant("experts-scale", "layers/moe.py", "return prob * self.routed_scale, ids", "return prob, ids",
@@ -350,7 +351,7 @@ IN_SLOTS = ("tests/test_survivors.py tests/test_serve.py::test_slots_reuse_prefi
             "tests/test_serve.py::test_logprobs_are_the_models")
 QUANTIZE = "tests/test_quantize.py"
 TESTS = (
-    ("model.py", f"{LOGITS} {MODEL} {SLOTS}"),
+    ("model.py", f"tests/test_model_alone.py {LOGITS} {MODEL} {SLOTS}"),
     ("sampling.py", "tests/test_sampling.py tests/test_survivors.py tests/test_generate.py::test_batch_rows_and_padded_prefill_equal_alone"),
     ("generate.py", "tests/test_survivors.py tests/test_generate.py tests/test_model.py::test_generate_with_and_without_cache "
                     "tests/test_model.py::test_too_long_is_refused_with_both_numbers " + SLOTS),

@@ -19,8 +19,7 @@ from cli import batch, engines, loading, slots
 from cli.common import english_text
 from generate import Sequence, follow
 from kernels.cpu_layers import use_operations
-from layers.window import Ring, n_slots
-from model import cache_bytes
+from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
 from tokenizer import NullTokenizer
 

@@ -20,10 +20,10 @@ from formats.quantized import quantized
 from generate import generate
 from kernels import cpu_layers, cpu_ops, private
 from kernels.cpu_experts import Experts
-from layers.attention import ScoredAttention
+from layers.attention import AttentionVariant, ScoredAttention
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED
-from layers.moe import MoE, MoEConfig
+from layers.moe import MoEVariant, RoutedMoE
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
@@ -326,7 +326,7 @@ def test_every_family_by_operations(families, name):
     tokens = torch.randint(3, 150, (1, 30))
     expected = logits_of(model, tokens, 6)
     assert cpu_layers.use_operations(model)
-    cfg = model.cfg
+    cfg = tiny.flat(model.cfg)
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
     rows = cpu_ops.block_rows()
@@ -334,7 +334,7 @@ def test_every_family_by_operations(families, name):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
         known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
-                 getattr(layer.end, "gate", None) is not None)
+                 getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "is_known", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
@@ -438,10 +438,10 @@ def test_rows_of_a_batch(families):
 def test_choice_of_experts(scores, n_group, topk_group, group_top):
     """As MoE.route; rows sorted by expert, tokens in order among those of one."""
     E, A, n = 32, 4, 50
-    cfg = ModelConfig(64, 1, 1, 1, 64, 32, 100, 64, moe=MoEConfig(
+    cfg = ModelConfig(64, 1, 1, 1, 64, 32, 100, 64, moe=MoEVariant(
         E, A, 32, norm_topk_prob=scores == "sigmoid", scores=scores, choice_bias=True, n_group=n_group, topk_group=topk_group,
         group_top=group_top, routed_scale=1.7))
-    moe = MoE(cfg)
+    moe = RoutedMoE(cfg)
     moe.choice_bias.data.normal_(0, 0.3)
     logits = torch.randn(n, E)
     moe.router = torch.nn.Identity()
@@ -705,7 +705,7 @@ def test_delta_in_plain_instructions(any_cpu):
 
 HYBRID = ModelConfig(
     dim=64, n_layer=4, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=256, norm_eps=1e-6,
-    qk_norm="head", attn_gate=True, mixer=(GatedDelta(2, 4, 32, 64),) * 3 + (None,))
+    qk_norm=True, attention=AttentionVariant(gate=True), mixer=(GatedDelta(2, 4, 32, 64),) * 3 + (None,))
 
 
 def hybrid(dtype=torch.float32):

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -18,8 +19,9 @@ from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import load_model, read_checkpoint
 from formats.names import Fused
 from formats.parameters import count_parameters, tensor_shapes
-from formats.pth import save_checkpoint
-from layers.rope import Rope
+from formats.pth import config_from_dict, save_checkpoint
+from layers.rope import RopeVariant
+from model import Rope
 
 
 def tokens(n=24, batch=2, vocab=160):
@@ -90,17 +92,31 @@ def test_index_left_over_from_shards(families, tmp_path):
     close(our_logits(tmp_path / "merged", tokens()), tiny.logits(model, tokens()))
 
 
+NEW_PARTS = ("norm", "attention", "ffn", "block", "after_embed", "per_layer")      # of a config, since version 2
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe", "gemma2"])
 def test_pth_with_experts_and_scores_among_the_rest(families, name, tmp_path):
     """As it was before they had dataclasses of their own."""
     source = read_checkpoint(families(name)[0])
     save_checkpoint(source, tmp_path / "model.pth", None)
     content = torch.load(tmp_path / "model.pth")
-    config = content["config"]
+    config = asdict(tiny.flat(source.cfg))
+    for part in NEW_PARTS:
+        del config[part]
     scores, moe = config.pop("scores"), config.pop("moe")
+    (moe or {}).pop("activation", None)
     flat = dict(attn_cap=scores["cap"], sinks=scores["sinks"], **(moe or dict(n_expert=0, n_active=0, expert_dim=0)))
-    torch.save({**content, "config": config | flat}, tmp_path / "model.pth")
+    torch.save({**content, "version": 1, "config": config | flat}, tmp_path / "model.pth")
     assert read_checkpoint(tmp_path / "model.pth").cfg == source.cfg
+
+
+def test_pth_of_version_1(families):
+    """Configs as they were written before they had parts."""
+    stored = json.loads((Path(__file__).parent / "expected/configs_of_version_1.json").read_text())
+    assert set(tiny.COVER) < set(stored)
+    for name, config in stored.items():
+        assert config_from_dict(config) == read_checkpoint(families(name)[0]).cfg, name
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -111,11 +127,12 @@ def test_pth_of_the_first_release(families, name, tmp_path):
     content = torch.load(tmp_path / "model.pth")
     old = ("dim n_layer n_head n_kv_head head_dim ffn_dim vocab_size context norm_eps activation tied qkv_bias o_bias "
            "mlp_bias qk_norm post_norm embed_scale attn_scale rope window").split()
-    config = {key: content["config"][key] for key in old}
+    flat = asdict(tiny.flat(source.cfg))
+    config = {key: flat[key] for key in old}
     config["qk_norm"] = bool(config["qk_norm"])
     keys = "theta kind factor low_freq_factor high_freq_factor original_context divisors".split()
     config["rope"] = tuple({key: rope[key] for key in keys} for rope in config["rope"])
-    torch.save({**content, "config": config}, tmp_path / "model.pth")
+    torch.save({**content, "version": 1, "config": config}, tmp_path / "model.pth")
     assert read_checkpoint(tmp_path / "model.pth").cfg == source.cfg
 
 
@@ -218,11 +235,12 @@ def test_only_the_text_part_and_a_line_that_says_so(families, capsys):
 
 
 def with_changes(cfg, changes):
-    """A config with other values; "moe.n_group": of a field within a field."""
+    """A config with other values of FlatConfig's fields; "moe.n_group": of a field within a field."""
+    cfg = tiny.flat(cfg)
     for key, value in changes.items():
         field, _, inner = key.partition(".")
         cfg = replace(cfg, **{field: replace(getattr(cfg, field), **{inner: value}) if inner else value})
-    return cfg
+    return cfg.with_parts()
 
 
 @pytest.mark.parametrize("family, changes", [
@@ -236,7 +254,7 @@ def with_changes(cfg, changes):
     ("olmo", {"clip_qkv": 0.5}), ("olmo", {"layer_norm": False}), ("mpt", {"clip_qkv": None}),
     ("hunyuan_v1_dense", {"scores.gains": False}), ("hunyuan_v1_dense", {"rope": (Rope(),)}),
     ("gemma4", {"v_norm": False}), ("gemma4", {"layer_end": None}), ("gemma4-31b", {"attn_scale": None}),
-    ("gemma4-31b", {"rope": (Rope(), Rope(1e6, head_dim=32))}), ("gemma4-26b", {"moe.n_active": 1}),
+    ("gemma4-31b", {"rope": (Rope(), RopeVariant(1e6, head_dim=32))}), ("gemma4-26b", {"moe.n_active": 1}),
     ("gemma4_unified", {"v_norm": False}), ("gemma4_unified", {"window": (None,)}),
     ("afmoe", {"attn_gate": False}), ("afmoe", {"embed_scale": 1.0}), ("afmoe", {"moe.routed_scale": 1.0}),
     ("muse_glimmer", {"attn_gate": False}), ("muse_glimmer", {"embed_norm": False}), ("muse_glimmer", {"attn_scale": None}),

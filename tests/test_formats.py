@@ -386,9 +386,9 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
     for name in more:
         w.add_tensor(name, more[name])
     if rope["rope_type"] == "llama3":
-        from layers.rope import Rope, rope_frequencies
-        scaled = rope_frequencies(Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32), head_dim)
-        w.add_tensor("rope_freqs.weight", (rope_frequencies(Rope(5e5), head_dim) / scaled).numpy())
+        from model import Rope
+        scaled = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32).frequencies(head_dim)
+        w.add_tensor("rope_freqs.weight", (Rope(5e5).frequencies(head_dim) / scaled).numpy())
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

@@ -203,13 +203,13 @@ def test_shapes_have_transformers_parameters(name, n_double):
     """Without what lies twice here: keys' matrix of full layers, as values'. n_double: of that."""
     from transformers import AutoModelForCausalLM, Gemma4TextConfig
     cfg = SHAPES[f"gemma-4-{name}"]()
-    wide = next(w for w in cfg.widths if w and w.head_dim == 512)
-    end = cfg.layer_end
+    wide = next(w for w in cfg.block.widths if w and w.head_dim == 512)
+    dim = cfg.per_layer.dim if cfg.per_layer else 0
     config = Gemma4TextConfig(
         hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
         intermediate_size=cfg.ffn_dim, sliding_window=cfg.window[0], attention_k_eq_v=n_double > 0, num_global_key_value_heads=wide.n_kv_head,
         layer_types=["full_attention" if w is None else "sliding_attention" for w in cfg.window], num_kv_shared_layers=sum(map(bool, cfg.mixer)),
-        use_double_wide_mlp=name == "E2B", hidden_size_per_layer_input=end.dim, enable_moe_block=cfg.moe is not None,
+        use_double_wide_mlp=name == "E2B", hidden_size_per_layer_input=dim, enable_moe_block=cfg.moe is not None,
         num_experts=cfg.moe and 128, top_k_experts=cfg.moe and 8, moe_intermediate_size=cfg.moe and cfg.moe.expert_dim)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -25,7 +25,7 @@ def tokens(n=20, batch=3):
 def test_a_token_takes_576_numbers_a_layer():
     cfg = config_from_hf(V3)[0]
     assert cache_bytes(cfg, 1, 1000, 1000, torch.bfloat16) == 61 * 1000 * 576 * 2
-    assert cfg.attn_scale == pytest.approx(192**-0.5 * (0.1 * torch.tensor(40.0).log().item() + 1)**2)
+    assert cfg.attention.scale == pytest.approx(192**-0.5 * (0.1 * torch.tensor(40.0).log().item() + 1)**2)
 
 
 def test_the_cheaper_way():

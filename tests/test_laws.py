@@ -25,10 +25,10 @@ CORE = ("generate", "model", "quantize", "sampling", "speculate", "tokenizer", "
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": {"sampling"}, "sampling": set(), "kernels": {"generate", "layers", "quantize"}, "model": {"layers"}, "quantize": {"layers", "formats"},
-    "formats": {"model", "layers", "quantize", "sampling", "tokenizer", "kernels"}, "tp": {"formats", "kernels", "layers"},
-    "tokenizer": {"formats"}, "gptq": {"formats", "model", "layers", "quantize"},
-    "generate": {"model", "sampling", "formats", "kernels", "layers", "tokenizer", "tp", "quantize"}, "speculate": {"generate", "sampling", "tp"},
+    "layers": {"model", "sampling"}, "sampling": set(), "kernels": {"generate", "layers", "model", "quantize"}, "model": set(),
+    "quantize": {"model", "formats"}, "formats": {"model", "layers", "quantize", "sampling", "tokenizer", "kernels"},
+    "tp": {"formats", "kernels", "model"}, "tokenizer": {"formats"}, "gptq": {"formats", "model", "layers", "quantize"},
+    "generate": {"model", "sampling", "formats", "kernels", "tokenizer", "tp", "quantize"}, "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }
@@ -71,7 +71,7 @@ def test_the_model_knows_only_the_math():
     assert not calls & {"print", "open"} and not attributes & {"item", "tolist", "compile", "is_compiling", "compiler"}
     code = re.sub(r'""".*?"""|#.*', "", source, flags=re.S)
     assert not re.search(r"llama|qwen|gemma|mistral|int8|int4|rank", code.replace("llama3", ""), re.I)
-    assert {m for m, _ in imports(ROOT / "model.py")} == {"dataclasses", "layers", "torch"}
+    assert {m for m, _ in imports(ROOT / "model.py")} == {"dataclasses", "math", "torch"}
 
 
 PRIVATE = re.compile(r"\b(?:torch|ops)(?:\.\w+)*\._(?!_)\w[\w.]*")            # torch._inductor.cache, torch.ops.aten._mm
@@ -261,15 +261,21 @@ def test_the_quick_tier_covers_every_field(families):
     import tiny
 
     from formats.load import read_checkpoint
-    from layers.attention import Scores
-    from layers.moe import MoEConfig
+    from formats.pth import PARTS
+    from layers.attention import AttentionVariant
+    from layers.block import BlockVariant
+    from layers.feed_forward import FeedForwardVariant
+    from layers.moe import MoEVariant
     from model import ModelConfig
     configs = [read_checkpoint(families(name)[0]).cfg for name in tiny.COVER]
-    parts = {ModelConfig: configs, MoEConfig: [cfg.moe for cfg in configs if cfg.moe], Scores: [cfg.scores for cfg in configs]}
-    for kind, values in parts.items():
+    parts = [part for cfg in configs for part in (
+        cfg, cfg.moe, cfg.norm, cfg.attention, cfg.ffn, cfg.block, cfg.per_layer, cfg.logit_cap, *cfg.mixer, *cfg.after_embed)]
+    assert not {*PARTS.values()} - {*map(type, parts)}
+    for kind in (ModelConfig, MoEVariant, AttentionVariant, FeedForwardVariant, BlockVariant):
         for field in dataclasses.fields(kind):
-            if field.default is not dataclasses.MISSING:
-                assert any(getattr(value, field.name) != field.default for value in values), f"{kind.__name__}.{field.name}"
+            if field.default is not dataclasses.MISSING and field.name != "kind":
+                values = [getattr(part, field.name) for part in parts if isinstance(part, kind)]
+                assert any(value != field.default for value in values), f"{kind.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

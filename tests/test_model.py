@@ -9,8 +9,7 @@ from helpers import GREEDY, generated, make_batch
 
 from cli.engines import build_steps, warm_up
 from generate import generate
-from layers.moe import ExpertLinear
-from model import at, visible
+from model import ExpertLinear, at, visible
 
 LENGTH = 40
 

@@ -18,7 +18,7 @@ from formats.quantized import quantized as quantized_by_room
 from kernels import cpu_layers, private
 from kernels.compile import compile_model
 from kernels.linear import PackedEmbedding, PackedExpertLinear, PackedLinear
-from layers.moe import ExpertLinear
+from model import ExpertLinear
 from quantize import (
     Int4,
     Int8,

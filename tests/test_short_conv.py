@@ -74,7 +74,7 @@ def test_what_is_refused(changes, message):
 
 
 @pytest.mark.parametrize("name, change", [
-    ("lfm2", lambda raw: replace(raw, cfg=replace(raw.cfg, qk_norm=None), tensors=[t for t in raw.tensors if "_layernorm" not in t.name])),
+    ("lfm2", lambda raw: replace(raw, cfg=replace(raw.cfg, qk_norm=False), tensors=[t for t in raw.tensors if "_layernorm" not in t.name])),
     ("lfm2", lambda raw: swapped(raw, "attn.wb", "attn.wc")), ("lfm2", lambda raw: swapped(raw, "attn.wc", "attn.wx")),
     ("lfm2_moe", lambda raw: replace(raw, cfg=replace(raw.cfg, moe=replace(raw.cfg.moe, scores="softmax")))),
     ("lfm2_moe", lambda raw: replace(raw, cfg=replace(raw.cfg, moe=replace(raw.cfg.moe, routed_scale=1.0))))])

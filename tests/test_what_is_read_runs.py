@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-import layers.rope
+import layers.attention
 import model as core
 import sampling
 from cli.device_sampler import DeviceSampler
@@ -23,10 +23,18 @@ from kernels import as_read, cpu_layers, cpu_ops, private
 from kernels import compile as compile_room
 from kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
 from layers.delta import GatedDelta
-from layers.moe import MoEConfig
 from layers.norms import LayerNorm
 from layers.short_conv import ShortConv
-from model import SDPA, Attention, Block, FeedForward, KVCache, ModelConfig, Transformer
+from model import (
+    SDPA,
+    Attention,
+    Block,
+    FeedForward,
+    KVCache,
+    ModelConfig,
+    MoEConfig,
+    Transformer,
+)
 from sampling import Sampler, SamplingParams
 
 ROOT = Path(core.__file__).parent
@@ -34,7 +42,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import known_sources  # noqa: E402
 
 CFG = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128,
-                  qk_norm="head", qkv_bias=True, head_bias=True, window=(None, 16))
+                  qk_norm=True, qkv_bias=True, head_bias=True, window=(None, 16))
 N_PROMPT, N_STEP = 45, 6
 WHEN = ("before", "after", "between")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -137,14 +145,16 @@ def rope_of_the_model(model, patch):
     patch.setattr(core, "rotate", lambda x, cos, sin: x)
 
 
-@edit(changes=(), says="layers.rope.rotate")
-def rope_of_its_module(model, patch):              # model.py has the other one
-    patch.setattr(layers.rope, "rotate", lambda x, cos, sin: x)
+@edit(changes=(), known=True)
+def rope_of_another_attention(model, patch):       # which this model does not have
+    patch.setattr(layers.attention, "rotate", lambda x, cos, sin: x)
 
 
 @edit(says="model.F")
 def functions_of_torch(model, patch):
     class F:
+        silu = torch.nn.functional.silu
+
         @staticmethod
         def scaled_dot_product_attention(q, k, v, mask, **options):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **options) * 2
@@ -229,7 +239,7 @@ class LoRA(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
-        self.a, self.b = (torch.linspace(-1, 1, 128).view(shape) for shape in ((64, 2), (2, 64)))
+        self.a, self.b = (torch.linspace(-2, 2, 128).view(shape) for shape in ((64, 2), (2, 64)))
 
     def forward(self, x):
         return self.linear(x) + (x.float() @ self.a @ self.b).to(x.dtype)
@@ -720,10 +730,10 @@ def test_edited_files(copied):
     shape = "        shape = q.shape\n"
     same, compiled, plain, lines = copied(
         ("model.py", shape, "        # a comment\n\n" + shape), ("model.py", "return self.down(self.activation(", "return self.down(\n  self.activation("),
-        ("layers/moe.py", "self.n_active = moe.n_active", "self.n_active = 1 * moe.n_active"))
+        ("layers/moe.py", "self.n_group, self.topk_group = moe.n_group", "self.n_group, self.topk_group = 1 * moe.n_group"))
     assert (same, compiled, lines) == ("True", "True", [])
     for change, name in ((("model.py", shape, "        q = q * 2\n" + shape), "model.SDPA was edited"),
-                         (("layers/feed_forward.py", "F.silu(gate) * up", "F.silu(gate) * up * 2"), "layers.feed_forward.swiglu was edited")):
+                         (("model.py", "    return F.silu(gate) * up", "    return F.silu(gate) * up * 2"), "model.swiglu was edited")):
         same, compiled, found, lines = copied(change)
         assert (same, compiled, len(lines)) == ("True", "False", 1) and name in lines[0] and found != plain, lines
 

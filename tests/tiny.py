@@ -430,6 +430,34 @@ def old_spelling(directory) -> None:
     path.write_text(json.dumps(whole))
 
 
+def flat(cfg):
+    """A ModelConfig -> the FlatConfig whose with_parts() it is."""
+    from dataclasses import fields
+
+    from layers.attention import AttentionVariant
+    from layers.block import BlockVariant
+    from layers.embedding import embed_scale
+    from layers.feed_forward import FeedForwardVariant
+    from layers.flat_config import FlatConfig, LayerEnd, Scores
+    from layers.moe import MoEVariant
+    from layers.rope import RopeVariant
+    from model import ModelConfig
+    attention, block = cfg.attention or AttentionVariant(), cfg.block or BlockVariant()
+    ffn, per_layer = cfg.ffn or FeedForwardVariant(), cfg.per_layer
+    end = LayerEnd(per_layer.dim, per_layer.vocab_size) if per_layer else LayerEnd() if block.end else None
+    same = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig)
+            if f.name not in ("norm", "attention", "ffn", "block", "after_embed", "per_layer")}
+    names = [part.name for part in cfg.after_embed]
+    return FlatConfig(**same | dict(
+        qk_norm="head" if cfg.qk_norm else attention.qk_norm, layer_norm=cfg.norm is not None, pre_norm=block.pre_norm,
+        post_norm=block.post_norm, post_norm_eps=block.post_norm_eps, embed_norm="embed_norm" in names, parallel=block.parallel,
+        v_norm=attention.v_norm, activation=ffn.activation, gated=ffn.gated, clip_qkv=attention.clip, attn_gate=attention.gate,
+        embed_scale=embed_scale(cfg), residual_scale=block.residual_scale, attn_scale=attention.scale,
+        scores=Scores(*(getattr(attention, f.name) for f in fields(Scores))), logit_cap=cfg.logit_cap and cfg.logit_cap.cap,
+        learned_pos="pos_embed" in names, widths=block.widths, layer_end=end,
+        rope=tuple(RopeVariant(**vars(rope)) for rope in cfg.rope), moe=cfg.moe and MoEVariant(**vars(cfg.moe))))
+
+
 def logits(model, tokens):
     """transformers' logits [B, T, V]."""
     with torch.no_grad():
