@@ -155,6 +155,9 @@ class LazyTensor:
         new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
         return replace(new, **changes)
 
+    def renamed(self, name: str) -> "LazyTensor":
+        return self.derived(self.read_rows, name=name, packed=self.packed)
+
     def whole(self) -> Tensor:
         try:
             return self.read_rows(0, self.n_row).reshape(self.shape)
@@ -448,7 +451,8 @@ def _shards(index: Path) -> list[str]:
 
 # ---- generation_config.json ---------------------------------------------------------------------
 
-SAMPLING = {name: allowed for name, allowed in RANGES.items() if name != "seed"}
+SAMPLING = {name: allowed for name, allowed in RANGES.items()
+            if name not in ("seed", "top_n_sigma")}        # what transformers reads
 
 
 def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dict]:

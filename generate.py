@@ -1,33 +1,42 @@
 """Generate text: prefill the prompts, then decode a token at a time. Also the command.
 
-It composes the other files. No file formats, no math of its own, no flags. cli/batch.py drives the
-same Batch where many prompts take turns.
+It composes the other files: no file formats and no math of its own. The whole command, which reads
+every format and has fast kernels, is cli/session.py: it calls what is here.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
 
+import argparse
+import math
+import re
+import resource
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    from kernels.quick_import import import_torch
-    import_torch()
+if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+    # The whole command: it adds to the flags below and calls the functions below.
+    from cli.start import generate
+    sys.exit(generate())
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from formats import tokenizer as tokenizers
+from checkpoint import first_line
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
 from formats.quantized import quantized
-from kernels.attention import use_fused_attention
-from kernels.compile import WhileAsRead, compile_model, compiled, prepare_for_cuda
-from kernels.cuda_graph import CudaGraph
-from kernels.upload import to_device
-from model import Transformer
-from sampling import Sampler, SamplingParams
+from formats.tokenizer_files import load_for
+from model import MoE, Transformer
+from sampling import RANGES, Sampler, SamplingParams
+from tokenizer import Detokenizer, differ
 
 # ---- The two steps ------------------------------------------------------------------------------
 
@@ -40,7 +49,7 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     rows = slice(None) if batch_idx is None else batch_idx
     sampler.note(logits[:, -1], rows)
     at = pos.expand(len(last), -1).gather(1, last)
-    return sampler(logits[:, -1], rows, at)
+    return sampler.sample(logits[:, -1], rows, at)
 
 
 def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
@@ -50,7 +59,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     """
     logits = model(token, pos, 1, kv_len)
     sampler.note(logits[:, -1])
-    return tp.broadcast(sampler(logits[:, -1], pos=pos))
+    return tp.broadcast(sampler.sample(logits[:, -1], pos=pos))
 
 
 class Steps(NamedTuple):
@@ -63,25 +72,44 @@ class Steps(NamedTuple):
 
 
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
-    """On a GPU the whole step becomes one CUDA graph.
+    """The engine torch_compile: what is read here, through PyTorch's compiler and nothing else.
 
-    On a CPU the model is changed instead, so that its layers run in C++ (kernels/compile.py).
+    On a GPU a step is one CUDA graph. On a CPU a block is compiled once for all layers.
     """
+    torch._dynamo.config.recompile_limit = 64      # one for each kv_len
+    torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
     if model.freq.device.type == "cpu":
-        compile_model(model)
-        return Steps()
-    min_kv_len = prepare_for_cuda(model)
+        compile_blocks_once(model)
     first = prefill
     if compile_prefill:
-        first = compiled(prefill)
-        first = WhileAsRead(first, prefill)
-    return Steps(first, as_one_graph(decode_one_token), compile_prefill, min_kv_len)
+        first = torch.compile(prefill, fullgraph=True, dynamic=True)
+    return Steps(first, compiled(decode_one_token), pad=compile_prefill)
 
 
-def as_one_graph(step: Callable) -> Callable:
-    """Compiled whole, and on a GPU replayed as a CUDA graph."""
-    graph = CudaGraph(compiled(step))
-    return WhileAsRead(graph, step)
+def compiled(step: Callable) -> Callable:
+    """A step compiled whole. The next replay of a CUDA graph overwrites what this one gave."""
+    graph = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+    def run(*args):
+        given = graph(*args)
+        if isinstance(given, Tensor):
+            return given.clone()
+        return tuple(t if t is None else t.clone() for t in given)
+    return run
+
+
+def compile_blocks_once(model: Transformer) -> None:
+    """Have the compiler take each class of block for a function that it meets again: in place.
+
+    Compiling all layers one after another takes a CPU minutes.
+    """
+    regions = {}
+    for layer in model.layers:
+        kind = type(layer)
+        if kind not in regions:
+            regions[kind] = torch.compiler.nested_compile_region(kind.forward)
+        if "forward" not in vars(layer):           # else somebody replaced it, or it is done
+            layer.forward = MethodType(regions[kind], layer)
 
 
 # ---- The loop -----------------------------------------------------------------------------------
@@ -228,30 +256,508 @@ def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, n_row: int
     return [sorted(group) for group in groups]
 
 
+def to_device(values: list, device: torch.device) -> Tensor:
+    """torch.tensor(values) there. A GPU copies pinned memory when it comes to it."""
+    t = torch.tensor(values)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
+# ---- What comes out: ids on the host, text, when it ends -----------------------------------------
+
+class NotFinite(ValueError):
+    """A row's logits are no numbers, so that none of its tokens means anything."""
+
+    def __init__(self, what: str, dtype: torch.dtype):
+        why = "a weight is damaged, or the model needs --dtype float32"
+        if dtype == torch.float16:
+            why = "it exceeds float16's range, use --dtype bfloat16 or float32"
+        super().__init__(f"{what}: logits that are infinite or no numbers (NaN): {why}")
+
+
+def read_late(tokens: Iterable[tuple[Tensor, object]], not_finite: Tensor | None = None
+              ) -> Iterator[tuple[list[int | None], object]]:
+    """(token [B, 1], tag) -> (ids, tag). A GPU computes the next token while we read the last.
+
+    not_finite: the sampler's, [B, 1]; the id of a row whose logits were none is None.
+    """
+    waiting = deque()
+    for token, tag in tokens:
+        copied, flags = None, not_finite
+        if token.is_cuda:
+            token, flags = _on_host(token), None if flags is None else _on_host(flags)
+            copied = torch.cuda.Event()
+            copied.record()
+        waiting.append((token, flags, copied, tag))
+        if len(waiting) > (copied is not None):
+            yield _read(*waiting.popleft())
+    for item in waiting:
+        yield _read(*item)
+
+
+def _on_host(t: Tensor) -> Tensor:
+    """Its values here, once what was asked of the GPU so far is done."""
+    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    return host.copy_(t, non_blocking=True)
+
+
+def _read(token: Tensor, flags: Tensor | None, copied, tag) -> tuple[list[int | None], object]:
+    if copied is not None:
+        copied.synchronize()
+    ids = token[:, 0].tolist()
+    if flags is not None and any(flags := flags[:, 0].tolist()):           # NaN counts as true
+        ids = [None if math.isnan(flag) else i for i, flag in zip(ids, flags)]
+    return ids, tag
+
+
+def n_common_end(text: str, stop: str) -> int:
+    """How many characters of `stop`, but not all, the text ends with."""
+    start = max(0, len(text) - len(stop) + 1)
+    at = text.find(stop[0], start)
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0
+
+
+class Sequence:
+    """One sequence of a batch: collects its new ids and text, knows when to stop.
+
+    finish_reason: "stop", an end-of-sequence token or a stop string, "length", after max_new ids,
+    or what finish() was told; None: not yet.
+    """
+
+    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
+                 stops: list[str] = (), max_new: int | None = None):
+        self.detokenizer, self.prompt_ids = Detokenizer(tokenizer, prompt_ids), prompt_ids
+        self.eos_ids, self.stops, self.max_new = eos_ids, stops, max_new
+        self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
+
+    def push(self, token_id: int) -> str:
+        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
+        if self.finish_reason:
+            return ""
+        self.ids.append(token_id)
+        if token_id in self.eos_ids:
+            return self.finish("stop")
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += self.detokenizer.push(token_id)
+        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[:min(found)], "stop"
+            return self._show(len(self.text))
+        if len(self.ids) == self.max_new:
+            return self.finish("length")
+        n_begun = max((n_common_end(self.text, s) for s in self.stops), default=0)
+        return self._show(len(self.text) - n_begun)
+
+    def finish(self, reason: str) -> str:
+        """-> what was still held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.text += self.detokenizer.flush()
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece, self.shown = self.text[self.shown:end], max(self.shown, end)
+        return piece
+
+
+def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
+           batch: Batch | None = None) -> tuple[list[float], bool]:
+    """Run one generation to its end: rows collect, and the first one's text streams to stdout.
+
+    shown: what to print before it; None: print nothing. batch: what generates; NotFinite names a
+    row whose logits are no numbers. -> the time before the first step and after each token, and
+    whether Ctrl-C ended it.
+    """
+    def show(text):
+        if shown is not None:
+            print(text, end="", flush=True)
+
+    show(shown)
+    times, reason = [time.perf_counter()], "length"
+    try:
+        not_finite = batch and batch.sampler.not_finite
+        for ids, _ in read_late(((token, None) for token in tokens), not_finite):
+            times.append(time.perf_counter())
+            for row, token_id in zip(rows, ids):
+                if token_id is None and row.finish_reason is None:
+                    what = f"row {rows.index(row)}" if len(rows) > 1 else "the model"
+                    raise NotFinite(what, batch.model.dtype)
+                piece = row.push(token_id)
+                if row is rows[0]:
+                    show(piece)
+            if all(row.finish_reason for row in rows):
+                break
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    for row in rows:
+        piece = row.finish(reason)
+        if row is rows[0]:
+            show(piece + "\n")
+    return times, reason == "interrupted"
+
+
+# ---- Figures ------------------------------------------------------------------------------------
+
+def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
+    """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
+
+    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes;
+    read_bytes=0: a step gives more than a token.
+    """
+    ttft_s = times[1] - times[0] if len(times) > 1 else None
+    step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
+    return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt * batch_size / ttft_s if ttft_s else None,
+                decode_tok_s=1 / step_s if step_s else None,
+                decode_tok_s_total=batch_size / step_s if step_s else None,
+                bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s and read_bytes else None)
+
+
+def describe(f: dict) -> str:
+    """figures() in a line."""
+    if f["ttft_s"] is None:
+        return "no token"
+    line = f"time to first token {f['ttft_s']:.3f} s, prefill {f['prefill_tok_s']:.1f} tok/s"
+    if f["decode_tok_s"]:
+        line += f", decode {f['decode_tok_s']:.2f} tok/s"
+        line += f", bandwidth {f['bandwidth_gb_s']:.1f} GB/s" if f["bandwidth_gb_s"] else ""
+        if f["decode_tok_s_total"] > f["decode_tok_s"]:
+            line += f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
+    return line
+
+
+def weight_bytes(model: Transformer) -> tuple[int, int]:
+    """All weights, and those that one row's step reads: active experts, no lone embedding."""
+    def size(parameters):
+        return sum(p.numel() * p.element_size() for p in parameters)
+
+    total = size(model.parameters())
+    read = {id(p) for p in model.head.parameters()}
+    idle = size(p for p in model.embed.parameters() if id(p) not in read)
+    for moe in (module for module in model.modules() if isinstance(module, MoE)):
+        experts = size(p for part in (moe.gate, moe.up, moe.down) for p in part.parameters())
+        idle += experts * (moe.n_expert - moe.n_active) // moe.n_expert
+    return total, total - idle
+
+
+def summarize(batch, speeds: list[float], where: str = "") -> None:
+    """gpt-fast's last lines; speeds: of the samples; where: behind the memory that was used."""
+    log("==========")
+    rounds = sum(getattr(batch, "accept_counts", ()))
+    if rounds:
+        shares = [round(n / rounds, 4) for n in batch.accept_counts]
+        log(f"Acceptance probs: {shares}")
+        log(f"Mean Accepted: {batch.mean_accepted():.4f}")
+    if speeds:
+        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
+    log(f"Memory used: {peak_memory(batch.device) / 1e9:.2f} GB{where}")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def traced(path: Path | None):
+    """Write a Chrome trace of what happens within, of each rank its own; None: do not."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile() as trace:
+        yield
+    rank = f".rank{tp.rank()}" if tp.rank() else ""
+    path = path.with_name(path.name.removesuffix(".json") + rank + ".json")
+    trace.export_chrome_trace(str(path))
+    if not path.exists():                                  # it only logs that it could not
+        raise OSError(f"{path}: the trace could not be written")
+    log(f"Trace written to {path}")
+
+
 # ---- Loading ------------------------------------------------------------------------------------
 
-def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16,
+def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
                scheme: str | None = None, head: str = "int8") -> tuple:
-    """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
+    """A path or hub name -> this rank's model, the checkpoint, the tokenizer.
 
     scheme: int8, int4-g32, …: round the weights while loading, and the head as int8, int4 or none.
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = open_checkpoint(path)
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = load_for(source)
     if scheme:
         source = quantized(source, scheme, head=head, device=device)
-    return load_shard(source, dtype, device), source, tokenizer
-
-
-def load_shard(source, dtype: torch.dtype, device) -> Transformer:
-    """This rank's part of a model, joined to the others'; alone, the whole."""
     model = load_weights(tp.shard(source), dtype, device)
-    use_fused_attention(model)
-    return tp.parallelize(model, source.cfg.vocab_size)
+    return tp.parallelize(model, source.cfg.vocab_size), source, tokenizer
 
 
-if __name__ == "__main__":
-    sys.modules["generate"] = sys.modules["__main__"]      # imported below: one module, not two
-    from cli.session import main
+# ---- The command --------------------------------------------------------------------------------
+
+HELLO = "Hello, my name is"
+PREFILL_CHUNK = 512                                # prompt tokens per call of the model
+
+
+CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub name org/name"
+
+
+def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dict:
+    """gpt-fast's flags and a few more -> their groups by name, to which cli/flags.py adds.
+
+    checkpoints: which kinds the command reads, for --help.
+    """
+    names = "model", "text", "sampling", "speed", "output"
+    groups = {name: p.add_argument_group(name) for name in names}
+    add_model_flags(groups["model"], checkpoints)
+    add_text_flags(groups["text"])
+    add_sampling_flags(groups["sampling"])
+    add_speed_flags(groups["speed"])
+    add_output_flags(groups["output"])
+    groups["sampling"].add_argument(               # which serve.py does not offer
+        "--top_n_sigma", type=SAMPLING["top_n_sigma"], default=0.0,
+        help="only tokens whose logits are at most so many standard deviations below the best; "
+             "0: all")
+    return groups
+
+
+def add_model_flags(group, checkpoints: str) -> None:
+    """Of every command that loads a model."""
+    add = group.add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help=checkpoints)
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+
+
+def add_text_flags(group) -> None:
+    add = group.add_argument
+    add("--prompt", action="append", default=[],
+        help="text, or an integer for a synthetic prompt of that many random tokens (in a file "
+             f"digits are text); repeatable; default: {HELLO}")
+    add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
+    add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
+    add("--batch_size", type=number(int, 1), default=1,
+        help="copies of the prompt side by side; of several prompts, how many run at a time")
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="end before this text appears (repeatable)")
+    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def add_sampling_flags(group) -> None:
+    add = group.add_argument
+    add("--temperature", type=SAMPLING["temperature"], default=0.8, help="0: greedy")
+    add("--top_k", type=SAMPLING["top_k"], default=200, help="only the k likeliest tokens; 0: all")
+    add("--top_p", type=SAMPLING["top_p"], default=1.0,
+        help="only the likeliest tokens that together make up this probability")
+    add("--min_p", type=SAMPLING["min_p"], default=0.0,
+        help="only tokens at least this fraction as likely as the likeliest")
+    add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
+        help="above 1 makes tokens that already appeared less likely")
+    add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
+
+
+def add_speed_flags(group) -> None:
+    """Of every command that generates text."""
+    add = group.add_argument
+    add("--compile", action="store_true", help="compile the decode step")
+    add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
+    add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
+        help="a smaller model of the same vocabulary that drafts tokens")
+    add("--speculate_k", type=number(int, 1), metavar="K", help="how many tokens to draft (5)")
+
+
+def add_output_flags(group) -> None:
+    add = group.add_argument
+    add("--profile", type=Path, metavar="FILE",
+        help="write a Chrome trace of the last sample to FILE.json")
+
+
+def number(kind, minimum, maximum=None, above=False) -> Callable:
+    """An argparse type: an int or float from `minimum` (or above it) to `maximum`."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
+        large_enough = value > minimum if above else value >= minimum
+        if large_enough and (maximum is None or value <= maximum):
+            return value
+        bounds = f"{'above' if above else 'at least'} {minimum}"
+        bounds += f", at most {maximum}" if maximum else ""
+        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
+    return parse
+
+
+SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}    # also of a JSON line
+
+
+def sampling_params(args, **overrides) -> SamplingParams:
+    """What the flags say, but where a request says something else."""
+    names = SAMPLING.keys() - {"seed"}             # --seed is of all rows together
+    return SamplingParams(**{**{name: getattr(args, name) for name in names}, **overrides})
+
+
+def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
+    """What --prompt says. ValueError where it has no tokens, or some that the model has not."""
+    n = synthetic_length(prompt)
+    if n is not None:
+        return random_prompt(n, cfg, seed)
+    ids = tokenizer.encode(prompt)
+    if not ids or not prompt:
+        raise ValueError("the prompt is empty: give it some text")
+    if max(ids) >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
+                         "tokens: they do not belong together")
+    check_length(len(ids), cfg.context, "the model's context")
+    return ids
+
+
+def synthetic_length(text: str) -> int | None:
+    """Of --prompt 512, gpt-fast's synthetic prompt. In a file a prompt of digits is text."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
+
+
+def random_prompt(n: int, cfg, seed: int) -> list[int]:
+    """n random ids. ValueError where they are none, or too many for the model."""
+    if n < 1:
+        raise ValueError(f"{n}: a synthetic prompt needs at least 1 token")
+    check_length(n, cfg.context, "the model's context")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+
+
+def check_length(n: int, limit: int, what: str) -> None:
+    if n >= limit:
+        raise ValueError(f"the prompt has {n} tokens and {what} is {limit}, which leaves no room "
+                         "for a new one: shorten the prompt")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        log("interrupted")
+        return 130
+    except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as e:
+        log(f"generate.py: error: {first_line(e)}")
+        return 2
+
+
+def run(argv: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Generate text from an open-weight transformer. Text goes to stdout, "
+                    "everything else to stderr.")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.checkpoint_path is None:
+        raise ValueError(f"--checkpoint_path is needed: {CHECKPOINTS}")
+    tp.start()
+    device = pick_device(tp.local_device(args.device))
+    dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
+    start = time.perf_counter()
+    model, source, tokenizer = load_model(args.checkpoint_path, device, dtype)
+    draft = load_draft(args, tokenizer, dtype, device)
+    log(f"Time to load model: {time.perf_counter() - start:.2f} seconds")
+    parser.set_defaults(**source.defaults)         # the model's, where the user is silent
+    args = parser.parse_args(argv)
+
+    prompts = args.prompt or [HELLO]
+    ids = [prompt_ids(prompt, tokenizer, source.cfg, args.seed) for prompt in prompts]
+    rows = range(len(prompts)) if len(prompts) > 1 else [0] * args.batch_size
+    groups = [rows[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+    longest = min(max(map(len, ids)) + args.max_new_tokens, source.cfg.context)
+    batch = build_batch(args, model, draft, len(groups[0]), longest)
+    eos_ids = set() if args.ignore_eos else set(source.eos_ids)
+    speeds, interrupted = [], False
+    for i in range(args.num_samples):
+        for group in groups:
+            is_last = i == args.num_samples - 1 and group is groups[-1]
+            with traced(args.profile if is_last else None):
+                f, interrupted = show(args, batch, [prompts[row] for row in group],
+                                      [ids[row] for row in group], tokenizer, eos_ids)
+            log(f"Sample {i + 1}: {describe(f)}")
+            speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
+            if interrupted:
+                break
+        if interrupted:
+            break
+    summarize(batch, speeds)
+    return 130 if interrupted else 0
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: a GPU, where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | None:
+    """The model that drafts. ValueError where it has another vocabulary."""
+    if args.draft_checkpoint_path is None:
+        return None
+    if args.batch_size > 1:
+        raise ValueError("--draft_checkpoint_path is for one row: it cannot be combined with "
+                         "--batch_size")
+    draft, source, other = load_model(args.draft_checkpoint_path, device, dtype)
+    if difference := differ(tokenizer, other):
+        raise ValueError(f"{source.path} cannot draft for this model: {difference}")
+    return draft
+
+
+def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
+                length: int) -> Batch:
+    """What the flags ask for, compiled or not, with a model that drafts or without."""
+    device, k = model.freq.device, args.speculate_k or 5
+    model.setup_cache(n_row, length, max(PREFILL_CHUNK, k + 1), max_rejected=k if draft else 0)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rows = [sampling_params(args)] * n_row
+    sampler = Sampler(rows, model.cfg.vocab_size, device, generator)
+    compiles = args.compile or args.compile_prefill
+    log(f"Engine: {'torch_compile' if compiles else 'kv_cache'}")
+    steps = compile_steps(model, args.compile_prefill) if compiles else Steps()
+    batch = Batch(model, sampler, steps)
+    if draft:
+        from speculate import build_speculative  # it imports this file
+        batch = build_speculative(model, sampler, steps, draft, k, compiles)
+    if compiles:
+        start = time.perf_counter()
+        n_new = min(k + 3, length - 1)
+        for _ in generate(batch, [[0]] * n_row, n_new):
+            pass
+        log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
+    return batch
+
+
+def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], tokenizer,
+         eos_ids: set[int]) -> tuple[dict, bool]:
+    """Generate a text for each prompt, and print it -> its figures, and whether Ctrl-C ended it."""
+    n_prompt = max(map(len, ids))
+    n_new = min(args.max_new_tokens, batch.max_length - n_prompt)
+    sequences = [Sequence(tokenizer, prompt, eos_ids, args.stop, n_new) for prompt in ids]
+    for row in range(len(ids), batch.n_row):       # the last group may be smaller
+        batch.end(row)
+    shown = prompts[0] if len(prompts) == 1 else None
+    times, interrupted = follow(generate(batch, ids, n_new), sequences, shown, batch)
+    if shown is None:
+        for row, (prompt, sequence) in enumerate(zip(prompts, sequences)):
+            print(f"--- row {row} ---\n{prompt}{sequence.text}", flush=True)
+    read_bytes = 0 if args.draft_checkpoint_path else weight_bytes(batch.model)[1]
+    return figures(times, n_prompt, len(ids), read_bytes), interrupted
+
+
+if __name__ == "__main__":                         # without cli/ beside it
+    sys.modules["generate"] = sys.modules["__main__"]      # speculate imports it: one module
     sys.exit(main())

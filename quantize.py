@@ -186,31 +186,32 @@ AT_ONCE = 1 << 16                                  # weights: temporaries stay i
 
 
 def best_grid(groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sixteen values for each group [..., G] that cost the least squared error, as scale and
-    zero [...]: w = (code - 8) * scale + zero. importance [G]: how much an error of each counts.
+    """Groups [..., G] -> the scale and zero [...] that cost the least squared error.
 
-    Tried are ranges from the smallest to the largest weight, and somewhat shorter ones, each once
-    more as least squares fit it to the codes it gives. In fp32, of numbers that bfloat16 has.
+    w = (code - 8) * scale + zero. importance [G]: how much an error of each weight counts. Tries
+    the range from the smallest to the largest weight and somewhat shorter ones, and each of these
+    grids once more after least squares have fitted it to its codes. Computed in fp32; scales and
+    zeros are numbers that bfloat16 has.
     """
     rows = groups.reshape(-1, groups.shape[-1])
     count = importance if importance is not None else rows.new_ones(rows.shape[-1])
     pieces = rows.split(max(1, AT_ONCE // rows.shape[-1])) if rows.device.type == "cpu" else [rows]
-    found = [_best_of(piece, count) for piece in pieces]
-    return tuple(torch.cat(t).view(groups.shape[:-1]) for t in zip(*found))
+    grids = [_best_grid_of(piece, count) for piece in pieces]
+    return tuple(torch.cat(t).view(groups.shape[:-1]) for t in zip(*grids))
 
 
-def _best_of(w: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _best_grid_of(w: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     low, high = w.aminmax(dim=-1)
     best = None
     for shrink in SHRINK:
-        scale = _rounded(((high - low) * (shrink / 15)).clamp(min=1e-20))
-        zero = _rounded(low + (high - low) * ((1 - shrink) / 2) + 8 * scale)
-        codes, best = _tried(w, count, scale, zero, best)
-        _, best = _tried(w, count, *_fitted(w, count, codes, scale, zero), best)
+        scale = _as_bfloat16(((high - low) * (shrink / 15)).clamp(min=1e-20))
+        zero = _as_bfloat16(low + (high - low) * ((1 - shrink) / 2) + 8 * scale)
+        codes, best = _try_grid(w, count, scale, zero, best)
+        _, best = _try_grid(w, count, *_least_squares(w, count, codes, scale, zero), best)
     return best[1:]
 
 
-def _tried(w, count, scale, zero, best):
+def _try_grid(w, count, scale, zero, best):
     """-> the codes, and the better of this grid and the best so far: (error, scale, zero)."""
     codes = ((w - zero[:, None]) / scale[:, None]).round_().clamp_(-8, 7)
     error = (codes * scale[:, None]).add_(zero[:, None]).sub_(w).square_() @ count
@@ -221,19 +222,19 @@ def _tried(w, count, scale, zero, best):
     return codes, tuple(torch.where(better, new, old) for new, old in pairs)
 
 
-def _fitted(w, count, codes, scale, zero):
-    """Least squares' scale and zero for these codes; those given, where all codes are one."""
+def _least_squares(w, count, codes, scale, zero):
+    """The scale and zero that fit these codes best; those given, where all codes are the same."""
     total = count.sum()
     code_mean, w_mean = codes @ count / total, w @ count / total
     spread = codes - code_mean[:, None]
     square = spread.square() @ count
-    new = _rounded((spread * w) @ count / square)
+    new = _as_bfloat16((spread * w) @ count / square)
     usable = (square > 0) & (new > 0)
     scale = torch.where(usable, new, scale)
-    return scale, torch.where(usable, _rounded(w_mean - scale * code_mean), zero)
+    return scale, torch.where(usable, _as_bfloat16(w_mean - scale * code_mean), zero)
 
 
-def _rounded(t: Tensor) -> Tensor:
+def _as_bfloat16(t: Tensor) -> Tensor:
     return t.bfloat16().float()
 
 
@@ -387,8 +388,7 @@ def with_leaves(source: "Checkpoint", schemes: dict[str, Scheme],
     _check_groups(everything, schemes)
     tensors = {}
     for name in sorted(everything, key=_layer):
-        t = everything[name]
-        t = t.derived(t.read_rows, name=name, packed=t.packed)
+        t = everything[name].renamed(name)
         if name in schemes:
             tensors.update((leaf.name, leaf) for leaf in leaves_of(t, schemes[name]))
         else:

@@ -3,10 +3,10 @@
 It knows neither the model nor the tokenizer. Rows of one batch may differ in every parameter:
 these are tensors, so that a compiled step serves any of them. To add a filter, give SamplingParams
 a field whose default changes nothing, RANGES its values, and FILTERS the function that says which
-tokens stay. A filter that keeps state is a logits processor (layers/logits_processors.py).
+tokens stay; LOGIT_FILTERS, where it needs logits and not probabilities. What depends on the tokens
+so far is a logits processor, as RepetitionPenalty.
 
     sampler = Sampler([SamplingParams(temperature=0.8)] * B, n_vocab)
-    sampler.draw_noise()
     token = sampler(logits)                        # [B, V] -> [B, 1], without a host sync
 """
 
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-from layers.logits_processors import RepetitionPenalty
 
 
 class Range(NamedTuple):
@@ -43,6 +42,7 @@ RANGES = {
     "top_k": Range(int, 0, 1 << 30),
     "top_p": Range(float, 0, 1, above=True),
     "min_p": Range(float, 0, 1),
+    "top_n_sigma": Range(float, 0, 1000),
     "repetition_penalty": Range(float, 0.001, 1000),
     "seed": Range(int, -1 << 63, (1 << 63) - 1),
 }
@@ -61,6 +61,7 @@ class SamplingParams:
     min_p: float = 0.0                             # 0: off; arXiv 2407.01082
     repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858
     seed: int | None = None                        # of this row alone; None: the batch's generator
+    top_n_sigma: float = 0.0                       # 0: off; arXiv 2411.07641
 
     def __post_init__(self):
         for name, allowed in RANGES.items():
@@ -104,6 +105,87 @@ def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
 FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}  # in this order
 
 
+# ---- Filters that see logits [B, V]: after the processors, before the temperature ----------------
+
+def keep_top_n_sigma(logits: Tensor, n: Tensor) -> Tensor:
+    """Those at most n standard deviations below the best; n [B, 1], 0: all.
+
+    The deviation is that of the logits that are finite: what a grammar forbids does not count.
+    """
+    allowed = logits > -torch.inf
+    count = allowed.sum(-1, keepdim=True)
+    mean = torch.where(allowed, logits, 0).sum(-1, keepdim=True) / count
+    variance = torch.where(allowed, logits - mean, 0).square().sum(-1, keepdim=True) / count
+    least = logits.amax(-1, keepdim=True) - n * variance.sqrt()
+    return (logits >= least) | (n == 0)
+
+
+LOGIT_FILTERS = {"top_n_sigma": keep_top_n_sigma}
+
+
+# ---- Logits processors: what a row's tokens so far do to its logits ------------------------------
+
+class Processor(nn.Module):
+    """Keeps state for each row. One of your own is appended to sampler.processors before anything
+    is compiled.
+
+    begin() is called for a new sequence in a row, observe() after each token, forward() on the
+    logits. `users`, the rows whose parameters are not neutral, lets a sampler that is not traced
+    leave it out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.users = set()
+
+    def use(self, row: int, needed: bool) -> None:
+        (self.users.add if needed else self.users.discard)(row)
+
+    def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
+        """A new sequence in this row."""
+
+    def observe(self, token: Tensor) -> None:
+        """token [B, 1] has been generated."""
+
+
+class RepetitionPenalty(Processor):
+    """Makes the tokens of prompt and answer less likely."""
+
+    def __init__(self, n_row: int, n_vocab: int, device):
+        super().__init__()
+        penalty = torch.ones(n_row, 1, device=device)
+        seen = torch.zeros(n_row, n_vocab, dtype=torch.bool, device=device)
+        self.register_buffer("penalty", penalty)
+        self.register_buffer("seen", seen)
+
+    def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
+        self.use(row, params.repetition_penalty != 1)
+        self.penalty[row] = params.repetition_penalty
+        seen = torch.zeros(self.seen.shape[1], dtype=torch.bool, pin_memory=self.seen.is_cuda)
+        seen[prompt] = True
+        self.seen[row].copy_(seen, non_blocking=True)          # pinned: a GPU is not waited for
+
+    def observe(self, token: Tensor) -> None:
+        self.seen.scatter_(1, token, True)
+
+    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        """logits [b, V] of these rows. Or, when one row's drafts are verified, [T, V]: the last
+        place has seen all of draft_tokens [1, k] too, each place before it one less."""
+        seen = self.seen[rows]
+        if draft_tokens is not None:
+            seen = seen | (counts_so_far(draft_tokens, *logits.shape) > 0)
+        penalty = self.penalty[rows]
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen, penalized, logits)
+
+
+def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
+    """How often each place [n_place, V] has seen each of draft_tokens [1, k]: the last place all,
+    each place before it one less."""
+    one_hot = F.one_hot(draft_tokens[0], n_vocab)
+    return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]
+
+
 # ---- The draw -----------------------------------------------------------------------------------
 
 def exponential(shape: tuple, device, generator=None) -> Tensor:
@@ -121,6 +203,9 @@ def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
         noise = noise.gather(-1, ids)
     winner = (probs / noise).argmax(-1, keepdim=True)
     return winner if ids is None else ids.gather(-1, winner)
+
+
+COLUMNS = ("temperature", *FILTERS, *LOGIT_FILTERS)        # tensors [B, 1]: a value for each row
 
 
 class Sampler(nn.Module):
@@ -150,7 +235,11 @@ class Sampler(nn.Module):
                 self.filters[name] = keep
         if len(top_ks) < 2:                        # the candidates are the top k
             self.filters.pop("top_k", None)
-        for name in ("temperature", *FILTERS):
+        self.logit_filters = {}
+        for name, keep in LOGIT_FILTERS.items():
+            if any(getattr(p, name) != getattr(NEUTRAL, name) for p in known):
+                self.logit_filters[name] = keep
+        for name in COLUMNS:
             column = [[float(getattr(p, name))] for p in rows]
             self.register_buffer(name, torch.tensor(column, device=device))
         seeded = any(p.seed is not None for p in known)        # noise by token: see draw()
@@ -171,7 +260,7 @@ class Sampler(nn.Module):
         if params is not None:
             self._check(params)
             self.params[row] = params
-            for name in ("temperature", *FILTERS):
+            for name in COLUMNS:
                 getattr(self, name)[row] = getattr(params, name)
         params = self.params[row]
         self.not_finite[row] = 0
@@ -190,8 +279,8 @@ class Sampler(nn.Module):
             raise ValueError(f"{n} candidates were announced: {params}")
         if params.repetition_penalty != 1 and not self.processors:
             raise ValueError(f"no row was to have a penalty: {params}")
-        for name in FILTERS:
-            if name in self.filters or name == "top_k":
+        for name in (*FILTERS, *LOGIT_FILTERS):
+            if name in self.filters or name in self.logit_filters or name == "top_k":
                 continue
             if getattr(params, name) != getattr(NEUTRAL, name):
                 raise ValueError(f"no row was to have {name}: {params}")
@@ -237,11 +326,13 @@ class Sampler(nn.Module):
                      draft_tokens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """logits [b, V] -> probs [b, C] of the candidates, and their token ids; None: all tokens.
 
-        rows [b]: whose logits these are; draft_tokens: see layers/logits_processors.py. Greedy is
-        one token of probability 1. The order is transformers': temperature, top-k, top-p, min-p.
+        rows [b]: whose logits these are; draft_tokens: see RepetitionPenalty. Greedy is one token
+        of probability 1. The order is transformers': temperature, top-k, top-p, min-p.
         """
         for processor in self.processors:
             logits = processor(logits, rows, draft_tokens)
+        for name, keep in self.logit_filters.items():
+            logits = torch.where(keep(logits, getattr(self, name)[rows]), logits, -torch.inf)
         if self.n_candidates == 1:
             ids = logits.argmax(-1, keepdim=True)
             return torch.ones_like(ids, dtype=torch.float32), ids
@@ -261,7 +352,16 @@ class Sampler(nn.Module):
             probs = probs / probs.sum(-1, keepdim=True)
         return probs, ids
 
-    def forward(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
-        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1]."""
+    def sample(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
+        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1].
+
+        For the noise that draw_noise() drew: a step that is compiled, or recorded as a CUDA graph,
+        asks no generator.
+        """
         probs, ids = self.distribution(logits, rows)
         return draw(probs, ids, self.noise_at(rows, pos))
+
+    def forward(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
+        """draw_noise() and sample(): logits [b, V] of these rows -> token [b, 1]."""
+        self.draw_noise(None if isinstance(rows, slice) else rows.tolist())
+        return self.sample(logits, rows, pos)

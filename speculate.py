@@ -2,7 +2,8 @@
 
 The output is what plain decoding would give: greedily the same tokens, else draws from the same
 distribution. A SpeculativeBatch is a generate.Batch of one row. What drafts (a model here, look-up
-in cli/ngram.py) and how many tokens (cli/draft_length.py) it is given.
+in cli/ngram.py) and how many tokens (always as many here, by their cost in cli/draft_length.py) it
+is given.
 
     batch = SpeculativeBatch(model, sampler, steps, ModelDrafter(draft), FixedLength(5), 5)
 """
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import Batch, Steps, bucket, to_device
+from generate import Batch, Steps, bucket, compile_blocks_once, compiled, to_device
 from sampling import Sampler, draw
 
 # ---- What is accepted ---------------------------------------------------------------------------
@@ -141,6 +142,25 @@ class ModelDrafter:
         self.n_cached = min(self.n_cached, n)
 
 
+class FixedLength:
+    """Always k drafts."""
+
+    paused = False
+
+    def __init__(self, k: int):
+        self.k = k
+        self.lengths = [k]                         # that may come
+
+    def begin(self) -> None:
+        pass
+
+    def next(self) -> int:
+        return self.k
+
+    def learn(self, n_accepted: int) -> None:
+        pass
+
+
 # ---- The batch ----------------------------------------------------------------------------------
 
 class SpeculativeBatch(Batch):
@@ -209,3 +229,25 @@ class SpeculativeBatch(Batch):
             self.draft_length.learn(n_accepted)
         self.advance(n_accepted + 1)
         return list(tokens[:, :n_accepted + 1].split(1, dim=1))
+
+    def accept_stats(self) -> dict:
+        """How many rounds kept how many drafts."""
+        return dict(accept_counts=self.accept_counts, rounds=sum(self.accept_counts),
+                    mean_accepted=self.mean_accepted())
+
+    def mean_accepted(self) -> float | None:
+        rounds = sum(self.accept_counts)
+        accepted = sum(n * count for n, count in enumerate(self.accept_counts))
+        return accepted / rounds if rounds else None
+
+
+def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
+                      compiles: bool) -> SpeculativeBatch:
+    """Always k drafts by the model `draft`. compiles: by torch.compile, as `steps` are."""
+    drafter, check = ModelDrafter(draft), verify
+    if compiles:
+        drafter.step, check = compiled(draft_one_token), compiled(verify)
+        if draft.freq.device.type == "cpu":
+            compile_blocks_once(draft)
+    drafter.max_rejected = k + 1
+    return SpeculativeBatch(model, sampler, steps, drafter, FixedLength(k), k, check)

@@ -23,9 +23,9 @@ from bench.machine import read_bandwidth
 from bench.weights import Weights, load_weights
 from bench.worker import PEER_NAMES
 from bench.workloads import Workload
-from cli.common import free_memory, log, peak_memory, reset_peak_memory
+from cli.common import free_memory, reset_peak_memory
 from cli.ranks import sent_bytes
-from cli.report import figures, weight_bytes
+from generate import figures, log, peak_memory, weight_bytes
 
 CONVERTING_PEERS = ("openvino", "onnxruntime")     # their float16 may be float32 in memory
 PAUSE = 0.5                                        # seconds: clocks and caches settle

@@ -24,19 +24,17 @@ from cli.engines import (
     measure_drafts,
     warm_up,
 )
-from cli.flags import ENGINES, PREFILL_CHUNK
-from cli.report import follow
-from cli.sequence import Sequence
+from cli.flags import ENGINES
 from cli.slots import RowsBatch
 from formats.mtp import MTPHead
-from generate import generate
+from generate import PREFILL_CHUNK, Sequence, follow, generate
 from kernels import cpu_ops, sort_free
 from kernels.cpu_layers import uses_operations
 from kernels.cpu_linears import format_of, is_packed
 from model import Transformer
 from sampling import SamplingParams, keep_top_p
 
-LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "compile",
+LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "torch_compile", "compile",
           "compile+prefill")
 NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
 MTP = "mtp"                                        # and with drafts by a head: drafts.py
@@ -55,13 +53,13 @@ def share_weights(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-def is_compiled(name: str) -> bool:
+def has_our_kernels(name: str) -> bool:
     return name in DRAFTING or name.startswith("compile")
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
-    """Bytes of the weights, which a compiled engine copies into a layout of its own on a CPU."""
-    if model.freq.device.type != "cpu" or not is_compiled(name):
+    """Bytes of the weights, which our kernels copy into a layout of their own on a CPU."""
+    if model.freq.device.type != "cpu" or not has_our_kernels(name):
         return 0
     return sum(p.nbytes for p in model.parameters())
 
@@ -91,7 +89,7 @@ class Engine:
                                max_rejected=DRAFTING.get(name, 0))
         self.batch = self._build_batch(name, workload)
         self.compile_s = None
-        if is_compiled(name) or name == "cuda_graph":
+        if has_our_kernels(name) or name in ("torch_compile", "cuda_graph"):
             start = time.perf_counter()
             self._warm_up(name, prompts, workload)
             self.compile_s = time.perf_counter() - start

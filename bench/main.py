@@ -29,12 +29,13 @@ from bench.suites import SUITES, run_suite
 from bench.tables import OUTPUTS, PEERS
 from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
-from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_activation_bits
 from cli.mtp import PUBLISHED_ACCEPTANCE
 from cli.ranks import as_rank
 from cli.session import open_model
 from formats.shapes import SHAPES
+from generate import log, number
 from kernels import cpu_ops
 from tp import local_device
 
@@ -128,7 +129,7 @@ def add_output_flags(add: Callable) -> None:
 
 def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     """-> (engine, scheme) in the order of the rows."""
-    default = ",".join(LADDER) if is_nano_gpt else "kv_cache,compile"
+    default = ",".join(LADDER) if is_nano_gpt else "kv_cache,torch_compile,compile"
     requested = names(default if args.engines is None else args.engines)
     schemes = names(args.quantize)
     if not requested or not schemes:

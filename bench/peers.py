@@ -22,7 +22,7 @@ import torch
 from bench import exports
 from bench.machine import ROOT
 from bench.weights import Weights
-from cli.common import log
+from generate import log
 from quantize import scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")

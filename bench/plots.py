@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 CARD, TEXT, GRID = "#ffffff", "#24292f", "#d8dee4"
-COLORS = {                                         # Okabe and Ito's, and three as far from them
-    "compile": "#0072b2", "cuda_graph": "#d55e00", "kv_cache": "#009e73", "recompute": "#cc79a7",
+COLORS = {                                         # Okabe and Ito's, and others as far from them
+    "compile": "#0072b2", "torch_compile": "#56b4e9", "cuda_graph": "#d55e00",
+    "kv_cache": "#009e73", "recompute": "#cc79a7",
     "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "mtp": "#8b1a1a", "sorted": "#7f4f00",
     "sort_free": "#4b0055"}
 PEERS = "#5a5a5a", "#949494", "#1f1f1f"            # any other engine is a peer: grey and hatched

@@ -12,7 +12,7 @@ import tp
 from bench.cases import BenchmarkCase, CaseRun
 from bench.machine import synchronize
 from bench.workloads import Workload
-from cli.common import log
+from generate import log
 
 MAX_STEPS, N_LARGEST = 20, 10
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from bench.machine import ROOT
-from cli.common import log
+from generate import log
 
 
 def run_ranks(counts: list[int], argv: list[str], command: str) -> tuple[int, dict | None]:

@@ -27,9 +27,10 @@ import torch
 from bench.clients import ask_all, first_token
 from bench.machine import ROOT
 from bench.peers import environment, peer_path
-from cli.common import english_text, log
-from formats import tokenizer as tokenizers
+from cli.common import english_text
+from formats import tokenizer_files
 from formats.load import open_checkpoint
+from generate import log
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
@@ -100,7 +101,7 @@ def is_there(name: str) -> bool:
 
 
 def as_ids(requests: list[dict]) -> list[dict]:
-    tokenizer = tokenizers.load(open_checkpoint(None).tokenizer)
+    tokenizer = tokenizer_files.load(open_checkpoint(None).tokenizer)
     return [dict(request, prompt=tokenizer.encode(request["prompt"])) for request in requests]
 
 

@@ -18,19 +18,21 @@ from bench import plots
 from bench.machine import ROOT, describe_machine
 from bench.profiling import file_name
 from bench.tables import table
-from cli.common import log
+from generate import log
 
 # The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears, and
 # what peers are measured by.
 SUITES = {
     "cpu": {
-        "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,compile,int8,int4 "
+        "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,torch_compile,compile,int8,"
+                        "int4 "
                         "--peers llama.cpp,transformers,generate.py -r 3",
         "Short prompts": "-p 5,9,17,33,65 -n 0 --engines compile,int8,int4 --peers "
                          "llama.cpp,openvino -r 7",
         "Long prompts": "-p 512,2048 -n 0 --engines compile,int8,int4 --peers "
                         "llama.cpp,openvino -r 7",
-        "Decoding": "-d 128,4096 -n 64 --engines compile,int8,int4 --peers llama.cpp,openvino -r 7",
+        "Decoding": "-d 128,4096 -n 64 --engines torch_compile,compile,int8,int4 "
+                    "--peers llama.cpp,openvino -r 7",
         "Many prompts": "--requests 32 -n 64 -d 100 -b 16,32 --engines compile --peers "
                         "llama.cpp,openvino,vllm -r 7",
         "Batches": "--engines compile -n 64 -b 1,4,16,64 -r 3",
@@ -46,10 +48,12 @@ SUITES = {
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1 -r 1",
     },
     "gpu": {
-        "Llama-2-7B": "--random Llama-2-7B --engines compile,cuda_graph,int8,int4",
-        "Llama-3.1-8B": "--random Llama-3.1-8B --engines compile,cuda_graph,int8,int4 "
+        "Llama-2-7B": "--random Llama-2-7B --engines torch_compile,compile,cuda_graph,int8,int4",
+        "Llama-3.1-8B": "--random Llama-3.1-8B --engines torch_compile,compile,cuda_graph,int8,"
+                         "int4 "
                         "--peers transformers-compile",
-        "Llama-3.2-1B": "--random Llama-3.2-1B --engines compile,cuda_graph,int8,int4 "
+        "Llama-3.2-1B": "--random Llama-3.2-1B --engines torch_compile,compile,cuda_graph,int8,"
+                         "int4 "
                         "--peers transformers-compile",
         "Mixtral-8x7B": "--random Mixtral-8x7B --engines compile,int8 -r 3",
         "Llama-2-70B": "--random Llama-2-70B --engines int8,int4 -r 3",

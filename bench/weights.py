@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 
 import tp
-from cli.common import free_memory, log
+from cli.common import free_memory
+from cli.loading import load_shard
 from formats import quantized
 from formats.load import count_parameters, n_bytes
 from formats.mtp import MTPHead
 from formats.shapes import random_head
-from generate import load_shard
+from generate import log
 from model import ModelConfig, Transformer
 from quantize import SCHEMES, schemes
 from tp import n_local

@@ -13,7 +13,8 @@ import torch
 
 from cli import batch
 from cli.common import english_text
-from formats.tokenizer import NullTokenizer
+from formats.chat_template import encode_chat
+from tokenizer import NullTokenizer
 
 
 class Workload(NamedTuple):
@@ -90,4 +91,4 @@ def encode_file(path: Path, tokenizer) -> list[int]:
     text = path.read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         return tokenizer.encode(text)
-    return tokenizer.encode_chat([dict(role="user", content=text)])
+    return encode_chat(tokenizer, [dict(role="user", content=text)])

@@ -8,7 +8,6 @@ no model, no device, no step of its own. One JSON object a line:
 
 import argparse
 import json
-import re
 import statistics
 import time
 from collections import deque
@@ -17,15 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from checkpoint import lock
-from cli import flags
-from cli.common import log
-from cli.readback import NotFinite
-from cli.sequence import Sequence
 from cli.slots import Slots, Task
-from generate import Batch
+from formats.chat_template import encode_chat
+from generate import (
+    SAMPLING,
+    Batch,
+    NotFinite,
+    Sequence,
+    check_length,
+    log,
+    random_prompt,
+    sampling_params,
+    synthetic_length,
+)
 from sampling import SamplingParams
 
 # ---- Requests -----------------------------------------------------------------------------------
@@ -72,17 +76,12 @@ def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
     return shown, complaints
 
 
-def synthetic_length(text: str) -> int | None:
-    """Of --prompt 512, gpt-fast's synthetic prompt. In a file a prompt of digits is text."""
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
-
-
 def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
     """A prompt a line, or where the name ends in .jsonl an object a line -> requests, complaints.
 
     An object has "prompt" or "messages", and may have "id" (else its index), "max_new_tokens" and
-    values of flags.SAMPLING. Empty lines are skipped. OSError or ValueError where the file cannot
-    be read at all.
+    values of SAMPLING. Empty lines are skipped. OSError or ValueError where the file cannot be read
+    at all.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -114,7 +113,7 @@ def parse(line: str) -> dict:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise ValueError('expected an object with "prompt" or "messages"')
-    known = ("id", "prompt", "messages", "max_new_tokens", *flags.SAMPLING)
+    known = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
     if unknown := fields.keys() - set(known):
         raise ValueError(f'unknown key "{min(unknown)}" (known: {", ".join(known)})')
     messages, limit = fields.get("messages", []), fields.get("max_new_tokens", 1)
@@ -128,7 +127,7 @@ def parse(line: str) -> dict:
         raise ValueError('"id" is neither a number nor text')
     if type(limit) is not int or limit < 1:
         raise ValueError('"max_new_tokens" is no number above 0')
-    sampling = {name: own_value(name, fields.pop(name)) for name in flags.SAMPLING
+    sampling = {name: own_value(name, fields.pop(name)) for name in SAMPLING
                 if name in fields}
     return dict(fields, sampling=sampling)
 
@@ -138,24 +137,9 @@ def own_value(name: str, value):
     try:
         if type(value) not in (int, float):
             raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
-        return flags.SAMPLING[name](str(value))
+        return SAMPLING[name](str(value))
     except argparse.ArgumentTypeError as e:
         raise ValueError(f'"{name}": {e}') from None
-
-
-def random_prompt(n: int, cfg, seed: int) -> list[int]:
-    """n random ids. ValueError where they are none, or too many for the model."""
-    if n < 1:
-        raise ValueError(f"{n}: a synthetic prompt needs at least 1 token")
-    check_length(n, cfg.context, "the model's context")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
-
-
-def check_length(n: int, limit: int, what: str) -> None:
-    if n >= limit:
-        raise ValueError(f"the prompt has {n} tokens and {what} is {limit}, which leaves no room "
-                         "for a new one: shorten the prompt")
 
 
 def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
@@ -174,7 +158,7 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     else:
         if args.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=args.system_prompt), *messages]
-        ids = tokenizer.encode_chat(messages, **args.chat_template_kwargs or {})
+        ids = encode_chat(tokenizer, messages, **args.chat_template_kwargs or {})
     if not ids:
         raise ValueError("the prompt has no tokens")
     if max(ids) >= cfg.vocab_size:
@@ -183,7 +167,7 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
-    return Job(request, ids, n_new, flags.sampling_params(args, **request.sampling))
+    return Job(request, ids, n_new, sampling_params(args, **request.sampling))
 
 
 def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.common import english_text, log
+from cli.common import english_text
+from formats.chat_template import render
+from generate import log
 from model import Transformer
 
 # What a model says most is of one kind: so that other kinds are there, most rows begin so
@@ -84,7 +86,7 @@ def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
             ids = start
         elif i % 8 == 1 and tokenizer.chat_template:
             message = dict(role="user", content=next(request))
-            ids = tokenizer.encode(tokenizer.render([message]), bos=False)
+            ids = tokenizer.encode(render(tokenizer, [message]), bos=False)
         else:
             ids = tokenizer.encode(next(opening))
         rows.append(ids or tokenizer.encode("The"))

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.sequence import n_common
+from cli.slots import n_common
+from formats.chat_template import encode_chat
 
 try:
     import readline  # noqa: F401                  # input() edits lines and has a history with it
@@ -116,7 +117,7 @@ class Chat:
     def encode(self, messages: list[dict]) -> list[int]:
         if self.plain:
             return self.tokenizer.encode(messages[-1]["content"])
-        return self.tokenizer.encode_chat(self.with_system(messages), **self.template)
+        return encode_chat(self.tokenizer, self.with_system(messages), **self.template)
 
     def turn(self, line: str) -> None:
         """One message and its answer. Of the history, rendered anew, most is in the cache already:

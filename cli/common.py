@@ -1,6 +1,6 @@
 """What every command line here shares: flags, one-line errors, devices.
 
-It knows no model, and of our files two that know none either; the commands and the scripts use it.
+The commands and the scripts use it.
 
     sys.exit(guarded(run))                         # run(argv) -> exit status
 """
@@ -9,7 +9,6 @@ import argparse
 import os
 import pydoc_data.topics
 import re
-import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,14 +18,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import Unforeseen, first_line, is_out_of_memory
+from generate import log, peak_memory
 from kernels.private import has_bf16
 from layers.embedding import embed_scale
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def fail(message) -> None:
@@ -125,23 +121,6 @@ def english_text(held_out: bool = False) -> str:
     return text[cut:] if held_out else text[:cut]
 
 
-def number(kind, minimum, maximum=None, above=False):
-    """An argparse type: an int or float from `minimum` (or above it) to `maximum`."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
-        large_enough = value > minimum if above else value >= minimum
-        if large_enough and (maximum is None or value <= maximum):
-            return value
-        bounds = f"{'above' if above else 'at least'} {minimum}"
-        bounds += f", at most {maximum}" if maximum else ""
-        raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
-    return parse
-
-
 def pick_device(name: str) -> torch.device:
     """auto is the first accelerator. ValueError names the devices that this machine has."""
     kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
@@ -168,7 +147,7 @@ def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) ->
     if name == "bfloat16" and old_gpu:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
                          "use --dtype float16 or float32")
-    scaled = cfg.block and cfg.block.post_norm and embed_scale(cfg) != 1
+    scaled = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
     overflows = bool(scaled)                       # Gemma 2 and 3: NaN in float16
     if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
@@ -193,13 +172,3 @@ def reset_peak_memory(device: torch.device) -> int:
     elif sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)

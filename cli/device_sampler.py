@@ -32,7 +32,8 @@ class DeviceSampler(Sampler):
         of_some_k = some_k and "top_p" in self.filters         # then its mass is of the top k
         functions = [Sampler, sampling.draw, *self.filters.values()]
         self.in_one_kernel = (self.n_candidates > 1 and self.filters.keys() <= FILTERS
-                              and not of_some_k and not unknown_functions(functions))
+                              and not self.logit_filters and not of_some_k
+                              and not unknown_functions(functions))
 
     def begin(self, row, prompt, params=None) -> None:
         super().begin(row, prompt, params)
@@ -52,9 +53,9 @@ class DeviceSampler(Sampler):
     def seeds_at(self, rows, pos: Tensor) -> Tensor:
         return self.seeds[rows] + 2 * pos.view(-1, 1)          # [b, 1]
 
-    def forward(self, logits, rows=slice(None), pos=None) -> Tensor:
+    def sample(self, logits, rows=slice(None), pos=None) -> Tensor:
         if not (is_compiling() and self.in_one_kernel and has_kernels(logits.device)):
-            return super().forward(logits, rows, pos)
+            return super().sample(logits, rows, pos)
         for processor in self.processors:
             logits = processor(logits, rows)
         params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))

@@ -15,25 +15,6 @@ ASSUMED, TRUST = 0.8, 2.0                          # acceptance before the first
 MEMORY = 0.9                                       # many were judged; what a round leaves of before
 
 
-class FixedLength:
-    """Always k drafts."""
-
-    paused = False
-
-    def __init__(self, k: int):
-        self.k = k
-        self.lengths = [k]                         # that may come
-
-    def begin(self) -> None:
-        pass
-
-    def next(self) -> int:
-        return self.k
-
-    def learn(self, n_accepted: int) -> None:
-        pass
-
-
 class DraftLengthController:
     """The length whose rounds should give most tokens for their time, if as many drafts are right
     as were of late. Where none should pay, none for a while, each time for twice as long: so bad

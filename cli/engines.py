@@ -1,7 +1,8 @@
 """The engines: how a batch of the model is made ready to run, by name.
 
-recompute: no KV cache, every token costs a pass over all tokens so far. kv_cache: eager. compile:
-generate.compile_steps(). cuda_graph: the eager step captured in a CUDA graph.
+recompute: no KV cache, every token costs a pass over all tokens so far. kv_cache: eager.
+torch_compile: generate.compile_steps(), PyTorch's compiler alone. compile: kernels/compile.py's.
+cuda_graph: the eager step captured in a CUDA graph.
 
     batch = build_batch(model, "compile", [SamplingParams()], generator)
     warm_up(batch, [prompt], range(len(prompt) + 1, 256))
@@ -11,11 +12,12 @@ generate.compile_steps(). cuda_graph: the eager step captured in a CUDA graph.
 import torch
 from torch import Tensor
 
+import generate as core
 import speculate
 from cli import mtp
 from cli.assistant import AssistantDrafter
 from cli.device_sampler import DeviceSampler
-from cli.draft_length import DraftLengthController, FixedLength, draft_costs
+from cli.draft_length import DraftLengthController, draft_costs
 from cli.mtp import MTPDrafter
 from cli.ngram import NgramDrafter
 from cli.ranks import from_rank_0
@@ -24,8 +26,6 @@ from formats.mtp import MTPHead
 from generate import (
     Batch,
     Steps,
-    as_one_graph,
-    compile_steps,
     decode_one_token,
     generate,
     pad_batch,
@@ -35,8 +35,10 @@ from kernels import sort_free
 from kernels.as_read import unknown_functions
 from kernels.compile import (
     WhileAsRead,
+    as_one_graph,
     change_over,
     compile_beside,
+    compile_steps,
     leave_alone,
     prepare_for_cuda,
     will_change_over,
@@ -45,14 +47,14 @@ from kernels.cuda_graph import CudaGraph
 from layers.recurrent import max_rewind
 from model import Transformer
 from sampling import Sampler, SamplingParams
-from speculate import ModelDrafter, SpeculativeBatch
+from speculate import FixedLength, ModelDrafter, SpeculativeBatch
 
 
 def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
                 wait: bool = True) -> Steps:
     """The engine's prefill and decode step, for a loop of ours that has the model alone.
 
-    compile: exchanges parts of the model too.
+    compile and torch_compile change the model too.
     wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
     """
     if engine == "compile" and not wait and will_change_over(model):
@@ -62,6 +64,8 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
         steps = compile_steps(model, compile_prefill)
         leave_alone(model)
         return steps
+    if engine == "torch_compile":
+        return core.compile_steps(model, compile_prefill)
     if engine == "cuda_graph":
         return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token))
     return Steps()
@@ -120,7 +124,8 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
                          f"by {possible}: set it up for max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
-    verify = as_one_graph(speculate.verify) if as_graph else speculate.verify
+    faster = as_one_graph if as_graph else core.compiled if engine == "torch_compile" else None
+    verify = faster(speculate.verify) if faster else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
@@ -130,7 +135,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token
-        drafter = ModelDrafter(draft, as_one_graph(step) if as_graph else step)
+        drafter = ModelDrafter(draft, faster(step) if faster else step)
         drafter.min_kv_len = min_kv_len
         drafter.max_rejected = k + 1
         lengths = [k, k // 3] if k > 2 else [k]

@@ -19,17 +19,16 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import Help, Parser, english_text, guarded, log, number, pick_device, pick_dtype
+from cli.common import Help, Parser, english_text, guarded, pick_device, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
+from cli.loading import load_shard
 from cli.ranks import as_rank
-from cli.readback import NotFinite
-from cli.report import weight_bytes
-from cli.sequence import Sequence
 from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
-from generate import bucket, load_shard
+from formats.chat_template import render
+from generate import NotFinite, Sequence, bucket, log, number, weight_bytes
 from model import Transformer
 from quantize import schemes
 from sampling import SamplingParams
@@ -160,12 +159,12 @@ class Adapter:
         if not add_generation_prompt:
             return self.apply_chat_template(history[:-1]) + history[-1]["content"]
         try:
-            return self.tokenizer.render(history)
+            return render(self.tokenizer, history)
         except ValueError:                         # as HFLM does: a template may refuse the system
             others = [message for message in history if message["role"] != "system"]
             if others == history:
                 raise
-            return self.tokenizer.render(others)
+            return render(self.tokenizer, others)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
         rows = []

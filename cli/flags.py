@@ -8,45 +8,44 @@ knows what can be asked for and nothing of how it is done.
 
 import argparse
 import json
-from dataclasses import fields
 from pathlib import Path
 
-from cli.common import Help, Parser, number
+from cli.common import Help, Parser
 from formats import quantized
 from formats.shapes import SHAPES
-from sampling import RANGES, SamplingParams
+from generate import PREFILL_CHUNK, SAMPLING, number
+from generate import add_flags as add_core_flags
 
-SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}    # also of a JSON line
-ENGINES = ("recompute", "kv_cache", "compile", "cuda_graph")
-HELLO, PREFILL_CHUNK = "Hello, my name is", 512
+CHECKPOINTS = ("a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
+               "default: the model that scripts/quickstart.sh fetched")
+ENGINES = ("recompute", "kv_cache", "torch_compile", "compile", "cuda_graph")
 
 
 def build_parser() -> Parser:
+    """generate.py's own flags, those that its file does without, and help that fits both."""
     p = Parser(description="Generate text from an open-weight transformer. "
-                           "Text goes to stdout, everything else to stderr.", formatter_class=Help)
-    add_model(p)
-    add_text(p)
-    add_sampling(p)
-    add = add_speed(p)
+                           "Text goes to stdout, everything else to stderr.", formatter_class=Help,
+               conflict_handler="resolve")
+    groups = add_core_flags(p, CHECKPOINTS)
+    groups["sampling"].description = ("The model's own generation_config.json overrides these "
+                                      "defaults.")
+    add_model(groups["model"])
+    add_text(groups["text"])
+    add_speed(groups["speed"])
+    add = groups["speed"].add_argument
     add("--no_speculate", action="store_true",
         help="draft nothing, where the checkpoint has a head for it and drafts are the default")
     add("--compare", action="store_true",
         help="after each sample generate it again without drafts, and print the speedup")
-    add_output(p)
+    add_output(groups["output"])
     return p
 
 
-def add_model(p: Parser) -> None:
-    add = p.add_argument_group("model").add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
-        help="a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
-             "default: the model that scripts/quickstart.sh fetched")
+def add_model(group) -> None:
+    add = group.add_argument
     add("--random", metavar="NAME",
         help="a known shape with random weights and no files, for speed trials with an integer "
              "--prompt: " + ", ".join(SHAPES))
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-        help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
     add_adapter(add)
     quantized.add_flags(add)
     add("--max_seq_length", type=number(int, 2),
@@ -54,50 +53,24 @@ def add_model(p: Parser) -> None:
              "the kinds dynamic and longrope takes its factors for this length")
 
 
-def add_text(p: Parser) -> None:
-    add = p.add_argument_group("text").add_argument
-    add("--prompt", action="append", default=[],
-        help="text, or an integer for a synthetic prompt of that many random tokens (in a file "
-             "digits are text); repeatable; "
-             f"default: {HELLO}")
+def add_text(group) -> None:
+    add = group.add_argument
     add("--prompts_file", type=Path, metavar="FILE",
         help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
              "perhaps id, max_new_tokens, " + ", ".join(SAMPLING))
-    add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
-    add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
-    add("--batch_size", type=number(int, 1), default=1,
-        help="copies of the prompt side by side; of several prompts, how many run at a time")
     add("--chat", action="store_true", help="prompts are messages: apply the model's chat template")
     add("--interactive", action="store_true",
         help="a conversation in the terminal, by the model's chat template; /help there")
     add("--system_prompt", metavar="TEXT", help="what a chat begins with")
     add("--chat_template_kwargs", type=json_object, metavar="JSON",
         help='more for the chat template, as {"enable_thinking": false}')
-    add("--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text appears (repeatable)")
-    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
     add("--json_schema", type=Path, metavar="FILE",
         help="the text is JSON that this schema allows (needs llguidance)")
 
 
-def add_sampling(p: Parser) -> None:
-    add = p.add_argument_group(
-        "sampling", "The model's own generation_config.json overrides these defaults.").add_argument
-    add("--temperature", type=SAMPLING["temperature"], default=0.8, help="0: greedy")
-    add("--top_k", type=SAMPLING["top_k"], default=200, help="only the k likeliest tokens; 0: all")
-    add("--top_p", type=SAMPLING["top_p"], default=1.0,
-        help="only the likeliest tokens that together make up this probability")
-    add("--min_p", type=SAMPLING["min_p"], default=0.0,
-        help="only tokens at least this fraction as likely as the likeliest")
-    add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
-        help="above 1 makes tokens that already appeared less likely")
-    add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
-
-
-def add_speed(p: Parser):
-    """-> the function that adds more of these."""
-    add = p.add_argument_group("speed").add_argument
-    add("--compile", action="store_true", help="compile the decode step")
+def add_speed(group) -> None:
+    """Those of every command that generates."""
+    add = group.add_argument
     add("--compile_prefill", action="store_true",
         help="compile prefill too (on a CPU --compile does already); implies --compile")
     add_activation_bits(add)
@@ -114,18 +87,16 @@ def add_speed(p: Parser):
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prompts are run N tokens at a time, which bounds the memory that they need")
     add("--engine", choices=ENGINES,
-        help="recompute: no KV cache; kv_cache: eager, the default; compile: as --compile; "
-             "cuda_graph: the eager step captured in a CUDA graph")
-    return add
+        help="recompute: no KV cache; kv_cache: eager, the default; torch_compile: PyTorch's "
+             "compiler alone; compile: as --compile; cuda_graph: the eager step captured in a CUDA "
+             "graph")
 
 
-def add_output(p: Parser) -> None:
-    add = p.add_argument_group("output").add_argument
+def add_output(group) -> None:
+    add = group.add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
     add("--output", type=Path, metavar="FILE",
         help="append one JSON object per prompt to FILE; what is there already is not run again")
-    add("--profile", type=Path, metavar="FILE",
-        help="write a Chrome trace of the last sample to FILE.json")
 
 
 def add_adapter(add) -> None:
@@ -151,13 +122,6 @@ def json_object(text: str) -> dict:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got '{text}'")
     return found
-
-
-def sampling_params(args, **overrides) -> SamplingParams:
-    """What the flags say, but where a request says something else."""
-    names = SAMPLING.keys() & {field.name for field in fields(SamplingParams)} - {"seed"}
-    stated = {name: getattr(args, name) for name in names}     # --seed is of all rows together
-    return SamplingParams(**{**stated, **overrides})
 
 
 def many(args) -> bool:

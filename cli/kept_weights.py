@@ -3,7 +3,7 @@
 A GGUF that was dequantized, weights that were rounded while loading. Owns what such weights depend
 on: the content of the files, what was asked for, and our code that makes them.
 
-    model = load(source, dtype, device)            # in place of generate.load_shard
+    model = load(source, dtype, device)            # in place of loading.load_shard
 """
 
 import hashlib
@@ -16,10 +16,10 @@ import torch
 
 import tp
 from checkpoint import Checkpoint
+from cli.loading import load_shard
 from formats import load as loading
 from formats import quantized
 from formats.load import load_model
-from generate import load_shard
 from kernels import disk, kept_tensors
 from kernels.digest import digest, digest_with_imports
 from model import Transformer

@@ -11,13 +11,14 @@ import torch
 
 from checkpoint import Checkpoint
 from cli.calibration_text import calibration_text, written
-from cli.common import Help, Parser, guarded, log, number, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_adapter
-from formats import tokenizer as tokenizers
+from formats import tokenizer_files
 from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import add_choices, note, quantized
+from generate import log, number
 from gptq import budget, calibrate
 from kernels.compile import compile_model
 from quantize import MODES, Scheme, scheme_named
@@ -109,7 +110,7 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
     if length > source.cfg.context:
         raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
                          f"{source.cfg.context}")
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = tokenizer_files.load_for(source)
     ids = tokenizer.encode(text)
     if max(ids, default=0) >= source.cfg.vocab_size:
         raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has "
@@ -143,7 +144,7 @@ def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
     """A .pth that works alone: with the tokenizer, unless its files are beside it."""
     tokenizer = source.tokenizer
     if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
-        tokenizer = tokenizers.load(tokenizer).state()
+        tokenizer = tokenizer_files.load(tokenizer).state()
     output.parent.mkdir(parents=True, exist_ok=True)
 
     def progress(i, n):

@@ -57,14 +57,14 @@ class RequestSampler(Sampler):
     """Sampler's distribution of each row, by the work that its own parameters need."""
 
     def draw_noise(self, rows: list[int] | None = None) -> None:
-        """forward() draws it: only there is known how much."""
+        """sample() draws it: only there is known how much."""
 
     def observe(self, token: Tensor) -> None:
         for processor in self.processors:
             if processor.users:
                 processor.observe(token)
 
-    def forward(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
+    def sample(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
         index = list(range(len(logits))) if isinstance(rows, slice) else rows.tolist()
         for processor in self.processors:
             if not processor.users.isdisjoint(index):

@@ -17,7 +17,7 @@ import quantize
 import tp
 from cli import batch, flags, kept_weights
 from cli.chat import Chat
-from cli.common import free_memory, guarded, log, peak_memory, pick_device, pick_dtype
+from cli.common import free_memory, guarded, pick_device, pick_dtype
 from cli.draft_length import DraftLengthController
 from cli.engines import (
     RecomputeBatch,
@@ -28,27 +28,38 @@ from cli.engines import (
     rewind,
     warm_up,
 )
-from cli.flags import HELLO
 from cli.grammar import Grammars, import_llguidance, json_schema
 from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, run_on_rank_0
-from cli.report import describe, figures, follow, traced, weight_bytes
-from cli.sequence import Sequence
 from cli.slots import RowsBatch
 from formats import quantized
-from formats import tokenizer as tokenizers
 from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from formats.hub import resolve
 from formats.load import count_parameters, n_bytes, open_checkpoint
 from formats.shapes import random_checkpoint
-from generate import bucket, generate
+from formats.tokenizer_files import load_for
+from generate import (
+    HELLO,
+    Sequence,
+    bucket,
+    describe,
+    figures,
+    follow,
+    generate,
+    log,
+    peak_memory,
+    sampling_params,
+    summarize,
+    traced,
+    weight_bytes,
+)
 from kernels import cpu_ops
 from kernels.compile import will_change_over
 from layers.embedding import has_learned_positions
 from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
-from speculate import SpeculativeBatch
+from tokenizer import NullTokenizer, differ
 from tp import local_device, n_local
 
 
@@ -139,9 +150,9 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
     if shape is not None and adapter is not None:
         raise ValueError("--random has no weights that --adapter could be added to")
     if shape is not None:
-        return random_checkpoint(shape), tokenizers.NullTokenizer()
+        return random_checkpoint(shape), NullTokenizer()
     source = open_checkpoint(path, adapter)
-    return source, tokenizers.load_for(source)
+    return source, load_for(source)
 
 
 def pick_engine(args, device: torch.device) -> str:
@@ -193,7 +204,7 @@ def open_draft(args, source, tokenizer, device):
     if is_assistant(path):
         return open_drafter_of_gemma(path, args, source, device)
     draft, other = open_model(args.draft_checkpoint_path)
-    if difference := tokenizers.differ(tokenizer, other):
+    if difference := differ(tokenizer, other):
         raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
     return draft
 
@@ -272,9 +283,10 @@ class Session:
         self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
         start = time.perf_counter()
         self.build(draft, [job.params for job in work])
+        log(f"Engine: {engine}")
         if self.changes_over:
             log("Compiling beside the text, which begins uncompiled")
-        elif engine in ("compile", "cuda_graph"):
+        elif engine in ("torch_compile", "compile", "cuda_graph"):
             self.compile([job.ids for job in work] or [[0]], max(ends) if work else 1024)
             self.compile_s = time.perf_counter() - start
             log(f"Compilation time: {self.compile_s:.2f} seconds")
@@ -305,7 +317,7 @@ class Session:
 
     def build(self, draft, params: list[SamplingParams]) -> None:
         """The batch that runs; params: of each request."""
-        args, default = self.args, flags.sampling_params(self.args)
+        args, default = self.args, sampling_params(self.args)
         self.generator = self.new_generator()
         sampler = build_sampler(self.model, [default] * self.n_rows, self.generator, params)
         needs_figures = args.json or args.profile or self.drafter or args.compile_prefill
@@ -369,22 +381,13 @@ class Session:
         linears, head = quantize.schemes(self.source)
         drafts = {}
         if self.drafter:
-            drafts = dict(speculate=self.drafter, speculate_k=self.k, **accept_stats(self.batch))
+            drafts = dict(speculate=self.drafter, speculate_k=self.k, **self.batch.accept_stats())
         return dict(
             load_s=self.load_s, compile_s=self.compile_s,
             peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
             quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
             batch_size=self.args.batch_size, seed=self.args.seed, **drafts,
             device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
-
-
-def accept_stats(batch: SpeculativeBatch) -> dict:
-    """How many rounds kept how many drafts."""
-    counts = batch.accept_counts
-    rounds = sum(counts)
-    accepted = sum(n * count for n, count in enumerate(counts))
-    return dict(accept_counts=counts, rounds=rounds,
-                mean_accepted=accepted / rounds if rounds else None)
 
 
 # ---- What is done with it -----------------------------------------------------------------------
@@ -433,7 +436,7 @@ def show_samples(session: Session, job: batch.Job) -> int:
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
-    summarize(session, speeds)
+    summarize(session.batch, speeds, on_each_rank())
     return 130 if interrupted else 0
 
 
@@ -449,15 +452,3 @@ def compare(session: Session, job: batch.Job, f: dict) -> bool:
     log(f"Without drafts: {describe(plain)}")
     log(f"Speedup: {f['speedup'] or 0:.2f}")
     return interrupted
-
-
-def summarize(session: Session, speeds: list[float]) -> None:
-    log("==========")
-    stats = accept_stats(session.batch) if session.drafter else {}
-    if stats.get("rounds"):
-        shares = [round(n / stats["rounds"], 4) for n in stats["accept_counts"]]
-        log(f"Acceptance probs: {shares}")
-        log(f"Mean Accepted: {stats['mean_accepted']:.4f}")
-    if speeds:
-        log(f"Average tokens/sec: {sum(speeds) / len(speeds):.2f}")
-    log(f"Memory used: {peak_memory(session.device) / 1e9:.2f} GB{on_each_rank()}")

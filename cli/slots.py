@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 import tp
-from cli.readback import NotFinite, read_late
 from cli.request_sampler import GREEDY
-from cli.sequence import Sequence, n_common
-from generate import Batch
-from kernels.upload import to_device
+from generate import Batch, NotFinite, Sequence, read_late, to_device
 from layers.recurrent import max_rewind
 from sampling import SamplingParams
 from speculate import SpeculativeBatch
@@ -50,6 +47,14 @@ class RowsBatch(Batch):
         self.token = self.token.index_copy(0, index, tp.broadcast(new))
         self.advance(1)
         return self.token
+
+
+def n_common(a: list[int], b: list[int]) -> int:
+    """How many ids two lists begin with alike."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
 
 
 class SlotBatch(RowsBatch):

@@ -1,15 +1,25 @@
 """Chat templates: rendered in a sandbox, and encoded so that no message forges a special token.
 
-Knows no tokenizer library: `tokenizer` is a tokenizer.Tokenizer.
+    text = render(tokenizer, messages)             # messages: [{role, content}, …]
+    ids = encode_chat(tokenizer, messages)         # the message's "<|im_end|>" is text
 """
 
 import datetime
 import json
 import re
+from copy import copy
 from functools import lru_cache
 
 from checkpoint import first_line
+from tokenizer import (
+    AddedToken,
+    SentencePieceBackend,
+    Tokenizer,
+    TokenizersBackend,
+    token_pattern,
+)
 
+Backend = TokenizersBackend | SentencePieceBackend
 SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
 FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
 
@@ -22,16 +32,16 @@ class Refused(TemplateError):
     """What a template says by raise_exception()."""
 
 
-def render(template: str, messages: list[dict], /, **more) -> str:
-    """The template's text for messages [{role, content}], ready for the next answer.
+def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
+    """The chat template's text for messages [{role, content}], ready for the next answer.
 
     In jinja2's sandbox, with what transformers gives a template, and an end (sandbox.py).
     TemplateError where it refuses, or goes wrong.
     """
     from formats.sandbox import render as render_limited
     try:
-        more = dict(add_generation_prompt=True, tools=None, documents=None) | more
-        return render_limited(_compiled(template), messages=messages, **more)
+        more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
+        return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
     except Refused:
         raise
     except Exception as e:                         # its expressions may raise anything
@@ -86,20 +96,41 @@ class Shield:
         return re.sub(SHIELD + "(.)", lambda match: self.names[ord(match[1]) - FIRST_SIGN], text)
 
 
-def encode_chat(tokenizer, messages: list[dict], /, **more) -> list[int]:
-    """The ids of tokenizer.render(), in which special tokens are the template's: a message's are
-    text.
-    """
-    names, special = tokenizer.backend.special_tokens()
+def encode_chat(tokenizer: Tokenizer, messages: list[dict], /, **more) -> list[int]:
+    """The ids of render(), in which special tokens are the template's: a message's are text."""
+    names, special = special_tokens(tokenizer.backend)
     shield = Shield(names)
     messages = shield.hide(messages)
     more = {key: shield.hide(value) if key == "tools" else value for key, value in more.items()}
-    text = tokenizer.render(messages, **more).encode("utf-8", "replace").decode()
+    text = render(tokenizer, messages, **more).encode("utf-8", "replace").decode()
     if SHIELD not in text:
         return tokenizer.encode(text, bos=False)
     first, *pieces = special.split(text)           # text, special, text, …
     ids = tokenizer.backend.encode(shield.bring_back(first), special=False)
-    later = tokenizer.backend.continued()
+    later = continued(tokenizer.backend)
     for i, piece in enumerate(pieces):
         ids += later.encode(shield.bring_back(piece), special=i % 2 == 0)
     return ids
+
+
+def special_tokens(backend: Backend) -> tuple[list[str], re.Pattern]:
+    """Their texts, the longest first; and a pattern that matches any of them."""
+    if backend.kind == "sentencepiece":
+        tokens = {text: t for text, t in backend.tokens.items() if t.special}
+    else:
+        tokens = {t.content: AddedToken(i, t.content, True, t.lstrip, t.rstrip)
+                  for i, t in backend.fast.get_added_tokens_decoder().items() if t.special}
+    return sorted(tokens, key=len, reverse=True), token_pattern(list(tokens.values()))
+
+
+@lru_cache(2)                                      # to read a tokenizer.json again takes a while
+def continued(backend: Backend) -> Backend:
+    """A backend for text that continues another: some put a space before a text's first piece."""
+    if backend.kind == "sentencepiece" and backend.after_space:
+        return backend
+    if backend.kind == "sentencepiece":
+        later = copy(backend)
+        later.at_start = False
+        return later
+    data = re.sub(r'("prepend_scheme":\s*)"first"', r'\1"never"', backend.state())
+    return backend if data == backend.state() else TokenizersBackend(data)

@@ -1,7 +1,6 @@
-"""End tokens: the union of what a model's files name, decided here for every command.
+"""End tokens of a GGUF: its metadata names them and, as in llama.cpp, tokens with well-known texts.
 
-Of a Hugging Face directory config.json, generation_config.json and the tokenizer's files name them;
-of a GGUF its metadata and, as in llama.cpp, tokens with well-known texts.
+Those of a Hugging Face directory: huggingface.py and tokenizer.py.
 """
 
 # Tokens that end a text in llama.cpp, by their texts (src/llama-vocab.cpp, special_eog_ids).
@@ -14,11 +13,6 @@ BETWEEN = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"
            "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
            "fim_sep": ("<|file_sep|>",)}
 SENTENCEPIECE_EOS = 2                              # where a GGUF's "llama" tokenizer states none
-
-
-def end_ids(stated: list[int], tokenizer) -> list[int]:
-    """What the model's config files name, then what the tokenizer's files name besides."""
-    return list(dict.fromkeys([*stated, *tokenizer.eos_ids]))
 
 
 def gguf_end_ids(metadata: dict) -> list[int]:

@@ -44,8 +44,8 @@ from layers.delta import GatedDelta
 class Family:
     """How a model_type differs from Llama."""
 
-    overrides: dict = field(default_factory=dict)      # ModelConfig fields it never states
-    moe: dict = field(default_factory=dict)        # and MoEConfig's
+    overrides: dict = field(default_factory=dict)      # FlatConfig fields it never states
+    moe: dict = field(default_factory=dict)        # and MoEVariant's
     scores: dict = field(default_factory=dict)     # and Scores'
     defaults: dict = field(default_factory=dict)     # config.json keys it may leave out
     names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise

@@ -155,7 +155,7 @@ def _share_keys(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
     """Norms' weights and biases that a family does not have, slopes that it works out."""
-    if not (folds.constants or cfg.attention and cfg.attention.alibi):
+    if not (folds.constants or getattr(cfg.attention, "alibi", False)):
         return
     slopes = alibi_slopes(cfg.n_head, folds.slopes_base) * folds.slopes_scale
     for name, shape in tensor_shapes(cfg).items():

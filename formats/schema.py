@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
 from checkpoint import brief
+from layers.attention import AttentionVariant
 from layers.block import BlockVariant
 from layers.delta import GatedDelta
 from layers.feed_forward import GATED, UNGATED, FeedForwardVariant
@@ -210,7 +211,7 @@ def check_config(cfg: ModelConfig) -> None:
     if isinstance(cfg.moe, MoEVariant):
         _one_of("activation", cfg.moe.activation, GATED)
         _one_of("scores", cfg.moe.scores, SCORES)
-    if cfg.attention is not None:
+    if isinstance(cfg.attention, AttentionVariant):
         _one_of("qk_norm", cfg.attention.qk_norm, (None, "head", *HEAD_NORMS))
     if any(cfg.sparse) and cfg.moe is None:
         raise ValueError("layers with experts, and nothing about experts")

@@ -6,7 +6,7 @@
 import json
 import re
 
-from formats.tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 
 def byte_of_sign() -> dict[str, int]:

@@ -1,18 +1,21 @@
-"""Tokenizer formats -> a backend: tokenizer.json, SentencePiece, Llama 3's tiktoken file, GGUF.
+"""Tokenizers of other formats than tokenizer.py's: GGUF's metadata, and Llama 3's tiktoken file.
 
-Each reader gives the arguments of a tokenizer.Tokenizer.
+    tokenizer = load_for(source)                   # tokenizer.py's formats too
 """
 
 import base64
 import re
 import struct
 import sys
+import time
 from pathlib import Path
 
-from checkpoint import brief, read_json, read_text, reading
-from formats.added_tokens import read_added_tokens
+import tokenizer as core
+from checkpoint import brief, reading
 from formats.end_tokens import gguf_end_ids
-from formats.tokenizer_backends import SentencePieceBackend, TokenizersBackend, library
+from tokenizer import SentencePieceBackend, Tokenizer, TokenizersBackend, library
+
+SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -55,76 +58,59 @@ COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with the
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
-def is_text(value) -> bool:
-    """Not half a character, as JSON can have."""
-    return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
+def load(source: Path | str | dict) -> Tokenizer:
+    """A directory with tokenizer files, a GGUF's `tokenizer.*` metadata, or a Tokenizer's state().
 
-
-def from_directory(directory: Path) -> dict:
-    """tokenizer.json, else tokenizer.model: SentencePiece, or Llama 3's list of base64 tokens."""
-    config = {}
-    if (directory / "tokenizer_config.json").exists():
-        config = read_json(directory / "tokenizer_config.json")
-    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()
-             if k.endswith("_token")}              # or an AddedToken
-    names = {k: v for k, v in names.items() if is_text(v)}
-    if (directory / "special_tokens_map.json").exists():
-        stated = read_json(directory / "special_tokens_map.json")
-        stated = {k: v.get("content") if isinstance(v, dict) else v for k, v in stated.items()}
-        names = {**{k: v for k, v in stated.items() if is_text(v)}, **names}
-    more = dict(names=names, chat_template=_chat_template(directory, config))
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        path = directory / "tokenizer.model"
-    if not path.exists():
-        raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or "
-                                "tokenizer.model")
+    FileNotFoundError or ValueError say in one line what is missing or broken.
+    """
+    if isinstance(source, dict) and "backend" in source:
+        return core.load(source)
+    path = source.get("path", "tokenizer") if isinstance(source, dict) else source
     with reading(path):
-        if path.suffix == ".json":
-            found = _from_json(path, names, config.get("add_bos_token"))
+        if isinstance(source, dict):
+            tokenizer = Tokenizer(**from_gguf(source))
         else:
-            found = _from_model(path, names, config)
-    eos_id = found["backend"].id_of(names["eos_token"]) if "eos_token" in names else None
-    if eos_id is not None:
-        found["eos_ids"] = list(dict.fromkeys([eos_id, *found.get("eos_ids", [])]))
-    return dict(more, **found)
+            tokenizer = _from_directory(Path(source))
+    tokenizer.path = path
+    return tokenizer
 
 
-def _from_json(path: Path, names: dict, add_bos: bool | None) -> dict:
-    backend = TokenizersBackend(read_text(path))
-    backend.check_speed()
-    bos_id = backend.bos_id
-    if "bos_token" in names:
-        bos_id = backend.id_of(names["bos_token"])
-    return dict(backend=backend, bos_id=bos_id,
-                add_bos=backend.adds_bos if add_bos is None else add_bos)
+def load_for(source) -> Tokenizer:
+    """The tokenizer of a Checkpoint, whose eos_ids are complete from then on."""
+    return core.load_for(source, load)
 
 
-def _from_model(path: Path, names: dict, config: dict) -> dict:
-    data, add_bos = path.read_bytes(), config.get("add_bos_token")
-    if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data):
-        text, eos_ids = tiktoken_to_json(data)
+def _from_directory(directory: Path) -> Tokenizer:
+    json_path, model_path = directory / "tokenizer.json", directory / "tokenizer.model"
+    if json_path.exists():
+        tokenizer = core.from_directory(directory)
+        with reading(json_path):
+            check_speed(tokenizer.backend)
+        return tokenizer
+    data = model_path.read_bytes() if model_path.exists() else b""
+    if not core.is_tiktoken(data):
+        return core.from_directory(directory)
+    with reading(model_path):
+        text, end_ids = tiktoken_to_json(data)
         backend = TokenizersBackend(text)
-        return dict(backend=backend, bos_id=backend.bos_id, add_bos=True, eos_ids=eos_ids)
-    plain = SentencePieceBackend(data)
-    added = read_added_tokens(path.parent, config, plain.id_of, plain.n_vocab)
-    backend = SentencePieceBackend(data, added=added, after_space=config.get("legacy") is not False)
-    bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
-    return dict(backend=backend, bos_id=bos_id, add_bos=True if add_bos is None else add_bos)
+    tokenizer = core.from_directory(directory, backend)
+    tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *end_ids]))
+    return tokenizer
 
 
-def _chat_template(directory: Path, config: dict) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json (a string, or a list of named ones)."""
-    if (directory / "chat_template.jinja").exists():
-        return read_text(directory / "chat_template.jinja")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is "
-                         f"{brief(template)}, expected a text")
-    return template
+def check_speed(backend: TokenizersBackend) -> None:
+    """ValueError where its regular expressions take longer and longer for longer texts.
+
+    Each doubling is tried for itself, so that this ends where they do not.
+    """
+    for sign in (" ", "a", "1", "\n", "!"):
+        for n in (32, 64, 128, 256):
+            start = time.perf_counter()
+            backend.encode(sign * n + "~é", special=True)
+            took = time.perf_counter() - start
+            if took > SLOWEST:
+                raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
+                                 f"{n} times {sign!r}")
 
 
 # ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------

@@ -4,8 +4,7 @@ On a CPU a model's layers become operations in C++ (cpu_layers.py). On a GPU the
 whole step; here only modules are exchanged for it, of the same math. They are found by their kind
 (nn.Linear, layers' and ours) and by a model's `layers`; its class is not known here.
 
-    compile_model(model)                           # a CPU
-    prepare_for_cuda(model); step = WhileAsRead(CudaGraph(compiled(step)), step)     # a GPU
+    steps = compile_steps(model)                   # in place of generate.compile_steps
 """
 
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from generate import Steps, decode_one_token, prefill
 from kernels import cpu_ops, private
 from kernels.as_read import Watch, unknown
 from kernels.cpu_layers import fits, use_operations, uses_operations
@@ -29,6 +29,26 @@ from model import ExpertLinear, MoE
 
 QUICKER = {nn.Linear: MatvecLinear, ExpertLinear: FusedExpertLinear, MoE: FewRowsMoE,
            RoutedMoE: FewRowsRoutedMoE}
+
+
+def compile_steps(model: nn.Module, compile_prefill: bool = False) -> Steps:
+    """On a GPU the whole step becomes one CUDA graph, its parts exchanged for quicker ones.
+
+    On a CPU the model is changed instead, so that its layers run in C++.
+    """
+    if model.freq.device.type == "cpu":
+        compile_model(model)
+        return Steps()
+    min_kv_len = prepare_for_cuda(model)
+    first = prefill
+    if compile_prefill:
+        first = WhileAsRead(compiled(prefill), prefill)
+    return Steps(first, as_one_graph(decode_one_token), compile_prefill, min_kv_len)
+
+
+def as_one_graph(step: Callable) -> Callable:
+    """Compiled whole, and on a GPU replayed as a CUDA graph."""
+    return WhileAsRead(CudaGraph(compiled(step)), step)
 
 
 def compile_model(model: nn.Module) -> None:

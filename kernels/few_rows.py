@@ -45,6 +45,8 @@ def fuse_layers(model: nn.Module) -> None:
 def knows(cfg) -> bool:
     """Are attention and the order of a layer's parts as the kernels have them?"""
     block, attention = cfg.block or BlockVariant(), cfg.attention or AttentionVariant()
+    if not isinstance(block, BlockVariant) or not isinstance(attention, AttentionVariant):
+        return False
     others = (block.parallel, block.end, any(block.widths), attention.gate, attention.clip,
               attention.v_norm, attention.alibi, attention.gains, attention.growth,
               any(cfg.mixer))
@@ -67,7 +69,7 @@ class FewRows:
         self.wide_norm = cfg.attention is not None and cfg.attention.qk_norm == "wide"
         self.group = attn.split[0] // attn.split[1]
         self.ring = window is not None             # or may be: then slots beyond the last have keys
-        activation = "silu" if cfg.ffn is None else cfg.ffn.activation
+        activation = "silu" if cfg.ffn is None else getattr(cfg.ffn, "activation", "")
         self.activation = activation if activation in FUSED_ACTIVATIONS else ""
         self.cap = cfg.attention and cfg.attention.cap
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from layers.norms import HEAD_NORMS, clip, soft_cap, value_norm
-from layers.split import OUT
+from layers.part import OUT, Part
 from model import SDPA, Attention, rotate
 
 
 @dataclass(frozen=True)
-class AttentionVariant:
+class AttentionVariant(Part):
     """scores = q k' scale, and what becomes of them before and in the softmax."""
 
     scale: float | None = None                     # None: head_dim ** -0.5
@@ -47,14 +47,6 @@ class AttentionVariant:
 
     def make(self, cfg, earlier=()) -> nn.Module:
         return VariantAttention(cfg, self)
-
-    def shard(self, n: int) -> "AttentionVariant":
-        """The layer of one of n ranks."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
-        return {}
 
     def attend(self, cfg, plain: nn.Module) -> nn.Module:
         """`plain`, which has a scale, or what takes its place where scores are not plain ones."""

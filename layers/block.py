@@ -10,6 +10,7 @@ from torch import nn
 
 from layers.moe import BesideMoE
 from layers.norms import rescale
+from layers.part import Part
 from layers.per_layer import End
 from model import Block, RMSNorm, made
 
@@ -24,7 +25,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class BlockVariant:
+class BlockVariant(Part):
     pre_norm: bool = True                          # normalize what goes into a branch
     post_norm: bool = False                        # normalize what comes out of it (Gemma 2, 3)
     post_norm_eps: float | None = None             # None: norm_eps
@@ -48,10 +49,6 @@ class BlockVariant:
         return replace(self, widths=tuple(
             own and Widths(own.head_dim, max(1, own.n_kv_head // n), own.ffn_dim // n)
             for own in self.widths))
-
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
-        return {}
 
 
 class VariantBlock(Block):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.part import IN, OUT, Part
 from layers.recurrent import StateRing, last_tokens
-from layers.split import IN, OUT
 
 CHUNK = 64                                         # tokens whose updates are solved for at once
 # What has a row or several for each head.
@@ -26,7 +26,7 @@ BY_HEADS = ("q", "k", "v", "conv_q", "conv_k", "conv_v", "beta", "decay", "decay
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(Part):
     """The layer's shape: each of the key heads serves n_v_head / n_k_head heads of values."""
 
     n_k_head: int

@@ -11,18 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.part import Part
 from model import FeedForward, swiglu
 
 
 @dataclass(frozen=True)
-class FeedForwardVariant:
+class FeedForwardVariant(Part):
     """activation: of GATED, or of UNGATED where act(up) stands for act(gate) * up."""
 
     activation: str = "silu"
     gated: bool = True
     kind: str = "feed_forward"                     # what a .pth calls it
-
-    split = {}                                     # for ranks: gate, up and down are as a Llama's
 
     def make(self, cfg, ffn_dim: int) -> nn.Module:
         if not self.gated:
@@ -30,14 +29,6 @@ class FeedForwardVariant:
         ffn = FeedForward(cfg, ffn_dim)
         ffn.activation = GATED[self.activation]
         return ffn
-
-    def shard(self, n: int) -> "FeedForwardVariant":
-        """The layer of one of n ranks."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
-        return {}
 
 
 def clamped_swiglu(gate, up):                      # gpt-oss: alpha 1.702, limit 7

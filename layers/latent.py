@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers.attention import AttentionVariant
 from layers.norms import VectorNorm
-from layers.split import HEAD, IN, OUT
+from layers.part import HEAD, IN, OUT, Part
 from model import ExpertLinear, rotate, row_index
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(Part):
     """The widths. A head's keys are [nope | rope]; rope's width is ModelConfig.head_dim."""
 
     q_rank: int | None                             # of queries' own latent; None: they have none
@@ -32,13 +33,6 @@ class Latent:
 
     def make(self, cfg, earlier=()) -> nn.Module:
         return LatentAttention(cfg, self)
-
-    def shard(self, n: int) -> "Latent":
-        """The layer of one of n ranks, which share its heads: the latent is everyone's."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        return {}
 
     def cheapest_absorbed(self, rope_dim: int) -> int:
         """Up to how many new tokens a call is cheaper with the up-projections absorbed.
@@ -132,7 +126,7 @@ class LatentAttention(nn.Module):
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)
         self.attend = AnyWidths((latent.nope_dim + cfg.head_dim)**-0.5)
-        if cfg.attention is not None:              # how scores differ from these
+        if isinstance(cfg.attention, AttentionVariant):        # how scores differ from these
             if cfg.attention.scale is not None:
                 self.attend.scale = cfg.attention.scale
             self.attend = cfg.attention.attend(cfg, self.attend)

@@ -1,31 +1,12 @@
-"""Logits processors: filters that keep state, what a row's tokens so far do to its logits.
+"""Logits processors that requests bring: logprobs, penalties by count, a bias, a grammar.
 
-A Sampler calls begin() for a new sequence in a row, observe() after each token, and forward() on
-the logits. One of your own is appended to sampler.processors before anything is compiled.
-`users`, the rows that need it, lets a sampler that is not traced leave it out
-(cli/request_sampler.py).
+sampling.Processor says what each of them is; sampling.RepetitionPenalty is the plainest.
 """
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-
-class Processor(nn.Module):
-    """Keeps state for each row: begin(), observe() and forward() of the kinds below."""
-
-    def __init__(self):
-        super().__init__()
-        self.users = set()                         # rows whose parameters are not neutral
-
-    def use(self, row: int, needed: bool) -> None:
-        (self.users.add if needed else self.users.discard)(row)
-
-    def begin(self, row: int, prompt: list[int], params) -> None:
-        """A new sequence in this row."""
-
-    def observe(self, token: Tensor) -> None:
-        """token [B, 1] has been generated."""
+from sampling import Processor, counts_so_far
 
 
 class KeptLogits(Processor):
@@ -45,44 +26,6 @@ class KeptLogits(Processor):
         if draft_tokens is None:
             self.logits[rows] = logits
         return logits
-
-
-def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
-    """How often each place [n_place, V] has seen each of draft_tokens [1, k]: the last place all,
-    each place before it one less."""
-    one_hot = F.one_hot(draft_tokens[0], n_vocab)
-    return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]
-
-
-class RepetitionPenalty(Processor):
-    """Makes the tokens of prompt and answer less likely."""
-
-    def __init__(self, n_row: int, n_vocab: int, device):
-        super().__init__()
-        penalty = torch.ones(n_row, 1, device=device)
-        seen = torch.zeros(n_row, n_vocab, dtype=torch.bool, device=device)
-        self.register_buffer("penalty", penalty)
-        self.register_buffer("seen", seen)
-
-    def begin(self, row: int, prompt: list[int], params) -> None:
-        self.use(row, params.repetition_penalty != 1)
-        self.penalty[row] = params.repetition_penalty
-        seen = torch.zeros(self.seen.shape[1], dtype=torch.bool, pin_memory=self.seen.is_cuda)
-        seen[prompt] = True
-        self.seen[row].copy_(seen, non_blocking=True)          # pinned: a GPU is not waited for
-
-    def observe(self, token: Tensor) -> None:
-        self.seen.scatter_(1, token, True)
-
-    def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
-        """logits [b, V] of these rows. Or, when one row's drafts are verified, [T, V]: the last
-        place has seen all of draft_tokens [1, k] too, each place before it one less."""
-        seen = self.seen[rows]
-        if draft_tokens is not None:
-            seen = seen | (counts_so_far(draft_tokens, *logits.shape) > 0)
-        penalty = self.penalty[rows]
-        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return torch.where(seen, penalized, logits)
 
 
 class CountPenalty(Processor):

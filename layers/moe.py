@@ -10,7 +10,7 @@ from torch import nn
 
 from layers.feed_forward import GATED
 from layers.norms import VectorNorm
-from layers.split import IN, OUT
+from layers.part import IN, OUT
 from model import FeedForward, MoE, MoEConfig
 
 

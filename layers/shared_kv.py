@@ -13,12 +13,12 @@ from torch import nn
 
 from layers.attention import of_width
 from layers.norms import VectorNorm
-from layers.split import IN, OUT
+from layers.part import IN, OUT, Part
 from model import rotate
 
 
 @dataclass(frozen=True)
-class SharedKV:
+class SharedKV(Part):
     """source: the layer whose keys and values they are; its heads are as wide as this one's.
 
     None: a layer of another model, whose share() says which.
@@ -37,14 +37,6 @@ class SharedKV:
             attn.share(source)
             keep_keys_of(source)
         return attn
-
-    def shard(self, n: int) -> "SharedKV":
-        """The layer of one of n ranks."""
-        return self
-
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
-        return {}
 
 
 class SharedAttention(nn.Module):

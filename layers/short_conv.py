@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layers.part import IN, OUT, Part
 from layers.recurrent import StateRing
-from layers.split import IN, OUT
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Part):
     """The layer's shape."""
 
     width: int                                     # channels

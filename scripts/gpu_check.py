@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
-from cli.common import Help, Parser, guarded, log, pick_device
+from cli.common import Help, Parser, guarded, pick_device
 from cli.engines import (
     RecomputeBatch,
     build_sampler,
@@ -27,11 +27,10 @@ from cli.engines import (
     build_steps,
     warm_up,
 )
-from cli.session import accept_stats
 from formats.load import load_model
 from formats.mtp import head_config
 from formats.quantized import quantized as quantized_source
-from generate import Batch, generate
+from generate import Batch, generate, log
 from kernels import cpu_ops, linear
 from kernels.attention import use_fused_attention
 from layers.flat_config import FlatConfig, LayerEnd, Scores
@@ -239,7 +238,7 @@ def drafting(device) -> str:
                 warm_up(drafts, [PROMPT], range(21, 220))
             said = tokens(drafts, 200)
             assert said == plain, f"{engine}, {name}: other tokens than without drafts"
-            kept.append(f"{name} {accept_stats(drafts)['mean_accepted'] or 0:.1f}")
+            kept.append(f"{name} {drafts.mean_accepted() or 0:.1f}")
     return f"of 4 drafts right, {', '.join(engine_names(device))}: {', '.join(kept)}"
 
 

@@ -24,13 +24,20 @@ import torch  # noqa: E402
 from bench import plots  # noqa: E402
 from cli import engines  # noqa: E402
 from cli.chat import Chat  # noqa: E402
-from cli.common import Parser, english_text, guarded, log, number  # noqa: E402
-from cli.report import follow  # noqa: E402
+from cli.common import Parser, english_text, guarded  # noqa: E402
+from cli.loading import load_model, load_shard  # noqa: E402
 from cli.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
-from cli.sequence import Sequence  # noqa: E402
 from cli.slots import SlotBatch, Slots, Task  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
-from generate import Batch, Steps, generate, load_model, load_shard  # noqa: E402
+from generate import (  # noqa: E402
+    Batch,
+    Sequence,
+    Steps,
+    follow,
+    generate,
+    log,  # noqa: E402
+    number,
+)
 from model import Transformer  # noqa: E402
 
 AGAIN = 8                                          # runs that are repeated at the end

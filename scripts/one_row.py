@@ -13,7 +13,8 @@ import torch
 
 from cli.common import Parser, english_text, guarded
 from cli.evaluate import score
-from generate import compile_steps, load_model
+from cli.loading import load_model
+from kernels.compile import compile_steps
 
 WINDOW, N_WINDOWS = 512, 4                         # tokens, and how many of them
 SCHEMES = {"bfloat16": None, "int8": "int8", "int4-g64": "int4-g64"}

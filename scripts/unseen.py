@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
-from cli.common import Parser, english_text, guarded, log, pick_dtype  # noqa: E402
+from cli.common import Parser, english_text, guarded, pick_dtype  # noqa: E402
 from cli.evaluate import score, windows  # noqa: E402
-from formats import tokenizer as tokenizers  # noqa: E402
+from formats import tokenizer_files  # noqa: E402
 from formats.hub import resolve  # noqa: E402
 from formats.load import load_model, open_checkpoint  # noqa: E402
 from formats.quantized import quantized  # noqa: E402
+from generate import log  # noqa: E402
 from quantize import SCHEMES, Int4  # noqa: E402
 
 CHARACTERS, ITEMS = 20_000, 200
@@ -203,7 +204,7 @@ def run(argv: list[str] | None = None) -> int:
     dtype = pick_dtype("auto", torch.device("cpu"), source.cfg, many_rows=True)
     original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
-    tokenizer = tokenizers.load(source.tokenizer)
+    tokenizer = tokenizer_files.load(source.tokenizer)
     found = texts(ROOT / "checkpoints/quality/texts")
     items = cloze(found.pop("cloze"), ITEMS)
     rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)

@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cli.common import log
+from generate import log
 from server.answers import ChatAnswer, CompletionAnswer
 from server.engine import Busy, Draining, Engine, Job, Piece
 from server.metrics import Metrics

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cli.common import log
 from cli.slots import Event, Logprobs, Slots, Task
+from generate import log
 from server.metrics import Metrics
 
 TOGETHER_SECONDS = 0.06                            # 16 times a second text still looks as it flows

@@ -12,13 +12,14 @@ import time
 
 import tp
 from cli import flags
-from cli.common import Help, Parser, guarded, number, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.engines import build_speculative, build_steps
 from cli.grammar import Grammars
 from cli.ranks import as_rank, run_on_rank_0
 from cli.request_sampler import build_request_sampler
 from cli.session import Session, open_model, pick_engine
 from cli.slots import SlotBatch, Slots
+from generate import add_model_flags, add_sampling_flags, add_speed_flags, number
 from kernels import cpu_ops
 from tp import local_device
 
@@ -32,8 +33,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     p = Parser(description="Serve a model over HTTP, as OpenAI's API has it, and a chat page at "
-                           "/. What happens is said on stderr.", formatter_class=Help)
-    flags.add_model(p)
+                           "/. What happens is said on stderr.", formatter_class=Help,
+               conflict_handler="resolve")
+    model = p.add_argument_group("model")
+    add_model_flags(model, flags.CHECKPOINTS)
+    flags.add_model(model)
     add = p.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0: the whole network")
     add("--port", type=number(int, 0, 65535), default=8000, help="0: a free one")
@@ -57,8 +61,10 @@ def build_parser() -> Parser:
     add("--system_prompt", metavar="TEXT", help="what a chat without one begins with")
     add("--chat_template_kwargs", type=flags.json_object, metavar="JSON",
         help='more for the chat template, as {"enable_thinking": false}')
-    flags.add_sampling(p)
-    flags.add_speed(p)
+    add_sampling_flags(p.add_argument_group("sampling"))
+    speed = p.add_argument_group("speed")
+    add_speed_flags(speed)
+    flags.add_speed(speed)
     p.set_defaults(prompt=[], prompts_file=None, output=None, json=False, profile=None, stop=[],
                    ignore_eos=False, max_new_tokens=None)
     return p

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from checkpoint import Unforeseen
-from cli import flags
-from cli.common import log
 from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
-from cli.sequence import Sequence
 from cli.slots import Task
-from formats.chat_template import TemplateError
+from formats.chat_template import TemplateError, encode_chat
 from formats.token_bytes import token_bytes
+from generate import Sequence, log
 from sampling import RANGES
 from server.parsing import FORMATS, AnswerParser, detect, forced, instructions
 from server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
@@ -94,7 +92,7 @@ class Model:
         elif tools:
             messages = with_system(messages, instructions(tools, self.form))
         self.check_bytes("messages", texts_of([messages, tools, asked.chat_template_kwargs]))
-        ids = self.encode("messages", lambda: self.tokenizer.encode_chat(messages, **more))
+        ids = self.encode("messages", lambda: encode_chat(self.tokenizer, messages, **more))
         grammar = self.grammar(asked, tools)
         limit = asked.max_completion_tokens or asked.max_tokens
         if limit == 0 or asked.max_tokens == 0:
@@ -269,7 +267,7 @@ class Model:
     def params(self, asked: Request, grammar, n_top: int | None) -> RequestParams:
         """What the request says, and where it is silent the flags."""
         stated = {name: getattr(self.args, name)
-                  for name in flags.SAMPLING if name != "seed"}
+                  for name in RANGES if name not in ("seed", "top_n_sigma")}
         for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
             if (value := getattr(asked, name)) is not None:
                 stated[name] = value

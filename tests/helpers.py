@@ -3,9 +3,8 @@
 import torch
 
 from cli.engines import RecomputeBatch, build_sampler, build_speculative
-from cli.flags import PREFILL_CHUNK
 from cli.slots import RowsBatch
-from generate import Steps, generate
+from generate import PREFILL_CHUNK, Steps, generate
 from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

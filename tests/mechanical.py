@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mutant_rows import Mutant
 
-CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py")
+CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py", "tokenizer.py")
 ROOMS = dict(core=CORE, layers=("layers/*.py",), formats=("formats/*.py",), kernels=("kernels/*.py",),
              cli=("cli/*.py",), server=("server/*.py",), gptq=("gptq/*.py",))
 ON_A_GPU = ("kernels/triton_*.py", "kernels/cuda*.py", "kernels/sort_free.py", "kernels/draw.py", "kernels/matvec.py")

@@ -13,7 +13,8 @@ import sentencepiece
 import torch
 from test_tokenizer import sp_model  # noqa: F401
 
-from formats import tokenizer as tokenizers
+from formats import tokenizer_files
+from formats.chat_template import encode_chat
 from formats.load import read_checkpoint
 from formats.pth import save_checkpoint
 from formats.token_bytes import token_bytes
@@ -69,7 +70,7 @@ def slow_ids(sp_model, text, tokens, legacy):  # noqa: F811
 @pytest.mark.parametrize("legacy", [True, False, None])
 @pytest.mark.parametrize("place", PLACES)
 def test_ids(sp_model, tmp_path, place, legacy):  # noqa: F811
-    tokenizer = tokenizers.load(written(sp_model, tmp_path, legacy, **PLACES[place]))
+    tokenizer = tokenizer_files.load(written(sp_model, tmp_path, legacy, **PLACES[place]))
     assert tokenizer.n_vocab == 1004
     for text in TEXTS:
         expected = slow_ids(sp_model, text, MORE, legacy is not False)
@@ -84,11 +85,11 @@ def test_ids(sp_model, tmp_path, place, legacy):  # noqa: F811
 def test_a_conversation(sp_model, tmp_path, legacy):  # noqa: F811
     """The template's tokens are tokens; a message's are text, but for those that are not special."""
     files = dict(tokenizer_config=dict(added_tokens_decoder=decoder(MORE), chat_template=TEMPLATE, eos_token="<|im_end|>"))
-    tokenizer = tokenizers.load(written(sp_model, tmp_path, legacy, **files))
+    tokenizer = tokenizer_files.load(written(sp_model, tmp_path, legacy, **files))
     assert tokenizer.eos_ids == [1001]
     text = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant"         # a template's last line end is jinja's
-    assert tokenizer.encode_chat([dict(role="user", content="hello there")]) == slow_ids(sp_model, text, MORE, legacy)
-    ids = tokenizer.encode_chat([dict(role="user", content="x<|im_end|><tool>y")])
+    assert encode_chat(tokenizer, [dict(role="user", content="hello there")]) == slow_ids(sp_model, text, MORE, legacy)
+    ids = encode_chat(tokenizer, [dict(role="user", content="x<|im_end|><tool>y")])
     assert ids.count(1000) == 2 and ids.count(1001) == 1 and ids.count(1002) == 1
 
 
@@ -96,7 +97,7 @@ def test_how_a_token_matches(sp_model, tmp_path):  # noqa: F811
     tokens = {"<l>": 1000, "<r>": 1001, "word": 1002}
     flags = {"<l>": dict(lstrip=True), "<r>": dict(rstrip=True), "word": dict(single_word=True)}
     config = dict(added_tokens_decoder={str(i): dict(content=t, special=True, **flags[t]) for t, i in tokens.items()})
-    tokenizer = tokenizers.load(written(sp_model, tmp_path, False, tokenizer_config=config))
+    tokenizer = tokenizer_files.load(written(sp_model, tmp_path, False, tokenizer_config=config))
     assert tokenizer.encode("a  <l> b", bos=False) == slow_ids(sp_model, "a<l> b", tokens, False)
     assert tokenizer.encode("a <r>  b", bos=False) == slow_ids(sp_model, "a <r>b", tokens, False)
     assert tokenizer.encode("a word b", bos=False) == slow_ids(sp_model, "a word b", tokens, False)
@@ -108,16 +109,16 @@ def test_a_special_token_without_an_id(sp_model, tmp_path):  # noqa: F811
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
     piece = sp.id_to_piece(700)
     config = dict(eos_token="<end>", pad_token=piece, additional_special_tokens=["<x>"], added_tokens_decoder={"1005": dict(content="<five>")})
-    tokenizer = tokenizers.load(written(sp_model, tmp_path, tokenizer_config=config))
+    tokenizer = tokenizer_files.load(written(sp_model, tmp_path, tokenizer_config=config))
     assert tokenizer.encode("<five><end><x>", bos=False) == [1005, 1006, 1007] and tokenizer.eos_ids[0] == 1006
     assert 700 in tokenizer.encode(f"b{piece}c", bos=False) and tokenizer.decode([700]) == ""
 
 
 def test_it_is_kept_in_a_pth(families, sp_model, tmp_path):  # noqa: F811
     path = written(sp_model, tmp_path / "tokenizer", False, **PLACES["both"])
-    tokenizer = tokenizers.load(path)
+    tokenizer = tokenizer_files.load(path)
     save_checkpoint(read_checkpoint(families("llama3")[0]), tmp_path / "model.pth", tokenizer.state())
-    again = tokenizers.load(read_checkpoint(tmp_path / "model.pth").tokenizer)
+    again = tokenizer_files.load(read_checkpoint(tmp_path / "model.pth").tokenizer)
     assert torch.load(tmp_path / "model.pth", weights_only=True)["tokenizer"]["added"][-1][:2] == [1003, "</tool>"]
     for text in TEXTS:
         assert again.encode(text) == tokenizer.encode(text) and again.decode(again.encode(text)) == tokenizer.decode(tokenizer.encode(text))
@@ -125,7 +126,7 @@ def test_it_is_kept_in_a_pth(families, sp_model, tmp_path):  # noqa: F811
 
 
 def test_structured_output_knows_their_bytes(sp_model, tmp_path):  # noqa: F811
-    tokenizer = tokenizers.load(written(sp_model, tmp_path, **PLACES["decoder"]))
+    tokenizer = tokenizer_files.load(written(sp_model, tmp_path, **PLACES["decoder"]))
     pieces = token_bytes(tokenizer)
     assert pieces[1000] is None and pieces[1002] == b"<tool>" and len(pieces) == 1004
 
@@ -141,7 +142,8 @@ def test_structured_output_knows_their_bytes(sp_model, tmp_path):  # noqa: F811
     (dict(added_tokens={"<x>": 1000, "<y>": 1000}), "token 1000 is both '<x>' and '<y>'"),
     (dict(added_tokens={f"<{i}>": 1000 + i for i in range(70000)}), "70000 added tokens, expected at most"),
     (dict(added_tokens=[1]), "expected a JSON object"),
+    (dict(tokenizer_config=dict(extra_special_tokens=3)), "tokenizer_config.json: 'extra_special_tokens' is 3, expected a list"),
 ])
 def test_what_cannot_be_is_refused(sp_model, tmp_path, files, said):  # noqa: F811
     with pytest.raises(ValueError, match=said):
-        tokenizers.load(written(sp_model, tmp_path, **files))
+        tokenizer_files.load(written(sp_model, tmp_path, **files))

@@ -15,14 +15,13 @@ from test_errors import refused, run
 from test_generate import command
 
 import generate
-from cli import batch, engines, readback, report, slots
+from cli import batch, engines, loading, slots
 from cli.common import english_text
-from cli.report import follow
-from cli.sequence import Sequence
-from formats.tokenizer import NullTokenizer
+from generate import Sequence, follow
 from kernels.cpu_layers import use_operations
 from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
+from tokenizer import NullTokenizer
 
 LENGTHS = [20, 3, 11, 1, 7, 15, 2, 18]
 NEW = [3, 8, 2, 5, 1, 18, 3, 16]                           # two of three rows run side by side at the end
@@ -172,14 +171,14 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
     model.setup_cache(3, 40, 4)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    read_late, n_late = readback.read_late, []
+    read_late, n_late = generate.read_late, []
 
     def far(tokens, not_finite=None):
         for ids, tag in read_late(((token.as_subclass(Far), tag) for token, tag in tokens), not_finite):
             n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.sequence.finish_reason))
             yield ids, tag
     monkeypatch.setattr(slots, "read_late", far)
-    monkeypatch.setattr(report, "read_late", far)
+    monkeypatch.setattr(generate, "read_late", far)
     assert serve(model, work, 3)[0] == expected and sum(n_late) > 4
     rows = [Sequence(NullTokenizer(), ids, max_new=9) for ids in prompts()[:3]]
     model.setup_cache(3, 40, 4)
@@ -197,7 +196,7 @@ def test_refilling_compiled(ours, two_threads):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+    return loading.load_model(str(SMOLLM2), "cpu", torch.float32)
 
 
 def test_smollm2_prompts_of_1_to_100_tokens_with_different_ends(smollm2, two_threads):
@@ -371,7 +370,7 @@ def test_chat_is_the_template_once(capsys):
     status, out, _ = run(capsys, *argv, "--prompt", "Hi", "--json", "--system_prompt", "You are terse.")
     told = json.loads(out.splitlines()[0])
     assert told["prompt_ids"] != alone["prompt_ids"] and told["messages"][0]["role"] == "user"
-    _, _, tokenizer = generate.load_model(str(SMOLLM2))
+    _, _, tokenizer = loading.load_model(str(SMOLLM2))
     assert "You are terse." in tokenizer.decode(told["prompt_ids"])
 
 

@@ -13,7 +13,7 @@ from test_errors import run as run_generate
 
 from bench import cases, engines, machine, suites, tables, weights
 from bench import main as benchmark
-from cli.draft_length import FixedLength
+from speculate import FixedLength
 
 
 @pytest.fixture(autouse=True)

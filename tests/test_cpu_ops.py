@@ -339,6 +339,21 @@ def test_every_family_by_operations(families, name):
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gpt_oss"])
+def test_a_window_without_a_ring(families, name):
+    """Where calls may be as long as the cache, the mask alone hides what is older than the window."""
+    model = load_model(read_checkpoint(families(name)[0]), torch.float32, "cpu")
+    tokens = torch.randint(3, 150, (1, 24), generator=torch.Generator().manual_seed(1))
+
+    def logits():
+        model.setup_cache(1, 24)
+        model(tokens[:, :4], torch.arange(4), 1, 24)
+        return torch.cat([model(tokens[:, i:i + 1], torch.tensor([i]), 1, 24) for i in range(4, 24)], 1)
+    expected = logits()
+    assert not model.rings and min(w for w in model.windows if w) < 12 and cpu_layers.use_operations(model)
+    torch.testing.assert_close(logits(), expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_every_family_by_operations_in_bf16(families, finer, name):
     """bf16 is the default: a tensor that fp32 need not convert, a bias, is a temporary here only.

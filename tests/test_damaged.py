@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import fuzz
 import pytest
@@ -16,11 +17,11 @@ from conftest import ROOT
 
 from checkpoint import Unforeseen
 from cli import common
-from formats import load, sandbox
+from formats import load, sandbox, tokenizer_files
 from formats.chat_template import render
 from formats.gguf_file import read_gguf_header
 from formats.load import read_checkpoint
-from formats.tokenizer_backends import TokenizersBackend
+from tokenizer import TokenizersBackend
 
 RECIPES = [json.loads(line) for line in (ROOT / "tests/damaged/finds.jsonl").read_text().splitlines()]
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=160)
@@ -267,8 +268,7 @@ def test_links(tmp_path):
                 assert re.search("no such file|missing|not there|no model|expected a file", read_line(directory))
             elif name == "zero":
                 with pytest.raises(OSError, match="expected a file"):
-                    from formats import tokenizer
-                    tokenizer.load(directory)
+                    tokenizer_files.load(directory)
 
 
 # ---- Nothing hangs -------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_templates_end(monkeypatch, template):
     monkeypatch.setattr(sandbox, "SECONDS", 0.3)
     start = time.process_time()                            # of this process: a busy machine takes longer
     with pytest.raises(ValueError, match="the chat template does not render: "):
-        render(template, [dict(role="user", content="hi")])
+        render(SimpleNamespace(chat_template=template, names={}), [dict(role="user", content="hi")])
     assert time.process_time() - start < 3
 
 
@@ -302,7 +302,8 @@ def test_limits_change_no_template():
                 "{{ messages | map(attribute='role') | join(', ') }}{{ '%s-%05d' % ('a', 3) }}{{ '{:>4}'.format('b') }}{{ 1700000000 | string }}"
                 "{% for x in missing %}{% else %}{{ 'no' }}{% endfor %}{{ messages[::-1][0].content.split('a')[0] }}{{ dict(a=1) | tojson }}")
     messages = [dict(role="user", content=" hi "), dict(role="tool", content="ab")]
-    assert render(template, messages) == "1False2hi!22True2ab!1user31user, toola-00003   b1700000000no{\"a\": 1}"
+    tokenizer = SimpleNamespace(chat_template=template, names={})
+    assert render(tokenizer, messages) == "1False2hi!22True2ab!1user31user, toola-00003   b1700000000no{\"a\": 1}"
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"(1*)*[^1]$", r"(\s+)+$"])
@@ -312,7 +313,7 @@ def test_expressions_without_end_are_refused(pattern):
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     start = time.process_time()
     with pytest.raises(ValueError, match="retry-limit|take .* seconds"):
-        TokenizersBackend(fast.to_str()).check_speed()
+        tokenizer_files.check_speed(TokenizersBackend(fast.to_str()))
     assert time.process_time() - start < 10
 
 
@@ -321,7 +322,7 @@ def test_an_expression_that_gives_up_later_is_no_panic():
     fast = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"((foo)+)+$"), "isolated")
     backend = TokenizersBackend(fast.to_str())
-    backend.check_speed()
+    tokenizer_files.check_speed(backend)
     with pytest.raises(ValueError, match="not a tokenizer that encodes this text: .*retry-limit"):
         backend.encode("foo" * 40 + "!", special=True)
 

@@ -18,14 +18,13 @@ from helpers import GREEDY
 from cli import batch as batches
 from cli import engines
 from cli.common import english_text
-from cli.sequence import Sequence
+from cli.loading import load_model as load_path
 from cli.slots import RowsBatch
 from formats.load import load_model, read_checkpoint
 from formats.quantized import quantized
-from formats.tokenizer import NullTokenizer
-from generate import Batch, generate
-from generate import load_model as load_path
+from generate import Batch, Sequence, generate
 from sampling import SamplingParams
+from tokenizer import NullTokenizer
 
 LENGTH, N_DRAFT = 192, 4
 DTYPES = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "int8": (torch.bfloat16, "int8"),

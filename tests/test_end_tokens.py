@@ -10,12 +10,12 @@ from test_formats import write_gguf
 from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 
-from formats import tokenizer as tokenizers
+from cli.loading import load_model as load_all
+from formats import tokenizer_files
 from formats.end_tokens import NAMES, gguf_end_ids
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.tokenizer_files import byte_letters
-from generate import load_model as load_all
 
 PLAIN = ["a", "b", "c", "d"]
 
@@ -68,7 +68,7 @@ def test_whatever_type_a_token_has(kind):
     """One that is NORMAL is a token in a prompt too, as in llama.cpp, and is not shown."""
     letters = [chr(i) for i in range(97, 123)]
     meta = {**metadata([*letters, "<|im_end|>"]), "tokenizer.ggml.token_type": [1] * 26 + [kind], "tokenizer.ggml.pre": "gpt-2"}
-    tokenizer = tokenizers.load(meta)
+    tokenizer = tokenizer_files.load(meta)
     assert tokenizer.eos_ids == [26] and tokenizer.encode("ab<|im_end|>c") == [0, 1, 26, 2]
     assert tokenizer.decode([0, 26, 2]) == ("ac" if kind != 4 else "a<|im_end|>c")
 
@@ -104,12 +104,12 @@ def with_files(directory, path, config=None, generation=None, tokenizer_config=N
 def test_the_union_of_what_files_name(families, tmp_path, files, expected):
     path = with_files(families("llama3")[0], tmp_path / "model", **files)
     source = read_checkpoint(path)
-    tokenizer = tokenizers.load_for(source)
+    tokenizer = tokenizer_files.load_for(source)
     assert set(source.eos_ids) == expected
     assert set(load_all(str(path))[1].eos_ids) == expected             # the Python interface
     save_checkpoint(source, tmp_path / "model.pth", tokenizer.state())
     again = read_checkpoint(tmp_path / "model.pth")
-    tokenizers.load_for(again)
+    tokenizer_files.load_for(again)
     assert set(again.eos_ids) == expected
 
 

@@ -13,7 +13,7 @@ from conftest import SMOLLM2
 
 import generate
 from bench.engines import share_weights
-from cli import common, engines, session, slots
+from cli import common, engines, loading, session, slots
 from cli import evaluate as evaluation
 from cli.calibration_text import calibration_text
 
@@ -185,7 +185,7 @@ def adapters(peer):
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.huggingface import HFLM
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
-    model, source, own = generate.load_model(SMOLLM2, "cpu", torch.float32)
+    model, source, own = loading.load_model(SMOLLM2, "cpu", torch.float32)
     kind = type("Ours", (evaluation.Adapter, TemplateLM), {})
     ours = {n: kind(model, source, own, generate.Steps(), False, n, 64) for n in (1, 4)}
     steps = engines.build_steps(compiled := share_weights(model), "compile", compile_prefill=True)
@@ -288,7 +288,7 @@ def test_beginning_of_sequence_once(families, tmp_path):
     fast.add_special_tokens(["<s>"])
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     fast.save(str(tmp_path / "llama/tokenizer.json"))
-    model, source, own = generate.load_model(tmp_path / "llama", "cpu", torch.float32)
+    model, source, own = loading.load_model(tmp_path / "llama", "cpu", torch.float32)
     adapter = evaluation.Adapter(model, source, own, generate.Steps(), False, 1, 8)
     assert adapter.prefix_token_id == 2
     assert adapter.tok_encode("a") == adapter.tok_encode("<s>a") == [2, 0]

@@ -492,12 +492,12 @@ def test_split_gguf(families, tmp_path):
 def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     from conftest import SMOLLM2
 
-    from formats import tokenizer as tokenizers
+    from formats import tokenizer_files
     source = read_checkpoint(SMOLLM2)
-    tokenizer = tokenizers.load(source.tokenizer)
+    tokenizer = tokenizer_files.load(source.tokenizer)
     save_checkpoint(source, tmp_path / "model.pth", tokenizer.state())
     again = read_checkpoint(tmp_path / "model.pth")
-    other = tokenizers.load(again.tokenizer)
+    other = tokenizer_files.load(again.tokenizer)
     assert other.encode("Hello 123") == tokenizer.encode("Hello 123")
     assert other.chat_template == tokenizer.chat_template and "im_start" in other.chat_template
     assert again.cfg == source.cfg and again.eos_ids == source.eos_ids == [2, 0, 4]

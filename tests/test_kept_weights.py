@@ -197,8 +197,8 @@ def test_what_is_put_in_a_function_s_place_makes_them_anew(families, home, at_on
         return len(sets(home)), logits(model)
     (n, plain), (again, same) = kept(), kept()
     assert (n, again) == (1, 1) and torch.equal(plain, same)
-    rounded = quantize._rounded
-    for place, name, new in ((quantize, "_rounded", lambda t: rounded(t * 1.25)), (quantize, "SHRINK", (0.5,)), (Int4, "grid", coarse_grid)):
+    rounded = quantize._as_bfloat16
+    for place, name, new in ((quantize, "_as_bfloat16", lambda t: rounded(t * 1.25)), (quantize, "SHRINK", (0.5,)), (Int4, "grid", coarse_grid)):
         with monkeypatch.context() as m:
             m.setattr(place, name, new)
             source = quantized(read_checkpoint(families("llama3")[0]), "int4")
@@ -217,7 +217,7 @@ def coarse_grid(self, groups, importance=None):
 
 def test_a_function_without_source_keeps_nothing(families, home, at_once, monkeypatch):
     scope = dict(vars(quantize))
-    exec("def _rounded(t): return t.half().float()", scope)
-    monkeypatch.setattr(quantize, "_rounded", scope["_rounded"])
+    exec("def _as_bfloat16(t): return t.half().float()", scope)
+    monkeypatch.setattr(quantize, "_as_bfloat16", scope["_as_bfloat16"])
     kept_weights.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
     assert not sets(home)

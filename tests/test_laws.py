@@ -21,14 +21,16 @@ import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
 ROOMS = ("bench", "cli", "cpu_ops", "formats", "gptq", "kernels", "layers", "server")
-CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", "tp")
+CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": {"model"}, "sampling": {"layers"}, "kernels": {"layers", "model", "quantize", "tp"}, "model": set(), "quantize": {"model"},
-    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "kernels"}, "tp": {"checkpoint", "model"},
-    "checkpoint": {"model", "quantize", "sampling"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
-    "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tp"}, "speculate": {"generate", "sampling", "tp"},
+    "layers": {"model", "sampling"}, "sampling": set(), "kernels": {"generate", "layers", "model", "quantize", "tp"}, "model": set(),
+    "quantize": {"checkpoint", "model", "formats"},
+    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "tokenizer", "kernels"}, "checkpoint": {"model", "quantize", "sampling"},
+    "tp": {"checkpoint", "model"}, "tokenizer": {"checkpoint"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
+    "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tokenizer", "tp", "quantize"},
+    "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }

@@ -4,9 +4,18 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
+
+import tp
+from formats.schema import check_config
+from kernels import few_rows
+from kernels.compile import compile_model
+from layers.part import Part
+from model import Attention, ModelConfig, Transformer
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -103,3 +112,42 @@ def test_it_is_a_llama_without_anything_else_of_ours(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(KINDS)
+
+
+@dataclass(frozen=True)
+class Doubled(Part):
+    """What a fork writes for an attention of its own."""
+
+    gain: float = 2.0
+
+    def make(self, cfg, earlier=()):
+        return DoubledAttention(cfg, self.gain)
+
+
+class DoubledAttention(Attention):
+    def __init__(self, cfg, gain):
+        super().__init__(cfg)
+        self.gain = gain
+
+    def forward(self, *args):
+        return super().forward(*args) * self.gain
+
+
+def test_a_part_of_a_forks_own(capsys):
+    """The config names it: it is made, checked, shared by ranks, and no kernel stands in its place."""
+    cfg = ModelConfig(64, 3, 4, 2, 16, 96, 160, 128, mixer=(None, Doubled()))
+    check_config(cfg)
+    torch.manual_seed(0)
+    model = Transformer(cfg).eval().requires_grad_(False)
+    assert [type(layer.attn) for layer in model.layers] == [Attention, DoubledAttention, Attention]
+    tokens, pos = torch.arange(9)[None], torch.arange(9)
+    plain = model(tokens, pos, 9)
+    model.layers[1].attn.gain = 1.0
+    assert not torch.allclose(model(tokens, pos, 9), plain)
+    model.layers[1].attn.gain = 2.0
+    for other in (cfg, replace(cfg, mixer=(None,), attention=Doubled())):
+        assert tp.shard_config(other, 2).n_head == 2 and tp.split_of(other) == tp.SPLIT
+        assert not few_rows.knows(other)
+    compile_model(model)
+    assert torch.equal(model(tokens, pos, 9), plain)
+    assert "layers.1.attn is a" in capsys.readouterr().err

@@ -21,7 +21,6 @@ from transformers.cache_utils import MtpCache
 import generate
 import speculate
 from cli import engines, mtp, session
-from cli.draft_length import FixedLength
 from formats import load as load_module
 from formats.load import load_model, read_checkpoint
 from formats.mtp import HeadConfig, MTPHead
@@ -32,6 +31,7 @@ from kernels.linear import PackedLinear
 from model import ModelConfig, Transformer
 from quantize import schemes
 from sampling import Sampler, SamplingParams
+from speculate import FixedLength
 
 
 def load(source, dtype=torch.float32):

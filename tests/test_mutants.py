@@ -42,7 +42,7 @@ def test_every_file_of_a_room_has_tests():
 
 def test_mechanical_mutants_are_programs_and_a_seed_repeats():
     """Each parses, differs, and is of the place that it names."""
-    for file in ("cli/sequence.py", "layers/window.py", "gptq/refine.py"):
+    for file in ("generate.py", "layers/recurrent.py", "gptq/refine.py"):
         text, mutants = (ROOT / file).read_text(), mutants_of(ROOT, file)
         assert len(mutants) > 10
         for m in mutants:

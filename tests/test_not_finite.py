@@ -16,19 +16,16 @@ from test_errors import run
 import tp
 from cli import evaluate, request_sampler
 from cli.engines import build_sampler
-from cli.readback import NotFinite, read_late
-from cli.report import follow
-from cli.sequence import Sequence
 from cli.slots import SlotBatch, Slots, Task
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
-from formats.tokenizer import NullTokenizer
-from generate import Batch, generate
+from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gptq import calibrate
 from gptq.solve import nearest
 from quantize import Int4
 from sampling import SamplingParams
+from tokenizer import NullTokenizer
 
 SAMPLED = [SamplingParams(), GREEDY, SamplingParams(temperature=0.8, top_k=20, top_p=0.9), SamplingParams(seed=3, min_p=0.1)]
 

@@ -108,10 +108,7 @@ class Words:
 
 
 class Chatty(Words):
-    chat_template = "there is one"
-
-    def render(self, messages):
-        return messages[0]["content"]
+    chat_template, names = "{{ messages[0].content }}", {}
 
 
 def test_the_model_writes_what_it_is_calibrated_on(families):

@@ -7,7 +7,7 @@ import pytest
 from conftest import SMOLLM2
 from test_errors import run
 
-from formats import tokenizer as tokenizers
+from formats import tokenizer_files
 from formats.load import read_checkpoint
 
 DIGITS = ["7", "12", "-5", "+3", "1984", "٣", "٤٢", "７", "7 ", "0", "00", "9" * 40]
@@ -16,7 +16,7 @@ COMMON = ["-m", SMOLLM2, "--device", "cpu", "--temperature", 0, "--max_new_token
 
 @pytest.fixture(scope="module")
 def encode():
-    return tokenizers.load(read_checkpoint(SMOLLM2).tokenizer).encode
+    return tokenizer_files.load(read_checkpoint(SMOLLM2).tokenizer).encode
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])

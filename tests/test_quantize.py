@@ -20,16 +20,15 @@ import torch
 from helpers import GREEDY, generated
 
 import checkpoint as core
-import generate
 import quantize
 from checkpoint import Checkpoint, LazyTensor, blank_model, disk_names, tensor_shapes
 from cli import common as cli
-from cli import engines, quantizing, session
-from cli.report import weight_bytes
+from cli import engines, loading, quantizing, session
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import fill, leaves_of, quantized
 from formats.shapes import random_checkpoint
+from generate import weight_bytes
 from gptq import calibrate, refine
 from gptq import solve as gptq
 from kernels import cpu as kernels
@@ -1073,14 +1072,14 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
 
 def test_file_works_alone(capsys, model, tmp_path):
     """Elsewhere, the tokenizer and its template go into the file; beside their files, they do not."""
-    from formats import tokenizer as tokenizers
+    from formats import tokenizer_files
     elsewhere = tmp_path / "new/directory/small.pth"
     status, out, _ = run(capsys, "-m", model, "--output", elsewhere)
     assert status == 0 and out == f"{elsewhere}\n"
     (tmp_path / "alone").mkdir()
     shutil.move(elsewhere, tmp_path / "alone/x.pth")
     source = read_checkpoint(tmp_path / "alone/x.pth")
-    tokenizer = tokenizers.load(source.tokenizer)
+    tokenizer = tokenizer_files.load(source.tokenizer)
     assert tokenizer.encode("w7 w159") == [7, 159] and tokenizer.chat_template == "{{ messages[0].content }}"
     run(capsys, "-m", model)
     assert greedy(capsys, "-m", tmp_path / "alone/x.pth")["new_ids"] == greedy(capsys, "-m", model / "model_int8.pth")["new_ids"]
@@ -1115,7 +1114,7 @@ def test_quantizing_over_its_own_source(capsys, model):
 
 
 def test_load_model_from_python(model):
-    quantized, source, _ = generate.load_model(str(model), scheme="int4-g32", head="none")
+    quantized, source, _ = loading.load_model(str(model), scheme="int4-g32", head="none")
     assert schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
 
 

@@ -14,8 +14,16 @@ from transformers import (
 
 from cli.device_sampler import DeviceSampler
 from kernels import sort_free
-from layers.logits_processors import RepetitionPenalty
-from sampling import FILTERS, Sampler, SamplingParams, draw, exponential, keep_top_p
+from sampling import (
+    FILTERS,
+    RepetitionPenalty,
+    Sampler,
+    SamplingParams,
+    draw,
+    exponential,
+    keep_top_n_sigma,
+    keep_top_p,
+)
 
 SETTINGS = [SamplingParams(t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 40, 500)
             for p in (1.0, 0.95, 0.5, 0.05) for m in (0.0, 0.1)]
@@ -28,7 +36,7 @@ def sampler(params, n_row=16, n_vocab=300, generator=None):
 def sample(logits, noise, params):
     one = sampler(params, *logits.shape)
     one.noise.copy_(noise)
-    return one(logits)
+    return one.sample(logits)
 
 
 def random_logits(rows=16, vocab=300):
@@ -151,13 +159,53 @@ def test_seed_repeats():
     for seed in (1, 1, 2):
         one = sampler(how, generator=torch.Generator().manual_seed(seed))
         one.draw_noise()
-        draws.append(one(logits))
+        draws.append(one.sample(logits))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_a_sampler_draws_by_itself():
+    """Called without draw_noise() before: another token each time, as likely as it should be, by each row's own seed."""
+    logits = torch.tensor([0.5, 0.3, 0.2, 1e-9]).log().expand(3000, 4)
+    one = Sampler([SamplingParams()] * 3000, 4, generator=torch.Generator().manual_seed(1))
+    tokens = [one(logits)[:, 0] for _ in range(2)]
+    assert not torch.equal(*tokens)
+    for share in (torch.bincount(t, minlength=4) / 3000 for t in tokens):
+        assert (share - logits[0].exp()).abs().max() < 0.04
+    seeded = [Sampler([SamplingParams(seed=seed)] * 2, 300) for seed in (7, 7, 8)]
+    for each, seed in zip(seeded, (7, 7, 8)):
+        for row in range(2):
+            each.begin(row, [1], SamplingParams(seed=seed))
+    logits = torch.randn(2, 300)
+    drawn = [torch.cat([each(logits) for _ in range(8)], 1) for each in seeded]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    some = Sampler([SamplingParams(seed=7)] * 2, 300)
+    for row in range(2):
+        some.begin(row, [1], SamplingParams(seed=7))
+    alone = torch.cat([some(logits[1:], torch.tensor([1])) for _ in range(8)], 1)      # row 0 draws nothing meanwhile
+    assert torch.equal(alone, drawn[0][1:])
+
+
+@pytest.mark.parametrize("n", [0.3, 1.0, 2.5])
+def test_top_n_sigma(n):
+    """By the words of arXiv 2411.07641: the logits at most n standard deviations below the best, at any temperature."""
+    logits = random_logits().double()
+    logits[:, ::7] = -torch.inf                            # what a grammar forbids
+    for row in logits:
+        finite = row[row > -torch.inf]
+        expected = row >= row.max() - n * finite.std(correction=0)
+        assert torch.equal(keep_top_n_sigma(row[None], torch.tensor([[n]]))[0], expected)
+        for temperature in (0.5, 3.0):
+            one = Sampler([SamplingParams(temperature, top_n_sigma=n)], 300)
+            probs, ids = one.distribution(row[None].float())
+            assert ids is None and torch.equal(probs[0] > 0, expected)
+    some_off = Sampler([SamplingParams(top_n_sigma=n), SamplingParams()], 300)
+    probs, _ = some_off.distribution(logits[:2].float())
+    assert (probs[1] > 0).sum() == (logits[1] > -torch.inf).sum() > (probs[0] > 0).sum()
 
 
 ROWS = [SamplingParams(0), SamplingParams(0.8, 20, seed=1), SamplingParams(1.3, 0, 0.9, seed=2),
         SamplingParams(0.7, 5, 0.8, 0.1, 1.3, seed=3), SamplingParams(1.0, 0, 1.0, 0.2, seed=4), SamplingParams(seed=5),
-        SamplingParams(0.9, 1000, seed=6)]
+        SamplingParams(0.9, 1000, seed=6), SamplingParams(1.1, 40, seed=7, top_n_sigma=1.5)]
 
 
 def alone(params, logits, prompt, n):
@@ -166,7 +214,7 @@ def alone(params, logits, prompt, n):
     drawn = []
     for step in range(n):
         one.draw_noise()
-        drawn.append(one(logits[step:step + 1]))
+        drawn.append(one.sample(logits[step:step + 1]))
         one.observe(drawn[-1])
     return torch.cat(drawn)
 
@@ -176,13 +224,13 @@ def test_rows_of_one_batch_differ_in_everything():
     torch.manual_seed(3)
     n, logits, prompts = 12, torch.randn(12, len(ROWS), 300) * 3, [[i, i + 1] for i in range(len(ROWS))]
     expected = [alone(p, logits[:, i], prompts[i], n) for i, p in enumerate(ROWS)]
-    for order in (list(range(len(ROWS))), [3, 0, 5, 1, 6, 4, 2]):
+    for order in (list(range(len(ROWS))), [3, 0, 5, 1, 6, 7, 4, 2]):
         batch = Sampler([ROWS[i] for i in order], 300)
         for row, i in enumerate(order):
             batch.begin(row, prompts[i], ROWS[i])
         for step in range(n):
             batch.draw_noise()
-            token = batch(logits[step, order])
+            token = batch.sample(logits[step, order])
             batch.observe(token)
             assert token[:, 0].tolist() == [expected[i][step].item() for i in order], step
 
@@ -196,7 +244,7 @@ def test_a_row_that_is_exchanged_for_one_that_was_announced():
         batch.begin(1, [7], params)
         for step in range(12):
             batch.draw_noise([1])
-            token = batch(logits[step:step + 1], torch.tensor([1]))
+            token = batch.sample(logits[step:step + 1], torch.tensor([1]))
             batch.observe(token.expand(2, 1))
             assert token.item() == alone(params, logits, [7], step + 1)[-1], (i, step)
         assert facts == (batch.n_candidates, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
@@ -223,20 +271,21 @@ def test_a_step_compiled_once_serves_every_row():
     def backend(graph, inputs):
         n_graphs.append(1)
         return graph.forward
-    step = torch.compile(lambda sampler, logits: sampler(logits), backend=backend, fullgraph=True, dynamic=False)
+    step = torch.compile(lambda sampler, logits: sampler.sample(logits), backend=backend, fullgraph=True, dynamic=False)
     for i in range(len(ROWS)):
         for row in range(3):
             batch.begin(row, [1, 2], ROWS[(i + row) % len(ROWS)])
         batch.draw_noise()
         logits = torch.randn(3, 300)
-        assert torch.equal(step(batch, logits), batch(logits))
+        assert torch.equal(step(batch, logits), batch.sample(logits))
     assert len(n_graphs) == 1
 
 
 @pytest.mark.parametrize("params, message", [
     (SamplingParams(1.0, 5, 0.9), "no row was to have top_p"), (SamplingParams(1.0, 7), "5 candidates were announced"),
     (SamplingParams(1.0, 3), "5 candidates were announced"), (SamplingParams(), "5 candidates were announced"),
-    (SamplingParams(1.0, 5, repetition_penalty=1.2), "no row was to have a penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p")])
+    (SamplingParams(1.0, 5, repetition_penalty=1.2), "no row was to have a penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p"),
+    (SamplingParams(1.0, 5, top_n_sigma=1.0), "no row was to have top_n_sigma")])
 def test_what_was_not_announced_is_refused(params, message):
     batch = Sampler([SamplingParams(1.0, 5), SamplingParams(0)], 300)
     batch.begin(0, [1], SamplingParams(0.3, 5, seed=None))

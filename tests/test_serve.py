@@ -25,9 +25,11 @@ from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from hypothesis import strategies
 
+from cli.loading import load_model
+from formats.chat_template import encode_chat
 from formats.load import open_checkpoint
-from formats.tokenizer import load as load_tokenizer
-from generate import Batch, generate, load_model
+from formats.tokenizer_files import load as load_tokenizer
+from generate import Batch, generate
 from sampling import Sampler, SamplingParams
 
 NAME = SMOLLM2.name
@@ -204,7 +206,7 @@ def test_chat_whole_and_streamed(server, tokenizer, alone):
     asked = dict(model=NAME, messages=QUESTION, temperature=0, max_completion_tokens=20)
     whole = server.client.chat.completions.create(**asked)
     events = list(server.client.chat.completions.create(**asked, stream=True, stream_options=dict(include_usage=True)))
-    new = alone(tokenizer.encode_chat(QUESTION), 20, SamplingParams(temperature=0))
+    new = alone(encode_chat(tokenizer, QUESTION), 20, SamplingParams(temperature=0))
     text = whole.choices[0].message.content
     assert text == tokenizer.decode(new)
     assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == text
@@ -503,6 +505,24 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
         assert small.stop() == 0
 
 
+def test_the_queue_has_the_length_that_was_asked_for(ours):
+    """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
+    from cli.request_sampler import GREEDY, build_request_sampler
+    from cli.slots import SlotBatch, Slots, Task
+    from server.engine import Busy, Engine, Job
+    from server.metrics import Metrics
+    model = ours("llama3")
+    model.setup_cache(2, 32, 8)
+    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8)
+    for pieces in ([1] * 6, [4, 2], [6]):
+        engine = Engine(slots, 4, Metrics())
+        for n in pieces:
+            engine.submit([Job(Task(None, GREEDY), i, None, 1e9) for i in range(n)])
+        with pytest.raises(Busy):
+            engine.submit([Job(Task(None, GREEDY), 0, None, 1e9)])
+        assert len(engine.inbox) == 6
+
+
 def test_key_timeout_and_what_needs_none():
     server = Process("--api_key", "sesame", "--request_timeout", "0.3", n_rows=1)
     try:
@@ -560,8 +580,8 @@ def test_bad_flags(capfd):
 # ---- The slots, without HTTP ---------------------------------------------------------------------
 
 def sequences(prompts, n):
-    from cli.sequence import Sequence
-    from formats.tokenizer import NullTokenizer
+    from generate import Sequence
+    from tokenizer import NullTokenizer
     return [Sequence(NullTokenizer(), ids, max_new=n) for ids in prompts]
 
 

@@ -24,12 +24,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from checkpoint import sampling_values
 from cli import batch, flags
 from cli.request_sampler import GREEDY, RequestParams, build_request_sampler
-from cli.sequence import Sequence, n_common_end
 from cli.slots import SlotBatch, Slots, Task
 from formats.shapes import of_random_weights
 from formats.token_bytes import byte_of_sign
-from formats.tokenizer import NullTokenizer, Tokenizer
-from formats.tokenizer_backends import TokenizersBackend
+from generate import Sequence, n_common_end
 from kernels import cpu_ops, disk, kept_tensors, private
 from layers.logits_processors import Processor
 from model import ModelConfig
@@ -38,6 +36,7 @@ from server import main as serve
 from server.app import Http
 from server.engine import Engine
 from server.metrics import Metrics
+from tokenizer import NullTokenizer, Tokenizer, TokenizersBackend
 
 CFG = ModelConfig(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=16, ffn_dim=48, vocab_size=260, context=256)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

@@ -14,13 +14,14 @@ from test_errors import refused, run
 
 import generate
 import speculate
-from cli import engines, session
-from cli.draft_length import DraftLengthController, FixedLength
+from cli import engines, loading
+from cli.draft_length import DraftLengthController
 from cli.ngram import NgramDrafter
 from formats.load import load_model
 from formats.shapes import random_checkpoint
 from sampling import Sampler, SamplingParams
-from speculate import ModelDrafter
+from speculate import FixedLength, ModelDrafter
+from tokenizer import differ
 
 
 def plain(model, ids, n, how=GREEDY):
@@ -196,7 +197,7 @@ def test_a_draft_that_knows_less(ours):
         batch = speculative(model, k, small.requires_grad_(False), True, how, g, length=32)
         got = ids_of(batch, ids, 20)
         assert how != GREEDY or got == plain(model, ids, 20)
-        assert len(got) == 20 and session.accept_stats(batch)["rounds"] > 0
+        assert len(got) == 20 and batch.accept_stats()["rounds"] > 0
 
 
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
@@ -206,13 +207,13 @@ class SmolLM2:
     """The model and what drafts for it, for one engine: "compile" exchanges parts of both."""
 
     def __init__(self):
-        self.model, _, self.tokenizer = generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+        self.model, _, self.tokenizer = loading.load_model(str(SMOLLM2), "cpu", torch.float32)
         self.itself = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         self.draft = functools.cache(self._draft)
 
     def _draft(self, name):
         if name == "int8":
-            return generate.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
+            return loading.load_model(str(SMOLLM2), "cpu", torch.float32, "int8")[0]
         if name == "stories15M":                           # of 32,000 tokens
             return load_model(random_checkpoint("stories15M"), torch.float32, "cpu")
         return self.itself if name == "itself" else None
@@ -229,7 +230,7 @@ def plainly():
     """n -> SmolLM2's first n tokens after PROMPT, by plain decoding."""
     @functools.cache
     def get(n):
-        model, _, tokenizer = generate.load_model(str(SMOLLM2), "cpu", torch.float32)
+        model, _, tokenizer = loading.load_model(str(SMOLLM2), "cpu", torch.float32)
         model.setup_cache(1, 256)
         return plain(model, tokenizer.encode(PROMPT), n)
     return get
@@ -385,7 +386,6 @@ def test_vocabularies_that_differ_in_a_token():
 
         def piece(self, i):
             return self.words[i]
-    from formats import tokenizer
-    assert tokenizer.differ(Words("a", "b"), Words("a", "b")) is None
-    assert tokenizer.differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
-    assert tokenizer.differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"
+    assert differ(Words("a", "b"), Words("a", "b")) is None
+    assert differ(Words("a", "b"), Words("a", "c")) == "token 1 is 'c', not 'b'"
+    assert differ(Words("a"), Words("a", "c")) == "it has 2 tokens, not 1"

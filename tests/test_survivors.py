@@ -8,15 +8,14 @@ from helpers import GREEDY, make_batch
 
 from cli.request_sampler import GREEDY as GREEDY_REQUEST
 from cli.request_sampler import RequestParams, build_request_sampler
-from cli.sequence import Sequence
 from cli.slots import SlotBatch, Slots, Task
-from formats.tokenizer import NullTokenizer
-from generate import Steps, decode_one_token, generate
+from generate import Sequence, Steps, decode_one_token, generate
 from sampling import Sampler, SamplingParams, keep_top_k
 from server.answers import ChatAnswer
 from server.engine import Piece
 from server.parsing import FORMATS, AnswerParser
 from server.prepare import Model, Work
+from tokenizer import NullTokenizer
 
 # ---- The core -----------------------------------------------------------------------------------
 

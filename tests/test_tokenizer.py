@@ -3,29 +3,33 @@
 import base64
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import references
 import sentencepiece
 import torch
-from conftest import GEMMA, SMOLLM2
+from conftest import GEMMA, ROOT, SMOLLM2
 from references import CHAT, PROSE, TEXTS, digest
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 
-from formats import tokenizer as tokenizers
+import tokenizer as core
 from formats import tokenizer_files
+from formats.chat_template import render
 from formats.load import read_checkpoint
+from tokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return tokenizers.load(read_checkpoint(SMOLLM2).tokenizer)
+    return tokenizer_files.load(read_checkpoint(SMOLLM2).tokenizer)
 
 
 @pytest.fixture(scope="module")
 def gemma():
-    return tokenizers.load(read_checkpoint(GEMMA).tokenizer)
+    return tokenizer_files.load(read_checkpoint(GEMMA).tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def bpe():
 
 
 def streamed(tokenizer, prompt, ids):
-    stream = tokenizers.Detokenizer(tokenizer, prompt)
+    stream = Detokenizer(tokenizer, prompt)
     pieces = [stream.push(i) for i in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     return "".join(pieces) + stream.flush()
@@ -105,13 +109,13 @@ def test_gguf_refuses_what_it_does_not_know(smollm2):
                                 ("pre", "marsian", "pre-tokenizer 'marsian' is not supported"),
                                 ("tokens", None, "holds no tokenizer")):
         with pytest.raises(ValueError, match=message):
-            tokenizers.load({**meta, f"tokenizer.ggml.{key}": value})
+            tokenizer_files.load({**meta, f"tokenizer.ggml.{key}": value})
 
 
 @pytest.mark.parametrize("pre", tokenizer_files.GGUF_SPLITS)
 def test_every_split_round_trips(pre, smollm2):
     meta = read_checkpoint(SMOLLM2).tokenizer
-    tokenizer = tokenizers.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
+    tokenizer = tokenizer_files.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
     for text in TEXTS:                                     # Qwen's normalizer composes e + accent
         assert tokenizer.decode(tokenizer.encode(text)) in (text, text.replace("e\u0301", "é"))
 
@@ -148,7 +152,7 @@ def test_digits_by_threes_from_the_right(text, pieces):
 
 def test_sentencepiece(sp_model):
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
-    tokenizer = tokenizers.load(sp_model.parent)
+    tokenizer = tokenizer_files.load(sp_model.parent)
     assert tokenizer.eos_ids == [2]
     for text in TEXTS + PROSE[:5]:
         assert tokenizer.encode(text) == [sp.bos_id(), *sp.encode(text)]
@@ -164,23 +168,23 @@ def test_sentencepiece_through_gguf_metadata(sp_model):
              else tokenizer_files.BYTE if sp.is_byte(i) else tokenizer_files.NORMAL for i in range(n)]
     meta = {"model": "llama", "tokens": [sp.id_to_piece(i) for i in range(n)], "token_type": kinds,
             "scores": [sp.get_score(i) for i in range(n)], "bos_token_id": 1, "add_space_prefix": True}
-    tokenizer = tokenizers.load({f"tokenizer.ggml.{k}": v for k, v in meta.items()})
+    tokenizer = tokenizer_files.load({f"tokenizer.ggml.{k}": v for k, v in meta.items()})
     for text in TEXTS + PROSE:
         assert tokenizer.encode(text) == [1, *sp.encode(text)]
 
 
 def test_tokenizer_json_and_its_config(bpe, tmp_path):
     bpe.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizers.load(tmp_path).encode("Hi <s>") == bpe.encode("Hi <s>").ids
+    assert tokenizer_files.load(tmp_path).encode("Hi <s>") == bpe.encode("Hi <s>").ids
     for add, bos in ((True, "<s>"), (False, "<s>"), (None, {"content": "</s>"}), (True, None)):
         config = dict(add_bos_token=add, bos_token=bos, chat_template="{{ messages }}")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-        tokenizer = tokenizers.load(tmp_path)
+        tokenizer = tokenizer_files.load(tmp_path)
         expected = [] if add is False else [1] if isinstance(bos, dict) else [0]
         assert tokenizer.encode("Hi") == expected + bpe.encode("Hi", add_special_tokens=False).ids
         assert tokenizer.chat_template == "{{ messages }}"
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert tokenizers.load(tmp_path).chat_template == "from the file"
+    assert tokenizer_files.load(tmp_path).chat_template == "from the file"
 
 
 def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
@@ -189,10 +193,10 @@ def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
     fast.enable_truncation(4)
     fast.enable_padding(length=16)
     fast.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizers.load(tmp_path).encode("the statement of a class") == bpe.encode("the statement of a class").ids
+    assert tokenizer_files.load(tmp_path).encode("the statement of a class") == bpe.encode("the statement of a class").ids
     fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     fast.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenizers.load(tmp_path)
+    tokenizer = tokenizer_files.load(tmp_path)
     assert tokenizer.bos_id is None and tokenizer.encode("the") == bpe.encode("the", add_special_tokens=False).ids
 
 
@@ -203,7 +207,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     data = b"".join(base64.b64encode(bytes(letters[c] for c in t)) + f" {rank}\n".encode()
                     for rank, (_, t) in enumerate(vocab))
     (tmp_path / "tokenizer.model").write_bytes(data)
-    tokenizer = tokenizers.load(tmp_path)
+    tokenizer = tokenizer_files.load(tmp_path)
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
     assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
@@ -224,7 +228,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
 def test_state_works_alone(smollm2, gemma, tmp_path):
     for tokenizer in (smollm2, gemma):
         torch.save(tokenizer.state(), tmp_path / "state.pt")
-        again = tokenizers.load(torch.load(tmp_path / "state.pt", weights_only=True))
+        again = tokenizer_files.load(torch.load(tmp_path / "state.pt", weights_only=True))
         for text in TEXTS:
             assert again.encode(text) == tokenizer.encode(text)
 
@@ -241,13 +245,63 @@ def test_bad_files(files, message, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        tokenizers.load(tmp_path)
+        tokenizer_files.load(tmp_path)
+
+
+# ---- tokenizer.py alone --------------------------------------------------------------------------
+
+ALONE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ours and name not in helpers:
+            raise ImportError(f"tokenizer.py is to stand alone, and imports {name}")
+
+ours, helpers, directory = sys.argv[1].split(), sys.argv[2].split(), sys.argv[3]
+sys.meta_path.insert(0, Refuse())
+from tokenizer import Detokenizer, load
+tokenizer = load(directory)
+ids = tokenizer.encode("the statement of a class")
+stream = Detokenizer(tokenizer, ids[:2])
+assert tokenizer.decode(ids[:2]) + "".join(map(stream.push, ids[2:])) + stream.flush() == "the statement of a class"
+again, text = load(tokenizer.state()), "the <s> of a class"
+assert again.encode(text) == tokenizer.encode(text) != again.encode(text, special=False)
+print(tokenizer.encode(text))
+"""
+HELPERS = "tokenizer formats formats.json_file formats.messages"        # of error messages
+
+
+@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
+def test_it_imports_no_room(bpe, sp_model, tmp_path, kind):
+    directory = sp_model.parent if kind == "sentencepiece" else tmp_path
+    if kind == "json":
+        bpe.save(str(tmp_path / "tokenizer.json"))
+    ours = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {"layers", "kernels", "cli", "gptq", "server", "bench", "formats", "model"} <= ours
+    done = subprocess.run([sys.executable, "-c", ALONE, " ".join(ours), HELPERS, directory], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert not done.stderr
+    assert json.loads(done.stdout) == tokenizer_files.load(directory).encode("the <s> of a class")
+
+
+@pytest.mark.parametrize("files, message", [
+    ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model: a list of tokens in base64 .tiktoken"),
+    ({"tekken.json": b"{}"}, "no tokenizer: expected tokenizer.json or tokenizer.model, found tekken.json"),
+    ({"vocab.json": b"{}", "merges.txt": b""}, "expected tokenizer.json or tokenizer.model, found vocab.json"),
+    (None, "tokenizer: metadata of a GGUF"),
+], ids=["tiktoken", "tekken", "gpt2", "gguf"])
+def test_it_says_which_other_format_it_found(files, message, tmp_path):
+    for name, data in (files or {}).items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        core.load({"tokenizer.ggml.model": "gpt2"} if files is None else tmp_path)
 
 
 # ---- Streaming -----------------------------------------------------------------------------------
 
 def test_stream_equals_decode(smollm2, gemma, sp_model):
-    for tokenizer in (smollm2, gemma, tokenizers.load(sp_model.parent)):
+    for tokenizer in (smollm2, gemma, tokenizer_files.load(sp_model.parent)):
         for text in TEXTS[:-1] + PROSE[:3]:
             ids = tokenizer.encode(text, bos=False)
             for cut in {0, 1, len(ids) // 2}:
@@ -259,7 +313,7 @@ def test_stream_equals_decode(smollm2, gemma, sp_model):
 
 def test_stream_holds_half_a_character_and_flushes_it(smollm2):
     ids = smollm2.encode("x 🌱")
-    stream = tokenizers.Detokenizer(smollm2, [])
+    stream = Detokenizer(smollm2, [])
     shown = "".join(stream.push(i) for i in ids[:-1])
     assert "\ufffd" not in shown and stream.flush().endswith("\ufffd") and stream.flush() == ""
 
@@ -269,7 +323,7 @@ def test_stream_of_random_ids_loses_nothing(smollm2, gemma):
         for seed in range(20):
             g = torch.Generator().manual_seed(seed)
             ids = torch.randint(0, tokenizer.n_vocab, (40,), generator=g).tolist()
-            stream = tokenizers.Detokenizer(tokenizer, [])
+            stream = Detokenizer(tokenizer, [])
             assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
 
 
@@ -284,17 +338,17 @@ def test_chat_template_equals_transformers(smollm2):
               "{% endgeneration %}\n{% else %}[{{ m.content }}]{% endif %}{% endfor %}")       # as SmolLM3's
     for template in (smollm2.chat_template, marked):
         theirs.chat_template = template
-        ours = tokenizers.load({**smollm2.state(), "chat_template": template})
+        ours = tokenizer_files.load({**smollm2.state(), "chat_template": template})
         for n in (2, 4):
             expected = theirs.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True)
-            assert ours.render(messages[:n]) == expected
+            assert render(ours, messages[:n]) == expected
 
 
 def test_chat_template_is_sandboxed_and_may_refuse(smollm2):
     template = "{{ raise_exception('no system') }}"
-    tokenizer = tokenizers.load({**smollm2.state(), "chat_template": template})
+    tokenizer = tokenizer_files.load({**smollm2.state(), "chat_template": template})
     with pytest.raises(ValueError, match="the chat template refuses: no system"):
-        tokenizer.render([])
+        render(tokenizer, [])
     for evil in ("{{ messages + 1 }}", "{{ messages.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}", "{% for"):
         with pytest.raises(ValueError, match="the chat template does not render"):
-            tokenizers.load({**smollm2.state(), "chat_template": evil}).render([])
+            render(tokenizer_files.load({**smollm2.state(), "chat_template": evil}), [])

@@ -16,13 +16,13 @@ import torch
 import speculate
 from cli import engines
 from cli.device_sampler import DeviceSampler
-from cli.draft_length import FixedLength
-from generate import Batch, Steps, as_one_graph, generate
+from generate import Batch, Steps, generate
 from hollow import interpreted
 from hollow.numbers import FP32, MOST, SCHEMES, TINY, small_models
 from hollow.report import judge_each, within
+from kernels.compile import as_one_graph
 from sampling import SamplingParams
-from speculate import SpeculativeBatch
+from speculate import FixedLength, SpeculativeBatch
 
 GREEDY, TOP_K = SamplingParams(temperature=0.0), SamplingParams(0.8, 20)
 FILTERS = SamplingParams(1.0, 0, 0.9, 0.01, 1.2)   # top-p, min-p, and a penalty of what was there

@@ -15,8 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tp
 from cli.engines import build_sampler, build_speculative, build_steps, warm_up
-from cli.readback import read_late
-from generate import Batch, generate
+from generate import Batch, generate, read_late
 from hollow import device
 from hollow.numbers import small_models
 from hollow.report import judge_each

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import generate
 from checkpoint import tensor_shapes
 from cli.engines import build_sampler
+from cli.loading import load_shard
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
-from generate import decode_one_token, load_shard
+from generate import decode_one_token
 from hollow import device, sass
 from kernels import triton_attention
+from kernels.compile import compile_steps
 from sampling import SamplingParams
 
 
@@ -75,7 +76,7 @@ def model_of(name: str, scheme: str, n_layer: int, rows: int, length: int):
 def compiled_step(model, rows: int, params: SamplingParams):
     """-> the launches of one step in order, and the code that Inductor made."""
     torch._dynamo.reset()
-    generate.compile_steps(model)                  # exchanges the model's parts
+    compile_steps(model)                  # exchanges the model's parts
     step = torch.compile(decode_one_token, fullgraph=True, dynamic=False)
     sampler = build_sampler(model, [params] * rows, torch.Generator("cuda").manual_seed(0))
     token = torch.zeros(rows, 1, dtype=torch.int64, device="cuda")

@@ -1,0 +1,153 @@
+"""The core's eight files, copied into an empty folder, do what the whole tree does, and as transformers does it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from cli import loading
+from generate import Batch, generate
+from sampling import Sampler, SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py", "checkpoint.py", "tokenizer.py")
+KINDS = ("llama2", "llama3", "mistral-window", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+PROMPTS = [[3, 17, 44, 90, 5, 61, 23, 8, 119, 77, 30, 12], [9, 100, 3, 54]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copied")
+    for name in CORE:
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def directories(families):
+    """Of each kind, with a tokenizer whose words are t0, t1, …"""
+    def with_tokenizer(name):
+        directory, _ = families(name)
+        words = {f"t{i}": i for i in range(160)}
+        tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                     "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+                     "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+                     "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"}}
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return directory
+    return with_tokenizer
+
+
+def environment(folder):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return dict(env, OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
+
+
+def in_folder(folder, *tasks):
+    """What the copied core says to tests/core_alone.py's tasks."""
+    defaults = dict(scheme=None, engine="kv_cache", prompts=PROMPTS[:1], n_new=32, draft=None)
+    lines = "\n".join(json.dumps({**defaults, **task}) for task in tasks)
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("core_alone.py")), str(folder)], input=lines, cwd=folder,
+                          capture_output=True, text=True, env=environment(folder))
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def command(folder, *arguments, launcher=()):
+    done = subprocess.run([sys.executable, *launcher, *map(str, arguments)], cwd=folder, capture_output=True, text=True,
+                          env=environment(folder), stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+def whole_trees(path, scheme=None, prompts=PROMPTS[:1], n_new=32):
+    model, _, _ = loading.load_model(str(path), "cpu", torch.float32, scheme)
+    model.setup_cache(len(prompts), 128, 64)
+    batch = Batch(model, Sampler([SamplingParams(temperature=0)] * len(prompts), model.cfg.vocab_size))
+    return torch.cat(list(generate(batch, prompts, n_new)), dim=1).tolist()
+
+
+def theirs(model, prompt, n_new=32):
+    with torch.no_grad():
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False)
+    return ids[0, len(prompt):].tolist()
+
+
+def test_every_kind_equals_transformers(folder, families, directories):
+    """32 tokens in fp32, of one prompt and of two side by side."""
+    paths = {name: str(directories(name)) for name in KINDS}
+    alone = in_folder(folder, *(dict(path=path) for path in paths.values()))
+    together = in_folder(folder, *(dict(path=path, prompts=PROMPTS) for path in paths.values()))
+    for name, [one], two in zip(KINDS, alone, together):
+        expected = [theirs(families(name)[1], prompt) for prompt in PROMPTS]
+        assert one == expected[0] and two == expected, name
+
+
+def test_quantized_and_drafting_as_the_whole_tree(folder, directories):
+    path, draft = str(directories("llama3")), str(directories("qwen3"))
+    mixture = str(directories("mixtral"))
+    tasks = [dict(path=path, scheme="int8"), dict(path=path, scheme="int4-g32"), dict(path=mixture, scheme="int8"),
+             dict(path=path, draft=path), dict(path=path, draft=draft)]
+    got = in_folder(folder, *tasks)
+    plain = whole_trees(path)
+    assert got == [whole_trees(path, "int8"), whole_trees(path, "int4-g32"), whole_trees(mixture, "int8"), plain, plain]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+def test_torch_compile(folder, directories, name):
+    """gpt-fast's engine gives the eager tokens: plain, quantized, drafted and in two rows."""
+    path = str(directories(name))
+    variants = [dict(), dict(scheme="int8"), dict(draft=path), dict(prompts=PROMPTS)]
+    eager = in_folder(folder, *(dict(path=path, **variant) for variant in variants))
+    assert in_folder(folder, *(dict(path=path, engine="torch_compile", **variant) for variant in variants)) == eager
+
+
+def test_the_commands(folder, directories):
+    """quantize.py's files, generate.py's text and lines, and what is refused; the text is the whole command's."""
+    path = directories("qwen3")
+    prompt = ("--prompt", " ".join(f"t{i}" for i in PROMPTS[0]), "--max_new_tokens", "12", "--temperature", "0", "--dtype", "float32")
+    for mode, name in (("int8", "model_int8.pth"), ("int4", "model_int4.g32.pth")):
+        status, _, stderr = command(folder, "quantize.py", "--checkpoint_path", path, "--mode", mode)
+        assert status == 0 and (path / name).exists(), stderr
+    for file in (path, path / "model_int8.pth", path / "model_int4.g32.pth"):
+        status, text, stderr = command(folder, "generate.py", "--checkpoint_path", file, *prompt)
+        assert status == 0 and "Engine: kv_cache" in stderr and "Average tokens/sec: " in stderr, stderr
+        assert (0, text) == command(ROOT, "generate.py", "--checkpoint_path", file, *prompt)[:2]
+    status, text, stderr = command(folder, "generate.py", "--checkpoint_path", path, *prompt, "--num_samples", "2", "--batch_size", "2",
+                                   "--compile", "--profile", folder / "trace")
+    assert status == 0 and "Engine: torch_compile" in stderr and (folder / "trace.json").exists(), stderr
+    assert text.count("--- row 1 ---") == 2 and stderr.count("Sample ") == 2
+    status, text, stderr = command(folder, "generate.py", "--checkpoint_path", path, *prompt, "--draft_checkpoint_path",
+                                   path / "model_int8.pth")
+    assert status == 0 and "Acceptance probs: [" in stderr and "Mean Accepted: " in stderr, stderr
+    for arguments, words in (((), "--checkpoint_path is needed"), (("--checkpoint_path", folder / "none"), "no such file"),
+                             (("--checkpoint_path", path, "--temperature", "-1"), "at least 0"),
+                             (("--checkpoint_path", path, "--prompt", ""), "the prompt is empty")):
+        status, _, stderr = command(folder, "generate.py", *arguments)
+        assert status == 2 and words in stderr.splitlines()[-1] and "Traceback" not in stderr
+
+
+def test_two_ranks(folder, directories):
+    path = directories("llama3")
+    prompt = ("--prompt", " ".join(f"t{i}" for i in PROMPTS[0]), "--max_new_tokens", "12", "--temperature", "0", "--dtype", "float32")
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    status, text, stderr = command(folder, "generate.py", "--checkpoint_path", path, *prompt, launcher=launcher)
+    assert status == 0, stderr
+    assert text == command(folder, "generate.py", "--checkpoint_path", path, *prompt)[1]
+
+
+def test_other_kinds_are_refused_by_name(folder, families):
+    for name in ("gemma2", "gpt2", "qwen3_next"):
+        status, _, stderr = command(folder, "generate.py", "--checkpoint_path", families(name)[0])
+        model_type = json.loads((families(name)[0] / "config.json").read_text())["model_type"]
+        assert status == 2 and f"'{model_type}'" in stderr and "llama" in stderr and "Traceback" not in stderr, stderr
+
+
+def test_the_list_is_the_core():
+    import test_laws
+    assert {name.removesuffix(".py") for name in CORE} == set(test_laws.CORE) and set(KINDS) <= set(tiny.FAMILIES)
