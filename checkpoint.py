@@ -29,7 +29,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import BinaryIO
 from weakref import WeakValueDictionary
@@ -38,7 +38,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model import ExpertLinear, ModelConfig, Transformer
+from model import ExpertLinear, ModelConfig, MoEConfig, Rope, Transformer
 from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
@@ -254,7 +254,7 @@ class RawCheckpoint:
     path: Path
     cfg: ModelConfig
     tensors: list[LazyTensor]
-    names: dict                                    # their names: ours
+    names: dict | None                             # their names: ours; None: they are ours
     eos_ids: list[int] = field(default_factory=list)
     defaults: dict = field(default_factory=dict)
     tokenizer: Path | dict | None = None
@@ -618,6 +618,395 @@ def disk_names(name: str) -> list[str]:
         if f".{fused}." in f"{name}.":
             return [name.replace(f".{fused}", f".{piece}") for piece in pieces]
     return [name]
+
+
+# ---- config.json -> ModelConfig -----------------------------------------------------------------
+
+MORE = "gpt-faster's full tree (formats/) reads it"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model_type differs from Llama."""
+
+    overrides: dict = field(default_factory=dict)      # ModelConfig's fields, which it never states
+    defaults: dict = field(default_factory=dict)   # config.json keys that it may leave out
+    names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise
+    is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i's attention windowed?
+    is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i a mixture of experts?
+
+
+def always(c: dict, i: int) -> bool:
+    return True
+
+
+def qwen_is_sliding(c: dict, i: int) -> bool:
+    return bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28)
+
+
+def qwen_is_sparse(c: dict, i: int) -> bool:
+    step = c.get("decoder_sparse_step", 1)
+    return i not in (c.get("mlp_only_layers") or []) and (i + 1) % step == 0
+
+
+# A Llama-like family is one row. As transformers' configs, whose defaults these are.
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(defaults=dict(sliding_window=4096), is_sliding=always),
+    "mixtral": Family(
+        defaults=dict(rope_theta=1e6, num_key_value_heads=8, num_experts=8,
+                      num_experts_per_tok=2, max_position_embeddings=131072, rms_norm_eps=1e-5),
+        names=MIXTRAL_NAMES, is_sliding=always, is_sparse=always),
+    "qwen2": Family(overrides=dict(qkv_bias=True, o_bias=False),
+                    defaults=dict(sliding_window=4096), is_sliding=qwen_is_sliding),
+    "qwen3": Family(overrides=dict(qk_norm=True),
+                    defaults=dict(sliding_window=4096, head_dim=128), is_sliding=qwen_is_sliding),
+    "qwen3_moe": Family(
+        overrides=dict(qk_norm=True),
+        defaults=dict(sliding_window=4096, num_key_value_heads=4, num_experts=128,
+                      num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+        names=QWEN_MOE_NAMES, is_sparse=qwen_is_sparse,
+        is_sliding=lambda c, i: bool(c.get("use_sliding_window"))),
+}
+KEY_ALIASES = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
+               "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts"}
+KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")   # as `rope_parameters` names them
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+NOT_READ = (                                       # which ask for what a Llama does not have
+    "alibi attention_multiplier attn_logit_softcapping clip_qkv conv_layers embedding_multiplier "
+    "final_logit_softcapping kv_lora_rank layer_rope_theta logits_scaling n_shared_experts "
+    "no_rope_layers qk_layernorm query_pre_attn_scalar residual_multiplier rope_local_base_freq "
+    "routed_scaling_factor shared_expert_intermediate_size use_bidirectional_attention "
+    "use_expert_bias use_parallel_residual use_post_norm use_qk_norm "
+    "quantization_config compression_config").split()
+
+
+class Stated(dict):
+    """What a config.json states."""
+
+    def __missing__(self, key):
+        raise ValueError(f"config.json has no '{key}'")
+
+
+def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
+    """config.json as math. ValueError names a problem: a key is acted on or refused."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type {brief(kind)} is none of {', '.join(FAMILIES)}: "
+                         "gpt-faster's full tree (formats/) reads more")
+    family = FAMILIES[kind]
+    c = filled(config, family.defaults)
+    if refused := [key for key in NOT_READ if c.get(key)]:
+        raise ValueError(f"'{refused[0]}' is not supported here: {MORE}")
+    if (stated_rope(c).get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1) != 1:
+        raise ValueError(f"'partial_rotary_factor' is not supported here: {MORE}")
+    activation(c, {"silu": "silu"})
+    facts = {**sizes(c), **biases(c)}
+    facts |= layers(c, family, {kind: Rope(**facts) for kind, facts in ropes(c).items()})
+    if any(facts["sparse"]):
+        facts["moe"] = MoEConfig(**experts(c))
+    return ModelConfig(**{**facts, **family.overrides}), family
+
+
+def filled(config: dict, defaults: dict, aliases: dict = KEY_ALIASES) -> Stated:
+    """config.json with one name for each thing, and what the family's may leave out."""
+    c = {aliases.get(key, key): value for key, value in config.items()}
+    if c.get("rope_parameters") is None:           # null: not stated
+        c.pop("rope_parameters", None)
+    return Stated({"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **defaults, **c})
+
+
+def count(c: dict, key: str, default: int | None = None) -> int:
+    value = default if c.get(key) is None else c[key]
+    if value is None:
+        raise ValueError(f"config.json has no '{key}'")
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ValueError(f"'{key}' is {brief(value)}, expected a positive integer")
+    return value
+
+
+def number(c: dict, key: str, default: float | None = None) -> float:
+    value = default if c.get(key) is None else c[key]
+    if type(value) not in (int, float) or not abs(value) < 1e30:
+        raise ValueError(f"'{key}' is {brief(value)}, expected a number")
+    return float(value)
+
+
+def sizes(c: dict) -> dict:
+    dim, n_head = count(c, "hidden_size"), count(c, "num_attention_heads")
+    n_kv_head = count(c, "num_key_value_heads", n_head)
+    if n_head > dim:
+        raise ValueError(f"{n_head} attention heads for a width of {dim}")
+    if n_head % n_kv_head:
+        raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
+                         "evenly")
+    return dict(dim=dim, n_layer=count(c, "num_hidden_layers"), n_head=n_head,
+                n_kv_head=n_kv_head, head_dim=count(c, "head_dim", dim // n_head),
+                ffn_dim=count(c, "intermediate_size"), vocab_size=count(c, "vocab_size"),
+                norm_eps=number(c, "rms_norm_eps"), tied=bool(c.get("tie_word_embeddings", False)))
+
+
+def biases(c: dict) -> dict:
+    bias = bool(c.get("attention_bias", False))
+    return dict(qkv_bias=bool(c.get("qkv_bias", bias)),
+                o_bias=bool(c.get("attention_out_bias", bias)),
+                mlp_bias=bool(c.get("mlp_bias", False)))
+
+
+def activation(c: dict, known: dict[str, str]) -> str:
+    """known: transformers' name -> ours."""
+    name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+    if name not in known:
+        raise ValueError(f"activation {name!r} is not supported (supported: {', '.join(known)})")
+    return known[name]
+
+
+def experts(c: dict) -> dict:
+    n_expert, n_active = count(c, "num_experts"), count(c, "num_experts_per_tok")
+    if n_active > n_expert:
+        raise ValueError(f"{n_active} active of {n_expert} experts")
+    return dict(n_expert=n_expert, n_active=n_active,
+                expert_dim=count(c, "moe_intermediate_size", count(c, "intermediate_size")),
+                norm_topk_prob=bool(c.get("norm_topk_prob", True)))
+
+
+def layers(c: dict, family: Family, ropes: dict[str, Rope]) -> dict:
+    """What may differ by layer: RoPE, window, experts; and the context that RoPE reaches.
+
+    ropes: by the kinds that `layer_types` may name.
+    """
+    n = count(c, "num_hidden_layers")
+    kinds = layer_kinds(c, family)
+    if not isinstance(kinds, list) or set(kinds) - set(ropes) or len(kinds) != n:
+        raise ValueError(f"'layer_types' is not {n} times one of {', '.join(ropes)}")
+    window = c.get("sliding_window") or None
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    rope = [ropes[kind] for kind in kinds]
+    stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
+    return dict(context=max([count(c, "max_position_embeddings"), *stretched]), rope=tile(rope),
+                window=tile(windows), sparse=tile([family.is_sparse(c, i) for i in range(n)]))
+
+
+def layer_kinds(c: dict, family: Family) -> list[str]:
+    return c.get("layer_types") or [KINDS_OF_ATTENTION[bool(family.is_sliding(c, i))]
+                                    for i in range(count(c, "num_hidden_layers"))]
+
+
+def tile(values: list) -> tuple:
+    """The shortest tuple that, repeated, gives these: one where all layers are alike."""
+    return tuple(values[:1] if len(set(values)) == 1 else values)
+
+
+def stated_rope(c: dict) -> dict:
+    """`rope_scaling` (before transformers 5), else `rope_parameters`: as transformers reads them.
+
+    Where both are there, of which the first was added by hand, it stands in for the second; beside
+    `rope_parameters` by layer type it is part of those of full attention. ValueError where
+    transformers would lose what the second one says of RoPE's base.
+    """
+    scaling, parameters = c.get("rope_scaling") or {}, c.get("rope_parameters") or {}
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(value, dict):
+            raise ValueError(f"'{key}' is {brief(value)}, expected an object")
+    if not scaling or not parameters:
+        return scaling or parameters
+    if is_by_kind(parameters) and not is_by_kind(scaling):
+        full = parameters.get("full_attention") or {}
+        return {**parameters, "full_attention": {**full, **scaling}}
+    for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        inner, outer = parameters.get(key), c.get(key) or default
+        if inner is not None and scaling.get(key) is None and inner != outer:
+            raise ValueError(f"'rope_scaling' stands in for 'rope_parameters' and has no '{key}', "
+                             f"which is {brief(inner)} there: add it to 'rope_scaling'")
+    return scaling
+
+
+def is_by_kind(rope: dict) -> bool:
+    return any(kind in rope for kind in KINDS_OF_ATTENTION)
+
+
+def rope_kind(rope: dict) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_facts(c: dict, rope: dict, theta: float, kinds: tuple[str, ...] = ROPE_KINDS) -> dict:
+    """Rope's fields, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
+
+    kinds: what is supported, in an error's words.
+    """
+    kind, theta = rope_kind(rope), number(rope, "rope_theta", theta)
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"RoPE scaling {brief(kind)} is not supported (supported: "
+                         f"{', '.join(kinds)})")
+    if not theta > 1:
+        raise ValueError(f"'rope_theta' is {theta}, expected a number above 1")
+    longest = count(c, "max_position_embeddings")
+    original = count(c, "original_max_position_embeddings",
+                     count(rope, "original_max_position_embeddings", longest))
+    facts = dict(theta=theta, original_context=longest if kind == "dynamic" else original)
+    if kind == "default":
+        return facts
+    if kind != "yarn" and not rope.get("factor"):
+        raise ValueError(f"RoPE scaling '{kind}' has no 'factor'")
+    factor = number(rope, "factor", longest / original)
+    facts |= dict(kind=kind, factor=factor)
+    if kind == "llama3":
+        facts |= dict(low_freq_factor=number(rope, "low_freq_factor", 1),
+                      high_freq_factor=number(rope, "high_freq_factor", 4))
+    if kind == "yarn":
+        facts |= dict(amplitude=yarn_amplitude(rope, factor),
+                      low_freq_factor=number(rope, "beta_slow", 1),
+                      high_freq_factor=number(rope, "beta_fast", 32),
+                      truncate=bool(rope.get("truncate", True)))
+    return facts
+
+
+def ropes(c: dict, facts: Callable[[dict, dict, float], dict] = rope_facts) -> dict[str, dict]:
+    """Rope's fields by kind of attention: the same, or one each."""
+    rope, theta = stated_rope(c), number(c, "rope_theta", 10000.0)
+    if is_by_kind(rope):
+        return {kind: facts(c, rope.get(kind) or {}, theta) for kind in KINDS_OF_ATTENTION}
+    return dict.fromkeys(KINDS_OF_ATTENTION, facts(c, rope, theta))
+
+
+def yarn_amplitude(rope: dict, factor: float) -> float:
+    def mscale(weight):
+        return yarn_mscale(factor, weight)
+
+    amplitude, one, all_dim = (
+        rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if amplitude is None:
+        amplitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1)
+    return float(amplitude)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+# ---- A path -> a Checkpoint ---------------------------------------------------------------------
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model.pth")
+PARTS = ("norm", "attention", "mixer", "ffn", "block", "after_embed", "per_layer", "logit_cap")
+
+
+def open_checkpoint(name: str) -> Checkpoint:
+    """A path or a hub name -> its checkpoint, no weight read yet.
+
+    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
+    """
+    return read_checkpoint(resolve(name))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Whatever checkpoint is at `path`, checked by name and shape, no weight read yet.
+
+    FileNotFoundError or ValueError say in one line what was found and what was expected.
+    """
+    with reading(path):
+        raw = read(path)
+        tensors = {t.name: t for t in raw.tensors}
+        if raw.names is not None:
+            tensors = rename(raw.tensors, raw.names, raw.cfg)
+        return checked(raw, tensors)
+
+
+def read(path: Path) -> RawCheckpoint:
+    """One reader per format."""
+    if path.is_dir():
+        found = weights_in(path, WEIGHT_FILES)
+        if found is None:
+            raise FileNotFoundError(f"{path}: expected config.json with model.safetensors, or "
+                                    "model.pth; gpt-faster's full tree (formats/) reads more")
+        path = found
+    if path.suffix in (".pth", ".pt"):
+        return read_pth(path, read_torch(path))
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return read_hub(path.parent, path.name)
+    raise ValueError(f"{path}: expected a directory, .safetensors or .pth; gpt-faster's full tree "
+                     "(formats/) reads more")
+
+
+def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
+    """The first of these files that a directory has."""
+    return next((directory / name for name in names if (directory / name).exists()), None)
+
+
+def read_hub(directory: Path, weights: str) -> RawCheckpoint:
+    """config.json and what lies beside it; weights: the file, or the index of its shards."""
+    path = directory / "config.json"
+    config = read_json(path)
+    with reading(path):
+        cfg, family = config_from_hf(config)
+    tensors = hub_tensors(directory, weights)
+    eos_ids, defaults = generation_defaults(directory, config)
+    return RawCheckpoint(directory / weights, cfg, tensors, HF_NAMES | family.names, eos_ids,
+                         defaults, tokenizer=directory)
+
+
+def read_pth(path: Path, content: dict,
+             to_config: Callable[[dict], ModelConfig] | None = None) -> RawCheckpoint:
+    """Ours, as save_checkpoint() writes it.
+
+    content: what read_torch() gives. to_config: None is config_from_dict().
+    """
+    if content.get("format") != "gpt-faster":
+        raise ValueError(f"{path}: gpt-faster did not write this file: {MORE}, perhaps")
+    if content.get("version", 1) not in range(1, VERSION + 1):
+        raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
+                         f"reads up to {VERSION}: update it, or convert the original again")
+    _check_content(content)
+    tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
+    tokenizer = content.get("tokenizer")
+    tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
+    return RawCheckpoint(path, (to_config or config_from_dict)(content["config"]), tensors, None,
+                         content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
+                         content.get("quantization"))
+
+
+def _check_content(content: dict) -> None:
+    """ValueError names a part of the file that is missing, or of another kind."""
+    def whole_numbers(value):
+        return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
+
+    expected = {"config": dict, "model": dict, "eos_ids": whole_numbers, "defaults": dict,
+                "tokenizer": dict | None, "quantization": dict | None, "mtp": dict | None}
+    for name, kind in expected.items():
+        value = content.get(name)
+        fits = kind(value) if kind is whole_numbers else isinstance(value, kind)
+        if not fits:
+            raise ValueError(f"its '{name}' is {brief(value)}, which is not as we write it")
+
+
+def config_from_dict(d: dict) -> ModelConfig:
+    """The config as a .pth stores it. ValueError names what cannot be, or what model.py has not."""
+    if "after_embed" not in d:
+        raise ValueError(f"its config is of an older gpt-faster: {MORE}, and writes it anew")
+    if others := [name for name in PARTS if any(several(d, name))]:
+        raise ValueError(f"its model has parts that model.py does not have ({some(others)}): "
+                         f"{MORE}")
+    rope = tuple(build(Rope, rope) for rope in several(d, "rope"))
+    return build(ModelConfig, d, rope=rope, moe=d["moe"] and build(MoEConfig, d["moe"]))
+
+
+def several(d: dict, name: str) -> list | tuple:
+    value = d.get(name)
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def build(cls: type, stated: dict, **parts):
+    """cls(**stated, **parts). ValueError names fields that are missing or not known."""
+    if not isinstance(stated, dict):
+        raise ValueError(f"{cls.__name__} is {brief(stated)}, expected its fields")
+    known = {f.name for f in fields(cls)}
+    if unknown := [brief(key) for key in stated if key not in known]:
+        raise ValueError(f"written by a newer gpt-faster: unknown fields of {cls.__name__}: "
+                         f"{', '.join(sorted(unknown))}")
+    needed = {f.name for f in fields(cls) if f.default is MISSING}
+    if missing := sorted(needed - set(stated) - set(parts)):
+        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
+    return cls(**{**values, **parts})
 
 
 # ---- Checks: the tensors are what the config asks for -------------------------------------------

@@ -117,9 +117,8 @@ def read(path: Path) -> RawCheckpoint:
 
 def weights_in(directory: Path) -> Path:
     """The file to read in a directory."""
-    for name in WEIGHT_FILES:
-        if (directory / name).exists():
-            return directory / name
+    if found := checkpoint.weights_in(directory, WEIGHT_FILES):
+        return found
     ggufs = list(directory.glob("*.gguf"))
     if len(ggufs) == 1:
         return ggufs[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from checkpoint import VERSION, Checkpoint, brief, lazy_tensors, sampling_values
+from checkpoint import Checkpoint, brief, lazy_tensors
 from formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
 from formats.names import OUR_NAMES
 from formats.raw import RawCheckpoint
@@ -41,35 +41,14 @@ PARTS = {kind.kind: kind for kind in (
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
     """content: what torch_file.read_torch() gives."""
-    if content.get("version", 1) not in range(1, VERSION + 1):
-        raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
-                         f"reads up to {VERSION}: update it, or convert the original again")
-    _check_content(content)
-    tensors, head = split_head(lazy_tensors(content["model"]), None)
-    tokenizer = content.get("tokenizer")
-    tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
-    raw = RawCheckpoint(path, config_from_dict(content["config"]), tensors, OUR_NAMES,
-                        content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
-                        content.get("quantization"))
+    raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
+    raw.names = OUR_NAMES
+    raw.tensors, head = split_head(lazy_tensors(content["model"]), None)
     if content.get("mtp"):
         cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
         raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES,
                                       kind=MTPHead)
     return raw
-
-
-def _check_content(content: dict) -> None:
-    """ValueError names a part of the file that is missing, or of another kind."""
-    def whole_numbers(value):
-        return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
-
-    expected = {"config": dict, "model": dict, "eos_ids": whole_numbers, "defaults": dict,
-                "tokenizer": dict | None, "quantization": dict | None, "mtp": dict | None}
-    for name, kind in expected.items():
-        value = content.get(name)
-        fits = kind(value) if kind is whole_numbers else isinstance(value, kind)
-        if not fits:
-            raise ValueError(f"its '{name}' is {brief(value)}, which is not as we write it")
 
 
 def config_from_dict(d: dict) -> ModelConfig:
@@ -84,7 +63,7 @@ def config_of_parts(d: dict) -> ModelConfig:
              for name in ("norm", "attention", "ffn", "block", "per_layer", "logit_cap")}
     for name in ("mixer", "after_embed"):
         parts[name] = tuple(part_from_dict(part) for part in _several(d, name))
-    return build(ModelConfig, _as_tuples(d), **parts, rope=_ropes(d), moe=_moe(d))
+    return build(ModelConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
 
 
 def config_of_version_1(d: dict) -> ModelConfig:
@@ -96,12 +75,12 @@ def config_of_version_1(d: dict) -> ModelConfig:
     parts = {"mixer": tuple(part_from_dict(part) for part in _several(d, "mixer", [None])),
              "widths": _widths(d), "scores": build(Scores, d.get("scores")),
              "layer_end": end if end is None else build(LayerEnd, end)}
-    flat = build(FlatConfig, _as_tuples(d), **parts, rope=_ropes(d), moe=_moe(d))
+    flat = build(FlatConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
     return flat.with_parts()
 
 
 def _ropes(d: dict) -> tuple:
-    return tuple(rope_of(vars(build(RopeVariant, _as_tuples(r)))) for r in _several(d, "rope"))
+    return tuple(rope_of(vars(build(RopeVariant, r))) for r in _several(d, "rope"))
 
 
 def _moe(d: dict):
@@ -111,12 +90,6 @@ def _moe(d: dict):
 
 def _widths(d: dict) -> tuple:
     return tuple(w if w is None else build(Widths, w) for w in _several(d, "widths", [None]))
-
-
-def _as_tuples(d: dict) -> dict:
-    if not isinstance(d, dict):
-        return d                                   # build() refuses it
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in d.items()}
 
 
 def _several(d: dict, name: str, default=None) -> list | tuple:
@@ -134,7 +107,7 @@ def part_from_dict(d: dict | None):
     if not isinstance(kind, str) or kind not in PARTS:
         raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
     own = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
-    return build(PARTS[kind], _as_tuples(d), **own)
+    return build(PARTS[kind], d, **own)
 
 
 def _with_dictionaries(d: dict) -> dict:
