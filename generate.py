@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
+from checkpoint import first_line
 from formats.load import load_model as load_weights
 from formats.load import open_checkpoint
-from formats.messages import first_line
 from formats.quantized import quantized
 from formats.tokenizer_files import load_for
 from model import MoE, Transformer

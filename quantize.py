@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from model import ExpertLinear, grouped_mm
 
 if TYPE_CHECKING:                                  # these files import this one
-    from formats.checkpoint import Checkpoint
-    from formats.lazy import LazyTensor
+    from checkpoint import Checkpoint, LazyTensor
 
 LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
 MODES = ("int8", "int4")                           # schemes without their group size

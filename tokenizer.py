@@ -17,8 +17,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from formats.json_file import read_json, read_text
-from formats.messages import brief, first_line, reading
+from checkpoint import brief, first_line, read_json, read_text, reading
 
 MAX_ID, MAX_ADDED = 1 << 22, 1 << 16               # of tokens that are added to a tokenizer.model
 LONG = 10_000                                      # characters

@@ -1,23 +1,26 @@
 """Tensor parallelism: each rank runs a narrower model, with two all-reduces per layer.
 
 Owns which part of each tensor a rank holds, and where the ranks' results are summed or joined. It
-knows no packed layout and no model class; model.py knows nothing of ranks. The processes themselves
-are cli/ranks.py's. Alone, a process is rank 0 of 1, to which all of this does nothing.
+knows no packed layout and no model class; model.py knows nothing of ranks. With one process all of
+this does nothing.
+
+    start()                                        # once, before anything is loaded
+    model = parallelize(load_model(shard(source), dtype, device), source.cfg.vocab_size)
 
     torchrun --standalone --nproc_per_node=2 generate.py --compile --checkpoint_path org/name
 """
 
+import os
+import random
 import re
+import sys
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from formats.lazy import LazyTensor, made_from, narrow
-from formats.names import layer_of
-from kernels import collectives
-from kernels.collectives import all_reduce, join_logits, sum_over_ranks
+from checkpoint import LazyTensor, layer_of, narrow
 from model import MoEConfig, layer_config
 
 # Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
@@ -27,6 +30,7 @@ SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
 VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
+SHORT = 1 << 14                                    # numbers
 NAME = re.compile(r"(?:layers\.\d+\.)?(.+?)(?:\.(weight|bias|scales|zeros))?")
 
 
@@ -38,9 +42,36 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def broadcast(t: Tensor) -> Tensor:
-    """Rank 0's tensor on every rank, so that all go the same way."""
-    return t if world() == 1 else collectives.broadcast(t)
+def n_local() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
+
+
+def start(**group) -> None:
+    """Join the processes that torchrun started, if it did; rank 0 alone writes to the terminal.
+
+    group: arguments of init_process_group; by default the environment has what it needs.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **group)
+    if rank():
+        sys.stdout = sys.stderr = nowhere()
+    if os.environ.get("OMP_NUM_THREADS") == "1":   # torchrun's default
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_local()))
+    random.seed(0)                                 # who draws an order draws the same, and
+    torch.manual_seed(0)                           # random weights are alike where all have them
+
+
+def nowhere():
+    return open(os.devnull, "w", encoding="utf-8", errors="replace")
+
+
+def local_device(name: str) -> str:
+    """auto and cuda are each rank's own GPU, where there are some."""
+    if world() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return name
 
 
 # ---- What a rank holds --------------------------------------------------------------------------
@@ -138,7 +169,7 @@ def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTen
     """The i-th of n parts along an axis of a weight, or of what belongs to it."""
     if axis >= len(t.shape):                       # one for all inputs
         if leaf == "bias" and i > 0:               # which is added once
-            return made_from(t, lambda a, b: torch.zeros_like(t.read_rows(a, b)))
+            return t.derived(lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t
     if t.shape[axis] % n:
         raise ValueError(f"{t.name}: {n} ranks cannot share its {t.shape[axis]} groups of "
@@ -147,7 +178,52 @@ def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTen
     return narrow(t, axis, i * size, (i + 1) * size)
 
 
-# ---- What the ranks sum and join ----------------------------------------------------------------
+# ---- What the ranks sum and join: torch.compile traces these, but for a plain broadcast ---------
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of every rank's x. A short one on a CPU is gathered: gloo takes half as long."""
+    if x.device.type == "cpu" and x.numel() <= SHORT:
+        return all_gather(x).float().sum(0).to(x.dtype)
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """Every rank's x, in the order of the ranks -> [n, *x.shape]"""
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world())]
+    dist.all_gather(parts, x)
+    return torch.stack(parts)
+
+
+def broadcast(x: Tensor) -> Tensor:
+    """Rank 0's tensor on every rank, so that all go the same way."""
+    if world() == 1:
+        return x
+    if torch.compiler.is_compiling():              # it traces sums
+        mine = x.clone() if rank() == 0 else torch.zeros_like(x)
+        dist.all_reduce(mine)
+        return mine
+    theirs = x.clone()
+    dist.broadcast(theirs, 0)
+    return theirs
+
+
+def sum_over_ranks(module, args, y: Tensor) -> Tensor:
+    """A forward hook; a kernel that takes the module's place calls it itself."""
+    return all_reduce(y)
+
+
+def join_logits(module, args, y: Tensor) -> Tensor:
+    """A forward hook of a head whose vocabulary the ranks share."""
+    return torch.cat(all_gather(y).unbind(), dim=-1)
+
+
+def is_summed(module: nn.Module) -> bool:
+    """Do the ranks sum what it gives?"""
+    return sum_over_ranks in module._forward_hooks.values()
+
 
 class SplitEmbedding(nn.Module):
     """Each rank looks its own tokens up, and has zeros for the others."""

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.twins import UNREAD, Twin, is_plain_llama, twin_of
-from formats.names import HF_NAMES
+from checkpoint import HF_NAMES
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
 GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")

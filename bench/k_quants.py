@@ -14,9 +14,8 @@ import gguf
 import numpy as np
 import torch
 
-from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor, cached
-from formats.parameters import disk_names
+from checkpoint import Checkpoint, LazyTensor, disk_names
+from formats.lazy import cached
 
 ROOT = Path(__file__).resolve().parent.parent
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}        # of rows that 256 does not divide

@@ -32,11 +32,12 @@ from bench.workloads import Workload, encode_file
 from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_activation_bits
 from cli.mtp import PUBLISHED_ACCEPTANCE
-from cli.ranks import as_rank, local_device
+from cli.ranks import as_rank
 from cli.session import open_model
 from formats.shapes import SHAPES
 from generate import log, number
 from kernels import cpu_ops
+from tp import local_device
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]
 EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of a row: not a failed command

@@ -12,15 +12,14 @@ import torch
 import tp
 from cli.common import free_memory
 from cli.loading import load_shard
-from cli.ranks import n_local
 from formats import quantized
-from formats.checkpoint import n_bytes
+from formats.load import count_parameters, n_bytes
 from formats.mtp import MTPHead
-from formats.parameters import count_parameters
 from formats.shapes import random_head
 from generate import log
 from model import ModelConfig, Transformer
 from quantize import SCHEMES, schemes
+from tp import n_local
 
 
 @dataclass(frozen=True, eq=False)

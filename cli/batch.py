@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint import lock
 from cli.slots import Slots, Task
 from formats.chat_template import encode_chat
-from formats.whole_file import lock
 from generate import (
     SAMPLING,
     Batch,

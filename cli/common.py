@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from formats.messages import Unforeseen, first_line, is_out_of_memory, one_line
+from checkpoint import Unforeseen, first_line, is_out_of_memory
 from generate import log, peak_memory
 from kernels.private import has_bf16
 from layers.embedding import embed_scale
@@ -62,6 +62,14 @@ def explained(e: Exception) -> str | None:
     if isinstance(e, OSError | ValueError | ImportError | Unforeseen):
         return one_line(str(e))
     return None
+
+
+def one_line(text: str) -> str:
+    """What a terminal can show in a line: files have names of any length, and control characters.
+    """
+    text = " ".join(text.split("\n"))
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= 1000 else text[:1000] + "…"
 
 
 def show_where(e: Exception) -> None:

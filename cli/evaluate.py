@@ -23,7 +23,7 @@ from cli.common import Help, Parser, english_text, guarded, pick_device, pick_dt
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.loading import load_shard
-from cli.ranks import as_rank, local_device
+from cli.ranks import as_rank
 from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
@@ -32,6 +32,7 @@ from generate import NotFinite, Sequence, bucket, log, number, weight_bytes
 from model import Transformer
 from quantize import schemes
 from sampling import SamplingParams
+from tp import local_device
 
 AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
 CHUNK = 256                                        # positions of a row in one call, at most

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import tp
+from checkpoint import Checkpoint
 from cli.loading import load_shard
 from formats import load as loading
 from formats import quantized
-from formats.checkpoint import Checkpoint
 from formats.load import load_model
 from kernels import disk, kept_tensors
 from kernels.digest import digest, digest_with_imports

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import Checkpoint
 from cli.calibration_text import calibration_text, written
 from cli.common import Help, Parser, guarded, pick_device, pick_dtype
 from cli.flags import add_adapter
 from formats import tokenizer_files
-from formats.checkpoint import Checkpoint
 from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint

@@ -1,7 +1,7 @@
 """The processes that torchrun starts: as one program to whoever looks at it.
 
-Owns the process group, what ranks tell each other beside tensors, and which of them writes to the
-terminal. Alone, a process is rank 0 of 1, to which all of this does nothing.
+Owns how long they wait, what becomes of their errors, and what ranks tell each other beside
+tensors; tp.py starts them. Alone, a process is rank 0 of 1, to which all of this does nothing.
 
     sys.exit(guarded(as_rank(run)))
 """
@@ -9,7 +9,6 @@ terminal. Alone, a process is rank 0 of 1, to which all of this does nothing.
 import atexit
 import datetime
 import os
-import random
 import re
 import signal
 import sys
@@ -20,8 +19,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+import tp
 from kernels.private import use_symmetric_memory
-from tp import rank, world
+from tp import n_local, nowhere, rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
 STORE_ANSWERS = 5.0                                # seconds, at the latest
@@ -40,18 +40,6 @@ def timeout() -> float:
     return seconds
 
 
-def local_device(name: str) -> str:
-    """auto and cuda are each rank's own GPU, where there are some."""
-    if world() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    return name
-
-
-def n_local() -> int:
-    """Ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
-
-
 def as_rank(run: Callable) -> Callable:
     """run(argv) -> exit status, in each process that torchrun started; else as it is.
 
@@ -63,24 +51,17 @@ def as_rank(run: Callable) -> Callable:
             return run(argv)
         stderr, wait = sys.stderr, datetime.timedelta(seconds=timeout())
         store, me, n = next(dist.rendezvous("env://", timeout=wait))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                                store=store, rank=me, world_size=n, timeout=wait)
+        tp.start(store=store, rank=me, world_size=n, timeout=wait)
         _control[False] = dist.new_group(backend="gloo", timeout=wait)
         ever = datetime.timedelta(days=365)        # a person may think before typing
         _control[True] = dist.new_group(backend="gloo", timeout=ever)
         if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
             use_symmetric_memory()
-        if me:
-            sys.stdout = sys.stderr = _nowhere()
-        if os.environ.get("OMP_NUM_THREADS") == "1":           # torchrun's default
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_local()))
-        random.seed(0)                             # who draws an order draws the same, and
-        torch.manual_seed(0)                       # random weights are alike where all have them
         try:
             status = run(argv)
         except Exception as e:
             lost = isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e))
-            sys.stderr = stderr if _is_first(store, bool(lost)) else _nowhere()
+            sys.stderr = stderr if _is_first(store, bool(lost)) else nowhere()
             if lost:
                 atexit.register(_leave)
                 raise ConnectionError(
@@ -96,10 +77,6 @@ def _leave() -> None:
     """End without the library's own clearing up, which aborts where a connection broke in it."""
     sys.stdout.flush()
     os._exit(2)
-
-
-def _nowhere():
-    return open(os.devnull, "w", encoding="utf-8", errors="replace")
 
 
 def _is_first(store, lost: bool) -> bool:

@@ -30,14 +30,12 @@ from cli.engines import (
 )
 from cli.grammar import Grammars, import_llguidance, json_schema
 from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
-from cli.ranks import as_rank, from_rank_0, local_device, n_local, run_on_rank_0
+from cli.ranks import as_rank, from_rank_0, run_on_rank_0
 from cli.slots import RowsBatch
 from formats import quantized
 from formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
-from formats.checkpoint import n_bytes
 from formats.hub import resolve
-from formats.load import open_checkpoint
-from formats.parameters import count_parameters
+from formats.load import count_parameters, n_bytes, open_checkpoint
 from formats.shapes import random_checkpoint
 from formats.tokenizer_files import load_for
 from generate import (
@@ -62,6 +60,7 @@ from layers.logits_processors import TokenMask
 from model import cache_bytes
 from sampling import SamplingParams
 from tokenizer import NullTokenizer, differ
+from tp import local_device, n_local
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,18 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from formats.checkpoint import Checkpoint, check
+from checkpoint import (
+    HF_NAMES,
+    Checkpoint,
+    LazyTensor,
+    blank_model,
+    check,
+    hub_tensors,
+    load_part,
+    read_json,
+    reading,
+    settle_tied,
+)
 from formats.config import Stated, config_from_hf, count
 from formats.fold import Folds, fold
-from formats.huggingface import hub_weights
-from formats.json_file import read_json
-from formats.lazy import LazyTensor
-from formats.load import load_part, weights_in
-from formats.messages import reading
-from formats.names import GEMMA4_NAMES, HF_NAMES, rename
-from formats.parameters import blank_model
+from formats.huggingface import read_weights
+from formats.load import weights_in
+from formats.names import GEMMA4_NAMES, rename
 from formats.schema import check_keys
-from formats.tied import settle
 from layers.shared_kv import SharedKV
 from model import ModelConfig, Transformer, at, visible
 
@@ -144,7 +150,7 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
         cfg = _config(config)
     weights = weights_in(path)
     body, own, order = [], {}, None
-    for t in hub_weights(path, weights.name):
+    for t in hub_tensors(path, weights.name, read_weights):
         if t.name == ORDER:
             order = t
         elif t.name.removesuffix(".weight") in OWN:
@@ -153,7 +159,7 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
             body.append(t)
     with reading(path):
         tensors = fold(rename(body, HF_NAMES | GEMMA4_NAMES, cfg), cfg, Folds())
-        cfg = settle(path, cfg, tensors)
+        cfg = settle_tied(path, cfg, tensors)
     source = AssistantCheckpoint(path, cfg, tensors, order=order)
     check(source)
     _check_own(source, own)

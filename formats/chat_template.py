@@ -10,7 +10,7 @@ import re
 from copy import copy
 from functools import lru_cache
 
-from formats.messages import first_line
+from checkpoint import first_line
 from tokenizer import (
     AddedToken,
     SentencePieceBackend,

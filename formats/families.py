@@ -7,6 +7,8 @@ names.py renames with `names`, fold.py folds what `folds` says into the weights.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import checkpoint
+from checkpoint import always, qwen_is_sliding, qwen_is_sparse
 from formats.names import (
     AFMOE_NAMES,
     APERTUS_NAMES,
@@ -27,7 +29,6 @@ from formats.names import (
     LATENT_NAMES,
     LFM2_NAMES,
     MINIMAX_NAMES,
-    MIXTRAL_NAMES,
     MOE_NAMES,
     MPT_NAMES,
     OPT_NAMES,
@@ -41,20 +42,15 @@ from layers.delta import GatedDelta
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a model_type differs from Llama."""
+class Family(checkpoint.Family):
+    """How a model_type differs from Llama: overrides are of FlatConfig's fields."""
 
-    overrides: dict = field(default_factory=dict)      # FlatConfig fields it never states
-    moe: dict = field(default_factory=dict)        # and MoEVariant's
+    moe: dict = field(default_factory=dict)        # MoEVariant's fields that it never states
     scores: dict = field(default_factory=dict)     # and Scores'
-    defaults: dict = field(default_factory=dict)     # config.json keys it may leave out
-    names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise
-    names_with_experts: dict | None = None         # instead of these, where it has experts
+    names_with_experts: dict | None = None         # instead of `names`, where it has experts
     folds: dict = field(default_factory=dict)      # Folds' fields: how its weights differ from ours
     scaled_embed: bool = False                     # embeddings are multiplied by sqrt(dim)
-    is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i's attention windowed?
     has_rope: Callable[[dict, int], bool] = lambda c, i: True      # has layer i RoPE at all?
-    is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i a mixture of experts?
     mixers: dict[str, Callable[[dict], object]] = field(default_factory=dict)  # ModelConfig.mixer
     plain_local_rope: bool = False                 # windowed layers keep RoPE unstretched
     key_aliases: dict = field(default_factory=dict)    # config.json keys: what the others call them
@@ -77,15 +73,6 @@ def stated_folds(c: dict) -> dict:
                 k_is_v=bool(c.get("attention_k_eq_v")),
                 slopes_scale=float(c.get("alibi_scale") or 1),
                 post_norm_scale=float(c.get("post_norm_scale") or 1))
-
-
-def _qwen_is_sliding(c, i):
-    return bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28)
-
-
-def _qwen_is_sparse(c, i):
-    step = c.get("decoder_sparse_step", 1)
-    return i not in (c.get("mlp_only_layers") or []) and (i + 1) % step == 0
 
 
 def _smollm3_has_rope(c, i):
@@ -113,10 +100,6 @@ def _all_but_every_fourth(c, i):
 def _is_sparse_after_first(c, i):
     stated = c.get("mlp_layer_types")
     return stated[i] == "sparse" if stated else i >= c.get("first_k_dense_replace", 0)
-
-
-def _always(c, i):
-    return True
 
 
 def _never(c, i):
@@ -396,7 +379,7 @@ _QWEN2_VL = Family(
     overrides=dict(qkv_bias=True, o_bias=False),
     defaults=dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
                   max_position_embeddings=32768, max_window_layers=80),
-    is_sliding=_qwen_is_sliding)
+    is_sliding=qwen_is_sliding)
 _QWEN35 = Family(
     overrides=dict(qk_norm="head", attn_gate=True),
     defaults=dict(num_attention_heads=16, num_key_value_heads=4, head_dim=256,
@@ -444,39 +427,31 @@ _LFM2 = dict(rope_theta=1e6, num_key_value_heads=8, max_position_embeddings=1280
              rms_norm_eps=1e-5, tie_word_embeddings=True, conv_L_cache=3)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
+
+def _of_core(row: checkpoint.Family) -> Family:
+    """The core's ModelConfig knows one way to normalize queries and keys, FlatConfig more."""
+    overrides = {key: "head" if key == "qk_norm" else value for key, value in row.overrides.items()}
+    return Family(**{**vars(row), "overrides": overrides})
+
+
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(defaults=dict(sliding_window=4096), is_sliding=_always),
-    "mixtral": Family(
-        defaults=dict(rope_theta=1e6, num_key_value_heads=8, num_experts=8,
-                      num_experts_per_tok=2, max_position_embeddings=131072, rms_norm_eps=1e-5),
-        names=MIXTRAL_NAMES, is_sliding=_always, is_sparse=_always),
-    "qwen2": Family(overrides=dict(qkv_bias=True, o_bias=False), defaults=_QWEN,
-                    is_sliding=_qwen_is_sliding),
+    **{kind: _of_core(row) for kind, row in checkpoint.FAMILIES.items()},
     "qwen2_moe": Family(
         overrides=dict(o_bias=False),
         defaults=dict(_QWEN, qkv_bias=True, num_experts=60, num_experts_per_tok=4,
                       moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
                       norm_topk_prob=False),
-        names=MOE_NAMES, is_sparse=_qwen_is_sparse,
+        names=MOE_NAMES, is_sparse=qwen_is_sparse,
         is_sliding=lambda c, i: (bool(c.get("use_sliding_window")) and i % 2 == 0
                                  and i < c.get("max_window_layers", 28))),
-    "qwen3": Family(overrides=dict(qk_norm="head"), defaults=dict(_QWEN, head_dim=128),
-                    is_sliding=_qwen_is_sliding),
-    "qwen3_moe": Family(
-        overrides=dict(qk_norm="head"),
-        defaults=dict(_QWEN, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
-                      moe_intermediate_size=768, norm_topk_prob=False),
-        names=MOE_NAMES, is_sparse=_qwen_is_sparse,
-        is_sliding=lambda c, i: bool(c.get("use_sliding_window"))),
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": replace(
-        _QWEN35, moe=dict(norm_topk_prob=True), names=MOE_NAMES | DELTA_NAMES, is_sparse=_always,
+        _QWEN35, moe=dict(norm_topk_prob=True), names=MOE_NAMES | DELTA_NAMES, is_sparse=always,
         defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=256,
                       num_experts_per_tok=8, moe_intermediate_size=512, intermediate_size=512,
                       shared_expert_intermediate_size=512)),
     "qwen3_next": replace(
-        _QWEN35, names=MOE_NAMES | DELTA_NAMES, is_sparse=_qwen_is_sparse,
+        _QWEN35, names=MOE_NAMES | DELTA_NAMES, is_sparse=qwen_is_sparse,
         defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=512,
                       num_experts_per_tok=10, moe_intermediate_size=512,
                       shared_expert_intermediate_size=512)),
@@ -490,7 +465,7 @@ FAMILIES = {
         defaults=dict(num_key_value_heads=16, rope_theta=5e5, max_position_embeddings=128000,
                       num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
                       tie_word_embeddings=True),
-        names=QWEN3_VL_MOE_NAMES, is_sparse=_qwen_is_sparse),
+        names=QWEN3_VL_MOE_NAMES, is_sparse=qwen_is_sparse),
     "mellum": Family(
         overrides=dict(qk_norm="head"),
         defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, num_experts=64,
@@ -558,7 +533,7 @@ FAMILIES = {
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=128,
                       max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
                       intermediate_size=1280, moe_intermediate_size=1280, rope_theta=1e6),
-        names=SIGMOID_NAMES, is_sparse=_always),
+        names=SIGMOID_NAMES, is_sparse=always),
     "exaone_moe": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
@@ -579,7 +554,7 @@ FAMILIES = {
         overrides=dict(qk_norm="wide"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, num_experts=256, num_experts_per_tok=8,
                       max_position_embeddings=196608, rope_theta=5e6),
-        names=MINIMAX_NAMES, is_sparse=_always, respell=_minimax_respelled),
+        names=MINIMAX_NAMES, is_sparse=always, respell=_minimax_respelled),
     "gemma": Family(
         overrides=dict(activation="gelu_tanh"),        # "gelu" in config.json means this too
         defaults=dict(_GEMMA, num_key_value_heads=16), folds=_OFFSET, scaled_embed=True),
@@ -612,7 +587,7 @@ FAMILIES = {
         defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096),
         names={"self_attn.qkv_proj": Fused(("attn.wq", "attn.wk", "attn.wv")),
                "mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up"))},
-        is_sliding=_always),
+        is_sliding=always),
     "smollm3": Family(
         defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True,
                       max_position_embeddings=32768),
@@ -627,12 +602,12 @@ FAMILIES = {
         overrides=dict(qk_norm="wide"),
         defaults=dict(num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
                         rms_norm_eps=1e-5),
-        names=MOE_NAMES, is_sparse=_always),
+        names=MOE_NAMES, is_sparse=always),
     "flex_olmo": Family(
         overrides=_OLMO,
         defaults=dict(num_experts=7, num_experts_per_tok=5, norm_topk_prob=False, rope_theta=5e5,
                       max_position_embeddings=4096),
-        names=SANDWICH_NAMES | MOE_NAMES, is_sparse=_always),
+        names=SANDWICH_NAMES | MOE_NAMES, is_sparse=always),
     "granite": Family(defaults=dict(attention_multiplier=1.0)),
     "granitemoehybrid": Family(
         defaults=dict(attention_multiplier=1.0, shared_intermediate_size=1024, num_experts=8,
@@ -646,14 +621,14 @@ FAMILIES = {
     "granitemoeshared": Family(
         defaults=dict(attention_multiplier=1.0, shared_intermediate_size=0, num_experts=8,
                       num_experts_per_tok=2),
-        moe=dict(shared_gate=False), names=GRANITE_MOE_NAMES, is_sparse=_always,
+        moe=dict(shared_gate=False), names=GRANITE_MOE_NAMES, is_sparse=always,
         respell=_granite_shared),
     "granitemoe_swa": Family(
         defaults=dict(attention_multiplier=1.0, shared_intermediate_size=0, num_experts=8,
                       num_experts_per_tok=2, sliding_window=128),
         scores=dict(sinks=True), moe=dict(shared_gate=False),
         names=GRANITE_MOE_NAMES | {"self_attn.sinks": "attn.attend.sinks"},
-        is_sparse=_always, is_sliding=_all_but_every_fourth, respell=_granite_shared),
+        is_sparse=always, is_sliding=_all_but_every_fourth, respell=_granite_shared),
     "granite_swa": Family(
         scores=dict(sinks=True),
         defaults=dict(attention_multiplier=1.0, num_key_value_heads=4, sliding_window=128,
@@ -661,7 +636,7 @@ FAMILIES = {
         names={"self_attn.sinks": "attn.attend.sinks"}, is_sliding=_all_but_every_fourth),
     "granitemoe": Family(
         defaults=dict(num_experts=8, num_experts_per_tok=2, attention_multiplier=1.0),
-        names=GRANITE_MOE_NAMES, is_sparse=_always),
+        names=GRANITE_MOE_NAMES, is_sparse=always),
     "gpt_oss": Family(
         overrides=dict(activation="clamped_silu", mlp_bias=True),
         moe=dict(router_bias=True), scores=dict(sinks=True),
@@ -671,7 +646,7 @@ FAMILIES = {
                       rope_parameters=dict(rope_type="yarn", factor=32.0, beta_fast=32.0,
                                            beta_slow=1.0, truncate=False,
                                            original_max_position_embeddings=4096)),
-        names=GPT_OSS_NAMES, is_sparse=_always, is_sliding=lambda c, i: i % 2 == 0),
+        names=GPT_OSS_NAMES, is_sparse=always, is_sliding=lambda c, i: i % 2 == 0),
     "ernie4_5": Family(
         defaults=dict(num_key_value_heads=2, head_dim=128, use_bias=False, rope_theta=5e5,
                       rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=True),
@@ -704,7 +679,7 @@ FAMILIES = {
         names=SANDWICH_NAMES, is_sliding=_exaone4_is_sliding, has_rope=_exaone4_has_rope),
     "ministral": Family(
         defaults=dict(num_key_value_heads=8, sliding_window=4096, max_position_embeddings=131072),
-        is_sliding=_always),
+        is_sliding=always),
     "ministral3": Family(
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
                       max_position_embeddings=262144,
@@ -712,7 +687,7 @@ FAMILIES = {
                                            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
                                            original_max_position_embeddings=16384,
                                            llama_4_scaling_beta=0.1)),
-        is_sliding=_always),
+        is_sliding=always),
     "cwm": Family(
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
                       sliding_window=8192, max_position_embeddings=131072,
@@ -731,7 +706,7 @@ FAMILIES = {
         overrides=dict(layer_norm=True, gated=False),
         defaults=dict(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, use_bias=True,
                       rms_norm_eps=1e-5, max_position_embeddings=4096, tie_word_embeddings=True),
-        names={"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"}, is_sliding=_always,
+        names={"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"}, is_sliding=always,
         key_aliases=dict(norm_epsilon="rms_norm_eps"), respell=_biased_respelled),
     "gpt_neox": Family(
         overrides=dict(layer_norm=True, gated=False, mlp_bias=True),
@@ -800,7 +775,7 @@ FAMILIES = {
     "hunyuan_v1_moe": Family(
         overrides=dict(qk_norm="head"), scores=dict(gains=True), moe=dict(shared_gate=False),
         defaults=dict(rms_norm_eps=1e-5, num_experts=1, num_experts_per_tok=1),
-        folds=dict(norm_after_rope=True), names=HUNYUAN_MOE_NAMES, is_sparse=_always,
+        folds=dict(norm_after_rope=True), names=HUNYUAN_MOE_NAMES, is_sparse=always,
         key_aliases=dict(moe_topk="num_experts_per_tok"), respell=_hunyuan_moe_respelled),
     "afmoe": Family(
         overrides=dict(post_norm=True, qk_norm="head", attn_gate=True), moe=_SIGMOID,

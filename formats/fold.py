@@ -9,19 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from checkpoint import LazyTensor, narrow, tensor_shapes
 from formats.hub_quantized import unpacked_int4
-from formats.lazy import (
-    LazyTensor,
-    cached,
-    constant,
-    index_select,
-    made_from,
-    narrow,
-    offset,
-    scaled,
-    transpose,
-)
-from formats.parameters import tensor_shapes
+from formats.lazy import cached, constant, index_select, offset, scaled, transpose
 from layers.latent import Latent
 from layers.rope import n_turning
 from layers.shared_kv import SharedKV
@@ -59,12 +49,12 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
             t = cached(t.name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
             tensors[name] = t
         if name.endswith("attn.taps") and len(t.shape) == 3:           # [width, 1, taps]
-            tensors[name] = made_from(t, t.read_rows, shape=(t.shape[0], t.shape[2]))
+            tensors[name] = t.derived(t.read_rows, shape=(t.shape[0], t.shape[2]))
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
             tensors[name] = offset(t, folds.norm_offset)
         if folds.log_decay and name.endswith("decay_rate"):
-            tensors[name] = made_from(t, lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
+            tensors[name] = t.derived(lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
                                       dtype=torch.float32)
     if isinstance(cfg.mixer[0], Latent):
         _order_latents(tensors, cfg, folds)
@@ -140,7 +130,7 @@ def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> N
                              f"{[cfg.n_head * sum(widths), latent.kv_rank]}")
         heads = torch.arange(t.shape[0]).view(cfg.n_head, -1).split(widths, dim=1)
         k, v = (index_select(t, rows.flatten()) for rows in heads)
-        k, v = (made_from(part, part.read_rows, shape=(cfg.n_head, width, latent.kv_rank))
+        k, v = (part.derived(part.read_rows, shape=(cfg.n_head, width, latent.kv_rank))
                 for part, width in zip((k, v), widths))
         tensors[f"{x}.wk_b.weight"], tensors[f"{x}.wv_b.weight"] = transpose(k), v
     if cfg.qkv_bias and latent.q_rank is None:
@@ -218,7 +208,7 @@ def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None
         heads = torch.arange(n).view(-1, shape.n_k_head, n // shape.n_v_head)
         order = heads.transpose(0, 1).flatten()
         if columns:
-            tensors[name] = made_from(t, lambda a, b, t=t, order=order: t.read_rows(a, b)[:, order])
+            tensors[name] = t.derived(lambda a, b, t=t, order=order: t.read_rows(a, b)[:, order])
         else:
             tensors[name] = index_select(t, order)
 

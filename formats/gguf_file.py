@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import LazyTensor, brief
 from formats.gguf_int4 import as_int4
-from formats.lazy import LazyTensor, Packed
-from formats.schema import brief
+from formats.lazy import Packed
 
 MOST_ENTRIES = 1 << 24                             # a hundred times the longest vocabulary
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from formats.lazy import LazyTensor
+from checkpoint import LazyTensor
 
 
 def as_int4(t: LazyTensor, kind: str,

@@ -8,17 +8,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from formats.checkpoint import RawCheckpoint
+from checkpoint import LazyTensor, brief, reading
 from formats.config import Stated, config_from_hf, head_dim
 from formats.end_tokens import gguf_end_ids
 from formats.families import FAMILIES, stated_folds
 from formats.fold import Folds
 from formats.gguf_file import read_gguf_tensors
-from formats.lazy import LazyTensor, constant, made_from
-from formats.messages import reading
-from formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
+from formats.lazy import constant
+from formats.mtp import HEAD_NAMES, MTPHead, has_experts, head_config, split_head
 from formats.names import GGUF_DELTA_NAMES, Fused
-from formats.schema import brief, check_keys, is_number
+from formats.raw import RawCheckpoint
+from formats.schema import check_keys, is_number
 
 GGUF_NAMES = {
     "token_embd": "embed", "position_embd": "pos_embed", "output_norm": "norm", "output": "head",
@@ -393,13 +393,13 @@ def read_gguf(path: Path) -> RawCheckpoint:
     tensors, head = split_head(tensors, cfg.n_layer if behind else None)
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
     tokenizer["path"] = path                       # for what is wrong with it
-    raw = RawCheckpoint(path, cfg, tensors, names, folds, eos_ids=gguf_end_ids(metadata),
-                        tokenizer=tokenizer)
+    raw = RawCheckpoint(path, cfg, tensors, names, eos_ids=gguf_end_ids(metadata),
+                        tokenizer=tokenizer, folds=folds)
     if head:
         if not any(t.name == "norm.weight" for t in head):             # then it is the model's
-            head += [made_from(t, t.read_rows, name="norm.weight") for t in tensors
+            head += [t.derived(t.read_rows, name="norm.weight") for t in tensors
                      if t.name == "output_norm.weight"]
         raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head)), tensors=head,
-                          names=names | HEAD_NAMES)
+                          names=names | HEAD_NAMES, kind=MTPHead)
     return raw
 

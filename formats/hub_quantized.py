@@ -14,8 +14,8 @@ import re
 import torch
 import torch.nn.functional as F
 
-from formats.lazy import LazyTensor, Packed, cached, made_from, offset
-from formats.schema import brief
+from checkpoint import LazyTensor, brief
+from formats.lazy import Packed, cached, offset
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
@@ -294,7 +294,7 @@ def _int4(x, shape, codes, scale, zero, packed):
         return (8 - point) * scale.read_rows(a, b).float()
 
     yield LazyTensor(x + ".weight", (n_out, n_in // 2), torch.uint8, rows, (packed,))
-    yield made_from(scale, scale.read_rows, name=x + ".scales")
+    yield scale.derived(scale.read_rows, name=x + ".scales")
     made_of = (scale, zero) if zero else (scale,)
     yield LazyTensor(x + ".zeros", grid, torch.float32, zeros, made_of)
 

@@ -12,33 +12,39 @@ plus one chunk.
     model = load_model(source, torch.bfloat16, "cpu")
 """
 
+import math
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear
 
+import checkpoint
+from checkpoint import (
+    Checkpoint,
+    LazyTensor,
+    blank_model,
+    checked,
+    disk_names,
+    quantized_blank,
+    read_into,
+    reading,
+    some,
+)
 from formats import lora
-from formats.checkpoint import Checkpoint, RawCheckpoint, check, stays_outside
 from formats.fold import fold
 from formats.gguf_model import read_gguf
 from formats.hub import check_finished, resolve
 from formats.hub_quantized import unpacked_int4
 from formats.huggingface import read_hf
-from formats.lazy import LazyTensor, as_rows, check_finite
-from formats.messages import first_line, reading, some
 from formats.meta import read_llama2c, read_meta
 from formats.names import rename
-from formats.parameters import blank_model, disk_names
 from formats.pth import read_ours
-from formats.tied import apart, settle
+from formats.raw import RawCheckpoint
 from formats.torch_file import read_torch
 from kernels.linear import use_packed_linears
 from layers.per_layer import FileTable, seen_by_gpu
-from model import ExpertLinear, Transformer
-from quantize import put_quantized_linears, scheme_at
+from model import ExpertLinear, ModelConfig, Transformer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
@@ -64,7 +70,7 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
         raw = read(path)
     if adapter is not None:
         with reading(path):
-            tensors, tied_head = apart(raw.tensors, raw.names, raw.cfg)
+            tensors, tied_head = lora.apart(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):
             raw.tensors = lora.merged(tensors, adapter, tied_head)
     source = finished(raw)
@@ -88,12 +94,8 @@ def finished(raw: RawCheckpoint) -> Checkpoint:
         if raw.folds:
             tensors = fold(tensors, raw.cfg, raw.folds)
         if raw.hub_quantized:
-            tensors = quantized_alike(tensors, raw.cfg)
-        cfg = settle(raw.path, raw.cfg, tensors)
-        source = Checkpoint(raw.path, cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
-                            raw.quantization)
-        check(source)
-    return source
+            tensors = quantized_alike(tensors, raw)
+        return checked(raw, tensors)
 
 
 def read(path: Path) -> RawCheckpoint:
@@ -115,9 +117,8 @@ def read(path: Path) -> RawCheckpoint:
 
 def weights_in(directory: Path) -> Path:
     """The file to read in a directory."""
-    for name in WEIGHT_FILES:
-        if (directory / name).exists():
-            return directory / name
+    if found := checkpoint.weights_in(directory, WEIGHT_FILES):
+        return found
     ggufs = list(directory.glob("*.gguf"))
     if len(ggufs) == 1:
         return ggufs[0]
@@ -142,10 +143,11 @@ def read_pth(path: Path) -> RawCheckpoint:
                      "beside it")
 
 
-def quantized_alike(tensors: dict[str, LazyTensor], cfg) -> dict[str, LazyTensor]:
+def quantized_alike(tensors: dict[str, LazyTensor],
+                    raw: RawCheckpoint) -> dict[str, LazyTensor]:
     """What is one matrix in memory, and not of one scheme in a hub's file, as plain weights."""
     tensors = dict(tensors)
-    for name, module in blank_model(cfg, torch.float32).named_modules():
+    for name, module in blank_model(raw.cfg, torch.float32, raw.kind).named_modules():
         xs = disk_names(name) if isinstance(module, Linear | ExpertLinear) else []
         groups = {x: tensors[f"{x}.scales"].shape[1:] for x in xs if f"{x}.scales" in tensors}
         if len(groups) == len(xs) and len(set(groups.values())) < 2:
@@ -160,23 +162,39 @@ def quantized_alike(tensors: dict[str, LazyTensor], cfg) -> dict[str, LazyTensor
 
 def load_model(source: Checkpoint, dtype: torch.dtype, device,
                kept: dict[str, Tensor] | None = None) -> Transformer:
-    """Read every weight into a model on `device`; norms stay fp32.
+    """As checkpoint.load_model(); per-layer embeddings stay in the file or on the host.
 
-    kept: its parameters, as an earlier call gave them: then nothing is read.
+    kept: the model's parameters, as an earlier call gave them: then nothing is read.
     """
-    with reading(source.path):
-        model = blank_model(source.cfg, dtype)
-
-        def scheme(name):
-            return scheme_at(source.tensors, disk_names(name)[0])
-        put_quantized_linears(model, scheme, dtype)
+    def prepare(model):
         use_packed_linears(model, dtype, device)
         put_table(model, source, dtype, device)
-        if kept:
-            take_kept(model, kept)
-        else:
-            load_part(model, "", source, device)
-        return model.to(device).eval()                 # the parameters are there already: the rest
+
+    if not kept:
+        return checkpoint.load_model(source, dtype, device, prepare)
+    with reading(source.path):
+        model = quantized_blank(source, dtype)
+        prepare(model)
+        take_kept(model, kept)
+        return model.to(device).eval()
+
+
+def stays_outside(name: str, device) -> bool:
+    """Is the tensor none of what the device holds? Per-layer embeddings, of which it needs rows."""
+    device = torch.device(device).type
+    on_nvidia = device == "cuda" and torch.version.hip is None
+    return name == "per_layer.embed.weight" and (device == "cpu" or on_nvidia)
+
+
+def n_bytes(source: Checkpoint, dtype: torch.dtype, device) -> int:
+    """What the weights will take: dtype, or as they are where they are quantized."""
+    return sum(math.prod(t.shape) * (1 if t.dtype.itemsize == 1 else dtype.itemsize)
+               for name, t in source.tensors.items() if not stays_outside(name, device))
+
+
+def count_parameters(cfg: ModelConfig) -> int:
+    """Of the model, however its weights are stored."""
+    return sum(p.numel() for p in blank_model(cfg, torch.bfloat16).parameters())
 
 
 def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
@@ -190,7 +208,7 @@ def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device
         model.per_layer.embed = FileTable(read, table.shape[1], dtype)
         return
     host = torch.empty(table.shape, dtype=dtype, pin_memory=True)
-    _read_into(host, source, [name])
+    read_into(host, source, [name])
     model.per_layer.embed = torch.nn.Embedding.from_pretrained(seen_by_gpu(host, device))
 
 
@@ -203,29 +221,6 @@ def random_row(table: LazyTensor, i: int) -> Tensor:
     return row
 
 
-def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
-    """Give memory and weights to the modules whose names begin with `prefix`.
-
-    A module's pack(), where it has one, may give its weights another layout then.
-    """
-    assigned = WeakValueDictionary()               # a tied head shares the embedding's
-    for name, module in list(model.named_modules()):
-        if not name.startswith(prefix):
-            continue
-        for leaf, blank in list(module.named_parameters(recurse=False)):
-            if not blank.is_meta:
-                continue                           # put_table() gave it memory
-            p = assigned.get(blank)
-            if p is None:
-                # not empty_like, which has torch import sympy for a tensor on meta
-                weight = torch.empty(blank.shape, dtype=blank.dtype, device=device)
-                _read_into(weight, source, disk_names(f"{name}.{leaf}"))
-                p = assigned[blank] = torch.nn.Parameter(weight, requires_grad=False)
-            setattr(module, leaf, p)
-        if hasattr(module, "pack"):
-            module.pack()                          # lets go of what lay as on disk
-
-
 def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
     made = {}                                      # a tied head shares the embedding's
     for name, module in model.named_modules():
@@ -234,25 +229,3 @@ def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
             if t is not None and t.data_ptr() not in made:
                 made[t.data_ptr()] = torch.nn.Parameter(t, requires_grad=False)
             setattr(module, leaf, t if t is None else made[t.data_ptr()])
-
-
-def _read_into(weight: torch.Tensor, source: Checkpoint, names: list[str]) -> None:
-    """The tensors of these names, one below the other."""
-    top, target = 0, as_rows(weight)
-    for t in (source.tensors[name] for name in names):
-        if t.read_rows is None:
-            t.fill(target[top:top + t.n_row])
-        else:
-            _copy(target[top:top + t.n_row], t, source.path)
-        top += t.n_row
-
-
-def _copy(target: torch.Tensor, t: LazyTensor, path: Path) -> None:
-    try:
-        for start, end, rows in t.chunks():
-            if target.dtype == torch.float16 and rows.dtype != torch.float16:
-                rows = check_finite(rows, t.name, torch.float16)
-            target[start:end].copy_(rows)
-    except (SafetensorError, ValueError) as e:
-        what = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
-        raise ValueError(what + first_line(e)) from e

@@ -10,13 +10,21 @@ import math
 import re
 from pathlib import Path
 
-from formats.json_file import read_json
-from formats.lazy import LazyTensor, made_from, transpose
-from formats.messages import some
-from formats.names import bare
-from formats.safetensors_file import read_safetensors
-from formats.schema import brief, is_number
-from formats.torch_file import lazy_tensors, read_torch
+from checkpoint import (
+    LazyTensor,
+    bare,
+    brief,
+    equal,
+    lazy_tensors,
+    look_up,
+    read_json,
+    read_safetensors,
+    some,
+)
+from formats.lazy import transpose
+from formats.schema import is_number
+from formats.torch_file import read_torch
+from model import ModelConfig
 
 PART = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
 VARIANTS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
@@ -62,6 +70,32 @@ def merged(tensors: list[LazyTensor], directory: Path,
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from None
     return new
+
+
+def apart(tensors: list[LazyTensor], names: dict,
+          cfg: ModelConfig) -> tuple[list[LazyTensor], LazyTensor | None]:
+    """Tensors by the names of the file -> those without a tied head, and that head by its name.
+
+    None where the head is a matrix of its own.
+    """
+    embed, head = (find(tensors, names, ours) for ours in ("embed.weight", "head.weight"))
+    if not cfg.tied or embed is None:
+        return tensors, None
+    if head is not None:
+        is_tied = equal(embed, head)
+        return ([t for t in tensors if t is not head], head) if is_tied else (tensors, None)
+    theirs = [name for name, ours in names.items() if ours == "head"]  # the family's own is last
+    name = f"{theirs[-1]}.weight" if theirs else "head.weight"
+    return tensors, embed.derived(embed.read_rows, name=name, packed=embed.packed)
+
+
+def find(tensors: list[LazyTensor], names: dict, ours: str) -> LazyTensor | None:
+    """The tensor of the file that is called `ours` here."""
+    for t in tensors:
+        entry = look_up(t.name, names)
+        if entry and entry[0] == "" and entry[2].into == (ours,):
+            return t
+    return None
 
 
 def _config(directory: Path) -> dict:
@@ -132,7 +166,7 @@ def _changed(t: LazyTensor, parts: dict, scale: float, config: dict) -> LazyTens
             length = rows.norm(dim=1, keepdim=True)
             rows *= magnitude.read_rows(a, b).double()[:, None] / length
         return rows.float()
-    new = made_from(t, read_rows, dtype=t.dtype)
+    new = t.derived(read_rows, dtype=t.dtype)
     new.made_of = (t, left)
     return new
 
@@ -141,4 +175,4 @@ def _replaced(t: LazyTensor, by: LazyTensor) -> LazyTensor:
     """modules_to_save, and biases that were trained."""
     if t.shape != by.shape:
         raise ValueError(f"{t.name} is {list(t.shape)}, the adapter's {list(by.shape)}")
-    return made_from(by, by.read_rows, name=t.name)
+    return by.derived(by.read_rows, name=t.name)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from formats.checkpoint import RawCheckpoint
+from checkpoint import LazyTensor, brief, lazy_tensors, read_json, reading, some
 from formats.config import config_from_hf
 from formats.fold import Folds
-from formats.json_file import read_json
-from formats.lazy import LazyTensor, concatenate
-from formats.messages import reading, some
-from formats.schema import brief, check_keys
-from formats.torch_file import lazy_tensors, read_torch
+from formats.lazy import concatenate
+from formats.raw import RawCheckpoint
+from formats.schema import check_keys
+from formats.torch_file import read_torch
 
 META_NAMES = {
     "tok_embeddings": "embed", "norm": "norm", "output": "head",
@@ -86,5 +85,5 @@ def _checkpoint(path: Path, tensors: list[LazyTensor], params: dict,
             max_position_embeddings=context, rms_norm_eps=params.get("norm_eps", 1e-5),
             rope_theta=theta, rope_scaling=rope if scaled else None,
             tie_word_embeddings="output.weight" not in sizes))
-    return RawCheckpoint(path, cfg, tensors, META_NAMES, Folds(interleaved_rope=True), eos_ids,
-                         tokenizer=path.parent)
+    return RawCheckpoint(path, cfg, tensors, META_NAMES, eos_ids, tokenizer=path.parent,
+                         folds=Folds(interleaved_rope=True))

@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from formats.lazy import LazyTensor, made_from
-from formats.names import bare
+from checkpoint import LazyTensor, bare
 from layers.latent import Latent
 from model import ModelConfig, RMSNorm, Transformer, at, made
 
@@ -89,10 +88,10 @@ def split_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list, li
 def _renamed(t: LazyTensor, name: str) -> list[LazyTensor]:
     stem, _, leaf = name.rpartition(".")
     if stem not in OWN:
-        return [made_from(t, t.read_rows, name=f"layers.0.{name}")]
+        return [t.derived(t.read_rows, name=f"layers.0.{name}")]
     if OWN[stem] is None:
         return []
-    return [made_from(t, t.read_rows, name=f"{OWN[stem]}.{leaf}")]
+    return [t.derived(t.read_rows, name=f"{OWN[stem]}.{leaf}")]
 
 
 def has_experts(head: list[LazyTensor]) -> bool:

@@ -1,29 +1,27 @@
-"""Parameter names: theirs -> ours, with fused tensors apart and experts together.
+"""Parameter names of more families: tables as checkpoint.HF_NAMES is one, with fused tensors apart.
 
-A table has their name: ours. A parameter is layers.{i}.{name}.weight or, outside the layers,
-{name}.weight; a name that ends in neither weight nor bias stands whole. Experts' numbers are
-written as *. Knows no config.json; families, GGUF and Meta's files bring more tables:
+Knows no config.json; families, GGUF and Meta's files bring more tables:
 
     tensors = rename(lazy_tensors, {**HF_NAMES, **family.names}, cfg)
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from formats.lazy import LazyTensor, index_select, made_from, stack, transpose
-from formats.messages import some
+import checkpoint
+from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
+from formats.lazy import index_select, transpose
 from layers.delta import BY_HEADS
 from model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Fused:
-    """One tensor on disk that holds several parameters, or holds one transposed."""
+class Fused(checkpoint.Fused):
+    """And other ways to hold several: query, key and value of unequal shares; or one transposed."""
 
-    into: tuple[str, ...]                          # query, key and value, or equal shares
     transposed: bool = False                       # [in, out] (of each expert)
     interleaved: bool = False                      # shares take turns row by row
     maybe_transposed: bool = False                 # told by the width of experts' inputs
@@ -32,25 +30,43 @@ class Fused:
     n_rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
     equal: bool = False                            # three equal shares, which are not q, k and v
 
+    def pieces(self, t, cfg):
+        n = len(self.into)
+        transposed = self.transposed
+        if self.maybe_transposed:
+            transposed = t.shape[-1] != (cfg.dim if n == 2 else cfg.moe.expert_dim)
+        if transposed:
+            t = transpose(t)
+        if n == 1:
+            return [t]
+        if "conv" in self.into[0]:                 # [C, 1, n_tap]: a row for each channel
+            t = t.derived(t.read_rows, shape=(t.shape[0], t.shape[-1]))
+        size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
+        if self.interleaved:
+            return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
+        if self.n_rows:
+            sizes = self.n_rows(cfg)
+            if size % sum(sizes):
+                raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for a multiple "
+                                 f"of {sum(sizes)} rows")
+            groups = torch.arange(size).view(-1, sum(sizes))
+            return [index_select(t, rows.flatten()) for rows in groups.split(sizes, dim=1)]
+        q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        sizes = (q, kv, kv) if n == 3 and not self.equal else [size // n] * n
+        if sum(sizes) != size:
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} "
+                             "rows")
+        if self.by_group:
+            groups = torch.arange(size).view(cfg.n_kv_head, -1, cfg.head_dim)
+            share = cfg.n_head // cfg.n_kv_head
+            return [index_select(t, heads.flatten())
+                    for heads in groups.split((share, 1, 1), dim=1)]
+        return [index_select(t, index) for index in torch.arange(size).split(list(sizes))]
 
-HF_NAMES = {
-    "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk", "self_attn.v_proj": "attn.wv",
-    "self_attn.o_proj": "attn.wo",
-    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
-    "mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down",
-}
-MIXTRAL_NAMES = {
-    "block_sparse_moe.gate": "ffn.router", "block_sparse_moe.experts.*.w1": "ffn.gate",
-    "block_sparse_moe.experts.*.w3": "ffn.up", "block_sparse_moe.experts.*.w2": "ffn.down",
-}
+
 MINIMAX_NAMES = MIXTRAL_NAMES | {"block_sparse_moe.e_score_correction_bias": "ffn.choice_bias"}
-MOE_NAMES = {
-    "mlp.gate": "ffn.router", "mlp.experts.*.gate_proj": "ffn.gate",
-    "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
+MOE_NAMES = QWEN_MOE_NAMES | {
     "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
-    "mlp.experts.down_proj": "ffn.down.weight",
     "mlp.shared_expert.gate_proj": "ffn.shared.gate", "mlp.shared_expert.up_proj": "ffn.shared.up",
     "mlp.shared_expert.down_proj": "ffn.shared.down",
     "mlp.shared_expert_gate": "ffn.shared_expert_gate",
@@ -259,106 +275,6 @@ NOT_WEIGHTS = re.compile(
     r"|\.act_fn\.(beta|eps)$")
 
 
-def bare(name: str) -> str:
-    """Without the names of the modules around the text model's."""
-    around = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
-    return re.sub(rf"^(({around})\.)+", "", name)
-
-
-def layer_of(name: str) -> int:
-    """-1 outside the layers."""
-    match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
-    return int(match[1]) if match else -1
-
-
-def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
-    """Their parameter name -> the layer's prefix, the expert's number, and what it holds.
-
-    None where the table has no such parameter. layers.3.mlp.experts.7.up_proj.weight ->
-    "layers.3.", 7, Fused(("ffn.up.weight",)).
-    """
-    name = bare(name)
-    match = re.fullmatch(r"(?:layers|blk|h|blocks)\.(\d+)\.(.+)", name)
-    prefix, inner = (f"layers.{match[1]}.", match[2]) if match else ("", name)
-    expert = re.search(r"(?<=\.)(\d+)(?=\.)", inner)
-    if expert:
-        inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
-    stem, _, kind = inner.rpartition(".")          # kind: weight | bias
-    if prefix and f"layers.*.{stem}" in table:     # a name that means something else outside
-        stem = f"layers.*.{stem}"
-    entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
-    if entry is None:
-        return None
-    entry = entry if isinstance(entry, Fused) else Fused((entry,))
-    entry = replace(entry, into=tuple(n + end for n in entry.into))
-    return prefix, int(expert[1]) if expert else -1, entry
-
-
 def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
-    """By our names, fused ones apart, experts together. ValueError names what we do not know."""
-    found, unknown, twice = {}, [], []
-    for t in tensors:
-        if NOT_WEIGHTS.search(t.name):
-            continue
-        entry = look_up(t.name, table)
-        if entry is None:
-            unknown.append(t.name)
-            continue
-        prefix, expert, fused = entry
-        for name, piece in zip(fused.into, _pieces(t, fused, cfg)):
-            experts = found.setdefault(prefix + name, {})
-            twice += [t.name] if expert in experts else []
-            experts[expert] = piece
-    if unknown:
-        raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
-                         f"{some(unknown)}")
-    if twice:
-        raise ValueError(f"{len(twice)} tensors are there twice: {some(twice)}")
-    return {name: _together(name, experts) for name, experts in found.items()}
-
-
-def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
-    """The tensor itself, under -1, or one of all experts' tensors."""
-    if -1 in experts:
-        return experts[-1]
-    if set(experts) != set(range(max(experts) + 1)):
-        raise ValueError(f"{name}: experts {', '.join(map(str, sorted(experts)))}, "
-                         f"expected 0 to {max(experts)}")
-    pieces = [experts[i] for i in sorted(experts)]
-    for piece in pieces:
-        if piece.shape != pieces[0].shape:
-            raise ValueError(f"{piece.name} is {list(piece.shape)}, unlike the others' "
-                             f"{list(pieces[0].shape)}")
-    return stack(pieces)
-
-
-def _pieces(t: LazyTensor, fused: Fused, cfg: ModelConfig) -> list[LazyTensor]:
-    n = len(fused.into)
-    transposed = fused.transposed
-    if fused.maybe_transposed:
-        transposed = t.shape[-1] != (cfg.dim if n == 2 else cfg.moe.expert_dim)
-    if transposed:
-        t = transpose(t)
-    if n == 1:
-        return [t]
-    if "conv" in fused.into[0]:                    # [C, 1, n_tap]: a row for each channel
-        t = made_from(t, t.read_rows, shape=(t.shape[0], t.shape[-1]))
-    size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
-    if fused.interleaved:
-        return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
-    if fused.n_rows:
-        sizes = fused.n_rows(cfg)
-        if size % sum(sizes):
-            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for a multiple of "
-                             f"{sum(sizes)} rows")
-        groups = torch.arange(size).view(-1, sum(sizes))
-        return [index_select(t, rows.flatten()) for rows in groups.split(sizes, dim=1)]
-    q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-    sizes = (q, kv, kv) if n == 3 and not fused.equal else [size // n] * n
-    if sum(sizes) != size:
-        raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} rows")
-    if fused.by_group:
-        groups = torch.arange(size).view(cfg.n_kv_head, -1, cfg.head_dim)
-        share = cfg.n_head // cfg.n_kv_head
-        return [index_select(t, heads.flatten()) for heads in groups.split((share, 1, 1), dim=1)]
-    return [index_select(t, index) for index in torch.arange(size).split(list(sizes))]
+    """By our names, as checkpoint.rename(), without what is no weight of the text model."""
+    return checkpoint.rename([t for t in tensors if not NOT_WEIGHTS.search(t.name)], table, cfg)

@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 
 import quantize
-from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor
+from checkpoint import Checkpoint, LazyTensor
 from quantize import GROUPSIZES, LINEARS, MODES, Scheme, describe, scheme_named
 
 

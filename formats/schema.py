@@ -7,13 +7,13 @@ family.
     check_keys(c); check_config(cfg)               # ValueError: "'head_dim' is -1, expected …"
 """
 
-import dataclasses
 import math
 from functools import cache
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
-from formats.messages import brief
+import checkpoint
+from checkpoint import brief
 from layers.attention import AttentionVariant
 from layers.block import BlockVariant
 from layers.delta import GatedDelta
@@ -139,18 +139,9 @@ LIMITS = dict(n_layer=MOST_LAYERS, n_head=MOST_HEADS, n_kv_head=MOST_HEADS, n_k_
               growth_from=LONGEST)
 
 
-def build(cls: type, fields, **parts):
-    """cls(**fields, **parts), where fields come from a file. ValueError names what is not right."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"{cls.__name__} is {brief(fields)}, expected its fields")
-    known = {f.name for f in dataclasses.fields(cls)}
-    if unknown := [brief(key) for key in fields if key not in known]:
-        raise ValueError(f"written by a newer gpt-faster: unknown fields of {cls.__name__}: "
-                         f"{', '.join(sorted(unknown))}")
-    needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-    if missing := sorted(needed - set(fields) - set(parts)):
-        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    made = cls(**{**fields, **parts})
+def build(cls: type, stated, **parts):
+    """As checkpoint.build(), and its fields checked."""
+    made = checkpoint.build(cls, stated, **parts)
     check_types(made)
     return made
 

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from torch import Tensor, bfloat16
 
-from formats.checkpoint import Checkpoint
+from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from formats.config import config_from_hf
-from formats.lazy import LazyTensor
-from formats.mtp import head_config
-from formats.parameters import tensor_shapes
-from model import ModelConfig, Rope
+from formats.mtp import MTPHead, head_config
+from model import ModelConfig, Rope, Transformer
 
 
 def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more):
@@ -149,13 +147,13 @@ def random_checkpoint(name: str) -> Checkpoint:
 def random_head(source: Checkpoint) -> Checkpoint:
     """A head that drafts as one of this model could be, for how long it takes."""
     cfg = source.cfg
-    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)))
+    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)), MTPHead)
 
 
-def of_random_weights(path: Path, cfg: ModelConfig) -> Checkpoint:
+def of_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
     tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=filler(n))
-               for n, shape in tensor_shapes(cfg).items()}
-    return Checkpoint(path, cfg, tensors)
+               for n, shape in tensor_shapes(cfg, kind).items()}
+    return Checkpoint(path, cfg, tensors, kind=kind)
 
 
 def filler(name: str) -> Callable[[Tensor], None]:

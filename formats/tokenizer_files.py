@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import tokenizer as core
+from checkpoint import brief, reading
 from formats.end_tokens import gguf_end_ids
-from formats.messages import brief, reading
 from tokenizer import SentencePieceBackend, Tokenizer, TokenizersBackend, library
 
 SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours

@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from formats.parameters import disk_names
+from checkpoint import disk_names
 from gptq.solve import nearest
 from model import ExpertLinear, Transformer
 from quantize import LINEARS, Scheme, scheme_named

@@ -17,9 +17,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from formats.checkpoint import Checkpoint
-from formats.load import load_part, put_table
-from formats.parameters import blank_model, disk_names
+from checkpoint import Checkpoint, blank_model, disk_names, load_part
+from formats.load import put_table
 from gptq.refine import refined
 from gptq.solve import corrected, nearest, output_error, shrunk, solve
 from layers.shared_kv import SharedAttention

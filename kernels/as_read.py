@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels import private
-from kernels.collectives import join_logits, sum_over_ranks
 from kernels.digest import digest
+from tp import join_logits, sum_over_ranks
 
 FILE = Path(__file__).parent / "known_sources.json"
 CORE = {"model", "layers", "quantize", "sampling"}         # what is compared by its source

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from kernels import cpu_ops, private
 from kernels.as_read import unknown
-from kernels.collectives import is_summed, sum_over_ranks
 from kernels.cpu_ends import Enter, Leave
 from kernels.cpu_experts import Experts, fits_experts, fits_head_matrices
 from kernels.cpu_experts import packed as packed_experts
@@ -39,6 +38,7 @@ from layers.block import ParallelBlock, norm_behind
 from layers.norms import Scale
 from layers.shared_kv import SharedAttention
 from model import MoE
+from tp import is_summed, sum_over_ranks
 
 NARROW = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden", "end_hidden"}
                                                    # buffers that one product alone reads

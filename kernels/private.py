@@ -1,4 +1,4 @@
-"""The only file that touches private parts of torch: kernels of packed weights, collectives.
+"""The only file that touches private parts of torch: kernels of packed weights, hooks.
 
 Each is used by a function which, where torch lacks the part or it raises, says so in one line on
 stderr and leaves the caller a public way. Knows no model.
@@ -109,17 +109,6 @@ def int4_product(x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tenso
 
 
 # ---- Ranks --------------------------------------------------------------------------------------
-
-def functional_collective(name: str, *args):
-    """What a collective of all ranks gives, in a form that can be traced; None: torch lacks it."""
-    ops = torch.ops._c10d_functional
-    try:
-        collective = getattr(ops, name)
-    except AttributeError as e:
-        lacks("traced collectives", e, "ranks cannot run compiled")
-        return None
-    return ops.wait_tensor(collective(*args, torch.distributed.group.WORLD.group_name))
-
 
 def use_symmetric_memory() -> None:
     """Inductor's choice for short sums then: one kernel that reads the other GPUs' memory."""

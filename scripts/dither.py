@@ -14,9 +14,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from checkpoint import LazyTensor  # noqa: E402
 from cli.common import Parser, guarded  # noqa: E402
 from cli.quantizing import write  # noqa: E402
-from formats.lazy import LazyTensor, cached  # noqa: E402
+from formats.lazy import cached  # noqa: E402
 from formats.load import open_checkpoint  # noqa: E402
 from generate import log  # noqa: E402
 from quantize import LINEARS, scheme_named  # noqa: E402

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
+from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from cli.common import Help, Parser, guarded, pick_device
 from cli.engines import (
     RecomputeBatch,
@@ -26,11 +27,8 @@ from cli.engines import (
     build_steps,
     warm_up,
 )
-from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor
 from formats.load import load_model
 from formats.mtp import head_config
-from formats.parameters import tensor_shapes
 from formats.quantized import quantized as quantized_source
 from generate import Batch, generate, log
 from kernels import cpu_ops, linear

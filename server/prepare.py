@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from checkpoint import Unforeseen
 from cli.grammar import json_schema
 from cli.request_sampler import RequestParams
 from cli.slots import Task
 from formats.chat_template import TemplateError, encode_chat
-from formats.messages import Unforeseen
 from formats.token_bytes import token_bytes
 from generate import Sequence, log
 from sampling import RANGES

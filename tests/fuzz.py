@@ -44,10 +44,10 @@ os.environ.setdefault("GPT_FASTER_CACHE", str(ROOT / ".cache/tests"))
 
 import torch  # noqa: E402
 
+from checkpoint import Unforeseen, is_out_of_memory  # noqa: E402
 from cli import session  # noqa: E402
 from cli.common import explained  # noqa: E402
 from formats.gguf_file import read_gguf_header  # noqa: E402
-from formats.messages import Unforeseen, is_out_of_memory  # noqa: E402
 
 FINDS = ("unforeseen", "hang", "memory", "crash")
 SECONDS, MB = 10, 1500

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_quantize import greedy, meant_checkpoint, model, refused, run, text, windows_of  # noqa: F401 (fixtures too)
 
+from checkpoint import disk_names
 from formats.load import load_model, read_checkpoint
-from formats.parameters import disk_names
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from gptq import budget

@@ -15,12 +15,12 @@ import pytest
 import torch
 from conftest import ROOT
 
+from checkpoint import Unforeseen
 from cli import common
 from formats import load, sandbox, tokenizer_files
 from formats.chat_template import render
 from formats.gguf_file import read_gguf_header
 from formats.load import read_checkpoint
-from formats.messages import Unforeseen
 from tokenizer import TokenizersBackend
 
 RECIPES = [json.loads(line) for line in (ROOT / "tests/damaged/finds.jsonl").read_text().splitlines()]

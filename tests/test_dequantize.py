@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
+from checkpoint import LazyTensor
 from formats.hub_quantized import INSTEAD, dequantized, unpacked_int4
-from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
 from formats.quantized import quantized
 from quantize import dequantize, describe, schemes

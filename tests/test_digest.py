@@ -183,7 +183,7 @@ def edit(path, old, new):
     ("kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("kernels/plain.py", "from torch import Tensor\n", "from torch import Tensor\nX = 1\n"),
     ("kernels/cpu.py", "import torch\n", "import torch\nX = 1\n"), ("quantize.py", ".amax(-1) / 127", ".amax(-1) / 126"),
     ("formats/gguf_file.py", "import torch\n", "import torch\nX = 1\n"), ("layers/moe.py", "import torch\n", "import torch\nX = 1\n"),
-    ("formats/tied.py", "import math\n", "import math\nX = 1\n"), ("model.py", "import torch\n", "import torch\nX = 1\n"),
+    ("checkpoint.py", "import math\n", "import math\nX = 1\n"), ("model.py", "import torch\n", "import torch\nX = 1\n"),
     ("quantize.py", "    if best is None:\n        return", "    if best is None:\n      pass\n    return"),      # indentation
 ])
 def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):

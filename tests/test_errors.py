@@ -13,7 +13,7 @@ from commands import PYTHON
 from conftest import SMOLLM2
 
 from cli import session
-from formats import hub, pth
+from formats import hub
 from formats.gguf_file import read_gguf_header
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
@@ -378,7 +378,7 @@ def test_prompt_that_is_not_utf8(capsys, llama):
 def test_disk_full_leaves_nothing(llama, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(pth.os, "posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(read_checkpoint(llama), tmp_path / "model.pth", None)
     assert not list(tmp_path.glob("model.pth*"))

@@ -12,11 +12,10 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
+from checkpoint import blank_model, load_part
 from formats import load
-from formats.checkpoint import stays_outside
 from formats.config import config_from_hf
-from formats.load import load_model, read_checkpoint
-from formats.parameters import blank_model, count_parameters
+from formats.load import count_parameters, load_model, read_checkpoint, stays_outside
 from formats.pth import save_checkpoint
 from formats.shapes import SHAPES, random_checkpoint
 from formats.tokenizer_files import from_gguf
@@ -180,7 +179,7 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
     table = model.state_dict()["model.language_model.embed_tokens_per_layer.weight"]
     embed = ours.per_layer.embed
     assert torch.equal(embed(torch.tensor([[5, 159]]))[0], table[[5, 159]]) and not embed.weight.requires_grad
-    load.load_part(ours, "per_layer.", source, "cpu")      # the rest of it
+    load_part(ours, "per_layer.", source, "cpu")      # the rest of it
     assert ours.per_layer.embed is embed and not ours.per_layer.project.weight.is_meta
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not stays_outside("per_layer.embed.weight", "cuda")

@@ -15,10 +15,10 @@ from helpers import GREEDY, generated, make_batch
 from test_errors import run
 
 import generate
+from checkpoint import tensor_shapes
 from cli import engines, loading, session
 from formats import tokenizer_files
 from formats.load import read_checkpoint
-from formats.parameters import tensor_shapes
 from formats.shapes import SHAPES
 from generate import Sequence, follow
 from sampling import SamplingParams

@@ -21,14 +21,16 @@ import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
 ROOMS = ("bench", "cli", "cpu_ops", "formats", "gptq", "kernels", "layers", "server")
-CORE = ("generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
+CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
 # What each core file and each room may import of ours, beside its own neighbours.
 MAY_IMPORT = {
-    "layers": {"model", "sampling"}, "sampling": set(), "kernels": {"generate", "layers", "model", "quantize"}, "model": set(),
-    "quantize": {"model", "formats"}, "formats": {"model", "layers", "quantize", "sampling", "tokenizer", "kernels"},
-    "tp": {"formats", "kernels", "model"}, "tokenizer": {"formats"}, "gptq": {"formats", "model", "layers", "quantize"},
-    "generate": {"model", "sampling", "formats", "kernels", "tokenizer", "tp", "quantize"}, "speculate": {"generate", "sampling", "tp"},
+    "layers": {"model", "sampling"}, "sampling": set(), "kernels": {"generate", "layers", "model", "quantize", "tp"}, "model": set(),
+    "quantize": {"checkpoint", "model", "formats"},
+    "formats": {"checkpoint", "model", "layers", "quantize", "sampling", "tokenizer", "kernels"}, "checkpoint": {"model", "quantize", "sampling"},
+    "tp": {"checkpoint", "model"}, "tokenizer": {"checkpoint"}, "gptq": {"checkpoint", "formats", "model", "layers", "quantize"},
+    "generate": {"checkpoint", "model", "sampling", "formats", "kernels", "tokenizer", "tp", "quantize"},
+    "speculate": {"generate", "sampling", "tp"},
     "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
     "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
 }

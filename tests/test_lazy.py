@@ -5,16 +5,14 @@ import gc
 import pytest
 import torch
 
+from checkpoint import LazyTensor, narrow, stack
 from formats.lazy import (
     CachedTensor,
-    LazyTensor,
     TransposedTensor,
     cached,
     concatenate,
     index_select,
-    narrow,
     scaled,
-    stack,
     transpose,
 )
 
@@ -57,7 +55,7 @@ def test_what_is_kept_ends_with_the_reading(kind, monkeypatch):
     make, expected = MADE[kind]
     t = make(lazy(W))
     assert t.shape == tuple(expected.shape) and torch.equal(t.whole(), expected) and not kept()
-    monkeypatch.setattr("formats.lazy.CHUNK", 5)
+    monkeypatch.setattr("checkpoint.CHUNK", 5)
     pieces = [rows for _, _, rows in t.chunks()]
     assert len(pieces) > 1 and torch.equal(torch.cat(pieces).view(expected.shape), expected) and not kept()
     for _ in t.chunks():                                   # a reader that gives up
@@ -68,7 +66,7 @@ def test_what_is_kept_ends_with_the_reading(kind, monkeypatch):
 def test_a_cached_tensor_is_made_once_for_all_chunks(monkeypatch):
     made = []
     t = cached("x", W.shape, W.dtype, lambda: made.append(1) or W)
-    monkeypatch.setattr("formats.lazy.CHUNK", 5)
+    monkeypatch.setattr("checkpoint.CHUNK", 5)
     assert torch.equal(torch.cat([rows for *_, rows in t.chunks()]), W) and len(made) == 1
     t.whole()
     assert len(made) == 2

@@ -6,10 +6,10 @@ import pytest
 import torch
 from test_formats import write_gguf
 
+from checkpoint import Checkpoint, LazyTensor
 from cli.calibration_text import OPENINGS, REQUESTS, openings, written
-from formats.checkpoint import Checkpoint
 from formats.gguf_int4 import BLOCKS, as_int4
-from formats.lazy import LazyTensor, index_select
+from formats.lazy import index_select
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import leaves_of, note, quantized

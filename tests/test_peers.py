@@ -14,8 +14,7 @@ from test_formats import write_gguf
 from bench import exports, peers, worker
 from bench.weights import Weights
 from formats.gguf_file import read_gguf_tensors
-from formats.load import load_model, read_checkpoint
-from formats.parameters import count_parameters
+from formats.load import count_parameters, load_model, read_checkpoint
 from formats.shapes import random_checkpoint
 
 HAS_LLAMA_CPP = (ROOT / ".venv-peers/bin/llama-server").exists()
@@ -322,7 +321,7 @@ def test_workers_need_no_package_of_ours():
 
 def test_a_twin_with_latent_attention(tmp_path):
     """A shape with random weights as llama.cpp's deepseek2: our reader finds the same math in it."""
-    from formats.checkpoint import Checkpoint
+    from checkpoint import Checkpoint
     from formats.config import config_from_hf
     cfg = config_from_hf(dict(
         model_type="glm4_moe_lite", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=300,
@@ -336,9 +335,8 @@ def test_a_twin_with_latent_attention(tmp_path):
 
 def test_a_twin_with_states(tmp_path):
     """A dense Qwen3.5 with random weights: our reader finds the same math, and tensors of the same shapes."""
-    from formats.checkpoint import Checkpoint
+    from checkpoint import Checkpoint, tensor_shapes
     from formats.config import config_from_hf
-    from formats.parameters import tensor_shapes
     cfg = config_from_hf(dict(
         model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=300,
         num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
@@ -356,9 +354,8 @@ def test_a_twin_with_states(tmp_path):
          use_double_wide_mlp=True, layer_types=["sliding_attention", "full_attention"] * 2)], ids=lambda shape: shape["model_type"])
 def test_a_twin_of_a_new_kind(shape, tmp_path):
     """Random weights as llama.cpp's architecture: our reader finds the same math, and tensors of the same shapes."""
-    from formats.checkpoint import Checkpoint
+    from checkpoint import Checkpoint, tensor_shapes
     from formats.config import config_from_hf
-    from formats.parameters import tensor_shapes
     cfg = config_from_hf(dict(dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=300,
                                    max_position_embeddings=128), **shape))[0]
     path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from formats import pth
-from formats.lazy import LazyTensor
+import checkpoint as core
+from checkpoint import LazyTensor
 from formats.load import read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
@@ -61,14 +61,14 @@ def test_a_large_tensor_has_a_zip64_entry(families, tmp_path, monkeypatch):
 
 
 def test_scalars_empty_names_and_every_dtype(tmp_path):
-    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in pth.STORAGES}
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in core.STORAGES}
     tensors["scalar"] = torch.tensor(2.5)
     tensors["experts"] = torch.arange(24.0).view(2, 3, 4)
     lazies = {n: LazyTensor(n, tuple(t.shape), t.dtype, lambda a, b, t=t: (t.flatten(0, 1) if t.dim() > 2 else t.reshape(1) if t.dim() == 0 else t)[a:b])
               for n, t in tensors.items()}
-    content = dict(model={n: pth.Blank(str(i), t.shape, t.dtype) for i, (n, t) in enumerate(tensors.items())}, text="ß", none=None)
+    content = dict(model={n: core.Blank(str(i), t.shape, t.dtype) for i, (n, t) in enumerate(tensors.items())}, text="ß", none=None)
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
-        pth._write(archive, "x", content, lazies, lambda i, n: None)
+        core._write(archive, "x", content, lazies, lambda i, n: None)
     found = torch.load(tmp_path / "x.pth", weights_only=True)
     assert found["text"] == "ß" and found["none"] is None
     for n, t in tensors.items():
@@ -77,9 +77,9 @@ def test_scalars_empty_names_and_every_dtype(tmp_path):
 
 def test_memory_is_a_chunk(families, tmp_path, monkeypatch):
     """No more than a chunk of one tensor is converted at a time."""
-    sizes, original = [], pth.raw_bytes
-    monkeypatch.setattr(pth, "raw_bytes", lambda t: sizes.append(t.numel()) or original(t))
-    monkeypatch.setattr("formats.lazy.CHUNK", 64 * 7)
+    sizes, original = [], core.raw_bytes
+    monkeypatch.setattr(core, "raw_bytes", lambda t: sizes.append(t.numel()) or original(t))
+    monkeypatch.setattr("checkpoint.CHUNK", 64 * 7)
     written(families, tmp_path / "model.pth")
     assert max(sizes) <= 64 * 7
 
@@ -109,15 +109,16 @@ import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from cli.common import guarded
+import checkpoint
 from formats import pth
 from formats.shapes import random_checkpoint
 from formats.load import read_checkpoint
-original = pth.raw_bytes
+original = checkpoint.raw_bytes
 def slow(t):
     print("writing", flush=True)
     time.sleep(0.2)
     return original(t)
-pth.raw_bytes = slow
+checkpoint.raw_bytes = slow
 def run(_):
     pth.save_checkpoint(read_checkpoint(Path({source!r})), Path({path!r}), None)
     return 0

@@ -19,14 +19,12 @@ import tiny
 import torch
 from helpers import GREEDY, generated
 
+import checkpoint as core
 import quantize
+from checkpoint import Checkpoint, LazyTensor, blank_model, disk_names, tensor_shapes
 from cli import common as cli
 from cli import engines, loading, quantizing, session
-from formats import pth
-from formats.checkpoint import Checkpoint
-from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
-from formats.parameters import blank_model, disk_names, tensor_shapes
 from formats.pth import save_checkpoint
 from formats.quantized import fill, leaves_of, quantized
 from formats.shapes import random_checkpoint
@@ -329,11 +327,10 @@ def test_int4_uses_all_sixteen_numbers_and_prefers_none():
 
 def test_a_tensor_in_many_pieces_is_the_same(monkeypatch):
     """Read, rounded and written a few rows at a time, experts' borders inside."""
-    from formats import lazy as lazy_tensors
     for w in (drawn(1, 130, 96), drawn(2, 5, 26, 96)):
         whole = rounded(w), rounded(w, 32)
         with monkeypatch.context() as m:
-            m.setattr(lazy_tensors, "CHUNK", 96 * 7)
+            m.setattr(core, "CHUNK", 96 * 7)
             for a, b in zip(whole, (rounded(w), rounded(w, 32))):
                 assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -1220,10 +1217,10 @@ def test_trouble_leaves_nothing(capsys, model, text, monkeypatch, mode, trouble)
     if trouble == "full":
         def full(*_):
             raise OSError(28, "No space left on device")
-        monkeypatch.setattr(pth.os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", full)
     elif trouble == "interrupted":
-        original = pth.raw_bytes
-        monkeypatch.setattr(pth, "raw_bytes", later(9, KeyboardInterrupt()))
+        original = core.raw_bytes
+        monkeypatch.setattr(core, "raw_bytes", later(9, KeyboardInterrupt()))
     elif trouble == "interrupted while solving":
         original = calibrate.solve if "gptq" in mode else Int8.codes
         monkeypatch.setattr(*((calibrate, "solve") if "gptq" in mode else (Int8, "codes")), later(9, KeyboardInterrupt()))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import quantize
+from checkpoint import LazyTensor
 from formats import load as loading
-from formats.lazy import LazyTensor
 from formats.load import load_model, read_checkpoint
 from formats.pth import save_checkpoint
 from formats.quantized import quantized as quantized_by_room

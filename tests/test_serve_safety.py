@@ -21,10 +21,10 @@ from conftest import ROOT
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
+from checkpoint import sampling_values
 from cli import batch, flags
 from cli.request_sampler import GREEDY, RequestParams, build_request_sampler
 from cli.slots import SlotBatch, Slots, Task
-from formats.huggingface import sampling_values
 from formats.shapes import of_random_weights
 from formats.token_bytes import byte_of_sign
 from generate import Sequence, n_common_end

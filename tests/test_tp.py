@@ -21,15 +21,12 @@ from conftest import SMOLLM2
 from tokenizers import Tokenizer, models
 
 import tp
+from checkpoint import LazyTensor, blank_model, narrow, read_safetensors
 from cli import session
-from formats.lazy import LazyTensor, narrow
 from formats.load import load_model, read_checkpoint
-from formats.parameters import blank_model
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
-from formats.safetensors_file import read_safetensors
 from formats.shapes import SHAPES
-from kernels import collectives, private
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -196,26 +193,6 @@ def test_a_part_is_a_view_of_the_file(checkpoint):
             for axis in (0, 1):
                 rows = narrow(t, axis, 0, 8).read_rows(0, 4)
                 assert rows.untyped_storage().nbytes() >= math.prod(t.shape) * 4, t.name
-
-
-def test_collectives_without_the_traced_ones(monkeypatch, capsys):
-    """Where torch lacks its private names, the public collectives give the same."""
-    import torch.distributed as dist
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = torch.randn(3, 40000)
-        results = []
-        for lacking in (False, True):
-            if lacking:
-                monkeypatch.setattr(torch.ops, "_c10d_functional", object())
-                private.note.cache_clear()
-            results.append([collectives.all_reduce(x), collectives.all_reduce(x[:, :9]), collectives.all_gather(x)])
-            assert ("traced collectives" in capsys.readouterr().err) == lacking
-        for plain, traced in zip(*results):
-            assert torch.equal(plain, traced)
-        assert results[1][2].shape == (1, 3, 40000)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_cannot_be_shared():

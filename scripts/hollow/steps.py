@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from checkpoint import tensor_shapes
 from cli.engines import build_sampler
 from cli.loading import load_shard
-from formats.parameters import tensor_shapes
 from formats.quantized import quantized
 from formats.shapes import random_checkpoint
 from generate import decode_one_token
