@@ -32,7 +32,7 @@ class AttentionVariant(Part):
     gains: bool = False                            # each entry of q and k has a learned weight
     growth: float = 0.0                            # a query's are scaled by its position:
     growth_from: int = 1                           # 1 + growth * log(1 + floor(pos / growth_from))
-    kind: str = "attention"                        # what a .pth calls it
+    kind: str = "attention_variant"                # what a .pth calls it
 
     @property
     def split(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ class BlockVariant(Part):
     parallel: bool = False                         # both branches read the same x (GPT-NeoX)
     end: bool = False                              # a learned factor, and per-layer embeddings
     widths: tuple = (None,)                        # tiled over layers: Widths of its own, or None
-    kind: str = "block"                            # what a .pth calls it
+    kind: str = "block_variant"                    # what a .pth calls it
 
     def make(self, cfg, layer: int, earlier: nn.ModuleList) -> nn.Module:
         kind = ParallelBlock if self.parallel else VariantBlock

@@ -26,7 +26,7 @@ class PerLayer:
 
     dim: int                                       # P, of a layer's vector for a token
     vocab_size: int                                # of their table
-    kind: str = "per_layer"                        # what a .pth calls it
+    kind: str = "per_layer_embedding"              # what a .pth calls it
 
     def make(self, cfg) -> nn.Module:
         return PerLayerEmbedding(cfg)
