@@ -29,14 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from checkpoint import first_line
-from formats.load import load_model as load_weights
-from formats.load import open_checkpoint
-from formats.quantized import quantized
-from formats.tokenizer_files import load_for
+from checkpoint import first_line, open_checkpoint
+from checkpoint import load_model as load_weights
 from model import MoE, Transformer
+from quantize import quantized
 from sampling import RANGES, Sampler, SamplingParams
-from tokenizer import Detokenizer, differ
+from tokenizer import Detokenizer, differ, load_for
 
 # ---- The two steps ------------------------------------------------------------------------------
 

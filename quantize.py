@@ -12,15 +12,19 @@ ones with quicker products. On disk, G being the group size:
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":
-    from kernels.quick_import import need_torch
-    need_torch()
+if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+    # The whole command: it adds to the flags below, and calls the functions below.
+    from cli.start import quantize
+    sys.exit(quantize())
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -485,7 +489,74 @@ def describe(source: "Checkpoint") -> str:
     return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
 
 
-if __name__ == "__main__":
-    sys.modules["quantize"] = sys.modules["__main__"]      # imported below: one module, not two
-    from cli.quantizing import main
+# ---- The command --------------------------------------------------------------------------------
+
+def add_flags(p: argparse.ArgumentParser, checkpoints: str, modes: tuple[str, ...] = MODES,
+              mode_help: str = "") -> None:
+    """gpt-fast's flags; checkpoints: which the command reads, for --help."""
+    add = p.add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help=checkpoints)
+    add("--mode", choices=modes, default="int8",
+        help="int8: a scale for each row; int4: a scale and a zero for each group" + mode_help)
+    add_choices(add)
+    add("--label", default="", help="put into the default file name: model_LABELint8.pth")
+
+
+def add_choices(add: Callable) -> None:
+    """For every command that rounds weights."""
+    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
+        help="int4: weights of a row that share a scale")
+    add("--quantize_head", choices=["none", *MODES], default="int8",
+        help="the output layer; int8 also serves the embedding where both are one matrix")
+
+
+def write(source: "Checkpoint", output: Path, load_tokenizer: Callable,
+          dtype: torch.dtype | None = None, quiet: bool = False) -> None:
+    """A .pth that works alone: with the tokenizer, unless its files are beside it."""
+    from checkpoint import save_checkpoint
+    files, state = source.tokenizer, None
+    if not isinstance(files, Path) or files.resolve() != output.parent.resolve():
+        state = load_tokenizer(files).state()
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    def progress(i, n):
+        if sys.stderr.isatty() and not quiet:
+            bar = "#" * (30 * i // n)
+            print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,
+                  flush=True)
+
+    save_checkpoint(source, output, state, dtype, progress)
+
+
+def run(argv: list[str] | None) -> int:
+    import tokenizer
+    from checkpoint import output_path, read_checkpoint, resolve
+    parser = argparse.ArgumentParser(description="Quantize a checkpoint into one file.")
+    add_flags(parser, "a Hugging Face directory, a .pth, or a hub name org/name")
+    args = parser.parse_args(argv)
+    if args.checkpoint_path is None:
+        raise ValueError("--checkpoint_path is needed")
+    path = resolve(args.checkpoint_path)
+    suffix = scheme_named(args.mode, args.groupsize).suffix
+    output = output_path(path, f"model_{args.label}{args.mode}{suffix}.pth")
+    source = quantized(read_checkpoint(path), args.mode, args.groupsize, args.quantize_head)
+    write(source, output, tokenizer.load)
+    print(output)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
+    from checkpoint import first_line
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, ImportError) as e:
+        print(f"quantize.py: error: {first_line(e)}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":                         # without cli/ beside it
+    sys.modules["quantize"] = sys.modules["__main__"]      # checkpoint.py imports it: one module
     sys.exit(main())

@@ -4,11 +4,11 @@
 """
 
 import os
-import sys
 from pathlib import Path
 
 import torch
 
+import quantize
 from checkpoint import Checkpoint
 from cli.calibration_text import calibration_text, written
 from cli.common import Help, Parser, guarded, pick_device, pick_dtype
@@ -16,8 +16,7 @@ from cli.flags import add_adapter
 from formats import tokenizer_files
 from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
-from formats.quantized import add_choices, note, quantized
+from formats.quantized import note, quantized
 from generate import log, number
 from gptq import budget, calibrate
 from kernels.compile import compile_model
@@ -31,19 +30,16 @@ def main() -> int:
 def build_parser() -> Parser:
     p = Parser(description="Quantize a checkpoint into one file.", formatter_class=Help)
     add = p.add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
-        help="anything that generate.py reads; default: the model that quickstart.sh fetched")
+    quantize.add_flags(
+        p, "anything that generate.py reads; default: the model that quickstart.sh fetched",
+        (*MODES, "int4-gptq"), "; int4-gptq: fit the rounding to what the layers are fed")
     add_adapter(add)
-    add("--mode", choices=[*MODES, "int4-gptq"], default="int8",
-        help="int4-gptq: fit the rounding to what the layers are fed")
-    add_choices(add)
     add("--bits", type=number(float, 4, 8.5), metavar="N",
         help="int4: at most so many a weight of the linears, scales counted; those that four bits "
              "harm most get eight")
     add("--output", type=Path, metavar="FILE",
         help="default: model_int8.pth, model_int4.g32.pth or model_int4-gptq.g32.pth beside the "
              "source, or in checkpoints/NAME for a GGUF or hub model")
-    add("--label", default="", help="put into the default file name: model_LABELint8.pth")
     add("--device", default="auto", help="where to compute: auto, cpu, cuda, cuda:1, mps, xpu")
     add = p.add_argument_group("int4-gptq and --bits").add_argument
     add("--calibration_file", metavar="FILE",
@@ -141,17 +137,5 @@ def within_budget(args, source: Checkpoint, tokens: torch.Tensor, device,
 
 def write(source: Checkpoint, output: Path, dtype: torch.dtype | None = None,
           quiet: bool = False) -> None:
-    """A .pth that works alone: with the tokenizer, unless its files are beside it."""
-    tokenizer = source.tokenizer
-    if not isinstance(tokenizer, Path) or tokenizer.resolve() != output.parent.resolve():
-        tokenizer = tokenizer_files.load(tokenizer).state()
-    output.parent.mkdir(parents=True, exist_ok=True)
-
-    def progress(i, n):
-        if sys.stderr.isatty() and not quiet:
-            bar = "#" * (30 * i // n)
-            print(f"\r[{bar:30}] {i}/{n} tensors", end="\n" if i == n else "", file=sys.stderr,
-                  flush=True)
-
-    save_checkpoint(source, output, tokenizer if isinstance(tokenizer, dict) else None, dtype,
-                    progress)
+    """quantize.write() with a tokenizer of any format."""
+    quantize.write(source, output, tokenizer_files.load, dtype, quiet)

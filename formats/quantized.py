@@ -15,7 +15,7 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor
-from quantize import GROUPSIZES, LINEARS, MODES, Scheme, describe, scheme_named
+from quantize import LINEARS, MODES, Scheme, add_choices, describe, scheme_named
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
@@ -127,13 +127,6 @@ def add_flags(add: Callable) -> None:
     add("--quantize", choices=MODES,
         help="round the weights while loading, without a file; GPTQ is quantize.py's")
     add_choices(add)
-
-
-def add_choices(add: Callable) -> None:
-    add("--groupsize", type=int, choices=GROUPSIZES, default=32,
-        help="int4: weights of a row that share a scale")
-    add("--quantize_head", choices=["none", *MODES], default="int8",
-        help="the output layer; int8 also serves the embedding where both are one matrix")
 
 
 def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
