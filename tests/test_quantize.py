@@ -1251,7 +1251,7 @@ def other(name, change):
 
 GATE = "layers.1.ffn.gate"
 DAMAGES = {
-    "newer": ("int8", lambda c: c.update(version=99), "its format is version 99, this program reads up to 1"),
+    "newer": ("int8", lambda c: c.update(version=99), "its format is version 99, this program reads up to 2"),
     "no scales int8": ("int8", without(f"{GATE}.scales"), "gate"),
     "no scales int4": ("int4", without(f"{GATE}.scales"), "gate"),
     "no zeros": ("int4", without(f"{GATE}.zeros"), "are one matrix in memory, but not quantized alike"),
