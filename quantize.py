@@ -1,7 +1,6 @@
-"""Quantized weights: the schemes, rounding to nearest, the linears that use them, and the rounding
-of a checkpoint while it is read.
+"""Quantized weights: schemes, rounding, the linears that use them, a checkpoint's rounding.
 
-A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
+A checkpoint is rounded while it is read. A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
 the product with them. Knows no files and no families; kernels/linear.py exchanges the linears for
 ones with quicker products. On disk, G being the group size:
 
