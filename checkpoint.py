@@ -698,10 +698,15 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
     c = filled(config, family.defaults)
     if refused := [key for key in NOT_READ if c.get(key)]:
         raise ValueError(f"'{refused[0]}' is not supported here: {MORE}")
-    if (stated_rope(c).get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1) != 1:
-        raise ValueError(f"'partial_rotary_factor' is not supported here: {MORE}")
+    rope = stated_rope(c)
+    for place in (c, rope, *(part for part in rope.values() if isinstance(part, dict))):
+        for key in ("partial_rotary_factor", "llama_4_scaling_beta"):
+            if place.get(key) not in (None, 0, 1):
+                raise ValueError(f"'{key}' is not supported here: {MORE}")
     activation(c, {"silu": "silu"})
     facts = {**sizes(c), **biases(c)}
+    if facts["head_dim"] % 2:
+        raise ValueError(f"heads of {facts['head_dim']} numbers, expected an even number")
     facts |= layers(c, family, {kind: Rope(**facts) for kind, facts in ropes(c).items()})
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**experts(c))
@@ -944,26 +949,6 @@ def read_hub(directory: Path, weights: str) -> RawCheckpoint:
                          defaults, tokenizer=directory)
 
 
-def read_pth(path: Path, content: dict,
-             to_config: Callable[[dict], ModelConfig] | None = None) -> RawCheckpoint:
-    """Ours, as save_checkpoint() writes it.
-
-    content: what read_torch() gives. to_config: None is config_from_dict().
-    """
-    if content.get("format") != "gpt-faster":
-        raise ValueError(f"{path}: gpt-faster did not write this file: {MORE}, perhaps")
-    if content.get("version", 1) not in range(1, VERSION + 1):
-        raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
-                         f"reads up to {VERSION}: update it, or convert the original again")
-    _check_content(content)
-    tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
-    tokenizer = content.get("tokenizer")
-    tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
-    return RawCheckpoint(path, (to_config or config_from_dict)(content["config"]), tensors, None,
-                         content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
-                         content.get("quantization"))
-
-
 def _check_content(content: dict) -> None:
     """ValueError names a part of the file that is missing, or of another kind."""
     def whole_numbers(value):
@@ -1007,6 +992,24 @@ def build(cls: type, stated: dict, **parts):
         raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
     return cls(**{**values, **parts})
+
+
+def read_pth(path: Path, content: dict,
+             to_config: Callable[[dict], ModelConfig] = config_from_dict) -> RawCheckpoint:
+    """Ours, as save_checkpoint() writes it; content: what read_torch() gives."""
+    if content.get("format") != "gpt-faster":
+        raise ValueError(f"{path}: gpt-faster did not write this file; its full tree "
+                         "(formats/) reads some of others")
+    if content.get("version", 1) not in range(1, VERSION + 1):
+        raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
+                         f"reads up to {VERSION}: update it, or convert the original again")
+    _check_content(content)
+    tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
+    tokenizer = content.get("tokenizer")
+    tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
+    return RawCheckpoint(path, to_config(content["config"]), tensors, None,
+                         content["eos_ids"], sampling_values(content["defaults"]), tokenizer,
+                         content.get("quantization"))
 
 
 # ---- Checks: the tensors are what the config asks for -------------------------------------------

@@ -1,7 +1,5 @@
-"""Our own .pth: a PyTorch file that holds config, weights and tokenizer; read, and written.
-
-A zip archive as torch.save writes it: data.pkl, which names the tensors, and a stored entry for the
-bytes of each. torch.load reads it, memory-mapped too, and every zip program finds it whole.
+"""What our own .pth may hold beside what checkpoint.py reads and writes there: parts of layers/ in
+its config, configs and names of older files, and a head that drafts.
 """
 
 import dataclasses

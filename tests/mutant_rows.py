@@ -79,13 +79,13 @@ NAMED = [
            "tensors[name] = offset(t, 0.0)", logits("gemma")),
 
     # ---- RoPE and config.json --------------------------------------------------------------------
-    Mutant("rope-scaling-not-read", "formats/config.py", "ropes = dict.fromkeys(KINDS_OF_ATTENTION, _rope(c, rope, theta))",
-           "ropes = dict.fromkeys(KINDS_OF_ATTENTION, _rope(c, {}, theta))", logits("llama-linear", "qwen2-yarn")),
-    Mutant("yarn-amplitude", "formats/config.py", "return float(amplitude)", "return 1.0", logits("qwen2-yarn")),
+    Mutant("rope-scaling-not-read", "checkpoint.py", "return dict.fromkeys(KINDS_OF_ATTENTION, facts(c, rope, theta))",
+           "return dict.fromkeys(KINDS_OF_ATTENTION, facts(c, {}, theta))", logits("llama-linear", "qwen2-yarn")),
+    Mutant("yarn-amplitude", "checkpoint.py", "return float(amplitude)", "return 1.0", logits("qwen2-yarn")),
     Mutant("longrope-always-short", "layers/rope.py", "use_long = self.long_divisors and length > self.original_context",
            "use_long = False", logits("phi3-longrope")),
-    Mutant("sliding-window-not-read", "formats/config.py", 'sliding_window = c.get("sliding_window") or None',
-           "sliding_window = None", logits("mistral-window")),
+    Mutant("sliding-window-not-read", "checkpoint.py", 'window = c.get("sliding_window") or None',
+           "window = None", logits("mistral-window")),
     Mutant("partial-rope-order", "formats/fold.py", "return torch.cat((turning[0], still[0], turning[1], still[1]))",
            "return torch.arange(head_dim)", logits("phi")),
     Mutant("gguf-keys-not-permuted", "formats/fold.py", r're.search(r"\.(w[qk]|[qk]_norm)\.", name)',
@@ -380,7 +380,8 @@ TESTS = (
     ("formats/sandbox.py", "tests/test_damaged.py tests/test_tokenizer.py::test_chat_template_is_sandboxed_and_may_refuse"),
     ("formats/quantized.py", f"{QUANTIZE} tests/test_own_codes.py"),
     ("formats/shapes.py", "tests/test_gemma4.py tests/test_generate.py::test_known_shapes tests/test_generate.py::test_random_shape"),
-    ("checkpoint.py", "tests/test_errors.py tests/test_damaged.py tests/test_lazy.py tests/test_formats.py"),
+    ("checkpoint.py", "tests/test_checkpoint_alone.py tests/test_families.py tests/test_errors.py tests/test_lazy.py tests/test_pth.py "
+     "tests/test_tied.py tests/test_rope_keys.py tests/test_hub.py tests/test_damaged.py"),
     ("formats/families.py", "tests/test_families.py"),
     ("formats/config.py", "tests/test_families.py tests/test_errors.py"),
     ("formats/*.py", "tests/test_families.py tests/test_errors.py tests/test_formats.py tests/test_damaged.py"),

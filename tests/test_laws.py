@@ -95,6 +95,16 @@ def test_nothing_from_a_checkpoint_is_executed():
         assert not re.search(r"\bpickle\.loads?\(|\beval\(|\bexec\(", source.replace(".eval()", ""))
 
 
+def test_one_reader_of_each_format():
+    """formats/ calls checkpoint.py's: nobody else opens safetensors, a PyTorch file or a model's JSON."""
+    for path in MODULES:
+        if path.name != "checkpoint.py" or path.parent != ROOT:
+            source = path.read_text()
+            assert not re.search(r"\bsafe_open\b|\btorch\.load\(", source), path
+            if path.parent.name == "formats" or path.stem in CORE:
+                assert "json.load" not in re.sub(r'""".*?"""', "", source, flags=re.S) or path.name == "token_bytes.py", path
+
+
 # Flags that documents name and that are not ours.
 FOREIGN_FLAGS = {"--n", "--formats", "--save", "--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
                  "--rdzv_endpoint", "--require_hashes", "--no_deps"}
