@@ -1,9 +1,9 @@
-"""Quantized weights: the schemes, rounding to nearest, the linears that use them, and the rounding
-of a checkpoint while it is read.
+"""Quantized weights: schemes, rounding, the linears that use them, a checkpoint's rounding.
 
 A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
-the product with them. Knows no files and no families; kernels/linear.py exchanges the linears for
-ones with quicker products. On disk, G being the group size:
+the product with them. A checkpoint is rounded while it is read. Knows no files and no families;
+kernels/linear.py exchanges the linears for ones with quicker products. On disk, G being the group
+size:
 
     int8     weight int8  [out, in]     scales [out]                 w = code * scale
     int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
