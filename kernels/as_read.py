@@ -30,8 +30,8 @@ from tp import join_logits, sum_over_ranks
 
 FILE = Path(__file__).parent / "known_sources.json"
 CORE = {"model", "layers", "quantize", "sampling"}         # what is compared by its source
-ROOMS = {"bench", "cli", "formats", "generate", "gptq", "kernels", "server", "speculate",
-         "tp"}                                     # what runs in any case as it is read, or stands
+ROOMS = {"bench", "checkpoint", "cli", "formats", "generate", "gptq", "kernels", "server",
+         "speculate", "tokenizer", "tp"}           # what runs in any case as it is read, or stands
                                                    # for the core knowingly
 PLAIN = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALLED = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
