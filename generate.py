@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from checkpoint import first_line, open_checkpoint
+from checkpoint import Unforeseen, first_line, open_checkpoint
 from checkpoint import load_model as load_weights
 from model import MoE, Transformer
 from quantize import quantized
@@ -648,7 +648,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         log("interrupted")
         return 130
-    except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as e:
+    except (OSError, ValueError, ImportError, Unforeseen, torch.OutOfMemoryError) as e:
         log(f"generate.py: error: {first_line(e)}")
         return 2
 

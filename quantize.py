@@ -547,12 +547,12 @@ def run(argv: list[str] | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
-    from checkpoint import first_line
+    from checkpoint import Unforeseen, first_line
     try:
         return run(argv)
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, Unforeseen) as e:
         print(f"quantize.py: error: {first_line(e)}", file=sys.stderr)
         return 2
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 CARD, TEXT, GRID = "#ffffff", "#24292f", "#d8dee4"
 COLORS = {                                         # Okabe and Ito's, and others as far from them
-    "compile": "#0072b2", "torch_compile": "#56b4e9", "cuda_graph": "#d55e00",
+    "compile": "#0072b2", "torch_compile": "#2f7d6b", "cuda_graph": "#d55e00",
     "kv_cache": "#009e73", "recompute": "#cc79a7",
     "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "mtp": "#8b1a1a", "sorted": "#7f4f00",
     "sort_free": "#4b0055"}

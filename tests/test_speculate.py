@@ -19,6 +19,7 @@ from cli.draft_length import DraftLengthController
 from cli.ngram import NgramDrafter
 from formats.load import load_model
 from formats.shapes import random_checkpoint
+from kernels.compile import as_one_graph
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter
 from tokenizer import differ
@@ -273,7 +274,7 @@ def test_the_steps_trace(ours, how, monkeypatch):
             with monkeypatch.context() as m:
                 m.setattr(torch, "compile", lambda step, original=torch.compile, **more: original(
                     step, backend="aot_eager", **more))
-                steps = [generate.as_one_graph(step) for step in steps]
+                steps = [as_one_graph(step) for step in steps]
         model.setup_cache(1, 64, 16)
         sampler = engines.build_sampler(model, [how], torch.Generator().manual_seed(5))
         batch = speculate.SpeculativeBatch(
