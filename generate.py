@@ -16,17 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import NamedTuple
 
-if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
     # The whole command: it adds to the flags below and calls the functions below.
     from cli.start import generate
     sys.exit(generate())
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import tp
 from checkpoint import Unforeseen, first_line, open_checkpoint
@@ -72,12 +71,9 @@ class Steps(NamedTuple):
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     """The engine torch_compile: what is read here, through PyTorch's compiler and nothing else.
 
-    On a GPU a step is one CUDA graph. On a CPU a block is compiled once for all layers.
+    On a GPU a step is one CUDA graph. All layers are traced, one after another: a large model takes
+    a minute or two to compile, the first time.
     """
-    torch._dynamo.config.recompile_limit = 64      # one for each kv_len
-    torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
-    if model.freq.device.type == "cpu":
-        compile_blocks_once(model)
     first = prefill
     if compile_prefill:
         first = torch.compile(prefill, fullgraph=True, dynamic=True)
@@ -86,9 +82,20 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
 
 def compiled(step: Callable) -> Callable:
     """A step compiled whole. The next replay of a CUDA graph overwrites what this one gave."""
+    torch._dynamo.config.recompile_limit = 64      # one for each kv_len
+    torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
     graph = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    kinds, known = set(), []
 
     def run(*args):
+        nonlocal known
+        if not kinds:
+            kinds.update(type(m) for arg in args if isinstance(arg, nn.Module)
+                         for m in arg.modules())
+        methods = methods_of(kinds)
+        if known and methods != known:             # PyTorch's compiler looks at a class once
+            torch.compiler.reset()
+        known = methods
         given = graph(*args)
         if isinstance(given, Tensor):
             return given.clone()
@@ -96,18 +103,11 @@ def compiled(step: Callable) -> Callable:
     return run
 
 
-def compile_blocks_once(model: Transformer) -> None:
-    """Have the compiler take each class of block for a function that it meets again: in place.
-
-    Compiling all layers one after another takes a CPU minutes.
-    """
-    regions = {}
-    for layer in model.layers:
-        kind = type(layer)
-        if kind not in regions:
-            regions[kind] = torch.compiler.nested_compile_region(kind.forward)
-        if "forward" not in vars(layer):           # else somebody replaced it, or it is done
-            layer.forward = MethodType(regions[kind], layer)
+def methods_of(kinds: set[type]) -> list:
+    """What the classes of a model have now, in their bases too; torch's own are left out."""
+    classes = {base for kind in kinds for base in kind.__mro__
+               if not base.__module__.startswith("torch.")}
+    return [f for base in classes for f in vars(base).values()]
 
 
 # ---- The loop -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
     # The whole command: it adds to the flags below, and calls the functions below.
     from cli.start import quantize
     sys.exit(quantize())

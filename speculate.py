@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import Batch, Steps, bucket, compile_blocks_once, compiled, to_device
+from generate import Batch, Steps, bucket, compiled, to_device
 from sampling import Sampler, draw
 
 # ---- What is accepted ---------------------------------------------------------------------------
@@ -247,7 +247,5 @@ def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
     drafter, check = ModelDrafter(draft), verify
     if compiles:
         drafter.step, check = compiled(draft_one_token), compiled(verify)
-        if draft.freq.device.type == "cpu":
-            compile_blocks_once(draft)
     drafter.max_rejected = k + 1
     return SpeculativeBatch(model, sampler, steps, drafter, FixedLength(k), k, check)

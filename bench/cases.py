@@ -63,12 +63,17 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     drafting = {scheme for engine, scheme in schemes_of_engines if engine == MTP}
     weights_of = {scheme: load_weights(source, scheme, dtype, device, scheme in drafting)
                   for scheme in schemes}
+    plain_weights_of = dict(weights_of)            # as PyTorch alone multiplies by them
+    for engine, scheme in schemes_of_engines:
+        if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
+            plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, kernels=False)
     cases = []
     for engine, scheme in schemes_of_engines:
-        error = weights_of[scheme].error
+        weights = (plain_weights_of if engine == "torch_compile" else weights_of)[scheme]
+        error = weights.error
         if engine == "cuda_graph" and device.type != "cuda":
             error = "needs an NVIDIA GPU"
-        cases.append(BenchmarkCase(weights_of[scheme], engine, temperature, error=error))
+        cases.append(BenchmarkCase(weights, engine, temperature, error=error))
     for peer, start in peer_starters.items():
         plain_weights_only = peer.startswith(("transformers", "vllm"))
         for scheme, weights in weights_of.items():

@@ -42,10 +42,11 @@ def is_scheme(name: str) -> bool:
 
 
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
-                 drafts: bool = False) -> Weights:
+                 drafts: bool = False, kernels: bool = True) -> Weights:
     """A checkpoint's weights on the device, quantized unless the scheme is none.
 
-    drafts: with a head that drafts, of random weights where the checkpoint has none.
+    drafts: with a head that drafts, of random weights where the checkpoint has none; kernels: see
+    cli/loading.py.
     """
     name = source.path.name
     model = head = None
@@ -59,7 +60,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
         n_sharing = n_local() if device.type == "cpu" else 1
         if size > free_memory(device) / n_sharing:
             raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
-        model = load_shard(stored, dtype, device)
+        model = load_shard(stored, dtype, device, kernels)
         if drafts:
             head = load_shard(head_of(source, scheme, device), dtype, device)
     except torch.OutOfMemoryError as e:

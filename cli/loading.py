@@ -29,8 +29,12 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     return load_shard(source, dtype, device), source, tokenizer
 
 
-def load_shard(source, dtype: torch.dtype, device) -> Transformer:
-    """This rank's part of a model, joined to the others'; alone, the whole."""
-    model = load.load_model(tp.shard(source), dtype, device)
-    use_fused_attention(model)
+def load_shard(source, dtype: torch.dtype, device, kernels: bool = True) -> Transformer:
+    """This rank's part of a model, joined to the others'; alone, the whole.
+
+    kernels: ready for ours; else as the core's load_model() gives it, for torch.compile alone.
+    """
+    model = load.load_model(tp.shard(source), dtype, device, packed=kernels)
+    if kernels:
+        use_fused_attention(model)
     return tp.parallelize(model, source.cfg.vocab_size)

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from cli.engines import (
     warm_up,
 )
 from cli.grammar import Grammars, import_llguidance, json_schema
+from cli.loading import load_shard
 from cli.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from cli.ranks import as_rank, from_rank_0, run_on_rank_0
 from cli.slots import RowsBatch
@@ -272,8 +274,10 @@ class Session:
         check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
                      max_rejected)
 
-        self.model = kept_weights.load(source, dtype, device)
         load = kept_weights.load
+        if engine == "torch_compile":
+            load = partial(load_shard, kernels=False)
+        self.model = load(source, dtype, device)
         if isinstance(draft_source, AssistantCheckpoint):
             load = AssistantCheckpoint.load
         draft = draft_source and load(draft_source, dtype, device)

@@ -161,13 +161,16 @@ def quantized_alike(tensors: dict[str, LazyTensor],
 # ---- A Checkpoint -> a model --------------------------------------------------------------------
 
 def load_model(source: Checkpoint, dtype: torch.dtype, device,
-               kept: dict[str, Tensor] | None = None) -> Transformer:
+               kept: dict[str, Tensor] | None = None, packed: bool = True) -> Transformer:
     """As checkpoint.load_model(); per-layer embeddings stay in the file or on the host.
 
-    kept: the model's parameters, as an earlier call gave them: then nothing is read.
+    kept: the model's parameters, as an earlier call gave them: then nothing is read. packed:
+    quantized weights get the layouts of our kernels; else they stay as on disk, for the core's own
+    products.
     """
     def prepare(model):
-        use_packed_linears(model, dtype, device)
+        if packed:
+            use_packed_linears(model, dtype, device)
         put_table(model, source, dtype, device)
 
     if not kept:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import references
 import tiny
 import torch
 
@@ -139,6 +140,19 @@ def test_two_ranks(folder, directories):
     status, text, stderr = command(folder, "generate.py", "--checkpoint_path", path, *prompt, launcher=launcher)
     assert status == 0, stderr
     assert text == command(folder, "generate.py", "--checkpoint_path", path, *prompt)[1]
+
+
+def test_smollm2_as_safetensors(folder, tmp_path):
+    """Real weights in the Hub's layout: transformers' own tokens, as tests/expected keeps them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    file = references.SMOLLM2
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path)
+    expected = references.kept(file)["generated"]
+    prompts = [expected[prompt][0] for prompt in references.PROMPTS]
+    got = in_folder(folder, *(dict(path=str(tmp_path), prompts=[ids], n_new=12) for ids in prompts))
+    assert got == [[expected[prompt][1][:12]] for prompt in references.PROMPTS]
 
 
 def test_other_kinds_are_refused_by_name(folder, families):
