@@ -326,7 +326,7 @@ def judge(e: BaseException, directory: Path) -> tuple[str, str]:
     on_purpose = source.startswith("raise") or isinstance(e, OSError) and e.filename
     if isinstance(outer, Unforeseen) or not isinstance(e, (ValueError, OSError, ImportError)) or not on_purpose:
         return "unforeseen", text
-    if str(directory) not in str(outer) and not place.startswith("cli/"):
+    if str(directory) not in str(outer) and not place.startswith(("cli/", "generate.py")):
         return "unforeseen", "names no file: " + text
     if len(explained(outer).splitlines()) > 1 or len(explained(outer)) > 1100:
         return "unforeseen", "more than a line: " + text
