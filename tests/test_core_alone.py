@@ -11,6 +11,7 @@ import pytest
 import references
 import tiny
 import torch
+from conftest import SMOLLM2
 
 from cli import loading
 from generate import Batch, generate
@@ -144,10 +145,13 @@ def test_two_ranks(folder, directories):
 
 def test_smollm2_as_safetensors(folder, tmp_path):
     """Real weights in the Hub's layout: transformers' own tokens, as tests/expected keeps them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    file = references.SMOLLM2
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    file = SMOLLM2
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
+    facts = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    plain = LlamaForCausalLM(LlamaConfig(**facts))             # the other one may not be written, since it was a GGUF
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path)
     expected = references.kept(file)["generated"]
     prompts = [expected[prompt][0] for prompt in references.PROMPTS]
