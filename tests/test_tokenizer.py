@@ -269,7 +269,7 @@ again, text = load(tokenizer.state()), "the <s> of a class"
 assert again.encode(text) == tokenizer.encode(text) != again.encode(text, special=False)
 print(tokenizer.encode(text))
 """
-HELPERS = "tokenizer formats formats.json_file formats.messages"        # of error messages
+HELPERS = "checkpoint model quantize sampling"
 
 
 @pytest.mark.parametrize("kind", ["json", "sentencepiece"])
