@@ -269,7 +269,7 @@ again, text = load(tokenizer.state()), "the <s> of a class"
 assert again.encode(text) == tokenizer.encode(text) != again.encode(text, special=False)
 print(tokenizer.encode(text))
 """
-HELPERS = "checkpoint model quantize sampling"
+HELPERS = "tokenizer checkpoint model quantize sampling"
 
 
 @pytest.mark.parametrize("kind", ["json", "sentencepiece"])
