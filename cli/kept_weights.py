@@ -55,7 +55,7 @@ def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str 
     files = [content(path) for path in files_of(source.path)]
     try:
         makers = code()
-    except OSError:                                # a function of a user's, without source code
+    except (OSError, TypeError):                   # a function of a user's, without source code
         return None
     return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
                              torch.backends.cpu.get_cpu_capability(), torch.__version__, makers)))
@@ -94,6 +94,6 @@ def content(path: Path) -> str:
 def code() -> str:
     """A digest of all code that makes the weights: reads, folds, rounds and packs them.
 
-    OSError where a function in its place has no source code.
+    OSError or TypeError where what is in its place has no source code, or is no function.
     """
     return digest(load_shard) + digest_with_imports(loading, quantized)

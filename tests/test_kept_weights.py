@@ -221,3 +221,20 @@ def test_a_function_without_source_keeps_nothing(families, home, at_once, monkey
     monkeypatch.setattr(quantize, "_as_bfloat16", scope["_as_bfloat16"])
     kept_weights.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
     assert not sets(home)
+
+
+def test_an_object_in_a_functions_place_keeps_nothing(families, home, at_once, monkeypatch):
+    """A compiled function, a GraphModule, any object that can be called: it has no source to compare."""
+    from cli import loading
+
+    class Called:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *args, **more):
+            return self.function(*args, **more)
+    source = read_checkpoint(families("llama3")[0])
+    expected = logits(kept_weights.load(source, torch.float32, "cpu"))
+    n = len(sets(home))
+    monkeypatch.setattr(loading, "use_fused_attention", Called(loading.use_fused_attention))
+    assert torch.equal(logits(kept_weights.load(source, torch.float32, "cpu")), expected) and len(sets(home)) == n
