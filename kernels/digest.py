@@ -101,6 +101,8 @@ def _assigned(files: dict) -> list:
         if getattr(module, "__file__", None) not in files or name == "__main__":
             continue
         for key, value in sorted(vars(module).items()):
+            if inspect.isfunction(value) and key.startswith("__"):
+                continue                           # a compiler's, which is put beside its source
             if inspect.isfunction(value):
                 held.append([name, key, _origin(value, files)])
             elif isinstance(value, type) and value.__module__ == name:

@@ -9,6 +9,7 @@ import torch
 from conftest import SMOLLM2
 from helpers import GREEDY, generated
 
+import model as core
 import quantize
 from cli import kept_weights
 from formats.load import read_checkpoint
@@ -223,18 +224,12 @@ def test_a_function_without_source_keeps_nothing(families, home, at_once, monkey
     assert not sets(home)
 
 
-def test_an_object_in_a_functions_place_keeps_nothing(families, home, at_once, monkeypatch):
-    """A compiled function, a GraphModule, any object that can be called: it has no source to compare."""
-    from cli import loading
-
-    class Called:
-        def __init__(self, function):
-            self.function = function
-
-        def __call__(self, *args, **more):
-            return self.function(*args, **more)
+def test_after_a_compiler_ran(families, home, at_once):
+    """torch.compile puts functions of its own into the globals of the module whose function it compiled."""
+    torch._dynamo.reset()
     source = read_checkpoint(families("llama3")[0])
     expected = logits(kept_weights.load(source, torch.float32, "cpu"))
     n = len(sets(home))
-    monkeypatch.setattr(loading, "use_fused_attention", Called(loading.use_fused_attention))
+    torch.compile(core.swiglu, backend="eager")(torch.ones(2), torch.ones(2))
+    assert any(name.startswith("__compiled_fn") for name in vars(core))
     assert torch.equal(logits(kept_weights.load(source, torch.float32, "cpu")), expected) and len(sets(home)) == n
