@@ -74,17 +74,15 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     On a GPU a step is one CUDA graph. All layers are traced, one after another: a large model takes
     a minute or two to compile, the first time.
     """
-    first = prefill
-    if compile_prefill:
-        first = torch.compile(prefill, fullgraph=True, dynamic=True)
+    first = compiled(prefill, mode=None, dynamic=True) if compile_prefill else prefill
     return Steps(first, compiled(decode_one_token), pad=compile_prefill)
 
 
-def compiled(step: Callable) -> Callable:
+def compiled(step: Callable, mode: str | None = "reduce-overhead", **options) -> Callable:
     """A step compiled whole. The next replay of a CUDA graph overwrites what this one gave."""
     torch._dynamo.config.recompile_limit = 64      # one for each kv_len
     torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
-    graph = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    graph = torch.compile(step, mode=mode, fullgraph=True, **options)
     kinds, known = set(), []
 
     def run(*args):
@@ -659,11 +657,10 @@ def run(argv: list[str] | None) -> int:
                     "everything else to stderr.")
     add_flags(parser)
     args = parser.parse_args(argv)
-    if args.checkpoint_path is None:
-        raise ValueError(f"--checkpoint_path is needed: {CHECKPOINTS}")
+    check(args)
     tp.start()
     device = pick_device(tp.local_device(args.device))
-    dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
+    dtype = pick_dtype(args.dtype, device)
     start = time.perf_counter()
     model, source, tokenizer = load_model(args.checkpoint_path, device, dtype)
     draft = load_draft(args, tokenizer, dtype, device)
@@ -675,7 +672,10 @@ def run(argv: list[str] | None) -> int:
     ids = [prompt_ids(prompt, tokenizer, source.cfg, args.seed) for prompt in prompts]
     rows = range(len(prompts)) if len(prompts) > 1 else [0] * args.batch_size
     groups = [rows[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
-    longest = min(max(map(len, ids)) + args.max_new_tokens, source.cfg.context)
+    wanted = max(map(len, ids)) + args.max_new_tokens
+    longest = min(wanted, source.cfg.context)
+    if longest < wanted:
+        log(f"note: at most {longest} positions are used, which is the model's context")
     batch = build_batch(args, model, draft, len(groups[0]), longest)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids)
     speeds, interrupted = [], False
@@ -696,19 +696,54 @@ def run(argv: list[str] | None) -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """auto: a GPU, where there is one."""
+    """auto is the first accelerator. ValueError names the devices that this machine has."""
+    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    here = [kind for kind, module in kinds.items() if module.is_available()] + ["cpu"]
+    kind, _, index = (here[0] if name == "auto" else name).partition(":")
+    count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
+    if kind not in here or (index and not (index.isdigit() and int(index) < count)):
+        raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
+    device = torch.device(kind, int(index)) if index else torch.device(kind)
+    if kind == "cuda" and index:
+        torch.cuda.set_device(device)                      # streams, events and graphs follow it
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16, or float16 on a GPU without it. ValueError where such a GPU is to have it."""
+    old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if name == "bfloat16" and old_gpu:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
+                         "use --dtype float16 or float32")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+        name = "float16" if old_gpu else "bfloat16"
+    return getattr(torch, name)
+
+
+def check(args) -> None:
+    """ValueError where flags contradict each other."""
+    if args.checkpoint_path is None:
+        raise ValueError(f"--checkpoint_path is needed: {CHECKPOINTS}")
+    if args.speculate_k and not args.draft_checkpoint_path:
+        raise ValueError("--speculate_k needs --draft_checkpoint_path")
+    if args.draft_checkpoint_path and args.batch_size > 1:
+        raise ValueError("--draft_checkpoint_path is for one row: it cannot be combined with "
+                         "--batch_size")
+    check_output(args)
+
+
+def check_output(args) -> None:
+    """ValueError where what is to end the text, or the place of a trace, cannot be."""
+    if not all(args.stop):
+        raise ValueError("--stop needs some text")
+    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
 
 
 def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | None:
     """The model that drafts. ValueError where it has another vocabulary."""
     if args.draft_checkpoint_path is None:
         return None
-    if args.batch_size > 1:
-        raise ValueError("--draft_checkpoint_path is for one row: it cannot be combined with "
-                         "--batch_size")
     draft, source, other = load_model(args.draft_checkpoint_path, device, dtype)
     if difference := differ(tokenizer, other):
         raise ValueError(f"{source.path} cannot draft for this model: {difference}")
@@ -735,6 +770,7 @@ def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
         n_new = min(k + 3, length - 1)
         for _ in generate(batch, [[0]] * n_row, n_new):
             pass
+        generator.manual_seed(args.seed)           # as uncompiled
         log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
     return batch
 

@@ -29,13 +29,13 @@ from bench.suites import SUITES, run_suite
 from bench.tables import OUTPUTS, PEERS
 from bench.weights import is_scheme
 from bench.workloads import Workload, encode_file
-from cli.common import Help, Parser, guarded, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_dtype
 from cli.flags import add_activation_bits
 from cli.mtp import PUBLISHED_ACCEPTANCE
 from cli.ranks import as_rank
 from cli.session import open_model
 from formats.shapes import SHAPES
-from generate import log, number
+from generate import log, number, pick_device
 from kernels import cpu_ops
 from tp import local_device
 

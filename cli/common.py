@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import generate
 from checkpoint import Unforeseen, first_line, is_out_of_memory
 from generate import log, peak_memory
 from kernels.private import has_bf16
@@ -121,39 +122,20 @@ def english_text(held_out: bool = False) -> str:
     return text[cut:] if held_out else text[:cut]
 
 
-def pick_device(name: str) -> torch.device:
-    """auto is the first accelerator. ValueError names the devices that this machine has."""
-    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
-    here = [kind for kind, module in kinds.items() if module.is_available()] + ["cpu"]
-    kind, _, index = (here[0] if name == "auto" else name).partition(":")
-    count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
-    if kind not in here or (index and not (index.isdigit() and int(index) < count)):
-        raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
-    device = torch.device(kind, int(index)) if index else torch.device(kind)
-    if kind == "cuda" and index:
-        torch.cuda.set_device(device)                      # streams, events and graphs follow it
-    return device
-
-
 def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) -> torch.dtype:
-    """auto: bfloat16, or where the device lacks it float16, or where that overflows float32.
+    """As generate.pick_dtype(), and float32 in place of float16 where the model overflows that.
 
     many_rows: float32 on a CPU too that emulates bfloat16's products, there five times slower.
-    ValueError if the device or the model does not bear what was asked for.
     """
     if many_rows and name == "auto" and device.type == "cpu" and not has_bf16():
         return torch.float32
-    old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    if name == "bfloat16" and old_gpu:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
-                         "use --dtype float16 or float32")
-    scaled = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
-    overflows = bool(scaled)                       # Gemma 2 and 3: NaN in float16
+    dtype = generate.pick_dtype(name, device)
+    # Gemma 2 and 3: NaN in float16
+    overflows = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
     if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
                          "or float32")
-    small = "float32" if overflows else "float16"
-    return getattr(torch, name if name != "auto" else small if old_gpu else "bfloat16")
+    return torch.float32 if dtype == torch.float16 and overflows else dtype
 
 
 def free_memory(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from cli import batch
-from cli.common import Help, Parser, english_text, guarded, pick_device, pick_dtype
+from cli.common import Help, Parser, english_text, guarded, pick_dtype
 from cli.engines import build_sampler, build_steps
 from cli.flags import add_activation_bits, add_adapter
 from cli.loading import load_shard
@@ -28,7 +28,7 @@ from cli.session import open_model, pick_engine
 from cli.slots import RowsBatch
 from formats import quantized
 from formats.chat_template import render
-from generate import NotFinite, Sequence, bucket, log, number, weight_bytes
+from generate import NotFinite, Sequence, bucket, log, number, pick_device, weight_bytes
 from model import Transformer
 from quantize import schemes
 from sampling import SamplingParams
@@ -372,6 +372,7 @@ def run(argv: list[str] | None = None) -> int:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
     source = quantized.as_flagged(source, args, device)
     model = load_shard(source, dtype, device)
+    log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
     start = time.perf_counter()

@@ -13,7 +13,7 @@ from pathlib import Path
 from cli.common import Help, Parser
 from formats import quantized
 from formats.shapes import SHAPES
-from generate import PREFILL_CHUNK, SAMPLING, number
+from generate import PREFILL_CHUNK, SAMPLING, check_output, number
 from generate import add_flags as add_core_flags
 
 CHECKPOINTS = ("a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
@@ -138,10 +138,7 @@ def may_draft(args) -> bool:
 
 def check(args) -> None:
     """ValueError where flags contradict each other."""
-    if not all(args.stop):
-        raise ValueError("--stop needs some text")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
+    check_output(args)
     for flag in ("json", "random", "profile", "prompt", "prompts_file", "output"):
         if args.interactive and getattr(args, flag):
             raise ValueError(f"--interactive cannot be combined with --{flag}")

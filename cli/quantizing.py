@@ -11,13 +11,13 @@ import torch
 import quantize
 from checkpoint import Checkpoint
 from cli.calibration_text import calibration_text, written
-from cli.common import Help, Parser, guarded, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_dtype
 from cli.flags import add_adapter
 from formats import tokenizer_files
 from formats.hub import output_path, resolve
 from formats.load import load_model, read_checkpoint
 from formats.quantized import note, quantized
-from generate import log, number
+from generate import log, number, pick_device
 from gptq import budget, calibrate
 from kernels.compile import compile_model
 from quantize import MODES, Scheme, scheme_named

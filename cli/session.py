@@ -18,7 +18,7 @@ import quantize
 import tp
 from cli import batch, flags, kept_weights
 from cli.chat import Chat
-from cli.common import free_memory, guarded, pick_device, pick_dtype
+from cli.common import free_memory, guarded, pick_dtype
 from cli.draft_length import DraftLengthController
 from cli.engines import (
     RecomputeBatch,
@@ -50,6 +50,7 @@ from generate import (
     generate,
     log,
     peak_memory,
+    pick_device,
     sampling_params,
     summarize,
     traced,

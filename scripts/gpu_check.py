@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
-from cli.common import Help, Parser, guarded, pick_device
+from cli.common import Help, Parser, guarded
 from cli.engines import (
     RecomputeBatch,
     build_sampler,
@@ -30,7 +30,7 @@ from cli.engines import (
 from formats.load import load_model
 from formats.mtp import head_config
 from formats.quantized import quantized as quantized_source
-from generate import Batch, generate, log
+from generate import Batch, generate, log, pick_device
 from kernels import cpu_ops, linear
 from kernels.attention import use_fused_attention
 from layers.flat_config import FlatConfig, LayerEnd, Scores

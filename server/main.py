@@ -12,14 +12,14 @@ import time
 
 import tp
 from cli import flags
-from cli.common import Help, Parser, guarded, pick_device, pick_dtype
+from cli.common import Help, Parser, guarded, pick_dtype
 from cli.engines import build_speculative, build_steps
 from cli.grammar import Grammars
 from cli.ranks import as_rank, run_on_rank_0
 from cli.request_sampler import build_request_sampler
 from cli.session import Session, open_model, pick_engine
 from cli.slots import SlotBatch, Slots
-from generate import add_model_flags, add_sampling_flags, add_speed_flags, number
+from generate import add_model_flags, add_sampling_flags, add_speed_flags, number, pick_device
 from kernels import cpu_ops
 from tp import local_device
 

@@ -129,7 +129,14 @@ def test_the_commands(folder, directories):
     assert status == 0 and "Acceptance probs: [" in stderr and "Mean Accepted: " in stderr, stderr
     for arguments, words in (((), "--checkpoint_path is needed"), (("--checkpoint_path", folder / "none"), "no such file"),
                              (("--checkpoint_path", path, "--temperature", "-1"), "at least 0"),
-                             (("--checkpoint_path", path, "--prompt", ""), "the prompt is empty")):
+                             (("--checkpoint_path", path, "--prompt", ""), "the prompt is empty"),
+                             (("--checkpoint_path", path, "--stop", ""), "--stop needs some text"),
+                             (("--checkpoint_path", path, "--device", "abacus"), "no device 'abacus' on this machine, which has: "),
+                             (("--checkpoint_path", path, "--profile", folder / "no/trace"), "a file in a directory that exists"),
+                             (("--checkpoint_path", path, "--speculate_k", "3"), "needs --draft_checkpoint_path"),
+                             (("--checkpoint_path", path, "--draft_checkpoint_path", path, "--batch_size", "2"), "is for one row"),
+                             (("--checkpoint_path", path, "--top_n_sigma", "-1"), "at least 0"),
+                             (("--checkpoint_path", path, "--engine", "torch_compile"), "unrecognized arguments")):
         status, _, stderr = command(folder, "generate.py", *arguments)
         assert status == 2 and words in stderr.splitlines()[-1] and "Traceback" not in stderr
 
