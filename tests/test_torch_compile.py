@@ -80,7 +80,7 @@ def in_place(model, monkeypatch):
 
 
 def new_number(model, monkeypatch):
-    model.norm.eps = 50.0
+    model.norm.eps = 500.0
 
 
 EDITS = [edit_block, edit_method, edit_mask, hook, hook_before, exchange_activation, exchange_module, new_parameter, in_place, new_number]
