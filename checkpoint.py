@@ -1243,15 +1243,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)   # the disk, or what is allowe
 
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
                     dtype: torch.dtype | None = None,
-                    progress: Callable[[int, int], None] = lambda i, n: None,
-                    head: Checkpoint | None = None) -> None:
+                    progress: Callable[[int, int], None] = lambda i, n: None) -> None:
     """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
 
     It is a zip archive as torch.save writes it: data.pkl, which names the tensors, and a stored
     entry for the bytes of each. dtype: None keeps each tensor's own. tokenizer: None where its
-    files stay beside the .pth. head: of a model that drafts (formats/mtp.py), written as mtp.*.
+    files stay beside the .pth. A head that drafts is written too, as mtp.*.
     """
     tensors, dtypes = dict(source.tensors), _dtypes(source, dtype)
+    head = _head_of(source)
     if head:
         tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
         dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
@@ -1265,6 +1265,15 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
             os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
         with zipfile.ZipFile(file, "w") as archive:
             _write(archive, path.stem, content, tensors, progress)
+
+
+def _head_of(source: Checkpoint) -> Checkpoint | None:
+    """Its head that drafts; a line says where that is not as we know them."""
+    try:
+        return source.mtp() if source.mtp else None
+    except ValueError as e:
+        print(f"note: left out: {e}", file=sys.stderr)
+        return None
 
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

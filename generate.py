@@ -649,6 +649,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, ImportError, Unforeseen, torch.OutOfMemoryError) as e:
         log(f"generate.py: error: {first_line(e)}")
         return 2
+    finally:
+        tp.end()
 
 
 def run(argv: list[str] | None) -> int:

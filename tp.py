@@ -63,6 +63,12 @@ def start(**group) -> None:
     torch.manual_seed(0)                           # random weights are alike where all have them
 
 
+def end() -> None:
+    """Leave the other ranks: a process whose threads still listen to them may abort at its end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def nowhere():
     return open(os.devnull, "w", encoding="utf-8", errors="replace")
 

@@ -67,8 +67,9 @@ def as_rank(run: Callable) -> Callable:
                 raise ConnectionError(
                     f"rank {me} of {n} lost another one, which ended or did not answer within "
                     f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
+            tp.end()
             raise
-        dist.destroy_process_group()
+        tp.end()
         return status
     return started
 

@@ -3,14 +3,10 @@ its config, configs and names of older files, and a head that drafts.
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import checkpoint
-from checkpoint import Checkpoint, brief, lazy_tensors
+from checkpoint import brief, lazy_tensors
 from formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
 from formats.names import OUR_NAMES
 from formats.raw import RawCheckpoint
@@ -34,8 +30,6 @@ PARTS = {kind.kind: kind for kind in (
     AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant, GatedDelta, Latent,
     LearnedPositions, LogitCap, NormVariant, PerLayer, SharedKV, ShortConv)}
 
-
-# ---- Reading ------------------------------------------------------------------------------------
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
     """content: what torch_file.read_torch() gives."""
@@ -119,21 +113,3 @@ def _with_dictionaries(d: dict) -> dict:
     experts = {name: d.pop(name) for name in names if name in d}
     scores = dict(cap=d.pop("attn_cap", None), sinks=d.pop("sinks", False))
     return {**d, "moe": experts if experts.get("n_expert") else None, "scores": scores}
-
-
-# ---- Writing ------------------------------------------------------------------------------------
-
-def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
-                    dtype: torch.dtype | None = None,
-                    progress: Callable[[int, int], None] = lambda i, n: None) -> None:
-    """As checkpoint.save_checkpoint(), with the head that drafts, where the model has one."""
-    checkpoint.save_checkpoint(source, path, tokenizer, dtype, progress, head_to_keep(source))
-
-
-def head_to_keep(source: Checkpoint) -> Checkpoint | None:
-    """The head that drafts; a line says where it is not as we know them."""
-    try:
-        return source.mtp() if source.mtp else None
-    except ValueError as e:
-        print(f"note: left out: {e}", file=sys.stderr)
-        return None

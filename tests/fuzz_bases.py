@@ -25,9 +25,9 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from checkpoint import save_checkpoint
 from formats import tokenizer_files
 from formats.load import read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 
 ROOT = Path(__file__).resolve().parent.parent

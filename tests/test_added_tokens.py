@@ -13,10 +13,10 @@ import sentencepiece
 import torch
 from test_tokenizer import sp_model  # noqa: F401
 
+from checkpoint import save_checkpoint
 from formats import tokenizer_files
 from formats.chat_template import encode_chat
 from formats.load import read_checkpoint
-from formats.pth import save_checkpoint
 from formats.token_bytes import token_bytes
 
 TEXTS = ["<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n", "a <|im_start|> b", "def f<|im_end|>(x): return", "  two",

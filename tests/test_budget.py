@@ -6,9 +6,8 @@ import pytest
 import torch
 from test_quantize import greedy, meant_checkpoint, model, refused, run, text, windows_of  # noqa: F401 (fixtures too)
 
-from checkpoint import disk_names
+from checkpoint import disk_names, save_checkpoint
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from gptq import budget
 from gptq.solve import nearest

@@ -94,7 +94,7 @@ def test_a_key_is_acted_on_or_refused(families, tmp_path, change, message):
 
 
 def test_a_pth_of_another_kind_is_refused(families, tmp_path):
-    from formats.pth import save_checkpoint
+    from checkpoint import save_checkpoint
     save_checkpoint(read_checkpoint(families("gemma3")[0]), tmp_path / "model.pth", None)
     with pytest.raises(ValueError, match=r"parts that model.py does not have \(.*gpt-faster's full tree"):
         core.read_checkpoint(tmp_path / "model.pth")

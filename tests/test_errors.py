@@ -12,11 +12,11 @@ import torch
 from commands import PYTHON
 from conftest import SMOLLM2
 
+from checkpoint import save_checkpoint
 from cli import session
 from formats import hub
 from formats.gguf_file import read_gguf_header
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent

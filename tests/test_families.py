@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as FROM_IMAGES,
 )
 
-from checkpoint import tensor_shapes
+from checkpoint import save_checkpoint, tensor_shapes
 from formats import load
 from formats.config import config_from_hf
 from formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
 from formats.load import count_parameters, load_model, read_checkpoint
 from formats.names import Fused
-from formats.pth import config_from_dict, save_checkpoint
+from formats.pth import config_from_dict
 from layers.rope import RopeVariant
 from model import Rope
 

@@ -9,8 +9,8 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
+from checkpoint import save_checkpoint
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 
 
 def interleave(w, head_dim):

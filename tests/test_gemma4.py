@@ -12,11 +12,10 @@ import tiny
 import torch
 from test_families import close, our_logits, tokens
 
-from checkpoint import blank_model, load_part
+from checkpoint import blank_model, load_part, save_checkpoint
 from formats import load
 from formats.config import config_from_hf
 from formats.load import count_parameters, load_model, read_checkpoint, stays_outside
-from formats.pth import save_checkpoint
 from formats.shapes import SHAPES, random_checkpoint
 from formats.tokenizer_files import from_gguf
 from layers.per_layer import FileTable

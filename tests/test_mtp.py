@@ -20,11 +20,11 @@ from transformers.cache_utils import MtpCache
 
 import generate
 import speculate
+from checkpoint import save_checkpoint
 from cli import engines, mtp, session
 from formats import load as load_module
 from formats.load import load_model, read_checkpoint
 from formats.mtp import HeadConfig, MTPHead
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from kernels.compile import as_one_graph
 from kernels.cpu_layers import OperationsLayer, uses_operations
@@ -343,8 +343,9 @@ def test_the_command(capsys, command, tmp_path):
     from cli.quantizing import run as quantize
     quantize(["-m", str(command[1]), "--mode", "int8", "--output", str(tmp_path / "model.pth"), "--device", "cpu"])
     capsys.readouterr()
-    status, out, _ = run(capsys, "-m", tmp_path / "model.pth", *argv[2:], "--speculate", "mtp", "--speculate_k", 3)
-    assert status == 0 and json.loads(out)["new_ids"] == found["new_ids"]
+    status, out, err = run(capsys, "-m", tmp_path / "model.pth", *argv[2:], "--speculate", "mtp", "--speculate_k", 3)
+    assert status == 0, err
+    assert json.loads(out)["new_ids"] == found["new_ids"]
 
 
 def test_the_memory_statement_counts_the_head(heads, monkeypatch):

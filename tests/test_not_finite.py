@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from test_errors import run
 
 import tp
+from checkpoint import save_checkpoint
 from cli import evaluate, request_sampler
 from cli.engines import build_sampler
 from cli.slots import SlotBatch, Slots, Task
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gptq import calibrate

@@ -6,12 +6,11 @@ import pytest
 import torch
 from test_formats import write_gguf
 
-from checkpoint import Checkpoint, LazyTensor
+from checkpoint import Checkpoint, LazyTensor, save_checkpoint
 from cli.calibration_text import OPENINGS, REQUESTS, openings, written
 from formats.gguf_int4 import BLOCKS, as_int4
 from formats.lazy import index_select
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import leaves_of, note, quantized
 from quantize import dequantize, describe, scheme_named
 

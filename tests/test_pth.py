@@ -12,9 +12,8 @@ import torch
 from conftest import ROOT
 
 import checkpoint as core
-from checkpoint import LazyTensor
+from checkpoint import LazyTensor, save_checkpoint
 from formats.load import read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 
 
@@ -110,7 +109,6 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from cli.common import guarded
 import checkpoint
-from formats import pth
 from formats.shapes import random_checkpoint
 from formats.load import read_checkpoint
 original = checkpoint.raw_bytes
@@ -120,7 +118,7 @@ def slow(t):
     return original(t)
 checkpoint.raw_bytes = slow
 def run(_):
-    pth.save_checkpoint(read_checkpoint(Path({source!r})), Path({path!r}), None)
+    checkpoint.save_checkpoint(read_checkpoint(Path({source!r})), Path({path!r}), None)
     return 0
 sys.exit(guarded(run, []))
 """

@@ -21,11 +21,17 @@ from helpers import GREEDY, generated
 
 import checkpoint as core
 import quantize
-from checkpoint import Checkpoint, LazyTensor, blank_model, disk_names, tensor_shapes
+from checkpoint import (
+    Checkpoint,
+    LazyTensor,
+    blank_model,
+    disk_names,
+    save_checkpoint,
+    tensor_shapes,
+)
 from cli import common as cli
 from cli import engines, loading, quantizing, session
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import fill, leaves_of, quantized
 from formats.shapes import random_checkpoint
 from generate import weight_bytes

@@ -11,10 +11,9 @@ from torch import nn
 
 import checkpoint
 import quantize
-from checkpoint import LazyTensor
+from checkpoint import LazyTensor, save_checkpoint
 from formats import load as loading
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized as quantized_by_room
 from kernels import cpu_layers, private
 from kernels.compile import compile_model

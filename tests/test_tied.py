@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from test_families import close, tokens
 
 import tp
+from checkpoint import save_checkpoint
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 
 NOTE = "the config says that the output layer is the embedding, but they differ"

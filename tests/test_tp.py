@@ -21,10 +21,9 @@ from conftest import SMOLLM2
 from tokenizers import Tokenizer, models
 
 import tp
-from checkpoint import LazyTensor, blank_model, narrow, read_safetensors
+from checkpoint import LazyTensor, blank_model, narrow, read_safetensors, save_checkpoint
 from cli import session
 from formats.load import load_model, read_checkpoint
-from formats.pth import save_checkpoint
 from formats.quantized import quantized
 from formats.shapes import SHAPES
 
