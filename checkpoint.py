@@ -46,7 +46,9 @@ CHUNK = 1 << 22                                    # elements in memory at a tim
 LARGEST_TEXT = 1 << 28                             # bytes: ten times the longest tokenizer.json
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, F8_E8M0=torch.float8_e8m0fnu,
-              I64=torch.int64, I32=torch.int32, I8=torch.int8, U8=torch.uint8)
+              I64=torch.int64, I32=torch.int32, I16=torch.int16, I8=torch.int8, U64=torch.uint64,
+              U32=torch.uint32, U16=torch.uint16, U8=torch.uint8, BOOL=torch.bool,
+              C64=torch.complex64)
 
 
 # ---- What errors quote, and small files ---------------------------------------------------------
@@ -55,8 +57,8 @@ class Unforeseen(Exception):
     """What no reader expected a file to do to it: damage of a new kind, or a mistake of ours."""
 
 
-def first_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:160]
+def first_line(e: Exception, longest: int = 160) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0][:longest]
 
 
 def brief(value) -> str:
@@ -95,11 +97,12 @@ def reading(path: Path | str) -> Iterator[None]:
             raise
         raise Unforeseen(f"{path}: an unforeseen {type(e).__name__} while it was read "
                          f"({first_line(e)}): the file is damaged in a way that we do not know, or "
-                         "the mistake is ours; please report it, --debug shows where") from e
+                         "the mistake is ours; please report it") from e
 
 
 def read_text(path: Path) -> str:
-    """UTF-8. ValueError where it is no ordinary file (a device never ends), too long, or no text.
+    """UTF-8. FileNotFoundError where it is no ordinary file (a device never ends), ValueError where
+    it is too long or no text.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file" if not path.exists() else
@@ -383,7 +386,9 @@ def _sliced(name: str, piece) -> LazyTensor:
     if len(shape) > 2:
         rows = rows_of_matrices
     read_rows = rows if shape else scalar
-    return LazyTensor(name, shape, DTYPES.get(piece.get_dtype(), torch.uint8), read_rows)
+    if piece.get_dtype() not in DTYPES:
+        raise ValueError(f"{name} is of {piece.get_dtype()}, which is not supported")
+    return LazyTensor(name, shape, DTYPES[piece.get_dtype()], read_rows)
 
 
 def read_torch(path: Path, mmap: bool = True) -> dict:
@@ -453,6 +458,15 @@ def _shards(index: Path) -> list[str]:
 
 SAMPLING = {name: allowed for name, allowed in RANGES.items()
             if name not in ("seed", "top_n_sigma")}        # what transformers reads
+GREEDY_TOO = ("repetition_penalty",)               # the others are for sampling: do_sample
+# What transformers acts on and we do not, but for these values, which change nothing
+NEUTRAL = dict(
+    min_length=0, min_new_tokens=0, num_beams=1, typical_p=1, epsilon_cutoff=0, eta_cutoff=0,
+    encoder_repetition_penalty=1, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
+    bad_words_ids=None, force_words_ids=None, forced_bos_token_id=None, forced_eos_token_id=None,
+    exponential_decay_length_penalty=None, suppress_tokens=None, begin_suppress_tokens=None,
+    sequence_bias=None, guidance_scale=1, penalty_alpha=0, stop_strings=None, dola_layers=None,
+    top_h=None, watermarking_config=None)
 
 
 def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dict]:
@@ -468,12 +482,18 @@ def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dic
     for config in (generation, *configs):
         stated = config.get("eos_token_id")
         stated = stated if isinstance(stated, list) else [stated]
-        ids += [i for i in stated if type(i) is int and 0 <= i < 1 << 31]
-    stated = {k: generation[k] for k in SAMPLING
-              if generation.get("do_sample") and generation.get(k) is not None}
+        found = [i for i in stated if type(i) is int and 0 <= i < 1 << 31]
+        if odd := [i for i in stated if i not in (*found, None, -1)]:
+            print(f"note: ignored: 'eos_token_id' is {brief(odd[0])}", file=sys.stderr)
+        ids += found
+    acted_on = SAMPLING if generation.get("do_sample") else GREEDY_TOO
+    stated = {k: generation[k] for k in acted_on if generation.get(k) is not None}
     defaults = sampling_values(stated)
-    if bad := set(stated) - set(defaults):
-        print(f"note: ignored in {path}: {', '.join(sorted(bad))}", file=sys.stderr)
+    ignored = {k for k, neutral in NEUTRAL.items() if generation.get(k) not in (None, [], neutral)}
+    if ignored := ignored | set(stated) - set(defaults):
+        print(f"note: ignored in {path}: {', '.join(sorted(ignored))}", file=sys.stderr)
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = RANGES["temperature"].kind(0)
     return list(dict.fromkeys(ids)), defaults
 
 
@@ -601,9 +621,8 @@ def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
     """The tensor itself, under -1, or one of all experts' tensors."""
     if -1 in experts:
         return experts[-1]
-    if set(experts) != set(range(max(experts) + 1)):
-        raise ValueError(f"{name}: experts {', '.join(map(str, sorted(experts)))}, "
-                         f"expected 0 to {max(experts)}")
+    if max(experts) >= len(experts):
+        raise ValueError(f"{name}: {len(experts)} experts, numbered up to {max(experts)}")
     pieces = [experts[i] for i in sorted(experts)]
     for piece in pieces:
         if piece.shape != pieces[0].shape:
@@ -634,39 +653,53 @@ class Family:
     names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise
     is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i's attention windowed?
     is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i a mixture of experts?
+    reads_layer_types: Callable[[dict], bool] = lambda c: False    # else its own rule says which
 
 
 def always(c: dict, i: int) -> bool:
     return True
 
 
+def use_sliding_window(c: dict) -> bool:
+    return flag(c, "use_sliding_window")
+
+
 def qwen_is_sliding(c: dict, i: int) -> bool:
-    return bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28)
+    return use_sliding_window(c) and i >= number(c, "max_window_layers", 28)
 
 
 def qwen_is_sparse(c: dict, i: int) -> bool:
-    step = c.get("decoder_sparse_step", 1)
-    return i not in (c.get("mlp_only_layers") or []) and (i + 1) % step == 0
+    dense = c.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"'mlp_only_layers' is {brief(dense)}, expected a list of layers")
+    return i not in dense and (i + 1) % count(c, "decoder_sparse_step", 1) == 0
 
 
 # A Llama-like family is one row. As transformers' configs, whose defaults these are.
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(defaults=dict(sliding_window=4096), is_sliding=always),
+    "mistral": Family(defaults=dict(sliding_window=4096, num_key_value_heads=8,
+                                    max_position_embeddings=131072), is_sliding=always,
+                      reads_layer_types=lambda c: True),
     "mixtral": Family(
         defaults=dict(rope_theta=1e6, num_key_value_heads=8, num_experts=8,
                       num_experts_per_tok=2, max_position_embeddings=131072, rms_norm_eps=1e-5),
         names=MIXTRAL_NAMES, is_sliding=always, is_sparse=always),
     "qwen2": Family(overrides=dict(qkv_bias=True, o_bias=False),
-                    defaults=dict(sliding_window=4096), is_sliding=qwen_is_sliding),
+                    defaults=dict(sliding_window=4096, num_key_value_heads=32,
+                                  max_position_embeddings=32768),
+                    is_sliding=qwen_is_sliding, reads_layer_types=use_sliding_window),
     "qwen3": Family(overrides=dict(qk_norm=True),
-                    defaults=dict(sliding_window=4096, head_dim=128), is_sliding=qwen_is_sliding),
+                    defaults=dict(sliding_window=4096, num_key_value_heads=32, head_dim=128,
+                                  max_position_embeddings=32768),
+                    is_sliding=qwen_is_sliding, reads_layer_types=use_sliding_window),
     "qwen3_moe": Family(
         overrides=dict(qk_norm=True),
         defaults=dict(sliding_window=4096, num_key_value_heads=4, num_experts=128,
-                      num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+                      num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+                      max_position_embeddings=32768),
         names=QWEN_MOE_NAMES, is_sparse=qwen_is_sparse,
-        is_sliding=lambda c, i: bool(c.get("use_sliding_window"))),
+        is_sliding=lambda c, i: use_sliding_window(c)),
 }
 KEY_ALIASES = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
                "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts"}
@@ -676,7 +709,8 @@ NOT_READ = (                                       # which ask for what a Llama 
     "alibi attention_multiplier attn_logit_softcapping clip_qkv conv_layers embedding_multiplier "
     "final_logit_softcapping kv_lora_rank layer_rope_theta logits_scaling n_shared_experts "
     "no_rope_layers qk_layernorm query_pre_attn_scalar residual_multiplier rope_local_base_freq "
-    "routed_scaling_factor shared_expert_intermediate_size use_bidirectional_attention "
+    "per_layer_config routed_scaling_factor scale_depth scale_emb "
+    "shared_expert_intermediate_size transformers_weights use_bidirectional_attention "
     "use_expert_bias use_parallel_residual use_post_norm use_qk_norm "
     "quantization_config compression_config").split()
 
@@ -698,6 +732,7 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
     c = filled(config, family.defaults)
     if refused := [key for key in NOT_READ if c.get(key)]:
         raise ValueError(f"'{refused[0]}' is not supported here: {MORE}")
+    check_attention(c, family)
     rope = stated_rope(c)
     for place in (c, rope, *(part for part in rope.values() if isinstance(part, dict))):
         for key in ("partial_rotary_factor", "llama_4_scaling_beta"):
@@ -711,6 +746,18 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**experts(c))
     return ModelConfig(**{**facts, **family.overrides}), family
+
+
+def check_attention(c: dict, family: Family) -> None:
+    """ValueError where it is not causal, or where transformers takes no notice of 'layer_types'."""
+    if not flag(c, "is_causal", True):
+        raise ValueError("'is_causal' is false: a model that sees what follows writes no text")
+    stated = c.get("layer_types")
+    if isinstance(stated, list) and not family.reads_layer_types(c):
+        own_rule = [bool(family.is_sliding(c, i)) for i in range(len(stated))]
+        if own_rule != [kind == "sliding_attention" for kind in stated]:
+            raise ValueError("'layer_types' is not what layers of this model_type are, by its "
+                             "'sliding_window' and 'use_sliding_window'")
 
 
 def filled(config: dict, defaults: dict, aliases: dict = KEY_ALIASES) -> Stated:
@@ -730,11 +777,19 @@ def count(c: dict, key: str, default: int | None = None) -> int:
     return value
 
 
-def number(c: dict, key: str, default: float | None = None) -> float:
+def number(c: dict, key: str, default: float | None = None, least: float = -1e30) -> float:
     value = default if c.get(key) is None else c[key]
-    if type(value) not in (int, float) or not abs(value) < 1e30:
-        raise ValueError(f"'{key}' is {brief(value)}, expected a number")
+    if type(value) not in (int, float) or not least <= value < 1e30:
+        expected = "a number" if least < 0 else f"a number of at least {least:g}"
+        raise ValueError(f"'{key}' is {brief(value)}, expected {expected}")
     return float(value)
+
+
+def flag(c: dict, key: str, default: bool = False) -> bool:
+    value = default if c.get(key) is None else c[key]
+    if value not in (True, False):
+        raise ValueError(f"'{key}' is {brief(value)}, expected true or false")
+    return bool(value)
 
 
 def sizes(c: dict) -> dict:
@@ -748,21 +803,21 @@ def sizes(c: dict) -> dict:
     return dict(dim=dim, n_layer=count(c, "num_hidden_layers"), n_head=n_head,
                 n_kv_head=n_kv_head, head_dim=count(c, "head_dim", dim // n_head),
                 ffn_dim=count(c, "intermediate_size"), vocab_size=count(c, "vocab_size"),
-                norm_eps=number(c, "rms_norm_eps"), tied=bool(c.get("tie_word_embeddings", False)))
+                norm_eps=number(c, "rms_norm_eps", least=0), tied=flag(c, "tie_word_embeddings"))
 
 
 def biases(c: dict) -> dict:
-    bias = bool(c.get("attention_bias", False))
-    return dict(qkv_bias=bool(c.get("qkv_bias", bias)),
-                o_bias=bool(c.get("attention_out_bias", bias)),
-                mlp_bias=bool(c.get("mlp_bias", False)))
+    bias = flag(c, "attention_bias")
+    return dict(qkv_bias=flag(c, "qkv_bias", bias), o_bias=flag(c, "attention_out_bias", bias),
+                mlp_bias=flag(c, "mlp_bias"))
 
 
 def activation(c: dict, known: dict[str, str]) -> str:
     """known: transformers' name -> ours."""
     name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
-    if name not in known:
-        raise ValueError(f"activation {name!r} is not supported (supported: {', '.join(known)})")
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"activation {brief(name)} is not supported (supported: "
+                         f"{', '.join(known)})")
     return known[name]
 
 
@@ -772,7 +827,7 @@ def experts(c: dict) -> dict:
         raise ValueError(f"{n_active} active of {n_expert} experts")
     return dict(n_expert=n_expert, n_active=n_active,
                 expert_dim=count(c, "moe_intermediate_size", count(c, "intermediate_size")),
-                norm_topk_prob=bool(c.get("norm_topk_prob", True)))
+                norm_topk_prob=flag(c, "norm_topk_prob", True))
 
 
 def layers(c: dict, family: Family, ropes: dict[str, Rope]) -> dict:
@@ -784,7 +839,7 @@ def layers(c: dict, family: Family, ropes: dict[str, Rope]) -> dict:
     kinds = layer_kinds(c, family)
     if not isinstance(kinds, list) or set(kinds) - set(ropes) or len(kinds) != n:
         raise ValueError(f"'layer_types' is not {n} times one of {', '.join(ropes)}")
-    window = c.get("sliding_window") or None
+    window = count(c, "sliding_window") if c.get("sliding_window") else None
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     rope = [ropes[kind] for kind in kinds]
     stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
@@ -854,10 +909,15 @@ def rope_facts(c: dict, rope: dict, theta: float, kinds: tuple[str, ...] = ROPE_
     if kind != "yarn" and not rope.get("factor"):
         raise ValueError(f"RoPE scaling '{kind}' has no 'factor'")
     factor = number(rope, "factor", longest / original)
+    if not factor > 0:
+        raise ValueError(f"RoPE's 'factor' is {factor}, expected a number above 0")
     facts |= dict(kind=kind, factor=factor)
     if kind == "llama3":
-        facts |= dict(low_freq_factor=number(rope, "low_freq_factor", 1),
-                      high_freq_factor=number(rope, "high_freq_factor", 4))
+        low, high = number(rope, "low_freq_factor", 1), number(rope, "high_freq_factor", 4)
+        if not high > low:
+            raise ValueError(f"RoPE's 'high_freq_factor' is {high}, expected one above {low}, "
+                             "the 'low_freq_factor'")
+        facts |= dict(low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         facts |= dict(amplitude=yarn_amplitude(rope, factor),
                       low_freq_factor=number(rope, "beta_slow", 1),
@@ -879,7 +939,8 @@ def yarn_amplitude(rope: dict, factor: float) -> float:
         return yarn_mscale(factor, weight)
 
     amplitude, one, all_dim = (
-        rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+        number(rope, key) if rope.get(key) is not None else None
+        for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if amplitude is None:
         amplitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1)
     return float(amplitude)
@@ -1285,7 +1346,8 @@ def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dt
     for name, t in source.tensors.items():
         leaf = name.rpartition(".")[2]
         quantized = not t.dtype.is_floating_point or leaf in LEAVES[1:]
-        dtypes[name] = t.dtype if quantized else dtype or t.dtype
+        plain = torch.bfloat16 if t.dtype.itemsize == 1 else t.dtype       # fp8 without scales
+        dtypes[name] = t.dtype if quantized else dtype or plain
         if name in precise:
             dtypes[name] = torch.float32
     return dtypes

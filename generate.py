@@ -8,6 +8,7 @@ every format and has fast kernels, is cli/session.py: it calls what is here.
 
 import argparse
 import math
+import os
 import re
 import resource
 import sys
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp
-from checkpoint import Unforeseen, first_line, open_checkpoint
+from checkpoint import Unforeseen, first_line, is_out_of_memory, open_checkpoint
 from checkpoint import load_model as load_weights
 from model import MoE, Transformer
 from quantize import quantized
@@ -65,7 +66,7 @@ class Steps(NamedTuple):
     prefill: Callable = prefill
     decode: Callable = decode_one_token
     pad: bool = False
-    min_kv_len: int = 256                          # a step attends to
+    min_kv_len: int = 256                          # a step attends to at least so many positions
 
 
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
@@ -79,7 +80,7 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
 
 
 def compiled(step: Callable, mode: str | None = "reduce-overhead", **options) -> Callable:
-    """A step compiled whole. The next replay of a CUDA graph overwrites what this one gave."""
+    """A step compiled whole."""
     torch._dynamo.config.recompile_limit = 64      # one for each kv_len
     torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
     graph = torch.compile(step, mode=mode, fullgraph=True, **options)
@@ -94,7 +95,7 @@ def compiled(step: Callable, mode: str | None = "reduce-overhead", **options) ->
         if known and methods != known:             # PyTorch's compiler looks at a class once
             torch.compiler.reset()
         known = methods
-        given = graph(*args)
+        given = graph(*args)                       # the next replay of a CUDA graph overwrites it
         if isinstance(given, Tensor):
             return given.clone()
         return tuple(t if t is None else t.clone() for t in given)
@@ -193,7 +194,7 @@ class Batch:
 
     def kv_len(self, n: int) -> int:
         """Positions to attend to where n are in use: few different numbers."""
-        return bucket(min(n, self.max_length), self.max_length, self.steps.min_kv_len)
+        return bucket(n, self.max_length, self.steps.min_kv_len)
 
     def advance(self, n: int) -> None:
         """Every row in use has n more tokens in the cache."""
@@ -216,14 +217,18 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
              n_cached: int = 0) -> Iterator[Tensor]:
     """Yield max_new_tokens times the next token of each row, [B, 1]. Stop by leaving the loop.
 
-    prompts: ids, one prompt for each row of the batch, of any lengths; n_cached: prompt tokens that
-    are in the cache already. ValueError where prompt and new tokens exceed the cache.
+    prompts: ids, a prompt for each of the first rows of the batch, of any lengths; n_cached: prompt
+    tokens that are in the cache already. A row ends where the cache is full: what it gives from
+    then on means nothing. ValueError where that is so for all, or a prompt alone fills it.
     """
-    n, limit = max(map(len, prompts)), batch.max_length
-    if n + max_new_tokens > limit:
-        raise ValueError(f"{n} + {max_new_tokens} tokens exceed {limit} positions")
+    shortest, longest, limit = min(map(len, prompts)), max(map(len, prompts)), batch.max_length
+    if max(shortest + max_new_tokens, longest + 1) > limit:
+        raise ValueError(f"{shortest} + {max_new_tokens} tokens exceed {limit} positions")
     yield batch.prefill(range(len(prompts)), prompts, n_cached)
     for _ in range(max_new_tokens - 1):
+        for row, length in enumerate(batch.length):
+            if length == limit:
+                batch.end(row)
         yield batch.step()
 
 
@@ -336,11 +341,8 @@ class Sequence:
         self.ids.append(token_id)
         if token_id in self.eos_ids:
             return self.finish("stop")
-        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
-        self.text += self.detokenizer.push(token_id)
-        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
-        if found:
-            self.text, self.finish_reason = self.text[:min(found)], "stop"
+        self._add(self.detokenizer.push(token_id))
+        if self.finish_reason:
             return self._show(len(self.text))
         if len(self.ids) == self.max_new:
             return self.finish("length")
@@ -350,9 +352,17 @@ class Sequence:
     def finish(self, reason: str) -> str:
         """-> what was still held back."""
         if self.finish_reason is None:
-            self.finish_reason = reason
-            self.text += self.detokenizer.flush()
+            self._add(self.detokenizer.flush())
+            self.finish_reason = self.finish_reason or reason
         return self._show(len(self.text))
+
+    def _add(self, text: str) -> None:
+        """Text behind the other; a stop string in it ends both."""
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += text
+        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[:min(found)], "stop"
 
     def _show(self, end: int) -> str:
         piece, self.shown = self.text[self.shown:end], max(self.shown, end)
@@ -397,17 +407,20 @@ def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
 
 # ---- Figures ------------------------------------------------------------------------------------
 
-def figures(times: list[float], n_prompt: int, batch_size: int, read_bytes: int) -> dict:
+def figures(times: list[float], n_prompt: int, n_new: list[int], read_bytes: int) -> dict:
     """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
 
+    n_prompt: tokens of all prompts; n_new: new ones of each row, of which some end early.
     decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes;
     read_bytes=0: a step gives more than a token.
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
-    step_s = (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
-    return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt * batch_size / ttft_s if ttft_s else None,
+    decode_s = times[-1] - times[1] if len(times) > 2 else 0
+    step_s = decode_s / (len(times) - 2) if decode_s else None
+    n_decoded = sum(n - 1 for n in n_new if n)
+    return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt / ttft_s if ttft_s else None,
                 decode_tok_s=1 / step_s if step_s else None,
-                decode_tok_s_total=batch_size / step_s if step_s else None,
+                decode_tok_s_total=n_decoded / decode_s if decode_s else None,
                 bandwidth_gb_s=read_bytes / step_s / 1e9 if step_s and read_bytes else None)
 
 
@@ -419,7 +432,7 @@ def describe(f: dict) -> str:
     if f["decode_tok_s"]:
         line += f", decode {f['decode_tok_s']:.2f} tok/s"
         line += f", bandwidth {f['bandwidth_gb_s']:.1f} GB/s" if f["bandwidth_gb_s"] else ""
-        if f["decode_tok_s_total"] > f["decode_tok_s"]:
+        if f["decode_tok_s_total"] > 1.001 * f["decode_tok_s"]:
             line += f" ({f['decode_tok_s_total']:.2f} tok/s in all rows)"
     return line
 
@@ -456,7 +469,9 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":                            # ru_maxrss begins with the parent's
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        stated = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        if stated:                                         # not in every sandbox
+            return 1024 * int(stated[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 
@@ -473,12 +488,18 @@ def traced(path: Path | None):
         return
     with torch.profiler.profile() as trace:
         yield
-    rank = f".rank{tp.rank()}" if tp.rank() else ""
-    path = path.with_name(path.name.removesuffix(".json") + rank + ".json")
+    path = trace_file(path)
+    path.unlink(missing_ok=True)
     trace.export_chrome_trace(str(path))
-    if not path.exists():                                  # it only logs that it could not
+    if not path.is_file():                                 # it only logs that it could not
         raise OSError(f"{path}: the trace could not be written")
     log(f"Trace written to {path}")
+
+
+def trace_file(path: Path) -> Path:
+    """FILE.json of --profile FILE, another one for each rank."""
+    rank = f".rank{tp.rank()}" if tp.rank() else ""
+    return path.with_name(path.name.removesuffix(".json") + rank + ".json")
 
 
 # ---- Loading ------------------------------------------------------------------------------------
@@ -502,8 +523,6 @@ def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
 
 HELLO = "Hello, my name is"
 PREFILL_CHUNK = 512                                # prompt tokens per call of the model
-
-
 CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub name org/name"
 
 
@@ -538,8 +557,8 @@ def add_model_flags(group, checkpoints: str) -> None:
 def add_text_flags(group) -> None:
     add = group.add_argument
     add("--prompt", action="append", default=[],
-        help="text, or an integer for a synthetic prompt of that many random tokens (in a file "
-             f"digits are text); repeatable; default: {HELLO}")
+        help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
+             f"default: {HELLO}")
     add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
     add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
     add("--batch_size", type=number(int, 1), default=1,
@@ -620,7 +639,7 @@ def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
 
 
 def synthetic_length(text: str) -> int | None:
-    """Of --prompt 512, gpt-fast's synthetic prompt. In a file a prompt of digits is text."""
+    """Of --prompt 512, gpt-fast's synthetic prompt."""
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
 
 
@@ -640,27 +659,41 @@ def check_length(n: int, limit: int, what: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
+    """The command of the core alone -> its exit status; bad input is a line on stderr, and 2."""
+    if hasattr(sys.stdout, "reconfigure"):         # a terminal may know fewer characters
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(argv)
+    except BrokenPipeError:                        # the reader of our output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         log("interrupted")
         return 130
-    except (OSError, ValueError, ImportError, Unforeseen, torch.OutOfMemoryError) as e:
-        log(f"generate.py: error: {first_line(e)}")
+    except Exception as e:
+        what = first_line(e, 1000)
+        foreseen = isinstance(e, OSError | ValueError | ImportError | Unforeseen)
+        if not foreseen and not is_out_of_memory(e):
+            if tp.world() == 1:
+                raise
+            what = f"another rank ended, or it does not answer: {what}"
+        who = f"rank {tp.rank()}: " if tp.rank() else ""   # whose stderr is nowhere
+        sys.__stderr__.write(f"{who}generate.py: error: {what}\n")
         return 2
     finally:
         tp.end()
 
 
 def run(argv: list[str] | None) -> int:
+    tp.start()
     parser = argparse.ArgumentParser(
         description="Generate text from an open-weight transformer. Text goes to stdout, "
-                    "everything else to stderr.")
+                    "everything else to stderr. The sampling values of the model's own "
+                    "generation_config.json stand in for the defaults.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
     args = parser.parse_args(argv)
     check(args)
-    tp.start()
     device = pick_device(tp.local_device(args.device))
     dtype = pick_dtype(args.dtype, device)
     start = time.perf_counter()
@@ -674,6 +707,7 @@ def run(argv: list[str] | None) -> int:
     ids = [prompt_ids(prompt, tokenizer, source.cfg, args.seed) for prompt in prompts]
     rows = range(len(prompts)) if len(prompts) > 1 else [0] * args.batch_size
     groups = [rows[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+    work = groups * args.num_samples
     wanted = max(map(len, ids)) + args.max_new_tokens
     longest = min(wanted, source.cfg.context)
     if longest < wanted:
@@ -681,16 +715,14 @@ def run(argv: list[str] | None) -> int:
     batch = build_batch(args, model, draft, len(groups[0]), longest)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids)
     speeds, interrupted = [], False
-    for i in range(args.num_samples):
-        for group in groups:
-            is_last = i == args.num_samples - 1 and group is groups[-1]
-            with traced(args.profile if is_last else None):
-                f, interrupted = show(args, batch, [prompts[row] for row in group],
-                                      [ids[row] for row in group], tokenizer, eos_ids)
-            log(f"Sample {i + 1}: {describe(f)}")
-            speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
-            if interrupted:
-                break
+    for i, group in enumerate(work):
+        names = [str(row) for row in group] if len(prompts) > 1 else [
+            f"row {row}" for row in range(len(group)) if len(group) > 1]
+        with traced(args.profile if i == len(work) - 1 else None):
+            f, interrupted = show(args, batch, [prompts[row] for row in group],
+                                  [ids[row] for row in group], names, tokenizer, eos_ids)
+        log(f"Sample {i // len(groups) + 1}: {describe(f)}")
+        speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
             break
     summarize(batch, speeds)
@@ -738,7 +770,8 @@ def check_output(args) -> None:
     """ValueError where what is to end the text, or the place of a trace, cannot be."""
     if not all(args.stop):
         raise ValueError("--stop needs some text")
-    if args.profile and (args.profile.is_dir() or not args.profile.absolute().parent.is_dir()):
+    if args.profile and (trace_file(args.profile).is_dir()
+                         or not args.profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
 
 
@@ -755,7 +788,7 @@ def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | Non
 def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
                 length: int) -> Batch:
     """What the flags ask for, compiled or not, with a model that drafts or without."""
-    device, k = model.freq.device, args.speculate_k or 5
+    device, k = model.freq.device, min(args.speculate_k or 5, length - 1)
     model.setup_cache(n_row, length, max(PREFILL_CHUNK, k + 1), max_rejected=k if draft else 0)
     generator = torch.Generator(device).manual_seed(args.seed)
     rows = [sampling_params(args)] * n_row
@@ -763,35 +796,41 @@ def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
     compiles = args.compile or args.compile_prefill
     log(f"Engine: {'torch_compile' if compiles else 'kv_cache'}")
     steps = compile_steps(model, args.compile_prefill) if compiles else Steps()
-    batch = Batch(model, sampler, steps)
     if draft:
         from speculate import build_speculative  # it imports this file
         batch = build_speculative(model, sampler, steps, draft, k, compiles)
+    else:
+        batch = Batch(model, sampler, steps)
     if compiles:
         start = time.perf_counter()
         n_new = min(k + 3, length - 1)
         for _ in generate(batch, [[0]] * n_row, n_new):
             pass
-        generator.manual_seed(args.seed)           # as uncompiled
+        generator.manual_seed(args.seed)           # what this drew and drafted does not count
+        if draft:
+            batch.accept_counts = [0] * len(batch.accept_counts)
         log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
     return batch
 
 
-def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], tokenizer,
-         eos_ids: set[int]) -> tuple[dict, bool]:
-    """Generate a text for each prompt, and print it -> its figures, and whether Ctrl-C ended it."""
-    n_prompt = max(map(len, ids))
-    n_new = min(args.max_new_tokens, batch.max_length - n_prompt)
-    sequences = [Sequence(tokenizer, prompt, eos_ids, args.stop, n_new) for prompt in ids]
+def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], names: list[str],
+         tokenizer, eos_ids: set[int]) -> tuple[dict, bool]:
+    """Generate a text for each prompt, and print it -> its figures, and whether Ctrl-C ended it.
+
+    names: printed above the texts, where there are several.
+    """
+    n_new = [min(args.max_new_tokens, batch.max_length - len(prompt)) for prompt in ids]
+    sequences = [Sequence(tokenizer, prompt, eos_ids, args.stop, n)
+                 for prompt, n in zip(ids, n_new)]
     for row in range(len(ids), batch.n_row):       # the last group may be smaller
         batch.end(row)
-    shown = prompts[0] if len(prompts) == 1 else None
-    times, interrupted = follow(generate(batch, ids, n_new), sequences, shown, batch)
-    if shown is None:
-        for row, (prompt, sequence) in enumerate(zip(prompts, sequences)):
-            print(f"--- row {row} ---\n{prompt}{sequence.text}", flush=True)
+    titles = [f"--- {name} ---\n{prompt}" for name, prompt in zip(names, prompts)] or prompts
+    times, interrupted = follow(generate(batch, ids, max(n_new)), sequences, titles[0], batch)
+    for title, sequence in zip(titles[1:], sequences[1:]):
+        print(f"{title}{sequence.text}", flush=True)
     read_bytes = 0 if args.draft_checkpoint_path else weight_bytes(batch.model)[1]
-    return figures(times, n_prompt, len(ids), read_bytes), interrupted
+    return figures(times, sum(map(len, ids)), [len(s.ids) for s in sequences],
+                   read_bytes), interrupted
 
 
 if __name__ == "__main__":                         # without cli/ beside it

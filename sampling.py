@@ -95,7 +95,7 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     ordered = probs.sort(-1, descending=True).values
     mass_above = ordered.cumsum(-1) - ordered
     n_more = (mass_above < top_p)[..., 1:].sum(-1, keepdim=True)       # than one
-    return probs >= ordered.gather(-1, n_more)
+    return (probs >= ordered.gather(-1, n_more)) | (top_p >= 1)
 
 
 def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
@@ -129,9 +129,9 @@ class Processor(nn.Module):
     """Keeps state for each row. One of your own is appended to sampler.processors before anything
     is compiled.
 
-    begin() is called for a new sequence in a row, observe() after each token, forward() on the
-    logits. `users`, the rows whose parameters are not neutral, lets a sampler that is not traced
-    leave it out.
+    begin() is called for a new sequence in a row, observe() after each token, forward(logits, rows,
+    draft_tokens) on the logits of some rows. `users`, the rows whose parameters are not neutral,
+    lets a sampler that is not traced leave it out.
     """
 
     def __init__(self):
@@ -242,8 +242,8 @@ class Sampler(nn.Module):
         for name in COLUMNS:
             column = [[float(getattr(p, name))] for p in rows]
             self.register_buffer(name, torch.tensor(column, device=device))
-        seeded = any(p.seed is not None for p in known)        # noise by token: see draw()
-        n_noise = n_vocab if seeded else self.n_candidates
+        self.has_noise_by_token = any(p.seed is not None for p in known)   # see draw()
+        n_noise = n_vocab if self.has_noise_by_token else self.n_candidates
         noise = torch.ones(n_row, n_noise, device=device)
         self.register_buffer("noise", noise)
         self.register_buffer("not_finite", torch.zeros(n_row, 1, device=device))   # see note()
@@ -277,7 +277,12 @@ class Sampler(nn.Module):
         fits = k == n or (k < n and "top_k" in self.filters)
         if params.temperature > 0 and not fits:
             raise ValueError(f"{n} candidates were announced: {params}")
-        if params.repetition_penalty != 1 and not self.processors:
+        if params.temperature == 0 and n > 1 and not self.some_greedy:
+            raise ValueError(f"no row was to be greedy: {params}")
+        if params.seed is not None and params.temperature > 0 and not self.has_noise_by_token:
+            raise ValueError(f"no row was to have a seed of its own: {params}")
+        penalties = [p for p in self.processors if isinstance(p, RepetitionPenalty)]
+        if params.repetition_penalty != 1 and not penalties:
             raise ValueError(f"no row was to have a penalty: {params}")
         for name in (*FILTERS, *LOGIT_FILTERS):
             if name in self.filters or name in self.logit_filters or name == "top_k":

@@ -91,11 +91,11 @@ class ModelDrafter:
     """A smaller model drafts. It has a KV cache of its own, and catches up with what it lacks."""
 
     min_kv_len = 256
-    max_rejected = 16                              # of the drafts and of a new prompt
 
-    def __init__(self, model, step: Callable = draft_one_token):
-        """step: draft_one_token, compiled or not."""
-        self.model, self.step = model, step
+    def __init__(self, model, step: Callable = draft_one_token, max_rejected: int = 16):
+        """step: draft_one_token, compiled or not. max_rejected: how many of its cached tokens may
+        turn out not to count, at a verification or with a new prompt."""
+        self.model, self.step, self.max_rejected = model, step, max_rejected
         self.n_cached = 0                          # tokens of the history in its cache
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
@@ -244,8 +244,8 @@ class SpeculativeBatch(Batch):
 def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
                       compiles: bool) -> SpeculativeBatch:
     """Always k drafts by the model `draft`. compiles: by torch.compile, as `steps` are."""
-    drafter, check = ModelDrafter(draft), verify
+    step, check = draft_one_token, verify
     if compiles:
-        drafter.step, check = compiled(draft_one_token), compiled(verify)
-    drafter.max_rejected = k + 1
+        step, check = compiled(step), compiled(check)
+    drafter = ModelDrafter(draft, step, max_rejected=k + 1)
     return SpeculativeBatch(model, sampler, steps, drafter, FixedLength(k), k, check)

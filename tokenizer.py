@@ -11,8 +11,9 @@ and no other format: formats/ adds GGUF's, Llama 3's tiktoken file and chat temp
 
 import base64
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,11 +48,13 @@ def load(source: Path | str | dict) -> "Tokenizer":
 def load_for(source, load: Callable = load) -> "Tokenizer":
     """The tokenizer of a Checkpoint, whose eos_ids are complete from then on.
 
-    These are what config.json and generation_config.json name, then what the tokenizer's files do.
-    load: a reader of more formats (formats/tokenizer_files.py).
+    These are what config.json and generation_config.json name, then what the tokenizer's files do;
+    an id that the model cannot give ends nothing. load: a reader of more formats
+    (formats/tokenizer_files.py).
     """
     tokenizer = load(source.tokenizer)
-    source.eos_ids = list(dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids]))
+    named = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
+    source.eos_ids = [i for i in named if i < source.cfg.vocab_size]
     return tokenizer
 
 
@@ -67,6 +70,9 @@ def from_directory(directory: Path, backend=None) -> "Tokenizer":
     backend = backend or _read_backend(directory, config)
     bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
     eos_id = backend.id_of(names["eos_token"]) if "eos_token" in names else None
+    if config.get("split_special_tokens"):
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: 'split_special_tokens' is not "
+                         "supported")
     add_bos = config.get("add_bos_token")
     return Tokenizer(backend, bos_id, backend.adds_bos if add_bos is None else add_bos,
                      chat_template, names, None if eos_id is None else [eos_id])
@@ -76,7 +82,11 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
     path = directory / "tokenizer.json"
     if path.exists():
         with reading(path):
-            return TokenizersBackend(read_text(path))
+            backend = TokenizersBackend(read_text(path))
+        added = read_added_tokens(directory, config, backend)
+        with reading(path):
+            backend.add(added)
+            return backend
     path = directory / "tokenizer.model"
     if path.exists():
         with reading(path):
@@ -138,9 +148,10 @@ def _chat_template(directory: Path, config: dict) -> str | None:
 class Tokenizer:
     """A backend, and what the model's files say about special tokens.
 
-    add_bos: whether a text begins with bos_id. eos_ids: the end tokens that the tokenizer's own
-    files name (None: those that the backend knows). chat_template and names (bos_token, eos_token,
-    … -> text) are kept for formats/chat_template.py, which renders chats.
+    add_bos: whether a text begins with bos_id, or with what the backend's own prefix is. eos_ids:
+    the end tokens that the tokenizer's own files name (None: those that the backend knows).
+    chat_template and names (bos_token, eos_token, … -> text) are kept for formats/chat_template.py,
+    which renders chats.
     """
 
     def __init__(self, backend: "TokenizersBackend | SentencePieceBackend", bos_id: int | None,
@@ -150,18 +161,20 @@ class Tokenizer:
         self.n_vocab = backend.n_vocab
         self.path = "tokenizer"                    # for later errors; load() knows it
         self.bos_id = bos_id
-        self.add_bos = add_bos and bos_id is not None
+        self.prefix = backend.prefix or ([] if bos_id is None else [bos_id])
+        self.add_bos = add_bos and bool(self.prefix)
         self.chat_template = chat_template
         self.names = names or {}
         self.eos_ids = backend.eos_ids if eos_ids is None else eos_ids
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
-        """bos: None follows the model's files. special=False: "<s>" in the text is plain text."""
+        """bos: with the prefix; None follows the model's files. special=False: "<s>" in the text is
+        plain text."""
         text = text.encode("utf-8", "replace").decode()    # a terminal may send invalid UTF-8
         with reading(self.path):
             ids = self.backend.encode(text, special)
         wants_bos = self.add_bos if bos is None else bos
-        return [self.bos_id, *ids] if wants_bos else ids
+        return [*self.prefix, *ids] if wants_bos else ids
 
     def piece(self, i: int) -> str | None:
         """The token itself, as the vocabulary spells it."""
@@ -188,13 +201,13 @@ def _is_id(value) -> bool:
 
 
 def _is_added(token) -> bool:
-    """The fields of an AddedToken, as a list."""
+    """Is it a list of the fields of an AddedToken?"""
     types = [int, str, bool, bool, bool, bool]
     return (isinstance(token, list) and list(map(type, token)) == types
             and 0 <= token[0] < MAX_ID and token[1] != "")
 
 
-STATE = (                                          # its entries; each but `data` may be None
+STATE = (                                          # its entries; of others nothing is asked
     ("data", "a text", lambda v: isinstance(v, str)),
     ("bos_id", "a token's id", _is_id),
     ("chat_template", "a text", lambda v: isinstance(v, str)),
@@ -233,8 +246,9 @@ def _from_state(state: dict) -> Tokenizer:
 
 
 # ---- The two libraries, in one shape ------------------------------------------------------------
-# Both have kind, n_vocab; bos_id, adds_bos, eos_ids as the file itself states them; encode(), which
-# adds no bos_id; decode(); piece(id) and id_of(text) of a token; state(), more_state() for a .pth.
+# Both have kind, n_vocab; bos_id, prefix, adds_bos, eos_ids as the file itself states them;
+# encode(), which adds no prefix; decode(); piece(id) and id_of(text) of a token; state() and
+# more_state() for a .pth.
 
 @contextmanager
 def library(expected: str) -> Iterator[None]:
@@ -262,17 +276,47 @@ class TokenizersBackend:
         self.n_vocab = self.fast.get_vocab_size()
         self.fast.no_truncation()                  # fine-tuning scripts leave these behind
         self.fast.no_padding()
-        prefix = self._prefix()
-        self.bos_id = prefix[0] if prefix else None
-        self.adds_bos = bool(prefix)
+        self.prefix, suffix = self._around()
+        self.bos_id = self.prefix[0] if self.prefix else None
+        self.adds_bos = bool(self.prefix)
+        if suffix:
+            names = ", ".join(map(str, map(self.piece, suffix)))
+            print(f"note: the tokenizer puts {names} behind each text: left out, since a text that "
+                  "is to go on has no end", file=sys.stderr)
 
-    def _prefix(self) -> list[int]:
-        """What its post-processor puts first."""
-        with library("a tokenizer.json that encodes"):
-            plain, whole = (self.fast.encode("a", add_special_tokens=s).ids
-                            for s in (False, True))
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What its post-processor puts before and behind a text: one that its vocabulary has."""
+        added = self.fast.get_added_tokens_decoder()
+        of_its_own = next((i for i in range(self.n_vocab) if i not in added), 0)
+        plain, whole = [], []
+        for text in ("a", self.piece(of_its_own) or ""):
+            with suppress(ValueError), library("a tokenizer.json that encodes"):
+                plain, whole = (self.fast.encode(text, add_special_tokens=s).ids
+                                for s in (False, True))
+            if plain:
+                break
         starts = [i for i in range(len(whole)) if whole[i:i + len(plain)] == plain]
-        return whole[:starts[0]] if starts else []
+        at = starts[0] if starts else len(whole)
+        return whole[:at], whole[at + len(plain):]
+
+    def add(self, tokens: list["AddedToken"]) -> None:
+        """Tokens that stand beside the file, or that it has and that match in another way there."""
+        import tokenizers
+        known = self.fast.get_added_tokens_decoder()
+        for t in tokens:
+            flags = dict(special=t.special, lstrip=t.lstrip, rstrip=t.rstrip,
+                         single_word=t.single_word, normalized=t.is_normalized)
+            old = known.get(t.id)
+            if old and old.content == t.text and all(
+                    getattr(old, name) == value for name, value in flags.items()):
+                continue
+            add = self.fast.add_special_tokens if t.special else self.fast.add_tokens
+            add([tokenizers.AddedToken(t.text, **flags)])
+            self.data = self.fast                  # what state() is made of
+            if self.id_of(t.text) != t.id:
+                print(f"note: the added token {brief(t.text)} is {self.id_of(t.text)}, not {t.id}",
+                      file=sys.stderr)
+        self.n_vocab = self.fast.get_vocab_size()
 
     def encode(self, text: str, special: bool) -> list[int]:
         """special: whether "<s>" and the like are tokens, not text."""
@@ -314,7 +358,8 @@ class AddedToken:
     """A text that is one token wherever it stands.
 
     special: not shown, and plain text where encode() gets special=False. lstrip, rstrip: it takes
-    the spaces before, after it. single_word: it does not match inside a word.
+    the spaces before, after it. single_word: it does not match inside a word. is_normalized: it is
+    looked for in normalized text, which a tokenizer.json alone has.
     """
 
     id: int
@@ -323,6 +368,7 @@ class AddedToken:
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
+    is_normalized: bool = False
 
 
 class SentencePieceBackend:
@@ -335,7 +381,7 @@ class SentencePieceBackend:
     """
 
     kind = "sentencepiece"
-    adds_bos = True
+    adds_bos, prefix = True, []                    # the bos_id alone
 
     def __init__(self, data: bytes, control: dict[int, str] | None = None,
                  added: list[AddedToken] = (), after_space: bool = True):
@@ -425,7 +471,7 @@ class SentencePieceBackend:
 
     def more_state(self) -> dict:
         return dict(control=self.control, after_space=self.after_space,
-                    added=[list(astuple(t)) for t in self.added])
+                    added=[list(astuple(t))[:6] for t in self.added])
 
 
 def token_pattern(tokens: list[AddedToken]) -> re.Pattern:
@@ -435,30 +481,30 @@ def token_pattern(tokens: list[AddedToken]) -> re.Pattern:
         part = re.escape(t.text)
         if t.single_word:
             part = rf"(?<!\w){part}(?!\w)"
-        parts.append((r"\s*" if t.lstrip else "") + part + (r"\s*" if t.rstrip else ""))
+        parts.append((r"(?:(?<!\s)\s+)?" if t.lstrip else "") + part + (r"\s*" if t.rstrip else ""))
     return re.compile("(" + ("|".join(parts) or "(?!)") + ")")
 
 
-# ---- Tokens that a directory adds to its tokenizer.model ----------------------------------------
+# ---- Tokens that a directory adds to its tokenizer.json or tokenizer.model -----------------------
 
-def read_added_tokens(directory: Path, config: dict,
-                      plain: SentencePieceBackend) -> list[AddedToken]:
+def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json states ids and how each matches;
     added_tokens.json states ids alone; special_tokens_map.json and other keys of
-    tokenizer_config.json name the special ones. plain: the tokenizer.model without any of these.
+    tokenizer_config.json name the special ones. plain: the backend without any of these.
 
     ValueError where an id or a text cannot be, or two texts have one id.
     """
     config_path, map_path, ids_path = (directory / name for name in (
         "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"))
-    with reading(config_path):
-        special = _special_texts(config)
     with reading(map_path):
-        special += _special_texts(_json_if_there(map_path))
+        special = _special_tokens(_json_if_there(map_path))
+    with reading(config_path):
+        special |= _special_tokens(config)
     added = {}                                     # text -> AddedToken
     with reading(ids_path):
         for text, i in _json_if_there(ids_path).items():
-            added[text] = AddedToken(_checked_id(i, text), text, text in special)
+            flags = {"special": text in special, **special.get(text, {})}
+            added[text] = _added_token(_checked_id(i, text), text, flags)
     with reading(config_path):
         decoder = config.get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
@@ -466,9 +512,10 @@ def read_added_tokens(directory: Path, config: dict,
         for i, token in decoder.items():
             text = _content(token)
             flags = token if isinstance(token, dict) else {}
-            added[text] = AddedToken(
-                _checked_id(int(i) if i.isdecimal() else i, text), text, *(
-                    bool(flags.get(key)) for key in ("special", "lstrip", "rstrip", "single_word")))
+            if text in special:
+                flags = {**flags, "special": True}
+            i = _checked_id(int(i) if i.isdecimal() else i, text)
+            added[text] = _added_token(i, text, flags)
     with reading(directory):
         _add_special(added, special, plain)
         if len(added) > MAX_ADDED:
@@ -477,30 +524,36 @@ def read_added_tokens(directory: Path, config: dict,
     return sorted(added.values(), key=lambda t: t.id)
 
 
-def _add_special(added: dict[str, AddedToken], special: list[str],
-                 plain: SentencePieceBackend) -> None:
+def _added_token(i: int, text: str, flags: dict) -> AddedToken:
+    special = bool(flags.get("special"))
+    return AddedToken(i, text, special, bool(flags.get("lstrip")), bool(flags.get("rstrip")),
+                      bool(flags.get("single_word")), bool(flags.get("normalized", not special)))
+
+
+def _add_special(added: dict[str, AddedToken], special: dict[str, dict], plain) -> None:
     """A special token that no file gives an id has the model file's, or the next free one, as in
     transformers."""
     free = max([plain.n_vocab, *(t.id + 1 for t in added.values())])
-    for text in special:
+    for text, flags in special.items():
         if text in added:
             continue
         i = plain.id_of(text)
         if i is None:
             i = free
             free += 1
-        added[text] = AddedToken(i, text)
+        added[text] = _added_token(i, text, {**flags, "special": True})
 
 
-def _special_texts(c: dict) -> list[str]:
-    """Of one of the two JSON files, in its order."""
+def _special_tokens(c: dict) -> dict[str, dict]:
+    """Of one of the two JSON files, in its order: text -> how it matches, as far as it says."""
     tokens = [token for key, token in c.items() if key.endswith("_token")]
     for key in SPECIAL_LISTS:
         more = c.get(key) or []
         if not isinstance(more, list | dict):
             raise ValueError(f"'{key}' is {brief(more)}, expected a list of tokens")
         tokens += more.values() if isinstance(more, dict) else more
-    return [text for text in map(_content, tokens) if isinstance(text, str) and text]
+    return {_content(token): token if isinstance(token, dict) else {} for token in tokens
+            if isinstance(_content(token), str) and _content(token)}
 
 
 def _checked_id(i, text) -> int:
@@ -532,8 +585,8 @@ class Detokenizer:
         """The text that this token completes, perhaps none."""
         self.ids.append(token_id)
         text = self._new()
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""                              # a token that is not shown is context yet
         self.start, self.shown = self.shown, len(self.ids)
         return text
 

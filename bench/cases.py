@@ -188,7 +188,8 @@ class CaseRun:
         read_bytes = weight_bytes(self.case.weights.model)[1]
         if self.case.engine in (MTP, NGRAM):       # there a step gives several tokens
             read_bytes = 0
-        speeds = figures(times, self.workload.n_prompt, batch_size, read_bytes)
+        speeds = figures(times, self.workload.n_prompt * batch_size,
+                         [n_new] * batch_size, read_bytes)
         tok_s = speeds["decode_tok_s_total"] or speeds["prefill_tok_s"]
         return Round(tok_s, tok_s / batch_size, speeds["ttft_s"], speeds["bandwidth_gb_s"] or 0.0,
                      gaps)

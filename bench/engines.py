@@ -132,7 +132,8 @@ class Engine:
             return None if is_exact else BF16_ROUNDING[cpu_ops.has_bf16()]
         if is_exact or all(cpu_ops.activation_bits(kind) == 16 for kind in kinds):
             return "activations of 16 bits"
-        return "activations of 8 bits where many rows meet the weights, of 16 elsewhere"
+        most = ", of bfloat16 where more than 48 do" if cpu_ops.has_amx() else ""
+        return f"activations of 8 bits where some rows meet the weights{most}, of 16 elsewhere"
 
     @property
     def is_greedy(self) -> bool:

@@ -150,9 +150,10 @@ class Adapter:
         self.prefix_token_id = self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        ids, bos_id = self.tokenizer.encode(string, bos=False), self.tokenizer.bos_id
+        ids, prefix = self.tokenizer.encode(string, bos=False), self.tokenizer.prefix
         bos = self.tokenizer.add_bos and add_special_tokens is not False
-        return [bos_id] * (bos and ids[:1] != [bos_id]) + ids  # a chat template wrote it already
+        written = ids[:len(prefix)] == prefix      # by a chat template
+        return [*prefix, *ids] if bos and not written else ids
 
     def apply_chat_template(self, history, add_generation_prompt=True):
         """Without a generation prompt the last message is an answer begun, to be continued."""

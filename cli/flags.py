@@ -111,7 +111,7 @@ def add_activation_bits(add) -> None:
     add("--activation_bits", type=int, choices=[8, 16], default=8,
         help="what --compile rounds activations to before products of several rows (a prompt's, a "
              "batch's) with int4 weights on x86, and with int8 weights where it has VNNI; 16 is "
-             "finer and slower; float32 models always take it")
+             "finer and slower; float32 models always take it, and with AMX more than 48 rows")
 
 
 def json_object(text: str) -> dict:

@@ -377,9 +377,12 @@ class Session:
     def sequence(self, ids: list[int], n_new: int) -> Sequence:
         return Sequence(self.tokenizer, ids, self.eos_ids, self.args.stop, n_new)
 
-    def figures(self, times: list[float], n_prompt: int, draft: bool = True) -> dict:
+    def figures(self, times: list[float], n_prompt: int, sequences: list[Sequence],
+                draft: bool = True) -> dict:
+        """n_prompt: of each row."""
         read_bytes = 0 if draft and self.drafter else self.read_bytes
-        return figures(times, n_prompt, self.n_rows, read_bytes)
+        return figures(times, n_prompt * len(sequences), [len(s.ids) for s in sequences],
+                       read_bytes)
 
     def about(self) -> dict:
         """What --json says beside the text and its figures."""
@@ -406,7 +409,7 @@ def talk(session: Session) -> int:
         sequence = session.sequence(ids, n_new)
         times, _ = follow(session.tokens([ids], n_new, n_cached), [sequence], "",
                           session.batch)
-        return sequence, describe(session.figures(times, len(ids) - n_cached))
+        return sequence, describe(session.figures(times, len(ids) - n_cached, [sequence]))
 
     room = length - max(1, min(args.max_new_tokens, length // 4))
     max_rewind = rewind(session.batch, session.k if session.drafter else 0)
@@ -426,7 +429,7 @@ def show_samples(session: Session, job: batch.Job) -> int:
         with traced(args.profile if i == args.num_samples - 1 else None):
             tokens = session.tokens([ids] * len(sequences), job.n_new)
             times, interrupted = follow(tokens, sequences, shown, session.batch)
-        f = session.figures(times, len(ids))
+        f = session.figures(times, len(ids), sequences)
         if args.compare and not interrupted:
             interrupted = compare(session, job, f)
         for j, sequence in enumerate(sequences):
@@ -450,7 +453,7 @@ def compare(session: Session, job: batch.Job, f: dict) -> bool:
     tokens = session.tokens([job.ids], job.n_new, draft=False)
     sequences = [session.sequence(job.ids, job.n_new)]
     times, interrupted = follow(tokens, sequences, None, session.plain)
-    plain = session.figures(times, len(job.ids), draft=False)
+    plain = session.figures(times, len(job.ids), sequences, draft=False)
     f["speedup"] = None
     if f["decode_tok_s"] and plain["decode_tok_s"]:
         f["speedup"] = f["decode_tok_s"] / plain["decode_tok_s"]

@@ -173,12 +173,14 @@ static void transpose_keys(const int32_t* k, int n_key, int n, int32_t* to) {
     }
 }
 
-// v [n, V] of bf16, H apart -> pairs [n / 2, Vp], neighbours in a word; zeros from n on
-static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t* to) {
-  for (int j = 0; j < n; j += 2) {
+// v [n, V] of bf16, H apart -> pairs [end / 2, Vp], neighbours in a word; zeros from n on
+static void pair_values(const uint16_t* v, int n, int end, int V, int H, int Vp, int32_t* to) {
+  for (int j = 0; j < end; j += 2) {
     const uint16_t *first = v + j * H, *second = first + H;
     int32_t* pairs = to + j / 2 * Vp;
-    if (j + 1 < n)
+    if (j >= n)
+      memset(pairs, 0, 4 * V);
+    else if (j + 1 < n)
       for (int h = 0; h < V; h++) pairs[h] = first[h] | second[h] << 16;
     else
       for (int h = 0; h < V; h++) pairs[h] = first[h];
@@ -190,7 +192,7 @@ static void pair_values(const uint16_t* v, int n, int V, int H, int Vp, int32_t*
 template <bool ROUGH, bool AS_BF16>
 static void weigh(const Attention& op, const uint8_t* mask, bool is_masked, int n, float* s,
                   float* top, float* sum, float* out, int Hp) {
-  int end = padded(n, LANES);
+  int end = padded(n, ROWS);
   if (op.cap)
     for (int j = 0; j < end; j += LANES) store(s + j, op.cap * tanh_of(load<vf>(s + j) / op.cap));
   if (is_masked)
@@ -242,6 +244,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
   if (H < Hp) memset(k, 0, 8 * (size_t)KEYS * Hp);
   for (int key = task.key0; key < task.key1; key += KEYS) {
     int n = std::min(KEYS, task.key1 - key), first_t = task.t0;
+    int n_pair = has_matrices() ? padded(n, ROWS) / 2 : (n + 1) / 2;
     while (first_t < task.t1 && !memchr(mask_of(op, task.b, first_t) + key, 1, n)) first_t++;
     int from = (first_t - task.t0) * share, n_row = n_query - from;    // the others see none
     if (n_row == 0) continue;
@@ -257,7 +260,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
         for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
         pairs = (const int32_t*)k;
       }
-      pair_values((const uint16_t*)values, n, V, H, Vp, (int32_t*)v);
+      pair_values((const uint16_t*)values, n, 2 * n_pair, V, H, Vp, (int32_t*)v);
       transpose_keys(pairs, n, Hp / 2, (int32_t*)turned);
       for (int j = 0; j < n; j += ROWS)
         tiles(n_row, (const int32_t*)turned + j * Hp / 2, ROWS, Hp / 2,
@@ -282,7 +285,7 @@ static void attend(const Attention& op, const Task& task, const Softmax& softmax
     for (int h = 0; h < Vp; h += ROWS) {
       if (few) tiles(n_row, values + h, H, n, s, KEYS, out + h, Vp, true);
       else if (BY_PAIRS)
-        tiles(n_row, (const int32_t*)v + h, Vp, (n + 1) / 2, (const int32_t*)s, KEYS, out + h, Vp,
+        tiles(n_row, (const int32_t*)v + h, Vp, n_pair, (const int32_t*)s, KEYS, out + h, Vp,
               true);
       else tiles(n_row, v + h, Vp, n, s, KEYS, out + h, Vp, true);
     }

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "matrices.h"
 #include "rows.h"
 
 // A step of a product: weights by one number of x, or by two of bf16
@@ -41,6 +42,12 @@ static void tile_of(int m, const Weight* w, long ldw, int n, const Number* x, lo
 template <class Weight, class Number>
 static void tiles(int M, const Weight* w, long ldw, int n, const Number* x, long ldx, float* y,
                   long ldy, bool add) {
+  if constexpr (std::is_same<Weight, int32_t>::value)
+    if (has_matrices() && M > FEW_FOR_MATRICES && n % MATRIX == 0) {
+      for (int m = 0; m < M; m += MATRICES_ROWS)
+        by_matrices(std::min(M - m, MATRICES_ROWS), w, ldw, n, x + m * ldx, ldx, y + m * ldy, ldy, add);
+      return;
+    }
   int n_tile = (M + TILE - 1) / TILE;
   for (int i = 0, m = 0; i < n_tile; i++) {    // of nearly equal height
     int height = (M - m + n_tile - i - 1) / (n_tile - i);

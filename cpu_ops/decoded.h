@@ -16,6 +16,12 @@ static void to_floats(const Linear& op, int i, int K, int from, int n, float* to
         store(column + k * ROWS, low_bf16(pair));
         store(column + (k + 1) * ROWS, high_bf16(pair));
       }
+    if (op.format == INT8)                     // without its scale
+      for (int k = 0; k < n; k += 2) {
+        vi pair = (vi)load_int8(w + (from + k) * ROWS + 2 * v * LANES);
+        store(column + k * ROWS, to_float(pair << 16 >> 16));
+        store(column + (k + 1) * ROWS, to_float(pair >> 16));
+      }
     if (op.format == INT4) {
       const int32_t* scales = int4_scales(op, i, K);
       for (int k = 0; k < n; k += GROUP) {

@@ -6,12 +6,18 @@
 #include "decoded.h"
 #include "threads.h"
 
+// y [M, ROWS] of int8's whole numbers -> of what these stand for
+static void times_scale(int M, const Linear& op, int i, float* y) {
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < 2; v++) {
+      float* sum = y + m * ROWS + v * LANES;
+      store(sum, load<vf>(sum) * int8_scale(op, i, v));
+    }
+}
+
 template <int M>
 static void block_by(const Linear& op, int i, const Rows& rows, float* y, const Decoded* decoded) {
   const char* w = block(op, i, rows.K);
-  if (numbers(op) == PAIRS)
-    return tile<M>(decoded ? (const int32_t*)decoded->codes : (const int32_t*)w, ROWS, rows.K / 2,
-                   (const int32_t*)rows.q, rows.ldq() / 2, y, ROWS, false);
   if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
   if (op.format == BF16 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
   else if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
@@ -24,11 +30,7 @@ static void block_by(const Linear& op, int i, const Rows& rows, float* y, const 
     if (decoded && numbers(op) == INTEGERS) by_codes<M>(decoded->codes, nullptr, rows, y);
     else if (decoded) by_bytes<M>((const int32_t*)decoded->codes, nullptr, rows, y);
     else by_codes<M>((const int8_t*)w, nullptr, rows, y);
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++) {
-        float* sum = y + m * ROWS + v * LANES;
-        store(sum, load<vf>(sum) * int8_scale(op, i, v));
-      }
+    times_scale(M, op, i, y);
   }
 }
 
@@ -39,16 +41,29 @@ static void block_by_some(int m, const Linear& op, int i, const Rows& rows, floa
   if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y, decoded);
 }
 
-// y [M, ROWS], M up to TILE
+static int most_rows(const Linear& op) {       // that share what is loaded of the weights
+  if (is_by_matrices(op)) return MATRICES_ROWS;
+  return numbers(op) == BYTES ? BYTES_TILE : TILE;
+}
+
+// y [M, ROWS], M up to most_rows()
 static void block_by_tile(int M, const Linear& op, int i, const Rows& rows, float* y,
                           const Decoded* decoded) {
+  if (numbers(op) == PAIRS) {
+    const void* pairs = decoded ? (const void*)decoded->codes : block(op, i, rows.K);
+    tiles(M, (const int32_t*)pairs, ROWS, rows.K / 2, (const int32_t*)rows.q, rows.ldq() / 2, y,
+          ROWS, false);
+    if (op.format == INT8) times_scale(M, op, i, y);
+    return;
+  }
   int n_group = rows.K / GROUP;
   block_by_some<TILE>(M, op, i, rows, y, decoded);
-  if (decoded && op.format == INT4 && numbers(op) != PAIRS)
+  if (decoded && op.format == INT4)
     tile_of<TILE>(M, decoded->terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
 }
 
 static bool is_decoded(const Linear& op) {     // once for all tiles; as measured
+  if (is_by_matrices(op)) return op.format != BF16;
   if (op.format == INT4) return numbers(op) == BYTES || op.M > (LANES > 8 ? 2 : 1) * TILE;
   if (op.format == INT8) return numbers(op) == BYTES || (LANES == 8 && op.M > 128);
   return op.format == BF16 && numbers(op) == INTEGERS;
@@ -63,6 +78,8 @@ static void read_row(const Linear& op, int m, int K, float* to) {
 
 constexpr int MOST_ROWS = 192;                 // of x at a time, as floats: they stay in the L2
 
+constexpr int STEP_BYTES = 1 << 19;            // of weights, as bf16, that meet all rows: in the L2
+
 // A linear, or an expert of one: rows of x that are read, then tasks that each make blocks of outputs
 struct Product {
   Linear op;
@@ -75,6 +92,8 @@ struct Product {
     n_block = padded(outputs(op), ROWS) / ROWS;
     by_stored = is_by_stored(op);
     step = op.M > TILE || is_decoded(op) ? 1 : std::max(1, n_block / (8 * n_thread));
+    if (is_by_matrices(op))                    // rows of x meet several, which stay in the L2
+      step = std::max(1, std::min(STEP_BYTES / (2 * K * ROWS), n_block / (4 * n_thread)));
     n_task = by_stored ? (n_block + step - 1) / step
                        : n_block * ((op.M + MOST_ROWS - 1) / MOST_ROWS);
   }
@@ -94,25 +113,29 @@ struct Product {
   }
 
   void make_by_stored(int task, const Rows& rows) const {
-    int most = numbers(op) == BYTES ? BYTES_TILE : TILE, n_tile = (op.M + most - 1) / most;
-    size_t n_y = (size_t)step * TILE * ROWS, n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
-    float* y = memory_of(own, 2 * n_y + 2 * n_decoded);
-    Decoded decoded[2] = {{y + 2 * n_y, K}, {y + 2 * n_y + n_decoded, K}};
+    int most = most_rows(op), n_tile = (op.M + most - 1) / most;
+    size_t n_y = (size_t)step * most * ROWS, n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
+    float* y = memory_of(own, 2 * n_y + 2 * step * n_decoded);
     int begin = task * step, end = std::min(n_block, begin + step);
+    auto decoded = [&](int half, int i) {
+      return Decoded(y + 2 * n_y + (half * step + i - begin) * n_decoded, K);
+    };
     if (n_decoded)
       for (int half = 0; half <= op.gated; half++)
-        decoded[half].decode(op, begin + half * n_block, K);
+        for (int i = begin; i < end; i++) decoded(half, i).decode(op, i + half * n_block, K);
     for (int j = 0, m = 0; j < n_tile; j++) {  // of nearly equal height
       int height = (op.M - m + n_tile - j - 1) / (n_tile - j);
       auto to = [&](int half, int i) { return y + half * n_y + (i - begin) * height * ROWS; };
       if (n_tile > 1)
         for (int r = 0; r < height; r++) prefetch_out(op, m + r, begin * ROWS);
       for (int half = 0; half <= op.gated; half++)
-        for (int i = begin; i < end; i++)
+        for (int i = begin; i < end; i++) {
+          Decoded as_decoded = decoded(half, i);
           block_by_tile(height, op, i + half * n_block, rows.from(m), to(half, i),
-                        n_decoded ? decoded + half : nullptr);
-      for (int i = begin; i < end; i++)
-        for (int r = 0; r < height; r++)
+                        n_decoded ? &as_decoded : nullptr);
+        }
+      for (int r = 0; r < height; r++)
+        for (int i = begin; i < end; i++)
           finish(op, m + r, i * ROWS, std::min(ROWS, outputs(op) - i * ROWS),
                  to(0, i) + r * ROWS, op.gated ? to(1, i) + r * ROWS : nullptr);
       m += height;
@@ -176,7 +199,7 @@ static void linear(const Linear& op, Phase* phase, int n_thread) {
   };
   size_t at = 0;                               // the product of a task: a thread's tasks ascend
   if (is_shared)
-    do_tasks(phase[0], n_row, 1, [&](int row) {
+    do_tasks(phase[0], n_row, std::max(1, n_row / (16 * n_thread)), [&](int row) {
       while (row >= products[at].first + products[at].op.M) at++;
       products[at].read(row - products[at].first, rows_of(products[at]));
     });

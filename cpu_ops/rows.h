@@ -8,11 +8,18 @@
 
 #pragma once
 
+#include "matrices.h"
 #include "outputs.h"
 
 enum Numbers { FLOATS, PAIRS, INTEGERS, BYTES };     // what x meets them as; pairs of bf16
 
+static bool is_by_matrices(const Linear& op) { // as measured
+  int few = op.format == BF16 ? FEW_FOR_MATRICES : 48;     // the others are decoded first
+  return has_matrices() && op.M > few && op.format != FP32 && op.x_bits <= 16;
+}
+
 static Numbers numbers(const Linear& op) {     // as measured
+  if (is_by_matrices(op)) return PAIRS;
   bool by_pairs = op.format == BF16 || (op.format == INT4 && op.M > 32);
   bool by_bytes = op.format == INT4 ? HAS_NIBBLES && op.M > (LANES > 8 ? TILE : 4)
                                     : HAS_BYTES && op.format == INT8 && op.M > 16;

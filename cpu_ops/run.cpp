@@ -25,6 +25,7 @@ enum Kind { LINEAR, ATTENTION, ADD_NORM, EMBED, ANGLES, MASK, DELTA, LATENT, ROU
 extern "C" int rows_in_a_block() { return ROWS; }
 extern "C" int has_bytes(int format) { return format == INT4 ? HAS_NIBBLES : HAS_BYTES; }
 extern "C" int has_bf16() { return HAS_BF16; }
+extern "C" int has_amx() { return has_matrices(); }
 extern "C" const Field* fields() { return FIELDS; }
 
 template <class Word> static void blocks_of(const Word* from, long n_block, long n, Word* to) {
@@ -87,12 +88,15 @@ static void do_all(const int32_t* const* list, int n_listed, int n_thread) {
     }
     memory_of(shared, n_float);
 #pragma omp parallel num_threads(n_thread) if (n_thread > 1)
-    for (int i = 0; i < n; i++) {
-      try {                                    // without this thread the others do its tasks
-        do_op(list[begin + i], phases[i], n_thread);
-      } catch (const std::exception&) {
-        has_failed = true;
+    {
+      for (int i = 0; i < n; i++) {
+        try {                                  // without this thread the others do its tasks
+          do_op(list[begin + i], phases[i], n_thread);
+        } catch (const std::exception&) {
+          has_failed = true;
+        }
       }
+      leave_matrices();
     }
   }
 }

@@ -18,6 +18,7 @@ from checkpoint import (
     count,
     experts,
     filled,
+    flag,
     is_by_kind,
     layer_kinds,
     layers,
@@ -125,6 +126,8 @@ def _text_part(c: dict) -> dict:
 
 def _check(c: dict, family: Family) -> None:
     """ValueError names what asks for something that the model does not have."""
+    if not flag(c, "is_causal", True):
+        raise ValueError("'is_causal' is false: a model that sees what follows writes no text")
     for key in NOT_READ:
         if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")

@@ -391,6 +391,11 @@ def has_bf16() -> bool:
     return bool(library().has_bf16())
 
 
+def has_amx() -> bool:
+    """Does the CPU have AMX? Then many rows meet bf16, int8 and int4 weights as bf16."""
+    return bool(library().has_amx())
+
+
 def x_bits(dtype: torch.dtype) -> int:
     """That numbers of x must have in a product."""
     return 32 if dtype == torch.float32 else _narrowest[0]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """True where the mass strictly above a token is < top_p. probs [B, V], top_p [B, 1] -> [B, V].
+    """True where the mass strictly above a token is < top_p, and where top_p is 1. probs [B, V],
+    top_p [B, 1] -> [B, V].
 
     Bisection finds the smallest threshold with less than top_p above it. Positive floats order like
     their bit patterns, so that 31 halvings of the patterns are exact.
@@ -21,4 +22,4 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
         enough = (probs * (bits > middle)).sum(-1, keepdim=True) < top_p
         low = torch.where(enough, low, middle + 1)
         high = torch.where(enough, middle, high)
-    return bits >= high
+    return (bits >= high) | (top_p >= 1)

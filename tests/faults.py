@@ -12,12 +12,13 @@ import os
 import pwd
 import random
 import resource
-import runpy
 import signal
 import sys
 import threading
 import time
+import types
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import torch
@@ -106,9 +107,11 @@ def _begin(log, pipe, env, cwd, call, args):
 
 
 def command(file, *argv):
-    """In a child: as `python FILE ARGV` does."""
+    """In a child: as `python FILE ARGV` does, but for the file's own compiling, which needs memory before our first line."""
     sys.argv = [str(ROOT / file), *map(str, argv)]
-    runpy.run_path(str(ROOT / file), run_name="__main__")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = sys.argv[0]
+    exec(SourceFileLoader("__main__", sys.argv[0]).get_code("__main__"), vars(main))
 
 
 def keep(checkpoint):

@@ -141,6 +141,61 @@ def test_the_commands(folder, directories):
         assert status == 2 and words in stderr.splitlines()[-1] and "Traceback" not in stderr
 
 
+def words(ids):
+    return " ".join(f"t{i}" for i in ids)
+
+
+def test_prompts_of_any_length(folder, directories, tmp_path):
+    """Beside the longest prompt that fits a short one has as many new tokens as alone, and each text has its number."""
+    path = directories("llama3")
+    context = json.loads((path / "config.json").read_text())["max_position_embeddings"]
+    long, short = words([7] * (context - 5)), words([9, 100, 3])
+    common = ("--checkpoint_path", path, "--max_new_tokens", "20", "--temperature", "0", "--dtype", "float32", "--ignore_eos")
+    status, both, stderr = command(folder, "generate.py", *common, "--prompt", long, "--prompt", short, "--prompt", short, "--batch_size", "2")
+    assert status == 0, stderr
+    alone = [command(folder, "generate.py", *common, "--prompt", prompt)[1] for prompt in (long, short)]
+    assert [len(text.split()) for text in alone] == [context, 23]
+    assert both == "".join(f"--- {i} ---\n{text}" for i, text in enumerate((*alone, alone[1])))
+
+
+def test_a_draft_for_a_text_shorter_than_it(folder, directories):
+    path = directories("llama3")
+    for n_new, prompt in ((1, "t1"), (3, "t1 t2"), (4, "t1")):
+        common = ("--checkpoint_path", path, "--prompt", prompt, "--max_new_tokens", n_new, "--temperature", "0", "--dtype", "float32")
+        status, text, stderr = command(folder, "generate.py", *common, "--draft_checkpoint_path", path)
+        assert status == 0 and text == command(folder, "generate.py", *common)[1], stderr
+
+
+def test_what_goes_wrong_is_a_line(folder, directories, tmp_path):
+    """Out of memory; a terminal that knows ASCII only; a reader that leaves; a trace that cannot be written."""
+    path = directories("llama3")
+    common = ("generate.py", "--checkpoint_path", path, "--prompt", "t1 café", "--max_new_tokens", "3")
+    status, _, stderr = command(folder, *common, "--batch_size", 10**9)
+    assert status == 2 and len(stderr.splitlines()[-1]) > 20 and "Traceback" not in stderr, stderr
+    (tmp_path / "trace.json").mkdir()
+    status, _, stderr = command(folder, *common, "--profile", tmp_path / "trace")
+    assert status == 2 and "a file in a directory that exists" in stderr
+    line = f"cd {folder} && {sys.executable} {' '.join(map(repr, map(str, common)))} "
+    for how, status in (("| cat > /dev/null", 0), ("| true", 141), (">&-", 0)):
+        done = subprocess.run(["bash", "-c", f"{line} {how}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True,
+                              env=dict(environment(folder), PYTHONIOENCODING="ascii"))
+        assert done.returncode == status and "Traceback" not in done.stderr, (how, done.returncode, done.stderr)
+
+
+def test_a_rank_says_why_it_failed(folder, directories):
+    """Its stderr is nowhere; what rank 0 sees is only that the connection is lost."""
+    broken = folder / "broken"
+    broken.mkdir()
+    for name in CORE:
+        shutil.copy(folder / name, broken)
+    text = (broken / "generate.py").read_text()
+    (broken / "generate.py").write_text(text.replace("    draft = load_draft(", "    if tp.rank():\n        raise ValueError('its own fault')\n    draft = load_draft(", 1))
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    status, _, stderr = command(broken, "generate.py", "--checkpoint_path", directories("llama3"), "--prompt", "t1", launcher=launcher)
+    assert status != 0 and "rank 1: generate.py: error: its own fault\n" in stderr, stderr
+    assert "another rank ended" in stderr and "broken/generate.py" not in stderr, stderr
+
+
 def test_two_ranks(folder, directories):
     path = directories("llama3")
     prompt = ("--prompt", " ".join(f"t{i}" for i in PROMPTS[0]), "--max_new_tokens", "12", "--temperature", "0", "--dtype", "float32")

@@ -147,6 +147,7 @@ def test_outputs_are_asked_for_ahead():
 OTHER_CPUS = {                                                          # by instructions that every CPU has
     "AVX-512": "WIDE",
     "AVX-512 with VNNI and bf16": "WIDE WITH_BYTES WITH_BF16",
+    "AMX": "WIDE WITH_BYTES WITH_BF16 WITH_MATRICES",
     "AVX-VNNI": "WITH_BYTES",
 }
 
@@ -172,12 +173,29 @@ def any_cpu(other_library, monkeypatch):
 
 def test_other_cpus(any_cpu):
     for kind in FORMATS:
-        for n_row in (1, 2, 5, 13, 40):
+        for n_row in (1, 2, 5, 9, 13, 17, 33, 40, 49, 70):
             assert error_of(kind, 96, 128, n_row) < TOLERANCE[kind], (kind, n_row)
             assert error_of(kind, 96, 640, n_row, torch.bfloat16) < 5e-3, (kind, n_row)    # by bf16, integers or bytes
     for case in range(12):
         dtype = torch.float32 if case < 6 else torch.bfloat16
         check_attention(case, n_row=1 + case % 2, T=(1, 5, 40)[case % 3], window=None, cap=None, sinks=False, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_experts(any_cpu, kind):
+    """Few and many rows each, of one product, gated: where they lie in memory is their number's matter."""
+    random, ends = torch.Generator().manual_seed(0), torch.tensor([50, 50, 67, 70, 150], dtype=torch.int32)
+    stored, exact = leaves(torch.randn(5 * 2 * 96, 640, generator=random) / 25, kind)
+    x, order = torch.randn(90, 640, generator=random).bfloat16(), torch.randint(90, (150,), dtype=torch.int32, generator=random)
+    out = torch.empty(150, 96, dtype=torch.bfloat16)
+    op = cpu_ops.linear(*cpu_ops.pack_weight(*stored), (192, 640), M=150, x=x, out=out, order=order, ends=ends, n_expert=5,
+                        gated=True, activation=cpu_ops.ACTIVATIONS["silu"], x_bits=16)
+    cpu_ops.run([ctypes.addressof(op)])
+    exact = exact.view(5, 2, 96, 640)
+    for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends)):
+        gate, up = torch.einsum("hoi,mi->hmo", exact[e], x[order[begin:end]].double())
+        expected = torch.nn.functional.silu(gate) * up
+        assert (out[begin:end] - expected).norm() <= 6e-3 * expected.norm(), e
 
 
 def in_8_bits(x):
@@ -199,7 +217,7 @@ def test_many_rows_as_bytes(any_cpu, monkeypatch, kind):
     torch.manual_seed(0)                                                     # a tie may be rounded either way
     stored, exact = leaves(torch.randn(96, 640), kind)
     packed = cpu_ops.pack_weight(*stored)
-    for n_row in (17, 24, 25, 70):
+    for n_row in (17, 24, 25, 48):                                         # more meet them as bf16 where there is AMX
         x = torch.randn(n_row, 640) * torch.rand(640).exp()
         y = cpu_ops.product(x, *packed, (96, 640))
         expected, finer = in_8_bits(x).double() @ exact.T, x.double() @ exact.T

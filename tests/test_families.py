@@ -164,7 +164,7 @@ def test_low_precision_is_near(families, name, dtype):
 def test_context():
     """RoPE scaling may promise more than max_position_embeddings says (Qwen2.5's model card), or not."""
     base = dict(model_type="qwen2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                vocab_size=99, max_position_embeddings=32768)
+                vocab_size=99, max_position_embeddings=32768, num_key_value_heads=2)
     for scaling, context in ((None, 32768), (dict(type="linear", factor=4.0), 32768),
                              (dict(type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
                              (dict(type="yarn", factor=4.0, original_max_position_embeddings=8192), 32768),
