@@ -10,7 +10,7 @@ from commands import PYTHON
 SCRIPT = """
 import atexit, os, sys, threading, time
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+threading.Thread(target=lambda: (time.sleep(0.5), print("a thread"))).start()
 print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), os.environ.get("NAME"), sys.stdin and sys.stdin.read())
 print("to stderr", file=sys.stderr)
 exec(sys.argv[1])
