@@ -18,7 +18,6 @@ import threading
 import time
 import types
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import torch
@@ -111,7 +110,14 @@ def command(file, *argv):
     sys.argv = [str(ROOT / file), *map(str, argv)]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = sys.argv[0]
-    exec(SourceFileLoader("__main__", sys.argv[0]).get_code("__main__"), vars(main))
+    exec(COMPILED.get(file) or compiled(file), vars(main))
+
+
+def compiled(file):
+    return compile((ROOT / file).read_text(), str(ROOT / file), "exec")
+
+
+COMPILED = {"generate.py": compiled("generate.py")}        # by the server, once: memory is limited in the child
 
 
 def keep(checkpoint):
