@@ -219,7 +219,7 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
 
     prompts: ids, a prompt for each of the first rows of the batch, of any lengths; n_cached: prompt
     tokens that are in the cache already. A row ends where the cache is full: what it gives from
-    then on means nothing. ValueError where that is so for all, or a prompt alone fills it.
+    then on means nothing. ValueError where all rows would end, or a prompt alone fills it.
     """
     shortest, longest, limit = min(map(len, prompts)), max(map(len, prompts)), batch.max_length
     if max(shortest + max_new_tokens, longest + 1) > limit:

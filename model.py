@@ -152,8 +152,8 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
     """True where a query at `pos` may look: prefill, chunks, decode and drafts alike.
 
     pos [T] or [B, T], key [S] or [B, S], the positions of queries and keys -> [T, S] or
-    [B, 1, T, S], to broadcast over heads. A cache entry beyond the query's position may hold
-    anything: it is masked until it is overwritten.
+    [B, 1, T, S], to broadcast over heads. A cache entry beyond the query's position may hold any
+    finite numbers: it is masked until it is overwritten.
     """
     key, query = key[..., None, :], pos[..., None]
     mask = key <= query

@@ -207,7 +207,7 @@ def broadcast(x: Tensor) -> Tensor:
     """Rank 0's tensor on every rank, so that all go the same way."""
     if world() == 1:
         return x
-    if torch.compiler.is_compiling():              # it traces sums
+    if torch.compiler.is_compiling():              # it traces all_reduce, and no broadcast
         mine = x.clone() if rank() == 0 else torch.zeros_like(x)
         dist.all_reduce(mine)
         return mine
