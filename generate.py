@@ -671,14 +671,14 @@ def main(argv: list[str] | None = None) -> int:
         log("interrupted")
         return 130
     except Exception as e:
+        sys.stderr = sys.__stderr__                # of ranks above 0 it was nowhere
         what = first_line(e, 1000)
         foreseen = isinstance(e, OSError | ValueError | ImportError | Unforeseen)
         if not foreseen and not is_out_of_memory(e):
-            if tp.world() == 1:
+            if tp.world() == 1 or not isinstance(e, RuntimeError):
                 raise
             what = f"another rank ended, or it does not answer: {what}"
-        who = f"rank {tp.rank()}: " if tp.rank() else ""   # whose stderr is nowhere
-        sys.__stderr__.write(f"{who}generate.py: error: {what}\n")
+        log(f"rank {tp.rank()}: {what}" if tp.rank() else f"generate.py: error: {what}")
         return 2
     finally:
         tp.end()
