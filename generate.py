@@ -221,9 +221,10 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
     tokens that are in the cache already. A row ends where the cache is full: what it gives from
     then on means nothing. ValueError where all rows would end, or a prompt alone fills it.
     """
-    shortest, longest, limit = min(map(len, prompts)), max(map(len, prompts)), batch.max_length
-    if max(shortest + max_new_tokens, longest + 1) > limit:
-        raise ValueError(f"{shortest} + {max_new_tokens} tokens exceed {limit} positions")
+    lengths, limit = [len(prompt) for prompt in prompts], batch.max_length
+    for n, n_new in ((min(lengths), max_new_tokens), (max(lengths), 1)):
+        if n + n_new > limit:
+            raise ValueError(f"{n} + {n_new} tokens exceed {limit} positions")
     yield batch.prefill(range(len(prompts)), prompts, n_cached)
     for _ in range(max_new_tokens - 1):
         for row, length in enumerate(batch.length):

@@ -287,7 +287,7 @@ class TokenizersBackend:
     def _around(self) -> tuple[list[int], list[int]]:
         """What its post-processor puts before and behind a text: one that its vocabulary has."""
         added = self.fast.get_added_tokens_decoder()
-        of_its_own = next((i for i in range(self.n_vocab) if i not in added), 0)
+        of_its_own = next((i for i in reversed(range(self.n_vocab)) if i not in added), 0)
         plain, whole = [], []
         for text in ("a", self.piece(of_its_own) or ""):
             with suppress(ValueError), library("a tokenizer.json that encodes"):
@@ -553,7 +553,7 @@ def _special_tokens(c: dict) -> dict[str, dict]:
             raise ValueError(f"'{key}' is {brief(more)}, expected a list of tokens")
         tokens += more.values() if isinstance(more, dict) else more
     return {_content(token): token if isinstance(token, dict) else {} for token in tokens
-            if isinstance(_content(token), str) and _content(token)}
+            if _is_text(_content(token)) and _content(token)}
 
 
 def _checked_id(i, text) -> int:

@@ -213,8 +213,20 @@ def test_smollm2_prompts_of_1_to_100_tokens_with_different_ends(smollm2, two_thr
 def test_too_long_for_the_model_is_refused(ours):
     model = ours("llama2")
     model.setup_cache(2, 128)
-    with pytest.raises(ValueError, match="^120 \\+ 60 tokens exceed 128 positions$"):
-        next(generate.generate(make_batch(model, [GREEDY] * 2), [[1] * 120, [1]], 60))
+    for lengths, n_new, words in (((120, 100), 60, "100 \\+ 60"), ((128, 1), 60, "128 \\+ 1"), ((1, 1), 128, "1 \\+ 128")):
+        with pytest.raises(ValueError, match=f"^{words} tokens exceed 128 positions$"):
+            next(generate.generate(make_batch(model, [GREEDY] * 2), [[1] * n for n in lengths], n_new))
+
+
+def test_a_row_whose_cache_is_full_ends(ours):
+    """Its neighbour goes on as alone, and it had what it has alone."""
+    model, prompts = ours("llama2"), [[1 + i % 90 for i in range(120)], [5, 6]]
+    model.setup_cache(2, 128)
+    long, short = torch.cat(list(generate.generate(make_batch(model, [GREEDY] * 2), prompts, 60)), dim=1).tolist()
+    for prompt, row, n in zip(prompts, (long, short), (8, 60)):
+        model.setup_cache(1, 128)
+        alone = torch.cat(list(generate.generate(make_batch(model, [GREEDY]), [prompt], n)), dim=1)[0].tolist()
+        assert row[:n] == alone
 
 
 # ---- Reading requests ----------------------------------------------------------------------------
