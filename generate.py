@@ -91,8 +91,8 @@ def compiled(step: Callable, mode: str | None = "reduce-overhead", **options) ->
         if not kinds:
             kinds.update(type(m) for arg in args if isinstance(arg, nn.Module)
                          for m in arg.modules())
-        methods = methods_of(kinds)
-        if known and methods != known:             # PyTorch's compiler looks at a class once
+        methods = [*methods_of(kinds), *hooks_of_all()]
+        if known and methods != known:             # PyTorch's compiler looks at these once
             torch.compiler.reset()
         known = methods
         given = graph(*args)                       # the next replay of a CUDA graph overwrites it
@@ -107,6 +107,12 @@ def methods_of(kinds: set[type]) -> list:
     classes = {base for kind in kinds for base in kind.__mro__
                if not base.__module__.startswith("torch.")}
     return [f for base in classes for f in vars(base).values()]
+
+
+def hooks_of_all() -> list:
+    """Those that are called of every module."""
+    hooks = [value for name, value in vars(nn.modules.module).items() if name.endswith("_hooks")]
+    return [hook for of_all in hooks if isinstance(of_all, dict) for hook in of_all.values()]
 
 
 # ---- The loop -----------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -216,33 +218,72 @@ def broadcast(x: Tensor) -> Tensor:
     return theirs
 
 
-def sum_over_ranks(module, args, y: Tensor) -> Tensor:
-    """A forward hook; a kernel that takes the module's place calls it itself."""
-    return all_reduce(y)
-
-
-def join_logits(module, args, y: Tensor) -> Tensor:
-    """A forward hook of a head whose vocabulary the ranks share."""
+def join(y: Tensor) -> Tensor:
+    """Every rank's last axis, one after another: of a head whose vocabulary they share."""
     return torch.cat(all_gather(y).unbind(), dim=-1)
 
 
-def is_summed(module: nn.Module) -> bool:
-    """Do the ranks sum what it gives?"""
-    return sum_over_ranks in module._forward_hooks.values()
+# What stands in place of the forward of a module that the ranks share, so that its hooks, its
+# class's forward and its parts are whoever's: they see what all ranks give.
+
+def summed(module, *args) -> Tensor:
+    return all_reduce(type(module).forward(module, *args))
 
 
-class SplitEmbedding(nn.Module):
-    """Each rank looks its own tokens up, and has zeros for the others."""
+def joined(module, *args) -> Tensor:
+    return join(type(module).forward(module, *args))
 
-    def __init__(self, embed: nn.Module, n: int, me: int):
+
+OF_ALL = {summed: all_reduce, joined: join}
+
+
+def share(module: nn.Module, forward: Callable) -> None:
+    """forward: summed or joined."""
+    module.forward = MethodType(forward, module)
+
+
+def shared_by(module: nn.Module) -> Callable | None:
+    """summed or joined; None: each rank's own result counts."""
+    forward = getattr(vars(module).get("forward"), "__func__", None)
+    return forward if forward in OF_ALL else None
+
+
+def of_all(module: nn.Module, y: Tensor) -> Tensor:
+    """For a kernel in the module's place: what all ranks give, where this one gives y."""
+    forward = shared_by(module)
+    return y if forward is None else OF_ALL[forward](y)
+
+
+def check_shared(layers: nn.ModuleList) -> None:
+    """ValueError where an exchanged part of a layer would give this rank's result alone."""
+    for i, layer in enumerate(layers):
+        for name in ("attn", "ffn"):
+            part = getattr(layer, name)
+            if not (shared_by(part) or any(map(shared_by, part.modules()))):
+                raise ValueError(f"layers.{i}.{name} or its forward was exchanged: nothing sums "
+                                 "what the ranks give; use tp.share(module, tp.summed)")
+
+
+class RankEmbedding(nn.Module):
+    """Each rank looks its own tokens up, and has zeros for the others. Each call begins here, where
+    the layers are looked at.
+
+    n: tokens of a rank; None: each has all of them.
+    """
+
+    def __init__(self, embed: nn.Module, layers: nn.ModuleList, n: int | None, me: int):
         super().__init__()
-        self.embed, self.n, self.first = embed, n, me * n
+        self.embed, self.layers, self.n, self.first = embed, [layers], n, me * (n or 0)
 
     @property
     def weight(self):
         return self.embed.weight
 
     def forward(self, ids):
+        if not torch.compiler.is_compiling():
+            check_shared(*self.layers)
+        if self.n is None:
+            return self.embed(ids)
         ids = ids - self.first
         mine = (ids >= 0) & (ids < self.n)
         x = self.embed(ids.clamp(0, self.n - 1))
@@ -258,12 +299,13 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
         return all_reduce(h.square().mean(-1, keepdim=True)) / world()
 
     for layer in model.layers:
-        layer.attn.register_forward_hook(sum_over_ranks)
-        getattr(layer.ffn, "summed", layer.ffn).register_forward_hook(sum_over_ranks)
+        share(layer.attn, summed)
+        share(getattr(layer.ffn, "summed", layer.ffn), summed)
         for name in model.cfg.attention.norms_over_heads if model.cfg.attention else ():
             getattr(layer.attn, name).mean_square = mean_over_ranks
-    if model.cfg.vocab_size < vocab_size:
-        model.embed = SplitEmbedding(model.embed, model.cfg.vocab_size, rank())
-        model.head.register_forward_hook(join_logits)
+    n = model.cfg.vocab_size
+    if n < vocab_size:
+        share(model.head, joined)
+    model.embed = RankEmbedding(model.embed, model.layers, n if n < vocab_size else None, rank())
     model.cfg = replace(model.cfg, vocab_size=vocab_size)
     return model

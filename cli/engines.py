@@ -67,7 +67,7 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
     if engine == "torch_compile":
         return core.compile_steps(model, compile_prefill)
     if engine == "cuda_graph":
-        return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token))
+        return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token, False))
     return Steps()
 
 

@@ -44,7 +44,7 @@ def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
 
 def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     """The linear's first n outputs, over its own memory; None where its layout has no such part."""
-    if linear.bias is not None or linear._forward_hooks:
+    if linear.bias is not None or linear._forward_hooks or tp.shared_by(linear):
         return None
     if type(linear) is nn.Linear:
         new = nn.Linear(linear.weight.shape[1], n, bias=False, device="meta")

@@ -8,6 +8,7 @@ the functions that they find in their modules' globals, hooks, and what an insta
 its class's. Knows no kernel.
 
     if what := unknown(model): ...                 # "a hook on layers.3": run it as it is read
+    found = unknown_parts(model)                   # or only the parts that it concerns
     watch = Watch(model)
     if not watch.is_same(): ...                    # microseconds: before each call
 """
@@ -17,6 +18,7 @@ import json
 import operator
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from kernels import private
 from kernels.digest import digest
-from tp import join_logits, sum_over_ranks
+from tp import shared_by
 
 FILE = Path(__file__).parent / "known_sources.json"
 CORE = {"model", "layers", "quantize", "sampling"}         # what is compared by its source
@@ -35,8 +37,7 @@ ROOMS = {"bench", "checkpoint", "cli", "formats", "generate", "gptq", "kernels",
                                                    # for the core knowingly
 PLAIN = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALLED = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
-OUR_HOOKS = {sum_over_ranks, join_logits}
-LAYERS_HOOKS = {"layers.shared_kv.keep_own_keys"}
+OUR_HOOKS = {"layers.shared_kv.keep_own_keys"}
 NUMBERS = (bool, int, float, str, torch.dtype)
 
 
@@ -80,6 +81,12 @@ def describe(value) -> str:
     return type(value).__name__
 
 
+def is_of_torch(value) -> bool:
+    """Is it anything but somebody else's function or class, where torch has its own?"""
+    is_code = isinstance(private.function_of(value), FunctionType | type)
+    return not is_code or package(home(value)) in ("torch", "builtins", "typing", "types")
+
+
 def functions_of(kind: type) -> dict[str, FunctionType]:
     """The functions that a class has itself, by name."""
     found = {}
@@ -92,6 +99,18 @@ def functions_of(kind: type) -> dict[str, FunctionType]:
     return found
 
 
+def methods_of(kind: type) -> dict[str, FunctionType]:
+    """The same but for __init__, which no call runs, and without torch's decorators."""
+    return {name: in_torch(f) for name, f in functions_of(kind).items() if name != "__init__"}
+
+
+def in_torch(function):
+    """What a decorator of torch's is around."""
+    while package(home(function)) == "torch" and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
 def names_in(code: CodeType) -> Iterator[str]:
     """Names that code, and functions within it, may look up in its module."""
     yield from code.co_names
@@ -101,12 +120,18 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def used_by(function) -> Iterator[tuple[dict, str, object]]:
-    """-> (the module's globals, a name, what it stands for), of a function and of what it wraps."""
+    """-> (the module's globals, a name, what it stands for), of a function and of what it wraps;
+    of torch's modules that it names, what it may take of them too."""
     while isinstance(function := private.function_of(function), FunctionType):
         if package(home(function)) in CORE:
-            for name in dict.fromkeys(names_in(function.__code__)):
-                if name in function.__globals__:
-                    yield function.__globals__, name, function.__globals__[name]
+            names = list(dict.fromkeys(names_in(function.__code__)))
+            found = {name: function.__globals__[name] for name in names
+                     if name in function.__globals__}
+            yield from ((function.__globals__, name, value) for name, value in found.items())
+            for module in found.values():
+                if isinstance(module, ModuleType) and package(module.__name__) == "torch":
+                    yield from ((vars(module), name, vars(module)[name]) for name in names
+                                if name in vars(module))
         for cell in function.__closure__ or ():
             if isinstance(cell.cell_contents, FunctionType):
                 yield from used_by(cell.cell_contents)
@@ -160,8 +185,9 @@ class Reached:
         return found
 
     def _note(self, module: str, scope: dict, name: str, value) -> None:
-        self.names[f"{module}.{name}"] = describe(value)
         self.places.append((scope, name, value))
+        if package(module) != "torch" or not is_of_torch(value):
+            self.names[f"{module}.{name}"] = describe(value)
 
 
 def source_of(obj) -> str:
@@ -206,21 +232,115 @@ def unknown_functions(functions: Iterable) -> str | None:
 
 # ---- What a model has ---------------------------------------------------------------------------
 
+HALVES = ("attn", "ffn", "end")                    # of a layer: in the names of its parts
+BEFORE, BEHIND = ("embed", "per_layer"), ("norm", "head", "cap")       # a model's layers
+EXCHANGED = {"forward": "step", "embed_tokens": "before", "unembed": "behind"}     # its methods
+
+
+@dataclass
+class Unknown:
+    """What of a model the kernels do not stand for, in words; None: they do.
+
+    model: what all layers share; step: the model's own forward, which calls them; before, behind:
+    the embedding and the output layer; halves: (layer, one of HALVES) -> what, all of them where it
+    is the layer itself.
+    """
+
+    model: str | None = None
+    step: str | None = None
+    before: str | None = None
+    behind: str | None = None
+    halves: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def all(self) -> list[str]:
+        """Each once, what concerns most first."""
+        found = [self.model, self.step, self.before, *self.halves.values(), self.behind]
+        return list(dict.fromkeys(filter(None, found)))
+
+
 def unknown(model: nn.Module) -> str | None:
     """What of a model the kernels do not stand for, in words: an edit, a hook, a part; or None."""
     if private.global_hooks():
         return "a hook on all modules"
+    return unknown_among(list(model.named_modules()), {})
+
+
+def unknown_parts(model: nn.Module) -> Unknown:
+    """The same by the parts of a model with `layers`, for kernels that can take some of them.
+
+    A hook on the model itself is called around them.
+    """
+    if private.global_hooks():
+        return Unknown(model="a hook on all modules")
+    of_core = [kind for kind in type(model).__mro__ if is_of_core(kind)]
+    if not of_core:
+        return Unknown(model=unknown_class(model, "the model"))
+    methods = {name: getattr(type(model), name)    # whoever has overridden it
+               for kind in of_core for name in methods_of(kind)}
+    others = [method for name, method in methods.items() if name not in EXCHANGED]
+    found = Unknown(model=unknown_override(model, "the model") or unknown_methods(others))
+    for name, part in EXCHANGED.items():
+        setattr(found, part, unknown_methods([methods[name]]))
+    seen = {}                                      # classes that were looked at, of all parts
+    for name, part in model.named_children():
+        named = list(part.named_modules(prefix=name))
+        if name in BEFORE or name in model.after_embed:
+            found.before = found.before or unknown_among(named, seen)
+        elif name in BEHIND:
+            found.behind = found.behind or unknown_among(named, seen)
+        elif name != "layers":
+            found.model = found.model or unknown_among(named, seen)
+    for i, layer in enumerate(model.layers):
+        found.halves |= unknown_halves(i, layer, seen)
+    return found
+
+
+def unknown_methods(functions: list) -> str | None:
+    """Of a model: the rooms' own stand for themselves."""
+    functions = [f for f in map(in_torch, functions) if package(home(f)) not in ROOMS]
+    return unknown_functions(functions)
+
+
+def unknown_halves(i: int, layer: nn.Module, seen: dict) -> dict[tuple[int, str], str]:
+    groups = {half: [] for half in HALVES}
+    shared = [(f"layers.{i}", layer)]
+    for name, part in layer.named_children():
+        group = next((groups[half] for half in HALVES if half in name), shared)
+        group += part.named_modules(prefix=f"layers.{i}.{name}")
+    if what := unknown_among(shared, seen):
+        return {(i, half): what for half in HALVES}
+    found = {(i, half): unknown_among(group, seen) for half, group in groups.items()}
+    return {half: what for half, what in found.items() if what}
+
+
+def unknown_among(named: list[tuple[str, nn.Module]], seen: dict) -> str | None:
+    """Of these modules. seen: which classes and functions were looked at -> what was found."""
     roots = []
-    for name, module in model.named_modules():
+    for name, module in named:
         where = name or "the model"
         if what := (unknown_class(module, where) or unknown_hook(module, where)
                     or unknown_override(module, where)):
             return what
-        roots.append(type(module))
-        roots += [f for f in vars(module).values() if isinstance(f, FunctionType)]
-    roots = [base for root in dict.fromkeys(roots)
-             for base in getattr(root, "__mro__", (root,)) if is_of_core(base)]
-    return unknown_of(Reached(roots))
+        roots += [type(module), *(f for f in vars(module).values() if isinstance(f, FunctionType))]
+    roots = frozenset(roots)
+    if roots not in seen:
+        bases = [base for root in roots for base in getattr(root, "__mro__", (root,))]
+        seen[roots] = unknown_of(Reached(filter(is_of_core, bases)))
+    return seen[roots]
+
+
+def stood_for(modules: Iterable[nn.Module]) -> list[tuple[type, str]]:
+    """Classes and methods whose code packed modules stand for."""
+    return list(dict.fromkeys(pair for m in modules for pair in getattr(m, "stands_for", ())))
+
+
+def unknown_packed(model: nn.Module) -> str | None:
+    """Which of them is another one by now."""
+    for kind, method in stood_for(model.modules()):
+        is_core = package(kind.__module__) in CORE
+        if unknown_functions([getattr(kind, method)]) if is_core else foreign_methods(kind):
+            return f"{kind.__qualname__}.{method} was exchanged"
+    return None
 
 
 def unknown_class(module: nn.Module, where: str) -> str | None:
@@ -251,11 +371,14 @@ def _foreign_methods(kind: type, functions: tuple) -> list[str]:
 
 def unknown_hook(module: nn.Module, where: str) -> str | None:
     for hook in private.hooks_of(module):
-        is_known = (isinstance(hook, FunctionType)
-                    and (hook in OUR_HOOKS or name_of(hook) in LAYERS_HOOKS))
-        if not is_known:
+        if not (isinstance(hook, FunctionType) and name_of(hook) in OUR_HOOKS):
             return f"a hook on {where}"
     return None
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Has a user attached anything to it?"""
+    return bool(private.global_hooks()) or any(unknown_hook(m, "") for m in model.modules())
 
 
 def unknown_override(module: nn.Module, where: str) -> str | None:
@@ -274,9 +397,11 @@ def _attributes(kind: type) -> frozenset[str]:
 
 
 def is_known_value(module: nn.Module, name: str, value) -> bool:
-    """Is it the class's own method, a function of the core or of torch, or a kernel?"""
+    """Is it the class's own method or the ranks', a function of the core or of torch, or a kernel?
+    """
     if isinstance(value, MethodType):
-        return value.__self__ is module and value.__func__ is getattr(type(module), name, None)
+        is_own = value.__func__ is getattr(type(module), name, None) or shared_by(module)
+        return value.__self__ is module and bool(is_own)
     if not callable(value):
         return False
     where = package(home(value))
@@ -314,10 +439,15 @@ class Watch:
         self.kinds, self.methods = zip(*of_classes)
         self.functions = [getattr(kind, name) for kind, name in of_classes]
         self.n_hook = private.n_hooks_made()
+        self.global_hooks = private.global_hooks()
+        self.hooks = list(map(private.hooks_of, modules))
+        self.hooked = [(m, hooks) for m, hooks in zip(modules, self.hooks) if hooks]
 
     def is_same(self) -> bool:
         """Of some 550 modules in 50 µs, where the caches have them."""
         return (self.has_no_new_hook()
+                and private.global_hooks() == self.global_hooks                # none was removed
+                and all(private.hooks_of(m) == hooks for m, hooks in self.hooked)
                 and list(map(type, self.modules)) == self.classes
                 and list(map(len, self.dicts)) == self.lengths
                 and self.children == self.children_before
@@ -331,7 +461,8 @@ class Watch:
         if n == self.n_hook and n is not None:
             return True
         self.n_hook = n
-        return not private.global_hooks() and not any(unknown_hook(m, "") for m in self.modules)
+        return (private.global_hooks() == self.global_hooks
+                and list(map(private.hooks_of, self.modules)) == self.hooks)
 
 
 def is_watched(value) -> bool:
@@ -342,9 +473,11 @@ def is_watched(value) -> bool:
 
 def reached_by(modules: list[nn.Module]) -> list[tuple]:
     kinds = [base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__[:-1]]
-    places = Reached(filter(is_of_core, kinds)).places
+    functions = [f for m in modules for f in vars(m).values() if isinstance(f, FunctionType)]
+    places = Reached(filter(is_of_core, [*kinds, *functions])).places
     places += [(kind, name, None) for kind in dict.fromkeys(kinds) if not is_of_core(kind)
                for name in functions_of(kind) if name in CALLED]
+    places += [(kind, method, None) for kind, method in stood_for(modules)]
     unique = {(id(scope), name): (scope, name, value) for scope, name, value in places}
     return list(unique.values())
 

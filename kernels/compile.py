@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+import generate
 from generate import Steps, decode_one_token, prefill
 from kernels import cpu_ops, private
-from kernels.as_read import Watch, unknown
-from kernels.cpu_layers import fits, use_operations, uses_operations
+from kernels.as_read import Watch, is_hooked, unknown
+from kernels.cpu_layers import fits, use_operations
 from kernels.cpu_linears import is_packed
 from kernels.cuda import has_kernels
 from kernels.cuda_graph import CudaGraph
@@ -52,8 +53,9 @@ def as_one_graph(step: Callable) -> Callable:
 
 
 def compile_model(model: nn.Module) -> None:
-    """Make a model on a CPU run compiled, or say in a line why not. In place, once."""
-    if not uses_operations(model) and not use_operations(model):
+    """Make a model on a CPU run compiled, or say in a line what of it does not, and why. In place,
+    once: from then on it looks by itself."""
+    if not guard_of(model) and not use_operations(model):
         cpu_ops.take_all_threads()
 
 
@@ -92,7 +94,7 @@ def change_over(model: nn.Module, step: Callable) -> Callable:
 def prepare_for_cuda(model: nn.Module) -> int:
     """Exchange what torch.compile would not fuse for few rows. In place; eager calls stay alike.
 
-    A model that is not as it was read stays so; WhileAsRead then runs its steps uncompiled.
+    A model that is not as it was read stays so; WhileAsRead then runs its steps as they are read.
 
     -> how many positions a step should attend to at least. Our attention stops by itself at the
     last key in use, so that one graph serves every length; without it, few and short lengths do.
@@ -115,41 +117,57 @@ def compiled(step: Callable) -> Callable:
 
 
 class WhileAsRead:
-    """A compiled step, as long as the models among its arguments are as they were read; else the
-    step itself, for good, and a note says what was found.
+    """A compiled step, as long as the models among its arguments are as they were read. Else a note
+    says what was found, and for good it is the step as it is read: through PyTorch's compiler
+    alone, or uncompiled, where a hook may keep what a CUDA graph writes to again, or where the
+    kernels have exchanged parts of the model before it was edited.
 
     What a compiler and a CUDA graph have taken from a model's parts is forgotten where one of them
     was exchanged for another one that the kernels know.
     """
 
-    def __init__(self, compiled: Callable, step: Callable):
+    def __init__(self, compiled: Callable, step: Callable, may_compile: bool = True):
         self.compiled, self.step = compiled, step
-        self.watches = WeakKeyDictionary()         # model -> Watch, or None: it is not known
+        self.by_torch = generate.compiled(step) if may_compile else step
+        self.watches = WeakKeyDictionary()         # model -> Watch, or what runs in its place
 
     def __call__(self, *args):
         models = [arg for arg in args if isinstance(arg, nn.Module) and hasattr(arg, "layers")]
-        is_known = all([self._is_known(model) for model in models])
-        return (self.compiled if is_known else self.step)(*args)
+        found = [self._look_at(model) for model in models]
+        if self.step in found:
+            return self.step(*args)
+        return (self.by_torch if self.by_torch in found else self.compiled)(*args)
 
-    def _is_known(self, model: nn.Module) -> bool:
-        if model not in self.watches:
-            self._look_at(model)
-        elif self.watches[model] is not None and not self.watches[model].is_same():
+    def _look_at(self, model: nn.Module) -> Watch | Callable:
+        watch = self.watches.get(model)
+        if isinstance(watch, Watch) and not watch.is_same():
             self._renew(model)
-        return self.watches[model] is not None
+            watch = None
+        if watch is None:
+            watch = self.watches[model] = self._begin(model)
+        return watch
 
     def _renew(self, model: nn.Module) -> None:
         if isinstance(self.compiled, CudaGraph):
             self.compiled.forget()
         if has_kernels(model.freq.device) and not unknown(model):
             fuse_layers(model)
-        self._look_at(model)
 
-    def _look_at(self, model: nn.Module) -> None:
+    def _begin(self, model: nn.Module) -> Watch | Callable:
         what = unknown(model)
-        if what:
+        if not what:
+            return Watch(model)
+        if is_hooked(model) or has_exchanged(model) or self.by_torch is self.step:
             private.note(f"{what}: the model runs as it is read, uncompiled")
-        self.watches[model] = None if what else Watch(model)
+            return self.step
+        private.note(f"{what}: the model runs as it is read, through PyTorch's compiler alone")
+        return self.by_torch
+
+
+def has_exchanged(model: nn.Module) -> bool:
+    """Has it modules of ours, which a compiler would take another way through?"""
+    ours = tuple(QUICKER.values())
+    return any(isinstance(m, ours) or hasattr(m, "is_fused") for m in model.modules())
 
 
 def exchange_modules(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from kernels.cpu_linears import (
 )
 from kernels.guard import Stead
 from layers.embedding import ScaledEmbedding
+from tp import shared_by
 
 FEW = 64                                           # tokens of which a call may be a decoding step's
 
@@ -127,7 +128,7 @@ class Leave(Stead):
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
-        return (is_packed(model.head) and not model.head._forward_hooks and fits_norm(model.norm)
+        return (is_packed(model.head) and not shared_by(model.head) and fits_norm(model.norm)
                 and fits_bias(model.head))
 
     def __call__(self, x: Tensor) -> Tensor:

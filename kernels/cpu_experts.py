@@ -23,7 +23,7 @@ from kernels.cpu_linears import (
     on_disk,
     shape_of,
 )
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, methods_of
 from layers.feed_forward import GATED
 from layers.moe import BesideMoE, RoutedMoE
 from model import ExpertLinear, MoE
@@ -67,6 +67,7 @@ def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedExperts:
     _, weight, scales, _ = cpu_ops.pack_weight(*leaves)
     new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
     new.set_leaves((weight, scales, None))
+    new.stands_for = methods_of(matrices[0])
     return new
 
 
@@ -110,6 +111,7 @@ class Experts:
         if self.gate_up.bias is not None:
             bias, up_bias = (half.contiguous() for half in self.gate_up.bias.chunk(2, 1))
         moe.up = PackedExperts(shape, up_bias, OPERATIONS)
+        moe.up.stands_for = moe.gate.stands_for
         moe.up.set_leaves(up)
         moe.gate.shape = shape
         moe.gate.bias = bias

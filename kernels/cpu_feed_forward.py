@@ -19,6 +19,7 @@ from layers.feed_forward import GATED, UNGATED
 from layers.moe import BesideMoE, RoutedMoE, softmax
 from layers.norms import Scale
 from model import MoE
+from tp import shared_by
 
 MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 
@@ -86,7 +87,7 @@ class MixtureHalf:
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         moe = layer.ffn
-        if not fits_experts(moe) or any(m._forward_hooks for m in moe.modules()):
+        if not fits_experts(moe) or any(map(shared_by, moe.modules())):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
         norms = [layer.ffn_norm, norm_behind(layer, "ffn")]

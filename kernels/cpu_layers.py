@@ -4,8 +4,10 @@
 
 A layer's call writes down where its inputs are; the last one's runs the list, without Python in
 between. So nothing is compiled for a length, a number of rows or a group size. A layer has two
-halves: one that the operations do not know runs as it is, with quicker linears and experts. A model
-with anything that was edited, hooked or exchanged runs as it is read (guard.py).
+halves: one that the operations do not know runs as it is, with quicker linears and experts. What
+was edited, hooked or exchanged runs as it is read, the rest by operations (as_read.py, guard.py):
+those of the layers in between are then a list of their own, whose last layer gives what it would
+give as it is read.
 
     if use_operations(model): ...                  # else a note said why
 """
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import cpu_ops, private
-from kernels.as_read import unknown
+from kernels.as_read import HALVES, Unknown, unknown_packed, unknown_parts
 from kernels.cpu_ends import Enter, Leave
 from kernels.cpu_experts import Experts, fits_experts, fits_head_matrices
 from kernels.cpu_experts import packed as packed_experts
@@ -32,13 +34,13 @@ from kernels.cpu_linears import (
     packed,
 )
 from kernels.cpu_mixers import FEW, mixer_of
-from kernels.guard import Guard, Stead, guard_of, undo
-from kernels.linear import PackedEmbedding
+from kernels.guard import Guard, Outside, Stead, undo
+from kernels.linear import PackedEmbedding, methods_of
 from layers.block import ParallelBlock, norm_behind
 from layers.norms import Scale
 from layers.shared_kv import SharedAttention
 from model import MoE
-from tp import is_summed, sum_over_ranks
+from tp import of_all, share, shared_by
 
 NARROW = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden", "end_hidden"}
                                                    # buffers that one product alone reads
@@ -59,14 +61,17 @@ class Call:
         self.buffers = {}                          # by name; another dict where they grew
         self.n_row = 0                             # that they have room for
         self.shape = None                          # B, T
+        self.n_call = None                         # the model's call that it is
         self.structs = []                          # of the first mask and RoPE of a call, …
 
-    def begin(self, x: Tensor) -> None:
+    def begin(self, x: Tensor, n_call: int) -> None:
         """x [B, T, D]. Also after a call that was interrupted."""
         self.addresses = []
-        self.kept = [x]                            # what has to live until the end
-        self.taken = {}                            # mask and RoPE -> their struct
-        self.mask = self.rope = self.positions = None
+        self.x = x                                 # has to live until the end
+        if n_call != self.n_call:
+            self.n_call, self.kept = n_call, []    # as long as the call: their ids stand for them
+            self.taken = {}                        # mask and RoPE -> their struct
+            self.mask = self.rope = self.positions = None
         if x.shape[:2] != self.shape:
             self._make_room(x.shape[:2].numel())
             self.shape = x.shape[:2]
@@ -97,7 +102,7 @@ class Call:
             self.taken[key] = self.structs[n]
             cos, sin = (t[..., :half] for t in rope)
             fill(self.structs[n], self.shape, cos, sin, slot, mask, batch_idx)
-            self.kept += [mask, rope]              # whose ids stand for them
+            self.kept += [mask, rope]
         self.positions = self.taken[key]
 
     def run(self) -> None:
@@ -185,14 +190,14 @@ class Operations:
                post: nn.Module) -> None:
         """out = x + post(linear(y)), linear being the module's last. x None: each call has its own.
         """
-        if not is_summed(module) and isinstance(post, nn.Identity | Scale):
+        if not shared_by(module) and isinstance(post, nn.Identity | Scale):
             op = self.linear(name, y, out, residual=self.at.get(x))
             op.factor = factor_of(post)
             if x is None:
                 self.adds_x.append(op)
             return
         self.linear(name, y, "before")
-        if is_summed(module):
+        if shared_by(module):
             self.steps.append(lambda *_: self.sum_over_ranks(module))
         self.add_norm(x, out, post)
 
@@ -210,22 +215,26 @@ class Operations:
 
     def sum_over_ranks(self, module: nn.Module) -> None:
         y = self.call.rows("before")
-        y.copy_(sum_over_ranks(module, (), y.to(self.call.dtype)))
+        y.copy_(of_all(module, y.to(self.call.dtype)))
 
     def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
         layer, x = self.parts, self.x
-        y = layer.attn(layer.attn_norm(x.to(self.call.dtype)), rope, slot, mask, batch_idx)
+        y = layer.attn(layer.attn_norm(self.own(x)), rope, slot, mask, batch_idx)
         self.call.rows("x1").copy_(x + norm_behind(layer, "attn")(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.parts, self.call.rows("x1")
         x = self.x if self.parallel else attended
-        y = layer.ffn(layer.ffn_norm(x.to(self.call.dtype)))
+        y = layer.ffn(layer.ffn_norm(self.own(x)))
         self.call.rows("x2").copy_(attended + norm_behind(layer, "ffn")(y))
 
     def plain_end(self, rope, slot, mask, batch_idx, *own) -> None:
         x = self.call.rows("x2")
-        x.copy_(self.parts.end(x.to(self.call.dtype), *own))
+        x.copy_(self.parts.end(self.own(x), *own))
+
+    def own(self, x: Tensor) -> Tensor:
+        """In memory that nothing else is written to, whoever keeps it."""
+        return x.to(self.call.dtype, copy=True)
 
     # - What differs from call to call
 
@@ -264,12 +273,13 @@ class OperationsLayer(Stead):
     """The forward of a layer with packed linears, in its place.
 
     halves: which of mixer, feed-forward and end are operations, none perhaps: x stays in fp32
-    between layers; first, last: of the model's.
+    between layers; first, last: of those that are run together. gives_own: x goes to what runs as
+    it is read, in the model's dtype.
     """
 
     def __init__(self, guard: Guard, layer: nn.Module, halves: tuple[bool, ...], cfg):
         super().__init__(guard, layer, "forward")
-        self.layer, self.first, self.last = layer, False, False
+        self.layer, self.first, self.last, self.gives_own = layer, False, False, False
         self.owner = cache_owner(layer.attn)
         self.parallel = isinstance(layer, ParallelBlock)   # both halves read x
         self.dim = cfg.dim
@@ -315,7 +325,7 @@ class OperationsLayer(Stead):
             return self.plain(x, rope, slot, mask, batch_idx, *own)
         if self.first:
             x = x.contiguous()
-            call.begin(x)
+            call.begin(x, self.guard.n_call)
         if (operations is None or operations.cache is not cache
                 or operations.buffers is not call.buffers or operations.shape is not call.shape):
             operations = self.current = self._choose(call, cache)
@@ -332,30 +342,32 @@ class OperationsLayer(Stead):
                 call.addresses += step
             else:
                 call.run()
-                step(rope, slot, mask, batch_idx, *own)
+                with self.guard.within_a_layer():
+                    step(rope, slot, mask, batch_idx, *own)
         if self.last:
             call.run()
-        return call.out
+        return operations.own(call.out) if self.gives_own else call.out
 
 
 def has_end(layer: nn.Module) -> bool:
     return not isinstance(getattr(layer, "end", nn.Identity()), nn.Identity)
 
 
-def pack_modules(layer: nn.Module) -> nn.Module:
-    """Have all linears and experts of a layer the operations' layout. In place."""
+def pack_modules(layer: nn.Module, known: tuple[str, ...] = ("",)) -> None:
+    """Have the linears and experts of a layer the operations' layout, but for halves that run as
+    they are read. In place.
+
+    known: what is in the names of its other parts.
+    """
     for name, module in list(layer.named_modules()):
-        if is_packed(module):
+        if is_packed(module) or not any(half in name.partition(".")[0] for half in known):
             continue
         if isinstance(module, MoE) and fits_experts(module) and "experts" not in vars(module):
             module.experts = Experts(module)
         elif name.startswith("attn.") and fits_head_matrices(module):
             layer.set_submodule(name, packed_experts([module], None))
         elif fits_linear(module):
-            new = packed(module)
-            new._forward_hooks.update(module._forward_hooks)
-            layer.set_submodule(name, new)
-    return layer
+            layer.set_submodule(name, packed(module))
 
 
 # ---- A model ------------------------------------------------------------------------------------
@@ -366,14 +378,16 @@ def fits(model: nn.Module) -> bool:
 
 
 def uses_operations(model: nn.Module) -> bool:
-    return guard_of(model) is not None
+    """Do operations run any of it?"""
+    return any(isinstance(value, Stead) and not isinstance(value, Guard)
+               for module in model.modules() for value in vars(module).values())
 
 
 @torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
 @torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
-    """Have a model run by cpu_ops, for as long as it is as it was read. In place; False: it runs
-    uncompiled, and a note says why."""
+    """Have a model run by cpu_ops as far as it is as it was read, and look at each call whether it
+    still is. In place; False: all of it runs uncompiled. A note says what does, and why."""
     undo(model)
     if not fits(model):
         give_back_experts(model)
@@ -383,22 +397,56 @@ def use_operations(model: nn.Module) -> bool:
         return False
     if not cpu_ops.is_available():
         return False
-    if what := unknown(model):
+    if what := unknown_packed(model):
+        raise RuntimeError(f"{what} after weights were packed for it: exchange it before the model "
+                           "is loaded or compiled")
+    found = unknown_parts(model)
+    guard = None if "forward" in vars(model) else Guard(model, use_operations)
+    known = [known_of(i, found) for i in range(len(model.layers))]
+    nothing = guard is None or found.model or not (any(known) or not found.behind)
+    if found.all():
         give_back_experts(model)
-        private.note(f"{what}: the model runs as it is read, uncompiled")
+        private.note(f"{in_words(found.all())}: {which(found, nothing, known)} as it is read, "
+                     "uncompiled")
+    if nothing:
+        if guard:
+            guard.begin([])
         return False
-    pack_modules(model.per_layer)
-    for layer in model.layers:
-        pack_modules(layer)
-    pack_beside(model)
-    guard = Guard(model, use_operations)
-    put_layers(model, guard)
-    if Enter.fits(model):
+    pack_modules(model.per_layer, () if found.before else ("",))
+    for layer, halves in zip(model.layers, known):
+        pack_modules(layer, halves)
+    pack_beside(model, found)
+    put_layers(model, guard, known, found)
+    if not found.before and Enter.fits(model):
         model.embed_inputs = Enter(guard, model)
-    if Leave.fits(model) and "unembed" not in vars(model):     # a drafter may listen there
-        model.unembed = Leave(guard, model)
+    if not found.behind and Leave.fits(model) and "unembed" not in vars(model):
+        model.unembed = Leave(guard, model)        # else a drafter listens there
     guard.begin([t for m in model.modules() if is_packed(m) for t in m.leaves() if t is not None])
     return True
+
+
+def known_of(i: int, found: Unknown) -> tuple[str, ...]:
+    """The halves of layer i that are as the operations know them."""
+    return tuple(half for half in HALVES if (i, half) not in found.halves)
+
+
+def in_words(found: list[str]) -> str:
+    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+
+
+def which(found: Unknown, nothing: bool, known: list[tuple[str, ...]]) -> str:
+    """What of a model runs as it is read."""
+    if nothing:
+        return "the model runs"
+    n_whole = sum(not halves for halves in known)
+    parts = [f"{n_whole} of {len(known)} layers"] if n_whole else []
+    for half, name in dict(attn="attention", ffn="feed-forward", end="end").items():
+        n = sum(bool(halves) and half not in halves for halves in known)
+        parts += [f"{name} of {n} of {len(known)} layers"] if n else []
+    parts += ["the model's forward"] if found.step else []
+    parts += ["the embedding"] if found.before else []
+    parts += ["the output layer"] if found.behind else []
+    return f"{', '.join(parts)} run{'' if len(parts) > 1 or n_whole > 1 else 's'}"
 
 
 def give_back_experts(model: nn.Module) -> None:
@@ -408,20 +456,33 @@ def give_back_experts(model: nn.Module) -> None:
             experts.give_back()
 
 
-def put_layers(model: nn.Module, guard: Guard) -> None:
-    layers = [OperationsLayer(guard, layer, halves_known(layer), model.cfg)
-              for layer in model.layers]
-    layers[0].first = layers[-1].last = True
-    widths = (widest(each) for each in zip(*(layer.widths() for layer in layers)))
+def put_layers(model: nn.Module, guard: Guard, known: list[tuple[str, ...]],
+               found: Unknown) -> None:
+    """known: the halves of each layer that are as they were read; of a layer that has none, its
+    own forward stays."""
+    layers = [OperationsLayer(guard, layer, halves_known(layer, halves), model.cfg)
+              if halves else None for layer, halves in zip(model.layers, known)]
+    put = [layer for layer in layers if layer]
+    if not put:
+        return
+    widths = (widest(each) for each in zip(*(layer.widths() for layer in put)))
     call = Call(*widths, model.dtype)
-    for layer in layers:
-        layer.call, layer.layer.forward = call, layer
+    for before, layer, after in zip([None, *layers], layers, [*layers[1:], None]):
+        if layer:
+            layer.call, layer.layer.forward = call, layer
+            layer.first = before is None or found.step is not None
+            layer.last = after is None or found.step is not None
+            layer.gives_own = layer.last and bool(found.all())
+    for layer in model.layers:
+        if not isinstance(layer.forward, OperationsLayer):
+            setattr(layer, private.AROUND, Outside(guard, layer))
 
 
-def halves_known(layer: nn.Module) -> tuple[bool, ...]:
+def halves_known(layer: nn.Module, known: tuple[str, ...]) -> tuple[bool, ...]:
     """Which of mixer, feed-forward and end have the parts that the operations know."""
-    return (mixer_of(layer).fits(layer), feed_forward_of(layer).fits(layer),
-            has_end(layer) and EndHalf.fits(layer))
+    return ("attn" in known and mixer_of(layer).fits(layer),
+            "ffn" in known and feed_forward_of(layer).fits(layer),
+            "end" in known and has_end(layer) and EndHalf.fits(layer))
 
 
 def widest(widths: tuple[dict[str, int], ...]) -> dict[str, int]:
@@ -429,12 +490,14 @@ def widest(widths: tuple[dict[str, int], ...]) -> dict[str, int]:
     return {name: max(width.get(name, 0) for width in widths) for name in names}
 
 
-def pack_beside(model: nn.Module) -> None:
-    """The linears outside the layers; a head from a model that is compiled already stays."""
+def pack_beside(model: nn.Module, found: Unknown) -> None:
+    """The linears outside the layers; a head from a model that is compiled already stays, and one
+    that runs as it is read, or whose weight an embedding has that does."""
     for name, module in list(model.named_children()):
         if name != "head" and fits_linear(module):
             setattr(model, name, packed(module))
-    if not is_packed(model.head):
+    is_tied = getattr(model.embed, "weight", None) is getattr(model.head, "weight", None)
+    if not (is_packed(model.head) or found.behind or found.before and is_tied):
         use_packed_head(model)
 
 
@@ -442,10 +505,13 @@ def use_packed_head(model: nn.Module) -> None:
     """Where its weight is the embedding's too, it stays so."""
     old = model.head
     model.head = packed(old)
-    model.head._forward_hooks.update(old._forward_hooks)
+    if forward := shared_by(old):
+        share(model.head, forward)
     scales = model.head.scales                     # in fp32, as operations read them
     for name, embed in list(model.named_modules()):
         is_embedding = isinstance(embed, nn.Embedding | PackedEmbedding)
         if is_embedding and getattr(embed, "weight", None) is old.weight:
             scales = getattr(embed, "scales", None) if scales is None else scales
-            model.set_submodule(name, OperationsEmbedding(model.head, scales, model.dtype))
+            new = OperationsEmbedding(model.head, scales, model.dtype)
+            new.stands_for = methods_of(embed)
+            model.set_submodule(name, new)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels import cpu_ops
 from kernels.cpu import unpack_int4_cpu, unpack_int8_cpu
-from kernels.linear import PackedEmbedding, PackedLinear
+from kernels.linear import PackedEmbedding, PackedLinear, methods_of
 from kernels.plain import Kernel
 from layers.norms import HeadLayerNorm, LayerNorm, Scale, WideNorm
 
@@ -137,6 +137,7 @@ def packed(linear: nn.Module) -> OperationsLinear:
     _, weight, scales, _ = cpu_ops.pack_weight(weight, scales, zeros)
     new = OperationsLinear(torch.Size(shape_of(linear)), linear.bias, OPERATIONS)
     new.set_leaves((weight, scales, None))
+    new.stands_for = methods_of(linear)
     return new
 
 

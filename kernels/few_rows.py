@@ -19,6 +19,7 @@ from layers.block import NOTHING, BlockVariant, norm_behind
 from layers.feed_forward import GATED
 from layers.norms import HeadLayerNorm, LayerNorm, WideNorm
 from model import MoE
+from tp import of_all, shared_by
 
 MOST_BATCH = 256
 
@@ -127,7 +128,7 @@ def fused(kind: type) -> type:
                 fusable = few.norm and x.shape[:-1].numel() == 1
                 flat = (x if fusable else self.ffn_norm(x)).flatten(0, 1)
                 y = few_experts(ffn, flat, self.ffn_norm if fusable else None)
-                return x + norm_behind(self, "ffn")(hooked(ffn, y.view_as(x)))
+                return x + norm_behind(self, "ffn")(of_all(ffn, y.view_as(x)))
             if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
                 return x + norm_behind(self, "ffn")(ffn(self.ffn_norm(x)))
             activation = few.activation if ours(ffn.gate_up, x) else ""
@@ -161,17 +162,10 @@ def project(linear, x, norm, fusable: bool, activation: str = "", residual=None)
 
 
 def branch(module, linear, y, x, post) -> Tensor:
-    """x + post(what the module's last linear gives for y); its hooks add up the ranks'."""
-    if isinstance(post, nn.Identity) and not module._forward_hooks:
+    """x + post(what the module's last linear gives for y, of all ranks)."""
+    if isinstance(post, nn.Identity) and not shared_by(module):
         return project(linear, y, None, False, residual=x)
-    y = project(linear, y, None, False)
-    return x + post(hooked(module, y))
-
-
-def hooked(module, y) -> Tensor:
-    for hook in module._forward_hooks.values():
-        y = hook(module, (), y)
-    return y
+    return x + post(of_all(module, project(linear, y, None, False)))
 
 
 def wide_normed(qkv, attn) -> Tensor:

@@ -1,8 +1,8 @@
 """What stands in place of a compiled model's methods, for as long as the model is as it was read.
 
 A call of the model looks whether anything of it was exchanged since (kernels/as_read.py). Then its
-operations are made anew, or, where it has something that they do not know, it runs as it is read
-from there on. A part that is called alone, by whoever, runs as it is read too.
+operations are made anew, of what they know; the rest runs as it is read. A part that is called
+alone, by whoever, runs as it is read too.
 
     guard = Guard(model, compile)                  # compile(model) -> is it compiled? anew
     model.embed_inputs = Enter(guard, model)       # a Stead
@@ -10,10 +10,12 @@ from there on. A part that is called alone, by whoever, runs as it is read too.
 """
 
 import copy
+from contextlib import contextmanager
 from types import MethodType
 
 from torch import Tensor, nn
 
+from kernels import private
 from kernels.as_read import Watch
 
 
@@ -32,6 +34,23 @@ class Stead:
         return getattr(type(module), self.name).__get__(module)
 
 
+class Outside(Stead):
+    """Around the call of a module that runs as it is read, with its hooks: whatever they call of
+    the model runs as it is read too."""
+
+    def __init__(self, guard: "Guard", module: nn.Module):
+        super().__init__(guard, module, private.AROUND)
+        self.around = vars(module).get(private.AROUND)     # torch.compile's, of a user
+
+    def __call__(self, *args, **kwargs):
+        call = self.around or private.plain_call(self.module)
+        self.guard.inside, was_inside = False, self.guard.inside
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.guard.inside = was_inside
+
+
 class Guard(Stead):
     """In place of a model's forward."""
 
@@ -39,6 +58,8 @@ class Guard(Stead):
         super().__init__(self, model, "forward")
         self.compile = compile
         self.inside = False                        # the model's own call: its parts need not look
+        self.n_call = 0                            # of the model
+        self.is_within = False                     # a layer that has done a half of its operations
         self.alone = False                         # nobody else runs between two steps of a text
         self.watch = None
 
@@ -47,24 +68,34 @@ class Guard(Stead):
         self.module.forward = self
         self.watch = Watch(self.module, derived)
 
+    @contextmanager
+    def within_a_layer(self):
+        """What is called then, by a hook say, runs as it is read: the memory is in use."""
+        self.inside, self.is_within = False, True
+        yield
+        self.inside, self.is_within = True, False
+
     def __call__(self, tokens, *args, **kwargs):
+        if self.is_within:
+            return self.plain(tokens, *args, **kwargs)
         is_step = self.alone and tokens.shape[-1] == 1
         is_same = self.watch.has_no_new_hook() if is_step else self.watch.is_same()
         guard = self if is_same else self._renewed()
         if guard is None:
             return self.plain(tokens, *args, **kwargs)
+        guard.n_call += 1
         guard.inside = True
         try:
             return guard.plain(tokens, *args, **kwargs)
         finally:
-            guard.inside = False
+            guard.inside = guard.is_within = False
 
     def _renewed(self) -> "Guard | None":
-        """The one of the model's new operations, if it has them."""
-        if not self.compile(self.module):
-            return None
+        """The one of the model's new operations, if it has any."""
+        self.compile(self.module)
         guard = guard_of(self.module)
-        guard.alone = self.alone
+        if guard is not None:
+            guard.alone = self.alone
         return guard
 
 
@@ -79,6 +110,8 @@ def undo(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, Stead) or is_own_method(module, name, value):
                 delattr(module, name)
+            if isinstance(value, Outside) and value.around is not None:
+                setattr(module, name, value.around)
 
 
 def is_own_method(module: nn.Module, name: str, value) -> bool:

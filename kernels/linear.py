@@ -21,7 +21,7 @@ from kernels.matvec import MOST_ROWS, matvec
 from kernels.moe import packed_rows
 from kernels.plain import PLAIN, Kernel
 from kernels.private import is_compiling
-from model import grouped_mm
+from model import ExpertLinear, grouped_mm
 from quantize import (
     Int4,
     Int8,
@@ -36,7 +36,8 @@ EXCHANGED = (QuantizedLinear, QuantizedExperts, QuantizedEmbedding)
 # the methods that the kernels stand for
 STANDS_FOR = {QuantizedLinear: ("forward", "leaves"), QuantizedExperts: ("forward", "leaves"),
               QuantizedEmbedding: ("forward",), Int8: ("product", "dequantize"),
-              Int4: ("product", "dequantize")}
+              Int4: ("product", "dequantize"), nn.Linear: ("forward",), nn.Embedding: ("forward",),
+              ExpertLinear: ("forward", "each_row")}
 
 
 class MatvecLinear(nn.Linear):
@@ -60,6 +61,7 @@ class PackedLinear(nn.Module):
     """A Linear whose tensors have the layout of a kernel's: those that are not None.
 
     names: what they are called. On a CPU's operations the weight is not: nobody edits it by chance.
+    stands_for: the classes and methods whose code it does the same as.
     """
 
     names = "weight", "scales", "zeros"
@@ -69,6 +71,7 @@ class PackedLinear(nn.Module):
         self.shape = shape
         self.bias = bias
         self.kernel = kernel
+        self.stands_for = ()
         self.embeddings = ()                       # that share its weight
         for name in self.names:
             setattr(self, name, None)
@@ -78,6 +81,7 @@ class PackedLinear(nn.Module):
         """The same linear, not packed yet."""
         new = cls(linear.shape, linear.bias, kernel)
         new.set_leaves(linear.leaves())
+        new.stands_for = methods_of(linear)
         return new
 
     def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -129,6 +133,7 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, head: PackedLinear, scales: Tensor | None, dtype: torch.dtype):
         super().__init__()
+        self.stands_for = ()
         setattr(self, self.names[0], head.leaves()[0])
         self.scales = scales
         self.dtype = dtype
@@ -169,8 +174,18 @@ def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
         packed = kind.of(linear, kernel)
         model.set_submodule(name, packed)
         if name == "head" and type(model.embed) is QuantizedEmbedding:
+            methods = methods_of(model.embed)
             model.embed = PackedEmbedding(packed, packed.scales, dtype)
+            model.embed.stands_for = methods
             packed.embeddings = (model.embed,)
+
+
+def methods_of(module: nn.Module) -> tuple[tuple[type, str], ...]:
+    """The code that what is packed of a linear, experts or an embedding stands for."""
+    if isinstance(module, PackedLinear | PackedEmbedding):
+        return module.stands_for
+    kinds = [type(module), *([type(module.scheme)] if hasattr(module, "scheme") else [])]
+    return tuple((kind, method) for kind in kinds for method in STANDS_FOR.get(kind, ()))
 
 
 def stands_for(modules: Iterable[type] = EXCHANGED) -> list[Callable]:

@@ -55,6 +55,14 @@ def global_hooks() -> list:
     return [hook for name in HOOKS for hook in getattr(of_all, f"_global{name}", {}).values()]
 
 
+AROUND = "_compiled_call_impl"                     # what a module has in place of its call, if any
+
+
+def plain_call(module: torch.nn.Module):
+    """Its forward with its hooks."""
+    return module._call_impl
+
+
 def n_hooks_made() -> int | None:
     """How many hooks were registered in this process, anywhere; None: torch does not count them."""
     return getattr(torch.utils.hooks.RemovableHandle, "next_id", None)

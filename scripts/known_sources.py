@@ -1,10 +1,11 @@
 """Which functions of the core and of layers/ the kernels stand for, by their source.
 
-After an edit of one of them a compiled model runs as it is read, uncompiled, until the kernels do
-the same again and this command says so: it runs the kernels' tests with the new digests and keeps
-them only if all pass.
+After an edit of one of them the parts of a compiled model that it concerns run as they are read,
+uncompiled, until the kernels do the same again and this command says so: it runs the kernels' tests
+with the new digests and keeps them only if all pass.
 
-    python scripts/known_sources.py                # what differs from kernels/known_sources.json
+    python scripts/known_sources.py                # what differs from kernels/known_sources.json,
+                                                   # and which parts of models it concerns
     python scripts/known_sources.py --write
 """
 
@@ -16,18 +17,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torch import nn
+
 from cli.common import Parser, guarded
 from kernels import as_read, linear
+from model import ExpertLinear, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("model", "sampling", *sorted(f"layers.{p.stem}" for p in ROOT.glob("layers/*.py")
                                         if p.stem != "__init__"))
-TESTS = ("tests/test_cpu_ops.py", "tests/test_what_is_read_runs.py")
+TESTS = ("--all", "--kernels", "-m", "kernels", "tests")
 
 
 def current() -> dict[str, dict[str, str]]:
     quantized = *linear.EXCHANGED, *linear.stands_for()
-    reached = as_read.all_of_core(map(importlib.import_module, MODULES), quantized)
+    methods = [*as_read.methods_of(Transformer).values(),      # are asked for one by one
+               *as_read.methods_of(ExpertLinear).values()]
+    modules = map(importlib.import_module, MODULES)
+    reached = as_read.all_of_core(modules, [*quantized, *methods])
     return dict(names=dict(sorted(reached.names.items())),
                 sources=dict(sorted(reached.sources.items())))
 
@@ -39,14 +46,26 @@ def differing() -> list[str]:
             if now[part].get(name) != as_read.known()[part].get(name)]
 
 
+def concerned(name: str) -> list[str]:
+    """The modules whose code comes to this function, class or name; none: they are of no model."""
+    kinds = dict.fromkeys(kind for module in map(importlib.import_module, MODULES)
+                          for kind in vars(module).values() if as_read.is_of_core(kind)
+                          and isinstance(kind, type) and issubclass(kind, nn.Module))
+    found = []
+    for kind in kinds:
+        reached = as_read.Reached(filter(as_read.is_of_core, kind.__mro__))
+        if name in reached.sources or name in reached.names:
+            found.append(kind.__qualname__)
+    return sorted(found)
+
+
 def write() -> int:
     """-> the exit status of the tests; where they fail the file is as it was."""
     before = as_read.FILE.read_bytes() if as_read.FILE.exists() else None
     as_read.FILE.write_text(json.dumps(current(), indent=1) + "\n")
     status = 1
     try:
-        status = subprocess.run([sys.executable, "-m", "pytest", "-q", "--all", *TESTS],
-                                cwd=ROOT).returncode
+        status = subprocess.run([sys.executable, "-m", "pytest", *TESTS], cwd=ROOT).returncode
     finally:
         if status and before is not None:
             as_read.FILE.write_bytes(before)
@@ -60,7 +79,7 @@ def run(argv: list[str] | None = None) -> int:
     if args.write:
         return write()
     for name in differing():
-        print(name)
+        print(f"{name}: {', '.join(concerned(name)) or 'no part of a model'}")
     return 0
 
 

@@ -285,7 +285,7 @@ NAMED = [
            "tests/test_tp.py::test_parts_make_up_the_whole"),
     Mutant("key-heads-of-another-rank", "tp.py", "axis, n_part, me * n_part // n)", "axis, n_part, me % n_part)",
            "tests/test_tp.py::test_parts_make_up_the_whole tests/test_tp.py::test_the_same_numbers_from_a_file"),
-    Mutant("all-reduce-skipped", "tp.py", "        layer.attn.register_forward_hook(sum_over_ranks)\n", "        pass\n",
+    Mutant("all-reduce-skipped", "tp.py", "        share(layer.attn, summed)\n", "        pass\n",
            "tests/test_tp.py::test_every_family"),
     Mutant("logits-joined-backwards", "tp.py", "all_gather(y).unbind()", "all_gather(y).flip(0).unbind()",
            "tests/test_tp.py::test_every_family"),

@@ -27,6 +27,8 @@ from layers.moe import MoEVariant, RoutedMoE
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
+pytestmark = pytest.mark.kernels
+
 FORMATS = ("fp32", "bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-5, "int8": 2e-4, "int4-g32": 2e-4, "int4-g64": 2e-4, "int4-g128": 2e-4}
 SHAPES = ((64, 64), (96, 128), (40, 384), (1, 256), (576, 1536))         # outputs, inputs

@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
 import gpu_check  # noqa: E402
 from hollow import numbers  # noqa: E402
 
+pytestmark = pytest.mark.kernels
+
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
 

@@ -1,0 +1,123 @@
+"""An edit, a hook or an exchanged part counts in every engine, however the model is used, in both dtypes."""
+
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+from helpers import speculative
+from test_batch import UNLIKE, serve
+from test_serve_safety import answers
+from test_what_is_read_runs import DTYPES, EDITS, ROOT, TOKENS, alone, distance, make  # noqa: F401
+
+from cli.engines import build_steps
+from cli.evaluate import score
+from generate import Steps, generate
+
+PROMPTS = [TOKENS[0, :n].tolist() for n in (20, 3, 11, 30)]
+N_NEW = 10
+
+
+def in_slots(model, steps):
+    """Of different lengths, in two rows that are refilled."""
+    model.setup_cache(2, 64, 16)
+    return serve(model, [(ids, N_NEW) for ids in PROMPTS], 2, steps, UNLIKE)[0]
+
+
+def by_drafts(model, steps):
+    """Verified, most of them in vain: more than one position in each call."""
+    batch = speculative(model, 3, params=UNLIKE, steps=steps, length=64)
+    return [t.item() for t in generate(batch, [PROMPTS[0] + PROMPTS[0][:9]], N_NEW)]
+
+
+def served(model, steps):
+    """With the server's sampler: tokens and their log-probabilities, of requests of many kinds."""
+    return answers(model, PROMPTS * 2, n_row=3)[0]
+
+
+def scored(model, steps):
+    """As eval.py does: log-probabilities of all tokens but the first, two rows at a time."""
+    return [(0, [logp for logp, _ in row]) for row in score(model, [(ids, len(ids) - 1) for ids in PROMPTS], 2)]
+
+
+TEXTS = dict(in_slots=in_slots, by_drafts=by_drafts)       # by steps, which an engine may compile
+CALLS = dict(served=served, scored=scored)                 # by calls of the model; they give numbers too
+
+
+def differ(found, expected, dtype):
+    """In what; None: in nothing."""
+    if [row[0] for row in found] != [row[0] for row in expected]:
+        return "tokens"
+    pairs = [pair for (_, ours), (_, theirs) in zip(found, expected) for pair in zip(ours, theirs)]
+    apart = distance(*torch.tensor(pairs, dtype=torch.float64).T)
+    return None if apart < (1e-3 if dtype == torch.float32 else 0.1) else apart
+
+
+def results(way, name, when, dtype, engine):
+    """Of a model that is edited before it is compiled, or when it has run; in a world of its own."""
+    change, *_ = EDITS[name]
+    model, undo = make(dtype), pytest.MonkeyPatch()
+    try:
+        if when == "before":
+            change(model, undo)
+        steps = build_steps(model, engine) if engine else Steps()
+        if when == "after":
+            way(model, steps)
+            change(model, undo)
+        return way(model, steps)
+    finally:
+        undo.undo()
+
+
+@cache
+def unedited(way, dtype):
+    return CALLS[way](make(dtype), Steps())
+
+
+def times(name):
+    *_, at = EDITS[name]
+    return [when for when in ("before", "after") if when in at]
+
+
+CASES = [(name, when) for name in EDITS for when in times(name)]
+
+
+# What is served is also drawn at random: in bf16 too little of it is the same to compare.
+@pytest.mark.parametrize("way, dtype", [("served", torch.float32), *(("scored", dtype) for dtype in DTYPES)],
+                         ids=["served-fp32", "scored-fp32", "scored-bf16"])
+@pytest.mark.parametrize("name, when", CASES)
+def test_by_the_kernels(name, when, way, dtype):
+    found, expected = (results(CALLS[way], name, when, dtype, engine) for engine in ("compile", None))
+    assert differ(found, expected, dtype) is None
+    if when in EDITS[name][2]:                     # else the test could not fail
+        assert differ(expected, unedited(way, dtype), dtype)
+
+
+@pytest.mark.parametrize("way", TEXTS)
+@pytest.mark.parametrize("name, when", CASES)
+def test_texts_by_the_kernels(name, when, way):
+    """In fp32: in bf16 near-ties part them."""
+    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("compile", None))
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", TEXTS)
+@pytest.mark.parametrize("name", EDITS)
+def test_texts_by_pytorchs_compiler(name, way, monkeypatch):
+    """Traced as for a GPU, run by PyTorch's own operators; edited when it has run."""
+    original = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda step, mode=None, **more: original(step, backend="aot_eager", **more))
+    when = times(name)[-1]
+    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("torch_compile", None))
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_ranks():
+    """tests/ranks_edited.py says which edits these are."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/ranks_edited.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "all right" in done.stdout, done.stdout + done.stderr
