@@ -474,6 +474,7 @@ def is_watched(value) -> bool:
 def reached_by(modules: list[nn.Module]) -> list[tuple]:
     kinds = [base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__[:-1]]
     functions = [f for m in modules for f in vars(m).values() if isinstance(f, FunctionType)]
+    functions += [getattr(kind, method) for kind, method in stood_for(modules)]
     places = Reached(filter(is_of_core, [*kinds, *functions])).places
     places += [(kind, name, None) for kind in dict.fromkeys(kinds) if not is_of_core(kind)
                for name in functions_of(kind) if name in CALLED]
