@@ -6,37 +6,38 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import speculative
 from test_batch import UNLIKE, serve
 from test_serve_safety import answers
 from test_what_is_read_runs import DTYPES, EDITS, ROOT, TOKENS, alone, distance, make  # noqa: F401
 
-from cli.engines import build_steps
+from cli.engines import build_sampler, build_speculative, build_steps
 from cli.evaluate import score
-from generate import Steps, generate
+from generate import Steps, decode_one_token, generate, prefill
+from kernels import compile as compile_room
 
 PROMPTS = [TOKENS[0, :n].tolist() for n in (20, 3, 11, 30)]
 N_NEW = 10
 
 
-def in_slots(model, steps):
+def in_slots(model, steps, engine):
     """Of different lengths, in two rows that are refilled."""
     model.setup_cache(2, 64, 16)
     return serve(model, [(ids, N_NEW) for ids in PROMPTS], 2, steps, UNLIKE)[0]
 
 
-def by_drafts(model, steps):
+def by_drafts(model, steps, engine):
     """Verified, most of them in vain: more than one position in each call."""
-    batch = speculative(model, 3, params=UNLIKE, steps=steps, length=64)
+    model.setup_cache(1, 64)
+    batch = build_speculative(model, build_sampler(model, [UNLIKE]), steps, engine, 3, fixed=False)
     return [t.item() for t in generate(batch, [PROMPTS[0] + PROMPTS[0][:9]], N_NEW)]
 
 
-def served(model, steps):
+def served(model, *_):
     """With the server's sampler: tokens and their log-probabilities, of requests of many kinds."""
     return answers(model, PROMPTS * 2, n_row=3)[0]
 
 
-def scored(model, steps):
+def scored(model, *_):
     """As eval.py does: log-probabilities of all tokens but the first, two rows at a time."""
     return [(0, [logp for logp, _ in row]) for row in score(model, [(ids, len(ids) - 1) for ids in PROMPTS], 2)]
 
@@ -54,6 +55,12 @@ def differ(found, expected, dtype):
     return None if apart < (1e-3 if dtype == torch.float32 else 0.1) else apart
 
 
+def a_gpus_steps(model):
+    """Its modules, whose kernels' references run here."""
+    min_kv_len = compile_room.prepare_for_cuda(model)
+    return Steps(prefill, compile_room.as_one_graph(decode_one_token), min_kv_len=min_kv_len)
+
+
 def results(way, name, when, dtype, engine):
     """Of a model that is edited before it is compiled, or when it has run; in a world of its own."""
     change, *_ = EDITS[name]
@@ -61,11 +68,12 @@ def results(way, name, when, dtype, engine):
     try:
         if when == "before":
             change(model, undo)
-        steps = build_steps(model, engine) if engine else Steps()
+        steps = a_gpus_steps(model) if engine == "a GPU's" else build_steps(model, engine)
+        engine = engine if engine == "torch_compile" else "kv_cache"
         if when == "after":
-            way(model, steps)
+            way(model, steps, engine)
             change(model, undo)
-        return way(model, steps)
+        return way(model, steps, engine)
     finally:
         undo.undo()
 
@@ -88,7 +96,7 @@ CASES = [(name, when) for name in EDITS for when in times(name)]
                          ids=["served-fp32", "scored-fp32", "scored-bf16"])
 @pytest.mark.parametrize("name, when", CASES)
 def test_by_the_kernels(name, when, way, dtype):
-    found, expected = (results(CALLS[way], name, when, dtype, engine) for engine in ("compile", None))
+    found, expected = (results(CALLS[way], name, when, dtype, engine) for engine in ("compile", "kv_cache"))
     assert differ(found, expected, dtype) is None
     if when in EDITS[name][2]:                     # else the test could not fail
         assert differ(expected, unedited(way, dtype), dtype)
@@ -98,20 +106,35 @@ def test_by_the_kernels(name, when, way, dtype):
 @pytest.mark.parametrize("name, when", CASES)
 def test_texts_by_the_kernels(name, when, way):
     """In fp32: in bf16 near-ties part them."""
-    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("compile", None))
+    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("compile", "kv_cache"))
     assert found == expected
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Traced as for a GPU, run by PyTorch's own operators."""
+    original = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda step, mode=None, **more: original(step, backend="aot_eager", **more))
+    monkeypatch.setattr(compile_room, "has_kernels", lambda device: True)
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", TEXTS)
 @pytest.mark.parametrize("name", EDITS)
-def test_texts_by_pytorchs_compiler(name, way, monkeypatch):
-    """Traced as for a GPU, run by PyTorch's own operators; edited when it has run."""
-    original = torch.compile
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda step, mode=None, **more: original(step, backend="aot_eager", **more))
+def test_texts_by_pytorchs_compiler(name, way, traced):
+    """Edited when it has run."""
     when = times(name)[-1]
-    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("torch_compile", None))
+    found, expected = (results(TEXTS[way], name, when, torch.float32, engine) for engine in ("torch_compile", "kv_cache"))
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, when", CASES)
+def test_texts_by_a_gpus_steps(name, when, traced):
+    found, expected = (results(in_slots, name, when, torch.float32, engine) for engine in ("a GPU's", "kv_cache"))
     assert found == expected
 
 
