@@ -287,8 +287,26 @@ NAMED = [
            "tests/test_tp.py::test_parts_make_up_the_whole tests/test_tp.py::test_the_same_numbers_from_a_file"),
     Mutant("all-reduce-skipped", "tp.py", "        share(layer.attn, summed)\n", "        pass\n",
            "tests/test_tp.py::test_every_family"),
+    Mutant("part-that-nothing-sums", "tp.py", "if not (shared_by(part) or any(map(shared_by, part.modules()))):", "if part is None:",
+           "tests/test_edits_everywhere.py::test_ranks"),
     Mutant("logits-joined-backwards", "tp.py", "all_gather(y).unbind()", "all_gather(y).flip(0).unbind()",
            "tests/test_tp.py::test_every_family"),
+
+    # ---- What is read is what runs ---------------------------------------------------------------
+    Mutant("hook-that-is-removed", "kernels/as_read.py", "                and all(private.hooks_of(m) == hooks for m, hooks in self.hooked)\n", "",
+           "tests/test_what_is_read_runs.py::test_a_hook_that_is_removed"),
+    Mutant("hook-inside-a-call", "kernels/guard.py", "self.guard.inside, was_inside = False, self.guard.inside", "was_inside = self.guard.inside",
+           "tests/test_what_is_read_runs.py::test_hooks_that_call_the_model"),
+    Mutant("memory-of-a-layer-in-use", "kernels/guard.py", "        if self.is_within:\n", "        if False:\n",
+           "tests/test_what_is_read_runs.py::test_hooks_that_call_the_model"),
+    Mutant("shared-memory-given-away", "kernels/cpu_layers.py", "layer.gives_own = layer.last and bool(found.all())", "layer.gives_own = False",
+           "tests/test_what_is_read_runs.py::test_edits tests/test_what_is_read_runs.py::test_captured_states_between_layers"),
+    Mutant("edited-forward-in-one-list", "kernels/cpu_layers.py", "layer.last = after is None or found.step is not None", "layer.last = after is None",
+           "tests/test_experiments.py::test_as_an_edit_of_the_file"),
+    Mutant("packed-stands-for-nothing", "kernels/cpu_linears.py", "    new.stands_for = methods_of(linear)\n", "",
+           "tests/test_what_is_read_runs.py::test_a_method_whose_weights_are_packed"),
+    Mutant("instance-function-not-watched", "kernels/as_read.py", "    functions = [f for m in modules for f in vars(m).values() if isinstance(f, FunctionType)]\n",
+           "    functions = []\n", "tests/test_what_is_read_runs.py::test_edits"),
 
     # ---- C++ -------------------------------------------------------------------------------------
     Mutant("cpp-one-row-past", "cpu_ops/linear.h", "long row = op.order ? op.order[m] : m;",

@@ -481,6 +481,33 @@ def test_hooks_between_two_steps_of_our_own_loop():
     assert len(calls) == N_STEP - 2
 
 
+def test_a_hook_that_is_removed():
+    """At the next call all is fast again."""
+    model = make()
+    compile_model(model)
+    expected = run(model)
+    handle = model.layers[1].attn.register_forward_hook(larger)
+    assert not alike(run(model), expected, torch.float32) and fast(model) == EVERYTHING - {"1.attn"}
+    handle.remove()
+    assert alike(run(model), expected, torch.float32) and fast(model) == EVERYTHING
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_captured_states_between_layers(dtype):
+    """A hook keeps what it is given, without a copy, while the layers around it are operations."""
+    kept = []
+    for compiles in (False, True):
+        model, seen = make(dtype), []
+        if compiles:
+            compile_model(model)
+        model.layers[1].register_forward_hook(lambda module, args, out, seen=seen: seen.append((args[0], out)))
+        run(model)
+        kept.append(seen)
+    for pair in zip(*kept):
+        for theirs, ours in zip(*pair):
+            assert ours.dtype == dtype and alike(ours.float(), theirs.float(), dtype)
+
+
 def calls_another_layer(model, name):
     def hook(module, args, out):
         x = torch.full((1, 3, 64), 0.5, dtype=model.dtype)
