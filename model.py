@@ -512,9 +512,11 @@ class Transformer(nn.Module):
         tokens [B, T]; pos [T] or [B, T], the absolute position of each token; logits_to_keep: of
         the last n only, or of the indices [B, n] into T (right-padded rows end at different
         places); kv_len: attend to the first kv_len positions only, which must be all so far;
-        batch_idx [B]: which rows of the cache these are, if not all, with pos [B, T]. -> [B, n, V]
+        batch_idx [B]: which rows of the cache these are, if not all. -> [B, n, V]
         """
         kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
+        if batch_idx is not None:                  # each row its own slots of the cache
+            pos = pos.expand(len(batch_idx), -1)
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs[:3], batch_idx, *inputs[3:])

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from kernels import private
+
 ROOT = Path(__file__).resolve().parent.parent
 N_FLOATS = 1 << 28                                 # 1 GB, far beyond every cache
 
@@ -60,6 +62,12 @@ def commit() -> str:
     return f"{name}-dirty" if changes else name
 
 
+def cpu_capability() -> str:
+    """The widest instructions that it has: AVX2, AVX512, AMX."""
+    has_matrices = "amx_tile" in (private.cpu_flags() or "").split()
+    return "AMX" if has_matrices else torch.backends.cpu.get_cpu_capability()
+
+
 def describe_machine(device: torch.device) -> dict:
     """What figures depend on besides the model: the first fields of a result."""
     if device.type == "cuda":
@@ -73,6 +81,6 @@ def describe_machine(device: torch.device) -> dict:
         name = fields.get("model name", platform.processor())
         clocks = f"{fields.get('cpu MHz', '?')} MHz"
     return dict(device=str(device), machine=name, clocks=clocks, threads=torch.get_num_threads(),
-                capability=torch.backends.cpu.get_cpu_capability(),
+                capability=cpu_capability(),
                 versions=dict(torch=torch.__version__, python=platform.python_version()),
                 date=date.today().isoformat(), commit=commit())

@@ -8,7 +8,9 @@ import torch
 from helpers import GREEDY, generated, make_batch
 
 from cli.engines import build_steps, warm_up
+from formats.load import load_model, read_checkpoint
 from generate import generate
+from kernels.compile import compile_model
 from model import ExpertLinear, at, visible
 
 LENGTH = 40
@@ -157,3 +159,22 @@ def test_too_long_is_refused_with_both_numbers(ours):
     model.setup_cache(3, 128)
     with pytest.raises(ValueError, match="100 .* 60 .* 128"):
         next(generate(make_batch(model, [GREEDY] * 3), tokens(100).tolist(), 60))
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3_5_text"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_positions_that_rows_of_the_cache_share(families, name, compiled):
+    """[T] are those of each row; the other rows stay as they are."""
+    model = load_model(read_checkpoint(families(name)[0]), torch.float32, "cpu")
+    model.setup_cache(3, 24, 16)
+    if compiled:
+        compile_model(model)
+    tokens = torch.randint(3, 150, (3, 9), generator=torch.Generator().manual_seed(3))
+    model(tokens, torch.arange(9), 1, 24)
+    before = [t.clone() for layer in model.layers for t in layer.attn.cache.buffers()]
+    rows, more = torch.tensor([2, 0]), tokens[:2, :4]
+    shared = model(more, torch.arange(9, 13), 4, 24, rows)
+    kept = [t[1].clone() for layer in model.layers for t in layer.attn.cache.buffers()]
+    assert all(torch.equal(a[1], b) for a, b in zip(before, kept))
+    model(tokens, torch.arange(9), 1, 24)
+    torch.testing.assert_close(model(more, torch.arange(9, 13).repeat(2, 1), 4, 24, rows), shared)
