@@ -27,6 +27,7 @@ if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import tp
 from checkpoint import Unforeseen, first_line, is_out_of_memory, open_checkpoint
@@ -75,31 +76,44 @@ def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
     On a GPU a step is one CUDA graph. All layers are traced, one after another: a large model takes
     a minute or two to compile, the first time.
     """
-    first = compiled(prefill, mode=None, dynamic=True) if compile_prefill else prefill
-    return Steps(first, compiled(decode_one_token), pad=compile_prefill)
+    first = CompiledStep(prefill, mode=None, dynamic=True) if compile_prefill else prefill
+    return Steps(first, CompiledStep(decode_one_token), pad=compile_prefill)
 
 
-def compiled(step: Callable, mode: str | None = "reduce-overhead", **options) -> Callable:
-    """A step compiled whole."""
-    torch._dynamo.config.recompile_limit = 64      # one for each kv_len
-    torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
-    graph = torch.compile(step, mode=mode, fullgraph=True, **options)
-    kinds, known = set(), []
+class CompiledStep:
+    """A step compiled whole.
 
-    def run(*args):
-        nonlocal known
-        if not kinds:
-            kinds.update(type(m) for arg in args if isinstance(arg, nn.Module)
-                         for m in arg.modules())
-        methods = [*methods_of(kinds), *hooks_of_all()]
-        if known and methods != known:             # PyTorch's compiler looks at these once
+    A CUDA graph's next replay overwrites what this one gave: that is cloned. What hooks are given
+    would be overwritten too, so a model that has some goes without a graph.
+    """
+
+    def __init__(self, step: Callable, mode: str | None = "reduce-overhead", **options):
+        torch._dynamo.config.recompile_limit = 64              # one for each kv_len
+        torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
+        self.graph = torch.compile(step, mode=mode, fullgraph=True, **options)
+        self.without_graph = torch.compile(step, fullgraph=True, **options)
+        self.kinds, self.hooked, self.n_hook = set(), False, None
+        self.known = []                            # methods and hooks, as they were last
+
+    def __call__(self, *args):
+        if self.n_hook != RemovableHandle.next_id:             # a new one, anywhere
+            self.n_hook = RemovableHandle.next_id
+            self._look_at([arg for arg in args if isinstance(arg, nn.Module)])
+        of_all = hooks_of_all()
+        known = [*methods_of(self.kinds), *of_all]
+        if self.known and known != self.known:     # PyTorch's compiler looks at these once
             torch.compiler.reset()
-        known = methods
-        given = graph(*args)                       # the next replay of a CUDA graph overwrites it
+        self.known = known
+        step = self.without_graph if self.hooked or of_all else self.graph
+        given = step(*args)
         if isinstance(given, Tensor):
             return given.clone()
         return tuple(t if t is None else t.clone() for t in given)
-    return run
+
+    def _look_at(self, models: list[nn.Module]) -> None:
+        modules = [m for model in models for m in model.modules()]
+        self.kinds.update(map(type, modules))
+        self.hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def methods_of(kinds: set[type]) -> list:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import Batch, Steps, bucket, compiled, to_device
+from generate import Batch, CompiledStep, Steps, bucket, to_device
 from sampling import Sampler, draw
 
 # ---- What is accepted ---------------------------------------------------------------------------
@@ -246,6 +246,6 @@ def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
     """Always k drafts by the model `draft`. compiles: by torch.compile, as `steps` are."""
     step, check = draft_one_token, verify
     if compiles:
-        step, check = compiled(step), compiled(check)
+        step, check = CompiledStep(step), CompiledStep(check)
     drafter = ModelDrafter(draft, step, max_rejected=k + 1)
     return SpeculativeBatch(model, sampler, steps, drafter, FixedLength(k), k, check)

@@ -124,7 +124,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
                          f"by {possible}: set it up for max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
-    faster = as_one_graph if as_graph else core.compiled if engine == "torch_compile" else None
+    faster = as_one_graph if as_graph else core.CompiledStep if engine == "torch_compile" else None
     verify = faster(speculate.verify) if faster else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):

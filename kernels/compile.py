@@ -128,7 +128,7 @@ class WhileAsRead:
 
     def __init__(self, compiled: Callable, step: Callable, may_compile: bool = True):
         self.compiled, self.step = compiled, step
-        self.by_torch = generate.compiled(step) if may_compile else step
+        self.by_torch = generate.CompiledStep(step) if may_compile else step
         self.watches = WeakKeyDictionary()         # model -> Watch, or what runs in its place
 
     def __call__(self, *args):

@@ -5,7 +5,7 @@ import torch
 from helpers import GREEDY
 
 import model as core
-from generate import Batch, Steps, compile_steps, compiled, generate
+from generate import Batch, CompiledStep, Steps, compile_steps, generate
 from model import Block, ModelConfig, Transformer
 from sampling import Sampler
 
@@ -92,7 +92,7 @@ def test_edits_are_seen(edit, dtype, margin, monkeypatch):
     """After the step was compiled and had run. In bf16 a fused step rounds less often than the plain one."""
     torch._dynamo.reset()
     model = blank(dtype)
-    run = compiled(step)
+    run = CompiledStep(step)
     before = logits(model, run)
     torch.testing.assert_close(before, logits(model, step), atol=margin, rtol=margin)
     edit(model, monkeypatch)
@@ -107,3 +107,23 @@ def test_an_edited_model_is_compiled_as_it_is(monkeypatch):
     for edit in (edit_mask, hook, exchange_activation, in_place):
         edit(model, monkeypatch)
     assert tokens(model, compile_steps(model)) == tokens(model, Steps())
+
+
+def test_no_cuda_graph_where_a_hook_may_keep_what_it_is_given(monkeypatch):
+    """Its next replay would overwrite it. A graph is asked for by the mode alone."""
+    modes, original = [], torch.compile
+
+    def compile(step, mode=None, **more):
+        made = original(step, backend="eager", **more)
+        return lambda *args: modes.append(mode) or made(*args)
+    monkeypatch.setattr(torch, "compile", compile)
+    torch._dynamo.reset()
+    model = blank()
+    run = CompiledStep(step)
+    logits(model, run)
+    assert set(modes) == {"reduce-overhead"}
+    kept = []
+    model.layers[1].register_forward_hook(lambda module, inputs, x: kept.append(x))
+    modes.clear()
+    logits(model, run)
+    assert set(modes) == {None} and len(kept) == 12
