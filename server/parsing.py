@@ -37,9 +37,10 @@ def json_calls(text: str, tools: dict[str, dict]) -> list[Call]:
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        if call.get("name") not in tools or not isinstance(arguments, dict):
+        name = call.get("name")
+        if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
             raise ValueError("no call")
-        found.append((call["name"], arguments))
+        found.append((name, arguments))
     if not found:
         raise ValueError("no call")
     return found
@@ -88,7 +89,7 @@ def python_calls(text: str, tools: dict[str, dict]) -> list[Call]:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 [node] = node.args                 # tool_code may print what it calls
             name = ast.unparse(node.func).removeprefix("default_api.")
-            if name not in tools or node.args:
+            if name not in tools or node.args or any(k.arg is None for k in node.keywords):
                 raise ValueError("no call")
             found.append((name, {k.arg: ast.literal_eval(k.value) for k in node.keywords}))
         return found

@@ -765,6 +765,27 @@ def test_tool_calls_are_found_however_the_text_comes(form, text, calls, content,
     assert "".join(d.get("content", "") for d in deltas).strip() == content
 
 
+# What is no call of a tool: it is text.
+NO_CALLS = [
+    ("hermes", "[1, 2]"), ("hermes", "[]"), ("hermes", " ; "), ("hermes", '{"name": "add", "arguments": [1]}'), ("hermes", '{"name": "add", "arguments": "{"}'),
+    ("hermes", '{"name": ["add"]}'), ("hermes", '{"name": "add", "arguments": ' + "[" * 100_000), ("hermes", '{"name": "add"'),
+    ("qwen_xml", "<function=unknown></function>"), ("qwen_xml", "<function=>"), ("qwen_xml", "nothing"),
+    ("llama", '{"name": "add", "parameters": 3}'), ("llama", "3"), ("llama", '{"name": null}'),
+    ("gemma", "unknown(a=1)"), ("gemma", "add(1)"), ("gemma", "add(a=b)"), ("gemma", "add(**{})"), ("gemma", "print()"), ("gemma", "add.add.a=1"),
+    ("gemma", "(" * 100_000), ("gemma", "add(a=" + "-" * 100_000 + "1)"), ("gemma", "\0"), ("gemma", '[{"name": "no"}]'),
+]
+
+
+@pytest.mark.parametrize("form, text", NO_CALLS, ids=[f"{form}-{i}" for i, (form, _) in enumerate(NO_CALLS)])
+def test_what_is_no_call_stays_text(form, text):
+    from server.parsing import FORMATS, AnswerParser
+    begin, end = next(iter(FORMATS[form].markers.items()))
+    parser = AnswerParser(FORMATS[form], TOOLS)
+    deltas = [*parser.push(begin + text + end), *parser.finish()]
+    assert not any("tool_calls" in delta for delta in deltas)
+    assert "".join(delta.get("content", "") for delta in deltas) == begin + text + end
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("inside, text", [(False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."), (True, "Hm, 1 < 2.\n</think>\n\nYes.")])
 def test_thinking_is_apart(inside, text, size):
