@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from torch import nn
 
 from cli.common import Parser, guarded
-from kernels import as_read, linear
-from model import ExpertLinear, Transformer
+from kernels import as_read, cpu_layers, linear
+from model import ExpertLinear, ModelConfig, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("model", "sampling", *sorted(f"layers.{p.stem}" for p in ROOT.glob("layers/*.py")
@@ -59,6 +60,15 @@ def concerned(name: str) -> list[str]:
     return sorted(found)
 
 
+def of_a_llama() -> str:
+    """What of one runs as it is read by now."""
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 160, 128, qk_norm=True))
+    found = as_read.unknown_parts(model)
+    known = [cpu_layers.known_of(i, found) for i in range(len(model.layers))]
+    return cpu_layers.which(found, bool(found.model), known)
+
+
 def write() -> int:
     """-> the exit status of the tests; where they fail the file is as it was."""
     before = as_read.FILE.read_bytes() if as_read.FILE.exists() else None
@@ -78,8 +88,11 @@ def run(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.write:
         return write()
-    for name in differing():
+    names = differing()
+    for name in names:
         print(f"{name}: {', '.join(concerned(name)) or 'no part of a model'}")
+    if names:
+        print(f"Of a Llama, compiled on a CPU, {of_a_llama()} as it is read.")
     return 0
 
 
