@@ -18,6 +18,7 @@ import argparse
 import ast
 import importlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -403,12 +404,13 @@ def peers() -> str:
         where, name = of_machine(machine), machine["capability"]
         columns |= {(where, kind): words for kind, words in kinds.items()}
         columns[where, "none"] = f"{name}: bfloat16"
-        for result in found:
-            for (test, kind), value in beside_the_best(result).items():
-                cells.setdefault(test, {})[where, kind] = value
         old = ", older than the code" if any(ages.age(result) for result in found) else ""
         commits = ", ".join(dict.fromkeys(result["commit"] for result in found))
         sources.append(f"{name}: {commits}{old}")
+    for title, machine in itertools.product(titles, machines()):
+        result = machine["tables"].get(title)
+        for (test, kind), value in beside_the_best(result).items() if result else ():
+            cells.setdefault(test, {})[of_machine(machine), kind] = value
     lines = [f"| × the best peer | {' | '.join(columns.values())} |",
              "|---" * (1 + len(columns)) + "|"]
     lines += [f"| {test} | " + " | ".join(row.get(column, "–") for column in columns) + " |"
