@@ -133,6 +133,7 @@ class DoubledAttention(Attention):
         return super().forward(*args) * self.gain
 
 
+@pytest.mark.kernels
 def test_a_part_of_a_forks_own(capsys):
     """The config names it: it is made, checked, shared by ranks, and no kernel stands in its place."""
     cfg = ModelConfig(64, 3, 4, 2, 16, 96, 160, 128, mixer=(None, Doubled()))

@@ -195,6 +195,7 @@ def test_a_head_nobody_asks_for_is_not_looked_at(heads, monkeypatch):
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("family", NAMES[:2])
 @pytest.mark.parametrize("mode", [None, "int4"])
 def test_compiled_on_a_cpu(heads, family, mode, two_threads):
@@ -216,6 +217,7 @@ def test_compiled_on_a_cpu(heads, family, mode, two_threads):
         assert sum(batch.accept_counts[1:]) > 0.8 * sum(batch.accept_counts)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("engine, mode, dtype", [
     ("kv_cache", None, torch.float32), ("compile", None, torch.float32), ("compile", None, torch.bfloat16),
     ("compile", "int8", torch.float32), ("compile", "int4", torch.bfloat16)], ids=str)

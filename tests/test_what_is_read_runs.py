@@ -531,7 +531,7 @@ def calls_the_model(model, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["layers.1", "layers.1.attn", "layers.0.ffn", "layers.1.attn.wo"])
+@pytest.mark.parametrize("name", ["layers.0", "layers.1", "layers.1.attn", "layers.0.ffn", "layers.1.attn.wo"])
 @pytest.mark.parametrize("calls", [calls_another_layer, calls_the_model])
 def test_hooks_that_call_the_model(calls, name, dtype):
     """In the middle of a call of it, whose memory they must not write."""

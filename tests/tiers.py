@@ -266,7 +266,7 @@ def run_all(args, rest: list[str], log: Path) -> int:
 
 
 def run_exhaustive(args, rest: list[str], log: Path) -> int:
-    partial = bool(rest) or is_changed()
+    partial = bool(set(rest) - {"--kernels"}) or is_changed()
     before, costs = read_costs(), {}
     data = ROOT / ".cache/tests/coverage/data"
     if args.coverage:
@@ -362,7 +362,10 @@ def main() -> int:
     parser.add_argument("--shard", type=int, choices=range(1, SHARDS + 1), help="of the exhaustive tier, this one alone")
     parser.add_argument("--measure", action="store_true", help="run tests without a measured cost, and add theirs")
     parser.add_argument("--coverage", action="store_true", help="with --exhaustive: under coverage.py; writes docs/coverage.md")
+    parser.add_argument("--kernels", action="store_true",
+                        help="the kernels' tests fail, and are not skipped, where the core was edited; CI's")
     args, rest = parser.parse_known_args()
+    rest = [*rest, "--kernels"] if args.kernels else rest
     if (args.shard or args.coverage) and not args.exhaustive:
         parser.error("--shard and --coverage need --exhaustive")
     if args.seed is not None and not args.all:
