@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from weakref import ref
 
 if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
     # The whole command: it adds to the flags below and calls the functions below.
@@ -92,13 +93,16 @@ class CompiledStep:
         torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
         self.graph = torch.compile(step, mode=mode, fullgraph=True, **options)
         self.without_graph = torch.compile(step, fullgraph=True, **options)
-        self.kinds, self.hooked, self.n_hook = set(), False, None
+        self.kinds, self.hooked = set(), False
+        self.looked_at = None                      # which models, when so many hooks had been made
         self.known = []                            # methods and hooks, as they were last
 
     def __call__(self, *args):
-        if self.n_hook != RemovableHandle.next_id:             # a new one, anywhere
-            self.n_hook = RemovableHandle.next_id
-            self._look_at([arg for arg in args if isinstance(arg, nn.Module)])
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        now = RemovableHandle.next_id, *map(ref, models)
+        if now != self.looked_at:
+            self.looked_at = now
+            self._look_at(models)
         of_all = hooks_of_all()
         known = [*methods_of(self.kinds), *of_all]
         if self.known and known != self.known:     # PyTorch's compiler looks at these once

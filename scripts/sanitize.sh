@@ -9,7 +9,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+die() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
 kinds=(address thread)
+case ${1:-} in address | thread | -* | "") ;; *) die "no sanitizer $1: address, thread" ;; esac
+command -v g++ > /dev/null || die "no g++: apt-get install g++"
+[ -x .venv/bin/pytest ] || die "no pytest in .venv: bash scripts/setup.sh requirements-dev.txt"
 if [[ ${1:-} == address || ${1:-} == thread ]]; then kinds=("$1"); shift; fi
 tests=(tests/test_cpu_ops.py tests/test_delta.py tests/test_short_conv.py tests/test_latent.py)
 here=$PWD/.cache/sanitize

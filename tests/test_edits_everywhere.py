@@ -8,7 +8,16 @@ import pytest
 import torch
 from test_batch import UNLIKE, serve
 from test_serve_safety import answers
-from test_what_is_read_runs import DTYPES, EDITS, ROOT, TOKENS, alone, distance, make  # noqa: F401
+from test_what_is_read_runs import (  # noqa: F401
+    DTYPES,
+    EDITS,
+    ROOT,
+    TOKENS,
+    alone,
+    distance,
+    make,
+    trace_as_a_gpus,
+)
 
 from cli.engines import build_sampler, build_speculative, build_steps
 from cli.evaluate import score
@@ -112,11 +121,7 @@ def test_texts_by_the_kernels(name, when, way):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Traced as for a GPU, run by PyTorch's own operators."""
-    original = torch.compile
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda step, mode=None, **more: original(step, backend="aot_eager", **more))
-    monkeypatch.setattr(compile_room, "has_kernels", lambda device: True)
+    trace_as_a_gpus(monkeypatch)
     yield
     torch._dynamo.reset()
 

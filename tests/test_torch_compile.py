@@ -127,3 +127,10 @@ def test_no_cuda_graph_where_a_hook_may_keep_what_it_is_given(monkeypatch):
     modes.clear()
     logits(model, run)
     assert set(modes) == {None} and len(kept) == 12
+    hooked, plain = blank(), blank()               # of which one has a hook before the step sees either
+    hooked.layers[0].register_forward_hook(lambda module, inputs, x: kept.append(x))
+    run = CompiledStep(step)
+    for other, mode in ((plain, "reduce-overhead"), (hooked, None), (plain, "reduce-overhead")):
+        modes.clear()
+        logits(other, run)
+        assert set(modes) == {mode}

@@ -865,13 +865,18 @@ def one_step(model, token, pos, kv_len):
     return model(token, pos, 1, kv_len)
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """-> a function: a model with a GPU's modules, one as it is read, and a compiled step, whose calls it counts."""
+def trace_as_a_gpus(monkeypatch):
+    """Steps are traced as for a GPU, with its modules, and run by PyTorch's own operators and the kernels' references."""
     original = torch.compile
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda step, mode=None, **more: original(step, backend="aot_eager", **more))
     monkeypatch.setattr(compile_room, "has_kernels", lambda device: True)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """-> a function: a model with a GPU's modules, one as it is read, and a compiled step, whose calls it counts."""
+    trace_as_a_gpus(monkeypatch)
 
     def make_both(cfg):
         model, plain = make(cfg=cfg), make(cfg=cfg)
