@@ -9,8 +9,8 @@ In the order of the work, which is the order of this file:
     assign     into a model without memory, a few megabytes of a tensor at a time
 
 It knows Llama, Mistral, Mixtral, Qwen2 and Qwen3. What a file states is acted on or refused, never
-silently ignored. formats/ adds families, file formats and quantized weights of others. Nothing in a
-checkpoint is executed.
+silently ignored. gpt_faster/formats/ adds families, file formats and quantized weights of others.
+Nothing in a checkpoint is executed.
 
     source = open_checkpoint("org/name or path")
     model = load_model(source, torch.bfloat16, "cpu")
@@ -137,7 +137,7 @@ class LazyTensor:
     A row is an index of the first axis; of the first two, flattened, where there are more than two
     (experts [E, out, in] have E * out rows). read_rows is None for random weights, which `fill`
     draws into a tensor that is given. made_of: the tensors that read_rows reads. packed: where a
-    file has quantized weights of its own (formats/lazy.py).
+    file has quantized weights of its own (gpt_faster/formats/lazy.py).
     """
 
     name: str
@@ -550,7 +550,7 @@ QWEN_MOE_NAMES = {
     "mlp.experts.down_proj": "ffn.down.weight",
 }
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
-# in memory: on disk. Those after the second are of layers/.
+# in memory: on disk. Those after the second are of gpt_faster/layers/.
 FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
          "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay"),
          "wbcx": ("wb", "wc", "wx"), "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
@@ -641,7 +641,7 @@ def disk_names(name: str) -> list[str]:
 
 # ---- config.json -> ModelConfig -----------------------------------------------------------------
 
-MORE = "gpt-faster's full tree (formats/) reads it"
+MORE = "gpt-faster's full tree (gpt_faster/formats/) reads it"
 
 
 @dataclass(frozen=True)
@@ -727,7 +727,7 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"model_type {brief(kind)} is none of {', '.join(FAMILIES)}: "
-                         "gpt-faster's full tree (formats/) reads more")
+                         "gpt-faster's full tree (gpt_faster/formats/) reads more")
     family = FAMILIES[kind]
     c = filled(config, family.defaults)
     if refused := [key for key in NOT_READ if c.get(key)]:
@@ -983,14 +983,15 @@ def read(path: Path) -> RawCheckpoint:
         found = weights_in(path, WEIGHT_FILES)
         if found is None:
             raise FileNotFoundError(f"{path}: expected config.json with model.safetensors, or "
-                                    "model.pth; gpt-faster's full tree (formats/) reads more")
+                                    "model.pth; gpt-faster's full tree (gpt_faster/formats/) reads "
+                                    "more")
         path = found
     if path.suffix in (".pth", ".pt"):
         return read_pth(path, read_torch(path))
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return read_hub(path.parent, path.name)
     raise ValueError(f"{path}: expected a directory, .safetensors or .pth; gpt-faster's full tree "
-                     "(formats/) reads more")
+                     "(gpt_faster/formats/) reads more")
 
 
 def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
@@ -1060,7 +1061,7 @@ def read_pth(path: Path, content: dict,
     """Ours, as save_checkpoint() writes it; content: what read_torch() gives."""
     if content.get("format") != "gpt-faster":
         raise ValueError(f"{path}: gpt-faster did not write this file; its full tree "
-                         "(formats/) reads some of others")
+                         "(gpt_faster/formats/) reads some of others")
     if content.get("version", 1) not in range(1, VERSION + 1):
         raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
                          f"reads up to {VERSION}: update it, or convert the original again")

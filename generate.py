@@ -1,7 +1,7 @@
 """Generate text: prefill the prompts, then decode a token at a time. Also the command.
 
 It composes the other files: no file formats and no math of its own. The whole command, which reads
-every format and has fast kernels, is cli/session.py: it calls what is here.
+every format and has fast kernels, is gpt_faster/cli/session.py: it calls what is here.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import ref
 
-if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
+if __name__ == "__main__" and (Path(__file__).parent / "gpt_faster/cli/start.py").exists():
     # The whole command: it adds to the flags below and calls the functions below.
-    from cli.start import generate
+    from gpt_faster.cli.start import generate
     sys.exit(generate())
 
 import torch
@@ -552,7 +552,7 @@ CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub
 
 
 def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dict:
-    """gpt-fast's flags and a few more -> their groups by name, to which cli/flags.py adds.
+    """gpt-fast's flags and a few more -> their groups by name, for gpt_faster/cli/flags.py.
 
     checkpoints: which kinds the command reads, for --help.
     """
@@ -858,6 +858,6 @@ def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], names: li
                    read_bytes), interrupted
 
 
-if __name__ == "__main__":                         # without cli/ beside it
+if __name__ == "__main__":                         # without gpt_faster/cli/ beside it
     sys.modules["generate"] = sys.modules["__main__"]      # speculate imports it: one module
     sys.exit(main())

@@ -3,7 +3,8 @@
 It knows the math and nothing else: no file paths, no family names, no ranks, no quantization, no
 sampling, no compiler. A Llama, Mistral, Mixtral or Qwen is read here whole. What these do not have
 is a part of another kind, which the config names: a small frozen object whose make() gives the
-module that stands in place of the one here (layers/ has such objects; one of your own works too).
+module that stands in place of the one here (gpt_faster/layers/ has such objects; one of your own
+works too).
 
     model = Transformer(cfg)                       # every family, one class
     model.setup_cache(batch_size=1, length=256)

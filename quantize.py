@@ -2,8 +2,8 @@
 
 A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
 the product with them. A checkpoint is rounded while it is read. Knows no files and no families;
-kernels/linear.py exchanges the linears for ones with quicker products. On disk, G being the group
-size:
+gpt_faster/kernels/linear.py exchanges the linears for ones with quicker products. On disk, G being
+the group size:
 
     int8     weight int8  [out, in]     scales [out]                 w = code * scale
     int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__" and (Path(__file__).parent / "cli/start.py").exists():
+if __name__ == "__main__" and (Path(__file__).parent / "gpt_faster/cli/start.py").exists():
     # The whole command: it adds to the flags below, and calls the functions below.
-    from cli.start import quantize
+    from gpt_faster.cli.start import quantize
     sys.exit(quantize())
 
 import torch
@@ -557,6 +557,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-if __name__ == "__main__":                         # without cli/ beside it
+if __name__ == "__main__":                         # without gpt_faster/cli/ beside it
     sys.modules["quantize"] = sys.modules["__main__"]      # checkpoint.py imports it: one module
     sys.exit(main())

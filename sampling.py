@@ -90,7 +90,7 @@ def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """The fewest likeliest tokens that have top_p together, and all that tie with the last.
 
-    On a GPU kernels/sort_free.py stands in for it (cli/engines.py).
+    On a GPU gpt_faster/kernels/cuda/sort_free.py stands in for it (gpt_faster/decoding/engines.py).
     """
     ordered = probs.sort(-1, descending=True).values
     mass_above = ordered.cumsum(-1) - ordered

@@ -1,4 +1,4 @@
-"""Serve a model as OpenAI's API has it: the command; the room is server/.
+"""Serve a model as OpenAI's API has it: the command of gpt_faster/server/.
 
     python serve.py --compile --checkpoint_path org/name --port 8000
 """
@@ -6,7 +6,7 @@
 import sys
 
 if __name__ == "__main__":
-    from kernels.quick_import import need_torch
+    from gpt_faster.cli.quick_import import need_torch
     need_torch()
-    from server.main import main
+    from gpt_faster.server.main import main
     sys.exit(main())

@@ -2,8 +2,8 @@
 
 The output is what plain decoding would give: greedily the same tokens, else draws from the same
 distribution. A SpeculativeBatch is a generate.Batch of one row. What drafts (a model here, look-up
-in cli/ngram.py) and how many tokens (always as many here, by their cost in cli/draft_length.py) it
-is given.
+in decoding/ngram.py) and how many tokens (always as many here, by their cost in
+decoding/draft_length.py) it is given.
 
     batch = SpeculativeBatch(model, sampler, steps, ModelDrafter(draft), FixedLength(5), 5)
 """

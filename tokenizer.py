@@ -2,7 +2,7 @@
 
 The only reader of tokenizer.json and tokenizer.model, and of the JSON files beside them that name
 special tokens. Two libraries do the work: tokenizers and sentencepiece. Does not know the model,
-and no other format: formats/ adds GGUF's, Llama 3's tiktoken file and chat templates.
+and no other format: gpt_faster/formats/ adds GGUF's, Llama 3's tiktoken file and chat templates.
 
     tokenizer = load("checkpoints/org/name")       # a directory, or the state() that a .pth holds
     ids = tokenizer.encode("Hello")
@@ -50,7 +50,7 @@ def load_for(source, load: Callable = load) -> "Tokenizer":
 
     These are what config.json and generation_config.json name, then what the tokenizer's files do;
     an id that the model cannot give ends nothing. load: a reader of more formats
-    (formats/tokenizer_files.py).
+    (gpt_faster/text/tokenizer_files.py).
     """
     tokenizer = load(source.tokenizer)
     named = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
@@ -150,8 +150,8 @@ class Tokenizer:
 
     add_bos: whether a text begins with bos_id, or with what the backend's own prefix is. eos_ids:
     the end tokens that the tokenizer's own files name (None: those that the backend knows).
-    chat_template and names (bos_token, eos_token, … -> text) are kept for formats/chat_template.py,
-    which renders chats.
+    chat_template and names (bos_token, eos_token, … -> text) are kept for
+    gpt_faster/text/chat_template.py, which renders chats.
     """
 
     def __init__(self, backend: "TokenizersBackend | SentencePieceBackend", bos_id: int | None,

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from cli.common import Parser, guarded  # noqa: E402
-from cli.quantizing import write  # noqa: E402
-from formats.hub import output_path, resolve  # noqa: E402
-from formats.load import read_checkpoint  # noqa: E402
+from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.quantizing import write  # noqa: E402
+from gpt_faster.formats.hub import output_path, resolve  # noqa: E402
+from gpt_faster.formats.load import read_checkpoint  # noqa: E402
 
 
 def run(argv=None) -> int:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from cli.common import Parser, guarded  # noqa: E402
-from formats.hub import download  # noqa: E402
+from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.formats.hub import download  # noqa: E402
 
 
 def run(argv=None) -> int:

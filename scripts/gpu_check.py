@@ -19,23 +19,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
-from cli.common import Help, Parser, guarded
-from cli.engines import (
+from generate import Batch, generate, log, pick_device
+from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.decoding.engines import (
     RecomputeBatch,
     build_sampler,
     build_speculative,
     build_steps,
     warm_up,
 )
-from formats.load import load_model
-from formats.mtp import head_config
-from formats.quantized import quantized as quantized_source
-from generate import Batch, generate, log, pick_device
-from kernels import cpu_ops, linear
-from kernels.attention import use_fused_attention
-from layers.flat_config import FlatConfig, LayerEnd, Scores
-from layers.moe import MoEVariant
-from layers.rope import RopeVariant
+from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.load import load_model
+from gpt_faster.formats.mtp import head_config
+from gpt_faster.formats.quantized import quantized as quantized_source
+from gpt_faster.kernels import linear
+from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.cuda.attention import use_fused_attention
+from gpt_faster.layers.moe import MoEVariant
+from gpt_faster.layers.rope import RopeVariant
 from model import ModelConfig, Rope, Transformer
 from sampling import SamplingParams
 
@@ -78,7 +79,7 @@ def config(facts: dict) -> ModelConfig:
 
 def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transformer:
     """Weights so large that every layer matters; drafts: not the model but a head that drafts for
-    it. how: of formats.quantized.quantized()."""
+    it. how: of gpt_faster.formats.quantized.quantized()."""
     cfg, draw = config(SMALL | MODELS[name]), torch.Generator().manual_seed(0)
     cfg = head_config(cfg, any(cfg.sparse)) if drafts else cfg
 
@@ -287,7 +288,7 @@ def run(argv=None) -> int:
     p.add_argument("--only", help="names of checks, with commas")
     args = p.parse_args(argv)
     device, failed = pick_device(args.device), 0
-    cpu_ops.set_activation_bits(16)                # it is weights that are checked
+    native.set_activation_bits(16)                # it is weights that are checked
     known = {check.__name__: check for check in CHECKS}
     for name in args.only.split(",") if args.only else known:
         if name not in known:

@@ -4,8 +4,9 @@ After an edit of one of them the parts of a compiled model that it concerns run 
 uncompiled, until the kernels do the same again and this command says so: it runs the kernels' tests
 with the new digests and keeps them only if all pass.
 
-    python scripts/known_sources.py                # what differs from kernels/known_sources.json,
-                                                   # and which parts of models it concerns
+    python scripts/known_sources.py                # what differs from known_sources.json in
+                                                   # gpt_faster/kernels/, and which parts of
+                                                   # models it concerns
     python scripts/known_sources.py --write
 """
 
@@ -20,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from cli.common import Parser, guarded
-from kernels import as_read, cpu_layers, linear
+from gpt_faster.cli.common import Parser, guarded
+from gpt_faster.kernels import as_read, linear
+from gpt_faster.kernels.cpu import layers as cpu_layers
 from model import ExpertLinear, ModelConfig, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("model", "sampling", *sorted(f"layers.{p.stem}" for p in ROOT.glob("layers/*.py")
-                                        if p.stem != "__init__"))
+LAYERS = sorted(p.stem for p in ROOT.glob("gpt_faster/layers/*.py") if p.stem != "__init__")
+MODULES = ("model", "sampling", *(f"gpt_faster.layers.{name}" for name in LAYERS))
 TESTS = ("--all", "--kernels", "-m", "kernels", "tests")
 
 

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh requirements-dev.txt gemma
 .venv/bin/ruff check .
-if [[ " $* " == *" --all "* ]]; then .venv/bin/python scripts/audit.py; fi
+if [[ " $* " == *" --all "* ]]; then .venv/bin/python scripts/dev/audit.py; fi
 export OMP_NUM_THREADS=1                         # two processes of one thread each: tiny models want no more
 export OMP_WAIT_POLICY=passive                   # those that do have two wait for each other asleep
 exec .venv/bin/python tests/tiers.py "$@"

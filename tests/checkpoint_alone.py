@@ -8,7 +8,7 @@ import importlib.abc
 import sys
 from pathlib import Path
 
-ROOMS = ("layers", "formats", "kernels", "cli", "gptq", "server", "bench")
+ROOMS = ("gpt_faster",)
 
 
 class NoRooms(importlib.abc.MetaPathFinder):

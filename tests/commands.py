@@ -14,7 +14,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PRELOADED = ("cli.session", "cli.quantizing", "cli.evaluate", "bench.main", "tokenizers")     # not huggingface_hub: it reads the environment
+PRELOADED = ("gpt_faster.cli.session", "gpt_faster.cli.quantizing", "gpt_faster.cli.evaluate", "gpt_faster.bench.main", "tokenizers")     # not huggingface_hub: it reads the environment
 
 
 # ---- In the tests -------------------------------------------------------------------------------

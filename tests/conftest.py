@@ -16,7 +16,7 @@ os.environ["GPT_FASTER_CACHE"] = str(ROOT / ".cache/tests")           # its keys
 
 import tiny  # noqa: E402
 
-from formats.load import load_model, read_checkpoint  # noqa: E402
+from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
 
 pytest_plugins = ["tier_plugin"]
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from cli import kept_weights
-from formats.load import read_checkpoint
-from kernels import cpu_ops
+from gpt_faster import kept_weights
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parent.parent
 N_KILLS = int(os.environ.get("GPT_FASTER_KILLS", 15))      # of each kind, in a test
@@ -35,7 +35,7 @@ NEW_NAMESPACE, PRIVATE, READ_ONLY, REMOUNT = 0x20000, 0x44000, 1, 32         # <
 def server():
     """What starts children. It leaves when this process does."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cli.session", "cli.quantizing", "faults"])
+    context.set_forkserver_preload(["gpt_faster.cli.session", "gpt_faster.cli.quantizing", "faults"])
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     try:
         multiprocessing.forkserver.ensure_running()
@@ -131,10 +131,10 @@ def keep(checkpoint):
 
 def build():
     """In a child: the operations are compiled, loaded, and compute."""
-    cpu_ops.library.cache_clear()
-    assert cpu_ops.is_available(), "not built"
+    native.library.cache_clear()
+    assert native.is_available(), "not built"
     x, weight = torch.ones(1, 64), torch.ones(64, 64)
-    assert (cpu_ops.product(x, *cpu_ops.pack_weight(weight), (64, 64)) == 64).all()
+    assert (native.product(x, *native.pack_weight(weight), (64, 64)) == 64).all()
 
 
 def limited(kind, limit, call, *args):

@@ -45,9 +45,9 @@ os.environ.setdefault("GPT_FASTER_CACHE", str(ROOT / ".cache/tests"))
 import torch  # noqa: E402
 
 from checkpoint import Unforeseen, is_out_of_memory  # noqa: E402
-from cli import session  # noqa: E402
-from cli.common import explained  # noqa: E402
-from formats.gguf_file import read_gguf_header  # noqa: E402
+from gpt_faster.cli import session  # noqa: E402
+from gpt_faster.cli.common import explained  # noqa: E402
+from gpt_faster.formats.gguf_file import read_gguf_header  # noqa: E402
 
 FINDS = ("unforeseen", "hang", "memory", "crash")
 SECONDS, MB = 10, 1500
@@ -326,7 +326,7 @@ def judge(e: BaseException, directory: Path) -> tuple[str, str]:
     on_purpose = source.startswith("raise") or isinstance(e, OSError) and e.filename
     if isinstance(outer, Unforeseen) or not isinstance(e, (ValueError, OSError, ImportError)) or not on_purpose:
         return "unforeseen", text
-    if str(directory) not in str(outer) and not place.startswith(("cli/", "generate.py")):
+    if str(directory) not in str(outer) and not place.startswith(("gpt_faster/cli/", "generate.py")):
         return "unforeseen", "names no file: " + text
     if len(explained(outer).splitlines()) > 1 or len(explained(outer)) > 1100:
         return "unforeseen", "more than a line: " + text

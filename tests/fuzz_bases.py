@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoint import save_checkpoint
-from formats import tokenizer_files
-from formats.load import read_checkpoint
-from formats.quantized import quantized
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.text import tokenizer_files
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".cache/fuzz"

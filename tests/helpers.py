@@ -1,13 +1,23 @@
 """What many tests do: a batch of a model, and its tokens."""
 
+from pathlib import Path
+
 import torch
 
-from cli.engines import RecomputeBatch, build_sampler, build_speculative
-from cli.slots import RowsBatch
 from generate import PREFILL_CHUNK, Steps, generate
+from gpt_faster.decoding.engines import RecomputeBatch, build_sampler, build_speculative
+from gpt_faster.decoding.slots import RowsBatch
 from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def files_of_ours():
+    """What a copy of the repository needs to run, and its tests."""
+    folders = (ROOT / name for name in ("gpt_faster", "scripts", "tests"))
+    return [*ROOT.glob("*.py"), *(p for folder in folders for p in folder.rglob("*")
+                                  if p.is_file() and "__pycache__" not in p.parts)]
 
 
 def allocate(model, n_row, length, longest_call=PREFILL_CHUNK):

@@ -14,9 +14,9 @@ from pathlib import Path
 from mutant_rows import Mutant
 
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py", "tokenizer.py")
-ROOMS = dict(core=CORE, layers=("layers/*.py",), formats=("formats/*.py",), kernels=("kernels/*.py",),
-             cli=("cli/*.py",), server=("server/*.py",), gptq=("gptq/*.py",))
-ON_A_GPU = ("kernels/triton_*.py", "kernels/cuda*.py", "kernels/sort_free.py", "kernels/draw.py", "kernels/matvec.py")
+ROOMS = dict(core=CORE, **{room: (f"gpt_faster/{room}/*.py",) for room in ("layers", "formats", "text", "decoding", "storage", "cli", "server", "quantization")},
+             kernels=("gpt_faster/kernels/*.py", "gpt_faster/kernels/cpu/*.py", "gpt_faster/kernels/cuda/*.py"))
+ON_A_GPU = ("triton_*.py", "products.py", "graph.py", "sort_free.py", "draw.py", "matvec.py")        # of kernels/cuda/
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
          ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub,
          ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.And: ast.Or,
@@ -104,7 +104,7 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
 
 def files_of(root: Path, room: str) -> list[str]:
     files = {p.relative_to(root).as_posix() for pattern in ROOMS[room] for p in root.glob(pattern)}
-    return sorted(f for f in files if not any(Path(f).match(pattern) for pattern in ON_A_GPU))
+    return sorted(f for f in files if not any(Path(f).match(f"kernels/cuda/{pattern}") for pattern in ON_A_GPU))
 
 
 def random_mutants(root: Path, n: int, seed: int, rooms: str | None = None) -> list[Mutant]:

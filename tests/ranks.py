@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import generate  # noqa: E402
 import tp  # noqa: E402
-from cli import draft_length, engines, loading  # noqa: E402
-from cli.common import guarded  # noqa: E402
-from cli.draft_length import DraftLengthController  # noqa: E402
-from cli.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
-from formats.load import load_model, read_checkpoint  # noqa: E402
-from formats.quantized import quantized  # noqa: E402
+from gpt_faster import loading  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.decoding import draft_length, engines  # noqa: E402
+from gpt_faster.decoding.draft_length import DraftLengthController  # noqa: E402
+from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
+from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
+from gpt_faster.formats.quantized import quantized  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 
 FP32 = torch.float32

@@ -12,7 +12,7 @@ from test_what_is_read_runs import CFG, DTYPES, EDITS, alike, distance, make, ru
 
 import tp  # noqa: E402
 from checkpoint import Checkpoint, LazyTensor, load_model  # noqa: E402
-from kernels import compile as compile_room  # noqa: E402
+from gpt_faster.kernels import compile as compile_room  # noqa: E402
 
 # Those that do not depend on how wide a rank's parts are.
 WHOLE = ("attention_of_a_window_and_sinks rounded_keys_and_values mask_with_sinks rope_of_the_model method_of_a_class "

@@ -14,10 +14,10 @@ import torch
 from test_tokenizer import sp_model  # noqa: F401
 
 from checkpoint import save_checkpoint
-from formats import tokenizer_files
-from formats.chat_template import encode_chat
-from formats.load import read_checkpoint
-from formats.token_bytes import token_bytes
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.text import tokenizer_files
+from gpt_faster.text.chat_template import encode_chat
+from gpt_faster.text.token_bytes import token_bytes
 
 TEXTS = ["<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n", "a <|im_start|> b", "def f<|im_end|>(x): return", "  two",
          "<|im_start|>  user", "hello", "", " a", "x\n\ny  z", "<|im_end|><|im_start|>the", "the <|im_end|> <|im_start|> ", "é ß <|im_end|>日本",

@@ -15,10 +15,12 @@ from test_errors import refused, run
 from test_generate import command
 
 import generate
-from cli import batch, engines, loading, slots
-from cli.common import english_text
 from generate import Sequence, follow
-from kernels.cpu_layers import use_operations
+from gpt_faster import loading
+from gpt_faster.cli import batch
+from gpt_faster.decoding import engines, slots
+from gpt_faster.kernels.cpu.layers import use_operations
+from gpt_faster.text.english import english_text
 from model import Ring, cache_bytes, n_slots
 from sampling import SamplingParams
 from tokenizer import NullTokenizer

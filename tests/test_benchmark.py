@@ -11,8 +11,8 @@ import torch
 from conftest import ROOT, SMOLLM2
 from test_errors import run as run_generate
 
-from bench import cases, engines, machine, suites, tables, weights
-from bench import main as benchmark
+from gpt_faster.bench import cases, engines, machine, suites, tables, weights
+from gpt_faster.bench import main as benchmark
 from speculate import FixedLength
 
 
@@ -137,7 +137,7 @@ def test_drafts_of_a_known_acceptance(capsys, monkeypatch):
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
-    from cli import slots
+    from gpt_faster.decoding import slots
     original = slots.read_late
 
     def late(tokens, not_finite):

@@ -7,11 +7,11 @@ import torch
 from test_quantize import greedy, meant_checkpoint, model, refused, run, text, windows_of  # noqa: F401 (fixtures too)
 
 from checkpoint import disk_names, save_checkpoint
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
-from gptq import budget
-from gptq.solve import nearest
-from kernels import cpu_layers
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.kernels.cpu import layers as cpu_layers
+from gpt_faster.quantization import budget
+from gpt_faster.quantization.solve import nearest
 from quantize import LINEARS, Int4, Int8, describe
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -31,13 +31,13 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Fast
 
-from cli import batch, session
-from cli.chat import HELP, Chat, n_common
-from cli.engines import rewind
-from formats import chat_template, tokenizer_files
-from formats.chat_template import encode_chat, render
-from formats.load import read_checkpoint
 from generate import Sequence, follow
+from gpt_faster.cli import batch, session
+from gpt_faster.cli.chat import HELP, Chat, n_common
+from gpt_faster.decoding.engines import rewind
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.text import chat_template, tokenizer_files
+from gpt_faster.text.chat_template import encode_chat, render
 from sampling import Sampler
 
 LLAMA3 = r"""
@@ -463,7 +463,7 @@ class Talk:
         self.notes, self.calls, self.answers, self.held = [], [], iter(answers), []
         tokenizer = more.pop("tokenizer", None) or Letters()
         self.chat = Chat(tokenizer, self.answer, limit, rewind, self.notes.append, **more)
-        monkeypatch.setattr("cli.chat.encode_chat", Letters.encode_chat)
+        monkeypatch.setattr("gpt_faster.cli.chat.encode_chat", Letters.encode_chat)
         lines = iter([*lines, EOFError])
 
         def read(prompt):

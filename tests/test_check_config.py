@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from formats.schema import check_config
-from layers.attention import AttentionVariant
-from layers.block import BlockVariant, Widths
-from layers.delta import GatedDelta
-from layers.feed_forward import FeedForwardVariant
-from layers.rope import RopeVariant
-from layers.shared_kv import SharedKV
+from gpt_faster.formats.schema import check_config
+from gpt_faster.layers.attention import AttentionVariant
+from gpt_faster.layers.block import BlockVariant, Widths
+from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.feed_forward import FeedForwardVariant
+from gpt_faster.layers.rope import RopeVariant
+from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, Rope
 
 CFG = ModelConfig(dim=64, n_layer=4, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=128)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_families import close, tokens
 
 import checkpoint as core
-from formats.load import read_checkpoint
+from gpt_faster.formats.load import read_checkpoint
 
 ALONE = Path(__file__).with_name("checkpoint_alone.py")
 KINDS = ("llama2", "llama3", "mistral-window", "mixtral", "qwen2", "qwen2-window", "qwen2-yarn", "qwen3", "qwen3_moe")

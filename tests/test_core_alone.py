@@ -13,8 +13,8 @@ import tiny
 import torch
 from conftest import SMOLLM2
 
-from cli import loading
 from generate import Batch, generate
+from gpt_faster import loading
 from sampling import Sampler, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""cpu_ops/ against float64 and against the layers in plain PyTorch; and what becomes of it where it cannot be."""
+"""The operations of kernels/cpu/ against float64 and against the layers in plain PyTorch; and what becomes of it where it cannot be."""
 
 import copy
 import ctypes
@@ -13,17 +13,19 @@ import tiny
 import torch
 from helpers import GREEDY, generated, make_batch
 
-from cli import engines
-from cli.engines import build_steps
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
 from generate import generate
-from kernels import cpu_layers, cpu_ops, private
-from kernels.cpu_experts import Experts
-from layers.attention import AttentionVariant, ScoredAttention
-from layers.delta import GatedDelta
-from layers.feed_forward import GATED, UNGATED
-from layers.moe import MoEVariant, RoutedMoE
+from gpt_faster.decoding import engines
+from gpt_faster.decoding.engines import build_steps
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.kernels import private
+from gpt_faster.kernels.cpu import layers as cpu_layers
+from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.cpu.experts import Experts
+from gpt_faster.layers.attention import AttentionVariant, ScoredAttention
+from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.feed_forward import GATED, UNGATED
+from gpt_faster.layers.moe import MoEVariant, RoutedMoE
 from model import ModelConfig, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
@@ -56,7 +58,7 @@ def error_of(kind, n_out, n_in, n_row, x_dtype=torch.float32, seed=0):
     x = torch.randn(n_row, n_in, generator=random) * torch.rand(n_in, generator=random).exp()
     bias = torch.randn(n_out, generator=random)
     x = x.to(x_dtype)
-    y = cpu_ops.product(x, *cpu_ops.pack_weight(*stored), (n_out, n_in), bias if n_row % 2 else None)
+    y = native.product(x, *native.pack_weight(*stored), (n_out, n_in), bias if n_row % 2 else None)
     expected = x.double() @ exact.T + (bias.double() if n_row % 2 else 0)
     assert y.dtype == x_dtype and y.shape == (n_row, n_out)
     return float((y - expected).abs().max() / (x.double().norm(dim=1).max() * exact.norm(dim=1).max()))
@@ -88,11 +90,11 @@ def test_activations_of_any_number(name, n_row):
     x = torch.cat((x, -x, torch.linspace(-20, 20, 33), torch.tensor([torch.nan])))
     ups = [torch.linspace(-9, 9, 64)] if name in GATED else []
     bias = torch.cat((x, *ups))
-    packed = cpu_ops.pack_weight(torch.zeros(len(bias), 64))
-    op = cpu_ops.linear(*packed, (len(bias), 64), bias, M=n_row)
+    packed = native.pack_weight(torch.zeros(len(bias), 64))
+    op = native.linear(*packed, (len(bias), 64), bias, M=n_row)
     out, nothing = torch.empty(n_row, 64), torch.zeros(n_row, 64)
-    op.x, op.out, op.activation, op.gated = nothing.data_ptr(), out.data_ptr(), cpu_ops.ACTIVATIONS[name], name in GATED
-    cpu_ops.run([ctypes.addressof(op)])
+    op.x, op.out, op.activation, op.gated = nothing.data_ptr(), out.data_ptr(), native.ACTIVATIONS[name], name in GATED
+    native.run([ctypes.addressof(op)])
     expected = (GATED if ups else UNGATED)[name](x.double(), *[up.double() for up in ups]).float().expand(n_row, 64)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -116,24 +118,24 @@ def test_bf16_weights_of_many_rows(outlier, n_row):
     x[1:, 256:320] = 0
     x[2] = 0
     w = w.bfloat16()
-    packed, y = cpu_ops.pack_weight(w), torch.empty(n_row, 40)
-    op = cpu_ops.linear(*packed, (40, 640), x=x.data_ptr(), out=y.data_ptr(), M=n_row, x_bits=16)
-    cpu_ops.run([ctypes.addressof(op)])
+    packed, y = native.pack_weight(w), torch.empty(n_row, 40)
+    op = native.linear(*packed, (40, 640), x=x.data_ptr(), out=y.data_ptr(), M=n_row, x_bits=16)
+    native.run([ctypes.addressof(op)])
     expected = x.double() @ w.double().T
     of_rounding = (x.bfloat16().double() @ w.double().T - expected).norm()
-    assert (y - expected).norm() <= (1.1 if cpu_ops.has_bf16() else 0.2) * of_rounding
+    assert (y - expected).norm() <= (1.1 if native.has_bf16() else 0.2) * of_rounding
     assert not y[:, 4].any() and not y[2].any()
 
 
 def test_clang_compiles_it(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", next(filter(shutil.which, ("clang++", *(f"clang++-{n}" for n in range(30, 13, -1)))), "none"))
-    probe = [cpu_ops.compiler(), "-fopenmp", "-fsyntax-only", "-include", "omp.h", "-x", "c++", os.devnull]
-    if "clang" not in (cpu_ops.compiler() or "") or subprocess.run(probe, capture_output=True).returncode:
+    probe = [native.compiler(), "-fopenmp", "-fsyntax-only", "-include", "omp.h", "-x", "c++", os.devnull]
+    if "clang" not in (native.compiler() or "") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs clang++ and its OpenMP")
     path = tmp_path / "cpu_ops.so"
-    subprocess.run([cpu_ops.compiler(), *cpu_ops.options(), "-o", path, cpu_ops.SOURCE], check=True)
+    subprocess.run([native.compiler(), *native.options(), "-o", path, native.SOURCE], check=True)
     library = ctypes.CDLL(str(path))
-    monkeypatch.setattr(cpu_ops, "library", lambda: library)
+    monkeypatch.setattr(native, "library", lambda: library)
     for kind in FORMATS:
         assert error_of(kind, 96, 128, 9) < TOLERANCE[kind], kind
 
@@ -142,7 +144,7 @@ def test_outputs_are_asked_for_ahead():
     """GCC drops calls of functions that only prefetch, and prompts were a tenth slower for it."""
     if platform.machine() != "x86_64" or not shutil.which("objdump"):
         pytest.skip("reads x86's machine code")
-    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", cpu_ops.library_path()], capture_output=True, text=True, check=True)
+    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", native.library_path()], capture_output=True, text=True, check=True)
     assert "\tprefetchw" in code.stdout
 
 
@@ -157,11 +159,11 @@ OTHER_CPUS = {                                                          # by ins
 @pytest.fixture(scope="module", params=[None, *OTHER_CPUS])
 def other_library(request, tmp_path_factory):
     if request.param is None:
-        return cpu_ops.library()
+        return native.library()
     path = tmp_path_factory.mktemp("other") / "cpu_ops.so"
-    options = [o for o in cpu_ops.options() if o != "-march=native"]
+    options = [o for o in native.options() if o != "-march=native"]
     defines = [f"-D{name}" for name in OTHER_CPUS[request.param].split()]
-    subprocess.run([cpu_ops.compiler(), *options, *defines, "-O1", "-o", path, cpu_ops.SOURCE], check=True)
+    subprocess.run([native.compiler(), *options, *defines, "-O1", "-o", path, native.SOURCE], check=True)
     library = ctypes.CDLL(str(path))
     assert library.rows_in_a_block() == (32 if "-DWIDE" in defines else 16)
     return library
@@ -169,8 +171,8 @@ def other_library(request, tmp_path_factory):
 
 @pytest.fixture
 def any_cpu(other_library, monkeypatch):
-    monkeypatch.setattr(cpu_ops, "library", lambda: other_library)
-    monkeypatch.setattr(cpu_ops, "block_rows", other_library.rows_in_a_block)
+    monkeypatch.setattr(native, "library", lambda: other_library)
+    monkeypatch.setattr(native, "block_rows", other_library.rows_in_a_block)
 
 
 def test_other_cpus(any_cpu):
@@ -190,9 +192,9 @@ def test_rows_of_experts(any_cpu, kind):
     stored, exact = leaves(torch.randn(5 * 2 * 96, 640, generator=random) / 25, kind)
     x, order = torch.randn(90, 640, generator=random).bfloat16(), torch.randint(90, (150,), dtype=torch.int32, generator=random)
     out = torch.empty(150, 96, dtype=torch.bfloat16)
-    op = cpu_ops.linear(*cpu_ops.pack_weight(*stored), (192, 640), M=150, x=x, out=out, order=order, ends=ends, n_expert=5,
-                        gated=True, activation=cpu_ops.ACTIVATIONS["silu"], x_bits=16)
-    cpu_ops.run([ctypes.addressof(op)])
+    op = native.linear(*native.pack_weight(*stored), (192, 640), M=150, x=x, out=out, order=order, ends=ends, n_expert=5,
+                        gated=True, activation=native.ACTIVATIONS["silu"], x_bits=16)
+    native.run([ctypes.addressof(op)])
     exact = exact.view(5, 2, 96, 640)
     for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends)):
         gate, up = torch.einsum("hoi,mi->hmo", exact[e], x[order[begin:end]].double())
@@ -208,59 +210,59 @@ def in_8_bits(x):
 
 
 def format_of(kind):
-    return cpu_ops.INT8 if kind == "int8" else cpu_ops.INT4
+    return native.INT8 if kind == "int8" else native.INT4
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", "int4-g64", "int4-g128"])
 def test_many_rows_as_bytes(any_cpu, monkeypatch, kind):
-    if cpu_ops.activation_bits(format_of(kind)) == 16:
+    if native.activation_bits(format_of(kind)) == 16:
         pytest.skip("a CPU that does not multiply these")
-    monkeypatch.setattr(cpu_ops, "x_bits", lambda dtype: 8)                  # though it is fp32
+    monkeypatch.setattr(native, "x_bits", lambda dtype: 8)                  # though it is fp32
     torch.manual_seed(0)                                                     # a tie may be rounded either way
     stored, exact = leaves(torch.randn(96, 640), kind)
-    packed = cpu_ops.pack_weight(*stored)
+    packed = native.pack_weight(*stored)
     for n_row in (17, 24, 25, 48):                                         # more meet them as bf16 where there is AMX
         x = torch.randn(n_row, 640) * torch.rand(640).exp()
-        y = cpu_ops.product(x, *packed, (96, 640))
+        y = native.product(x, *packed, (96, 640))
         expected, finer = in_8_bits(x).double() @ exact.T, x.double() @ exact.T
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-3)
         assert (y - finer).abs().max() > 5 * (y - expected).abs().max()
     stored, exact = leaves(torch.randn(1100, 128), kind)                     # few rows, of which a task takes several blocks
     x = torch.randn(6, 128)
-    y, expected = cpu_ops.product(x, *cpu_ops.pack_weight(*stored), (1100, 128)), x.double() @ exact.T
+    y, expected = native.product(x, *native.pack_weight(*stored), (1100, 128)), x.double() @ exact.T
     assert (y - expected).norm() < 0.02 * expected.norm()
 
 
 def test_the_largest_sums_of_bytes(any_cpu, monkeypatch):
     """What 32 inputs can give: the codes 15 and 0 by x of one sign, and of either."""
-    monkeypatch.setattr(cpu_ops, "x_bits", lambda dtype: 8)
+    monkeypatch.setattr(native, "x_bits", lambda dtype: 8)
     codes = torch.tensor([0xff, 0x00, 0xf0, 0x0f], dtype=torch.uint8)[:, None].expand(4, 64).repeat(16, 1)
     scales, zeros = torch.ones(64, 4), torch.full((64, 4), 8.0)
-    packed = cpu_ops.pack_weight(codes, scales, zeros)
+    packed = native.pack_weight(codes, scales, zeros)
     signs = torch.tensor([1, -1])[torch.randint(2, (40, 128))].float()
     for x in (torch.ones(40, 128), -torch.ones(40, 128), signs):
         expected = x.double() @ dequantize(codes, scales, zeros, torch.float32).double().T
-        torch.testing.assert_close(cpu_ops.product(x, *packed, (64, 128)).double(), expected, rtol=1e-6, atol=1e-3)
+        torch.testing.assert_close(native.product(x, *packed, (64, 128)).double(), expected, rtol=1e-6, atol=1e-3)
 
 
 def test_activation_bits(any_cpu):
     """16 for a model that asks for them; one in fp32 has finer ones always."""
     errors = {}
-    kinds = [kind for kind in ("int8", "int4-g64") if cpu_ops.activation_bits(format_of(kind)) == 8]
+    kinds = [kind for kind in ("int8", "int4-g64") if native.activation_bits(format_of(kind)) == 8]
     try:
         for bits in (8, 16):
-            cpu_ops.set_activation_bits(bits)
-            assert cpu_ops.x_bits(torch.float32) == 32
+            native.set_activation_bits(bits)
+            assert native.x_bits(torch.float32) == 32
             for kind in kinds:
-                assert cpu_ops.activation_bits(format_of(kind)) == bits
+                assert native.activation_bits(format_of(kind)) == bits
                 random = torch.Generator().manual_seed(7)
                 stored, exact = leaves(torch.randn(64, 640, generator=random), kind)
                 x = torch.randn(40, 640, generator=random).bfloat16()
-                y = cpu_ops.product(x, *cpu_ops.pack_weight(*stored), (64, 640))
+                y = native.product(x, *native.pack_weight(*stored), (64, 640))
                 errors[kind, bits] = (y - x.double() @ exact.T).abs().mean()
                 assert error_of(kind, 64, 640, 40) < TOLERANCE[kind]         # fp32
     finally:
-        cpu_ops.set_activation_bits(8)
+        native.set_activation_bits(8)
     for kind in kinds:
         assert 0 < errors[kind, 16] < 0.7 * errors[kind, 8], errors
 
@@ -283,14 +285,14 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
     sink = torch.randn(N, generator=random) if sinks else None
     out = torch.empty(n_row, T, N * H)
     todo = [pos.contiguous(), mask, cos, sin, rows, qkv.clone(), sink]
-    at = cpu_ops.Positions(
+    at = native.Positions(
         n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
-    op = cpu_ops.Attention(
-        kind=cpu_ops.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, cache_type=cpu_ops.TYPES[dtype], scale=0.3,
+    op = native.Attention(
+        kind=native.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, cache_type=native.TYPES[dtype], scale=0.3,
         cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
-    cpu_ops.run([ctypes.addressof(op)])
+    native.run([ctypes.addressof(op)])
 
     def turned(x):
         a, b = x.chunk(2, -1)
@@ -349,7 +351,7 @@ def test_every_family_by_operations(families, name):
     cfg = tiny.flat(model.cfg)
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
-    rows = cpu_ops.block_rows()
+    rows = native.block_rows()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
@@ -417,9 +419,9 @@ def load_config(families, name):
 @pytest.fixture
 def finer():
     """Activations of 16 bits wherever a CPU has a choice: what bytes round, an expert may be chosen by."""
-    bits = cpu_ops.set_activation_bits(16)
+    bits = native.set_activation_bits(16)
     yield
-    cpu_ops.set_activation_bits(bits)
+    native.set_activation_bits(bits)
 
 
 @pytest.mark.parametrize("scheme, head", [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none")])
@@ -468,11 +470,11 @@ def test_choice_of_experts(scores, n_group, topk_group, group_top):
     prob, ids = moe.route(logits)
     found, (place, order) = torch.empty(n, A), torch.empty(2, n * A, dtype=torch.int32)
     ends = torch.empty(E, dtype=torch.int32)
-    op = cpu_ops.Route(
-        kind=cpu_ops.ROUTE, M=n, E=E, A=A, n_group=n_group, topk_group=topk_group, group_top=group_top, by_sigmoid=scores == "sigmoid",
+    op = native.Route(
+        kind=native.ROUTE, M=n, E=E, A=A, n_group=n_group, topk_group=topk_group, group_top=group_top, by_sigmoid=scores == "sigmoid",
         normalized=moe.norm_topk_prob, factor=1.7, logits=logits.data_ptr(), bias=moe.choice_bias.data_ptr(), prob=found.data_ptr(),
         place=place.data_ptr(), order=order.data_ptr(), ends=ends.data_ptr())
-    cpu_ops.run([ctypes.addressof(op)])
+    native.run([ctypes.addressof(op)])
     torch.testing.assert_close(found, prob, atol=1e-6, rtol=1e-5)
     sorted_ids, rows = ids.flatten().sort(stable=True)
     assert ends.tolist() == torch.searchsorted(sorted_ids, torch.arange(E), right=True).tolist()
@@ -521,14 +523,14 @@ def test_an_interrupted_call_leaves_nothing_behind(families, monkeypatch):
     tokens, pos = torch.randint(3, 150, (1, 4)), torch.arange(4)
     assert cpu_layers.use_operations(model)
     expected = model(tokens, pos)
-    run = cpu_ops.run
+    run = native.run
 
     def interrupted(addresses, n_thread=None):
         if n_thread is None:                                   # the layers'
             raise KeyboardInterrupt
         run(addresses, n_thread)
     with monkeypatch.context() as patched:
-        patched.setattr(cpu_ops, "run", interrupted)
+        patched.setattr(native, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(tokens, pos)
     assert torch.equal(model(tokens, pos), expected)
@@ -541,20 +543,20 @@ def test_without_the_library(families, monkeypatch, capsys):
 
     def fails():
         raise RuntimeError("no such instruction")
-    monkeypatch.setattr(cpu_ops, "library", fails)
-    cpu_ops.is_available.cache_clear()
+    monkeypatch.setattr(native, "library", fails)
+    native.is_available.cache_clear()
     private.note.cache_clear()
     assert not cpu_layers.use_operations(model) and "no such instruction" in capsys.readouterr().err
-    cpu_ops.is_available.cache_clear()
+    native.is_available.cache_clear()
 
 
 @pytest.fixture
 def nothing_built(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
-    for cached in (cpu_ops._home, cpu_ops.library, cpu_ops.is_available):
+    for cached in (native._home, native.library, native.is_available):
         cached.cache_clear()
     yield tmp_path / "kept"
-    for cached in (cpu_ops._home, cpu_ops.library, cpu_ops.is_available):
+    for cached in (native._home, native.library, native.is_available):
         cached.cache_clear()
 
 
@@ -573,7 +575,7 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     fake_compiler(tmp_path, monkeypatch, f'read line < "{gate}"; exec g++ "$@"')
-    cpu_ops.start_building()
+    native.start_building()
     model = load_model(source, torch.float32, "cpu")
     model.setup_cache(1, 40)
     batch = make_batch(model, [GREEDY], steps=build_steps(model, "compile", wait=False))
@@ -584,7 +586,7 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
         if i == 10:
             assert not any(changed)
             gate.write_text("go on\n")
-            cpu_ops._building[0].wait()
+            native._building[0].wait()
     assert found == expected and changed[-1] and not changed[10] and changed[12]
     assert len(list(nothing_built.glob("cpu_ops-*.so"))) == 1
 
@@ -592,20 +594,20 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
 def test_a_compiler_that_fails(families, tmp_path, monkeypatch, capsys, nothing_built):
     fake_compiler(tmp_path, monkeypatch, "echo bad option >&2; exit 1")
     private.note.cache_clear()
-    assert not cpu_ops.is_available() and "bad option" in capsys.readouterr().err
+    assert not native.is_available() and "bad option" in capsys.readouterr().err
     assert not list(nothing_built.iterdir())
 
 
 def test_an_edited_comment_builds_nothing_anew(tmp_path, monkeypatch):
-    path, folder = cpu_ops.library_path(), tmp_path / "cpu_ops"
-    shutil.copytree(cpu_ops.SOURCE.parent, folder)
-    monkeypatch.setattr(cpu_ops, "SOURCE", folder / cpu_ops.SOURCE.name)
+    path, folder = native.library_path(), tmp_path / "cpu_ops"
+    shutil.copytree(native.SOURCE.parent, folder)
+    monkeypatch.setattr(native, "SOURCE", folder / native.SOURCE.name)
     linear = folder / "linear.h"
-    for file in (cpu_ops.SOURCE, linear):
+    for file in (native.SOURCE, linear):
         file.write_text("// more\n" + file.read_text().replace("\n\n", "\n\n\n"))
-    assert cpu_ops.library_path() == path
+    assert native.library_path() == path
     linear.write_text(linear.read_text().replace("MOST_ROWS = 192", "MOST_ROWS = 96"))
-    assert cpu_ops.library_path() != path
+    assert native.library_path() != path
 
 
 def test_speculation_runs_by_operations_too(families):
@@ -683,15 +685,15 @@ class DeltaCase:
                 x, z, rates = (given[b, t] for given in inputs)
                 expected[b, t] = self.rows[row].step(x, z, *rates.chunk(2))
         index = torch.tensor(rows)
-        at = cpu_ops.Positions(slot=pos.data_ptr(), slot_b=T, rows=index.data_ptr())
+        at = native.Positions(slot=pos.data_ptr(), slot_b=T, rows=index.data_ptr())
         taps, rate, bias, weight = (t.data_ptr() for t in self.weights)
         x, z, rates = (t.data_ptr() for t in inputs)
-        op = cpu_ops.Delta(
-            kind=cpu_ops.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
-            n_input=self.inputs.shape[1], n_row=len(self.inputs), norm=cpu_ops.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate, decay_bias=bias,
+        op = native.Delta(
+            kind=native.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
+            n_input=self.inputs.shape[1], n_row=len(self.inputs), norm=native.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate, decay_bias=bias,
             at=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
             inputs=self.inputs.data_ptr(), out=out.data_ptr())
-        cpu_ops.run([ctypes.addressof(op)])
+        native.run([ctypes.addressof(op)])
         assert out.isfinite().all()
         for b in range(len(rows)):
             n = int(stop[b]) - first

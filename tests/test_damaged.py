@@ -16,11 +16,12 @@ import torch
 from conftest import ROOT
 
 from checkpoint import Unforeseen
-from cli import common
-from formats import load, sandbox, tokenizer_files
-from formats.chat_template import render
-from formats.gguf_file import read_gguf_header
-from formats.load import read_checkpoint
+from gpt_faster.cli import common
+from gpt_faster.formats import load
+from gpt_faster.formats.gguf_file import read_gguf_header
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.text import sandbox, tokenizer_files
+from gpt_faster.text.chat_template import render
 from tokenizer import TokenizersBackend
 
 RECIPES = [json.loads(line) for line in (ROOT / "tests/damaged/finds.jsonl").read_text().splitlines()]
@@ -111,7 +112,7 @@ def test_a_library_that_hangs_is_killed(bases, monkeypatch):
 
 @pytest.mark.parametrize("debug", [None, "flag", "environment"])
 def test_an_unforeseen_error(families, monkeypatch, capsys, debug):
-    from cli import session
+    from gpt_faster.cli import session
     directory, _ = families("llama2")
     monkeypatch.setattr(load, "read", mistake)
     if debug == "environment":
@@ -133,7 +134,7 @@ def test_our_own_mistakes_keep_their_traceback():
 def test_debug_shows_what_an_error_followed_from(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "model.safetensors").write_text("")
-    from cli import session
+    from gpt_faster.cli import session
     with pytest.raises(SystemExit):
         session.main(["-m", str(tmp_path), "--debug"])
     assert "JSONDecodeError" in capsys.readouterr().err
@@ -147,7 +148,7 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal():
 
 def refused(path):
     """The line, in a process that may take 600 MB more than it has, and a minute on a busy machine."""
-    code = ("import resource, re, sys; sys.path[:0] = ['.', 'tests']; from cli import session\n"
+    code = ("import resource, re, sys; sys.path[:0] = ['.', 'tests']; from gpt_faster.cli import session\n"
             "used = int(re.search(r'VmData:\\s+(\\d+)', open('/proc/self/status').read())[1]) << 10\n"
             "resource.setrlimit(resource.RLIMIT_DATA, (used + (600 << 20),) * 2)\n"
             f"sys.exit(session.main(['-m', {str(path)!r}, '--device', 'cpu']))")

@@ -7,11 +7,11 @@ import tiny
 import torch
 from helpers import GREEDY, generated, ids_of, make_batch, speculative
 
-from cli.engines import rewind
-from formats.config import config_from_hf
-from formats.load import load_model, read_checkpoint
-from layers.delta import CHUNK, GatedDelta, chunked, step_by_step
-from layers.recurrent import max_rewind
+from gpt_faster.decoding.engines import rewind
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.layers.delta import CHUNK, GatedDelta, chunked, step_by_step
+from gpt_faster.layers.recurrent import max_rewind
 from model import ModelConfig, Transformer, cache_bytes
 
 SHAPE = GatedDelta(n_k_head=2, n_v_head=4, k_dim=16, v_dim=24)

@@ -15,14 +15,14 @@ from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from helpers import GREEDY
 
-from cli import batch as batches
-from cli import engines
-from cli.common import english_text
-from cli.loading import load_model as load_path
-from cli.slots import RowsBatch
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
 from generate import Batch, Sequence, generate
+from gpt_faster.cli import batch as batches
+from gpt_faster.decoding import engines
+from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.loading import load_model as load_path
+from gpt_faster.text.english import english_text
 from sampling import SamplingParams
 from tokenizer import NullTokenizer
 

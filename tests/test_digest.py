@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import digest as source
-from kernels.digest import digest, digest_with_imports, source_digest
+from gpt_faster.kernels import digest as source
+from gpt_faster.kernels.digest import digest, digest_with_imports, source_digest
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,7 +121,7 @@ import sys
 import types
 sys.path[:0] = sys.argv[1:]
 from pathlib import Path
-from kernels import digest
+from gpt_faster.kernels import digest
 import source
 for path in sorted(Path(sys.argv[1]).glob("*/*.py")):
     print(path, digest.source_digest(path.read_text()))
@@ -169,7 +169,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def of_weights(root):
-    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("formats/load.py", "formats/quantized.py")))
+    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("gpt_faster/formats/load.py", "gpt_faster/formats/quantized.py")))
 
 
 def edit(path, old, new):
@@ -180,9 +180,9 @@ def edit(path, old, new):
 
 @pytest.mark.parametrize("file, old, new", [
     ("quantize.py", "(high - low) * (shrink / 15)", "(high - low) * (shrink / 16)"), ("quantize.py", "0.66)", "0.6)"),
-    ("kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("kernels/plain.py", "from torch import Tensor\n", "from torch import Tensor\nX = 1\n"),
-    ("kernels/cpu.py", "import torch\n", "import torch\nX = 1\n"), ("quantize.py", ".amax(-1) / 127", ".amax(-1) / 126"),
-    ("formats/gguf_file.py", "import torch\n", "import torch\nX = 1\n"), ("layers/moe.py", "import torch\n", "import torch\nX = 1\n"),
+    ("gpt_faster/kernels/linear.py", "import torch\n", "import torch\nX = 1\n"), ("gpt_faster/kernels/plain.py", "from torch import Tensor\n", "from torch import Tensor\nX = 1\n"),
+    ("gpt_faster/kernels/cpu/products.py", "import torch\n", "import torch\nX = 1\n"), ("quantize.py", ".amax(-1) / 127", ".amax(-1) / 126"),
+    ("gpt_faster/formats/gguf_file.py", "import torch\n", "import torch\nX = 1\n"), ("gpt_faster/layers/moe.py", "import torch\n", "import torch\nX = 1\n"),
     ("checkpoint.py", "import math\n", "import math\nX = 1\n"), ("model.py", "import torch\n", "import torch\nX = 1\n"),
     ("quantize.py", "    if best is None:\n        return", "    if best is None:\n      pass\n    return"),      # indentation
 ])
@@ -195,8 +195,8 @@ def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
 
 @pytest.mark.parametrize("file, old, new", [
     ("quantize.py", "# of the range from min to max", "# other words"), ("quantize.py", "import torch\n", "import torch\n\n\n# words\n"),
-    ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("formats/load.py", "def finished(", "# words\ndef finished("),
-    ("speculate.py", "import torch\n", "import torch\nX = 1\n"), ("server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
+    ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("gpt_faster/formats/load.py", "def finished(", "# words\ndef finished("),
+    ("speculate.py", "import torch\n", "import torch\nX = 1\n"), ("gpt_faster/server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
 ])
 def test_what_makes_no_weights_does_not(copied, file, old, new):
     before = of_weights(copied)

@@ -19,10 +19,10 @@ from test_what_is_read_runs import (  # noqa: F401
     trace_as_a_gpus,
 )
 
-from cli.engines import build_sampler, build_speculative, build_steps
-from cli.evaluate import score
 from generate import Steps, decode_one_token, generate, prefill
-from kernels import compile as compile_room
+from gpt_faster.cli.evaluate import score
+from gpt_faster.decoding.engines import build_sampler, build_speculative, build_steps
+from gpt_faster.kernels import compile as compile_room
 
 PROMPTS = [TOKENS[0, :n].tolist() for n in (20, 3, 11, 30)]
 N_NEW = 10

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 
 from checkpoint import save_checkpoint
-from cli.loading import load_model as load_all
-from formats import tokenizer_files
-from formats.end_tokens import NAMES, gguf_end_ids
-from formats.load import load_model, read_checkpoint
-from formats.tokenizer_files import byte_letters
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.loading import load_model as load_all
+from gpt_faster.text import tokenizer_files
+from gpt_faster.text.end_tokens import NAMES, gguf_end_ids
+from gpt_faster.text.tokenizer_files import byte_letters
 
 PLAIN = ["a", "b", "c", "d"]
 

@@ -12,10 +12,12 @@ import transformers
 from conftest import SMOLLM2
 
 import generate
-from bench.engines import share_weights
-from cli import common, engines, loading, session, slots
-from cli import evaluate as evaluation
-from cli.calibration_text import calibration_text
+from gpt_faster import loading
+from gpt_faster.bench.engines import share_weights
+from gpt_faster.cli import common, session
+from gpt_faster.cli import evaluate as evaluation
+from gpt_faster.decoding import engines, slots
+from gpt_faster.quantization.calibration_text import calibration_text
 
 TEXT = ("The harbour was quiet before dawn. A single boat, painted blue and white, turned slowly on its rope while "
         "the gulls argued over the roofs. Maria counted the crates again, wrote the number down, and wondered why "

@@ -1,6 +1,6 @@
 """Of every function of the core that runs in a model's call: exchanged, wherever it is found, a compiled model notices.
 
-Which functions run is not what kernels/as_read.py says, but what Python's profiler sees in a call of the model as it is read.
+Which functions run is not what gpt_faster/kernels/as_read.py says, but what Python's profiler sees in a call of the model as it is read.
 """
 
 import sys
@@ -11,13 +11,13 @@ import tiny
 import torch
 
 import model as core
-from formats.load import load_model, read_checkpoint
-from kernels import as_read, guard
-from kernels.compile import compile_model
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.kernels import as_read, guard
+from gpt_faster.kernels.compile import compile_model
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(core.__file__).parent
-FILES = {str(ROOT / "model.py"), *map(str, ROOT.glob("layers/*.py"))}
+FILES = {str(ROOT / "model.py"), *map(str, ROOT.glob("gpt_faster/layers/*.py"))}
 TOKENS = torch.arange(3, 15)[None]
 
 
@@ -52,9 +52,9 @@ def code_of(value):
 
 def places(codes):
     """Where these functions are found: (a module or class, a name, the function)."""
-    modules = [m for name, m in list(sys.modules.items()) if name == "model" or name.startswith("layers.")]
+    modules = [m for name, m in list(sys.modules.items()) if name == "model" or name.startswith("gpt_faster.layers.")]
     classes = dict.fromkeys(c for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ in sys.modules
-                            and (c.__module__ == "model" or c.__module__.startswith("layers.")))
+                            and (c.__module__ == "model" or c.__module__.startswith("gpt_faster.layers.")))
     return [(owner, name, value) for owner in (*modules, *classes) for name, value in list(vars(owner).items())
             if code_of(value) in codes]
 

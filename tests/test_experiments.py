@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from helpers import files_of_ours
 
-from cli import loading
-from kernels import private
-from kernels.compile import compile_steps
+from gpt_faster import loading
+from gpt_faster.kernels import private
+from gpt_faster.kernels.compile import compile_steps
 
 PAGE = (ROOT / "docs/experiments.md").read_text()
 BLOCKS = {title: block for title, block in re.findall(r"\n## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE, re.S)}
@@ -95,7 +96,7 @@ RUN = """
 import sys, torch
 sys.path.insert(0, "tests")
 import test_what_is_read_runs as t
-from cli.engines import build_sampler
+from gpt_faster.decoding.engines import build_sampler
 from generate import Batch, generate
 from sampling import SamplingParams
 torch.set_grad_enabled(False)
@@ -127,9 +128,8 @@ def hunks(diff):
 def edited(tmp_path_factory):
     """-> a function: what RUN says in a copy of the repository with a diff in it."""
     to = tmp_path_factory.mktemp("edited")
-    for path in (*ROOT.glob("*.py"), *(p for room in ("kernels", "layers", "formats", "cli", "cpu_ops", "tests", "scripts")
-                                       for p in (ROOT / room).iterdir() if p.is_file())):
-        (to / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+    for path in files_of_ours():
+        (to / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         (to / path.relative_to(ROOT)).write_bytes(path.read_bytes())
 
     def said(diff):

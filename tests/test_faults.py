@@ -43,8 +43,9 @@ from faults import (
 )
 from tokenizers import Tokenizer, models
 
-from formats.load import load_model, read_checkpoint
-from kernels import cpu_ops, kept_tensors
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.kernels.cpu import native
+from gpt_faster.storage import kept_tensors
 
 CONVERT, QUANTIZE = ("scripts/convert_hf_checkpoint.py", "--checkpoint_dir"), ("quantize.py", "--checkpoint_path")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
@@ -199,8 +200,8 @@ def test_killed_while_keeping_weights(checkpoint, tmp_path, monkeypatch):
 def slow_compiler(tmp_path):
     """One that has the library already, and takes a second to write it."""
     script = tmp_path / "slow-g++"
-    library = cpu_ops.library_path()
-    assert cpu_ops.is_available()
+    library = native.library_path()
+    assert native.is_available()
     script.write_text(f"""#!/bin/sh
 while [ "$1" != -o ]; do shift; done
 : > "$2"
@@ -208,7 +209,7 @@ for i in 0 1 2 3 4 5 6 7 8 9; do
   dd if='{library}' bs=16k skip=$i count=1 2>/dev/null >> "$2" || exit 1
   sleep 0.1
 done
-tail -c +{10 * 16384 + 1} '{library}' | head -c -{len(cpu_ops.MARK)} >> "$2"
+tail -c +{10 * 16384 + 1} '{library}' | head -c -{len(native.MARK)} >> "$2"
 """)
     script.chmod(0o755)
     return dict(CXX=str(script), GPT_FASTER_CACHE=str(tmp_path / "cache"))
@@ -237,7 +238,7 @@ def test_killed_while_compiling(tmp_path, slow_compiler):
         child.kill_after(seconds, number)
         there = list(home.glob("cpu_ops-*.so"))
         outcomes["library" if there else "nothing"] += 1
-        assert all(digest(path) == digest(cpu_ops.library_path()) for path in there)
+        assert all(digest(path) == digest(native.library_path()) for path in there)
         left += ["partial"] * len(list(home.glob("*.partial")))
         again = Child(tmp_path, build, env=slow_compiler)
         assert again.wait() == 0, again.said()
@@ -256,7 +257,7 @@ def test_several_compile_at_once_and_one_is_killed(tmp_path, slow_compiler):
         while list((tmp_path / "cache").glob("*.partial")) and time.monotonic() < end:
             time.sleep(0.1)
         [library] = (tmp_path / "cache").iterdir()
-        assert digest(library) == digest(cpu_ops.library_path())
+        assert digest(library) == digest(native.library_path())
 
 
 @pytest.mark.slow
@@ -267,7 +268,7 @@ def test_a_damaged_library_is_built_again(tmp_path, slow_compiler):
     for content in (b"", library.read_bytes()[:1000]):
         library.write_bytes(content)
         child = Child(tmp_path, build, env=slow_compiler)
-        assert child.wait() == 0 and digest(library) == digest(cpu_ops.library_path()), child.said()
+        assert child.wait() == 0 and digest(library) == digest(native.library_path()), child.said()
 
 
 # ---- Downloads -----------------------------------------------------------------------------------
@@ -533,10 +534,9 @@ def test_a_clock_that_jumps(checkpoint, tmp_path):
 def test_wall_time_is_read_only_where_it_is_meant():
     """When an answer was made, as OpenAI's API says it; how old a file is."""
     wall = re.compile(r"\btime\.time\(|datetime\.now\(|from time import .*\btime\b")
-    files = [p for room in ("", "bench", "cli", "formats", "gptq", "kernels", "layers", "scripts", "server")
-             for p in (ROOT / room).glob("*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("gpt_faster/**/*.py"), *ROOT.glob("scripts/**/*.py")]
     found = {str(p.relative_to(ROOT)) for p in files if wall.search(p.read_text())}
-    assert found <= {"kernels/disk.py", "server/answers.py", "server/prepare.py", "formats/chat_template.py"}
+    assert found <= {"gpt_faster/storage/disk.py", "gpt_faster/server/answers.py", "gpt_faster/server/prepare.py", "gpt_faster/text/chat_template.py"}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from test_families import close, our_logits, tokens
 
 from checkpoint import save_checkpoint
-from formats.load import load_model, read_checkpoint
+from gpt_faster.formats.load import load_model, read_checkpoint
 
 
 def interleave(w, head_dim):
@@ -492,7 +492,7 @@ def test_split_gguf(families, tmp_path):
 def test_gguf_becomes_a_pth_that_works_alone(tmp_path):
     from conftest import SMOLLM2
 
-    from formats import tokenizer_files
+    from gpt_faster.text import tokenizer_files
     source = read_checkpoint(SMOLLM2)
     tokenizer = tokenizer_files.load(source.tokenizer)
     save_checkpoint(source, tmp_path / "model.pth", tokenizer.state())

@@ -13,13 +13,13 @@ import torch
 from test_families import close, our_logits, tokens
 
 from checkpoint import blank_model, load_part, save_checkpoint
-from formats import load
-from formats.config import config_from_hf
-from formats.load import count_parameters, load_model, read_checkpoint, stays_outside
-from formats.shapes import SHAPES, random_checkpoint
-from formats.tokenizer_files import from_gguf
-from layers.per_layer import FileTable
-from layers.shared_kv import SharedAttention
+from gpt_faster.formats import load
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint, stays_outside
+from gpt_faster.formats.shapes import SHAPES, random_checkpoint
+from gpt_faster.layers.per_layer import FileTable
+from gpt_faster.layers.shared_kv import SharedAttention
+from gpt_faster.text.tokenizer_files import from_gguf
 from model import cache_bytes
 
 FP32 = torch.float32
@@ -186,7 +186,7 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
 
 def test_rows_of_random_tables_are_always_the_same():
     source = random_checkpoint("gemma-4-E2B")
-    from formats.load import random_row
+    from gpt_faster.formats.load import random_row
     table = source.tensors["per_layer.embed.weight"]
     assert torch.equal(random_row(table, 7), random_row(table, 7)) and not torch.equal(random_row(table, 7), random_row(table, 8))
     assert source.tensors["layers.0.end.scale"].shape == (1,)
@@ -262,7 +262,7 @@ def drafters(tmp_path_factory):
 @torch.inference_mode()
 def test_the_drafter_is_transformers(families, drafters, clustered, n):
     """Three drafts after n tokens, more than the window or less; the last of the n is not read by the model yet."""
-    from formats.assistant import open_assistant
+    from gpt_faster.formats.assistant import open_assistant
     directory, target = families("gemma4")
     path, theirs = drafters[clustered]
     ids = tokens(n, 1)
@@ -296,8 +296,8 @@ def test_drafts_change_no_token(families, drafters, engine):
     """Greedily the same text, whatever is drafted; and each draft is what the drafter gives for the model's own state."""
     from helpers import GREEDY, ids_of
 
-    from cli.engines import build_sampler, build_speculative, build_steps
-    from formats.assistant import open_assistant
+    from gpt_faster.decoding.engines import build_sampler, build_speculative, build_steps
+    from gpt_faster.formats.assistant import open_assistant
     model = load_model(read_checkpoint(families("gemma4")[0]), FP32, "cpu")
     model.setup_cache(1, 64, 16)
     steps = build_steps(model, engine)
@@ -324,7 +324,7 @@ def test_drafts_change_no_token(families, drafters, engine):
 
 
 def test_a_drafter_for_another_model(families, drafters):
-    from formats.assistant import open_assistant
+    from gpt_faster.formats.assistant import open_assistant
     draft = open_assistant(drafters[False][0]).load(FP32, "cpu")
     with pytest.raises(ValueError, match="heads of 16|width of 64"):
         draft.join(load_model(read_checkpoint(families("llama3")[0]), FP32, "cpu"))
@@ -332,8 +332,8 @@ def test_a_drafter_for_another_model(families, drafters):
 
 def test_the_command(families, drafters, tmp_path, capsys):
     """generate.py with the drafter beside the model, and what it says of memory; and a drafter for another width."""
-    from bench.exports import _write_made_up_tokenizer
-    from cli.session import main
+    from gpt_faster.bench.exports import _write_made_up_tokenizer
+    from gpt_faster.cli.session import main
     shutil.copytree(families("gemma4")[0], tmp_path / "model")
     _write_made_up_tokenizer(160, tmp_path / "model")
     run = ["--checkpoint_path", str(tmp_path / "model"), "--prompt", "t5 t9 t7", "--max_new_tokens", "12", "--temperature", "0", "--json",

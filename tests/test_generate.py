@@ -16,12 +16,14 @@ from test_errors import run
 
 import generate
 from checkpoint import tensor_shapes
-from cli import engines, loading, session
-from formats import tokenizer_files
-from formats.load import read_checkpoint
-from formats.shapes import SHAPES
 from generate import Sequence, follow
-from kernels.compile import as_one_graph
+from gpt_faster import loading
+from gpt_faster.cli import session
+from gpt_faster.decoding import engines
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.formats.shapes import SHAPES
+from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.text import tokenizer_files
 from sampling import SamplingParams
 
 

@@ -11,17 +11,18 @@ from helpers import make_batch
 import generate
 import quantize
 import speculate
-from cli import engines, ngram
-from formats.load import load_model, read_checkpoint
-from kernels import cuda as kernels
-from kernels import few_rows, linear, matvec
-from kernels.plain import Kernel
-from layers.delta import GatedDelta
+from gpt_faster.decoding import engines, ngram
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.kernels import linear
+from gpt_faster.kernels.cuda import few_rows, matvec
+from gpt_faster.kernels.cuda import products as kernels
+from gpt_faster.kernels.plain import Kernel
+from gpt_faster.layers.delta import GatedDelta
 from sampling import SamplingParams
 
 sys.path.insert(0, str(Path(generate.__file__).parent / "scripts"))
 import gpu_check  # noqa: E402
-from hollow import numbers  # noqa: E402
+from dry_run import numbers  # noqa: E402
 
 pytestmark = pytest.mark.kernels
 
@@ -68,7 +69,7 @@ def test_codes_lie_as_on_disk(scheme):
 
 def test_few_rows_are_computed_as_the_plain_layers_do():
     """Decoding, verifying and batches of every kind of model; the operators' references run here,
-    the kernels themselves in scripts/gpu_dryrun.py."""
+    the kernels themselves in scripts/dev/gpu_dryrun.py."""
     with numbers.on_a_gpu():
         results = {name: numbers.judge(most, **arguments) for name, arguments, most in numbers.cases()}
     assert len(results) > 30

@@ -112,7 +112,7 @@ def test_failures_say_the_remedy(hub, tmp_path, script, argument):
 def test_full_disk(monkeypatch):
     import huggingface_hub
 
-    from formats.hub import download
+    from gpt_faster.formats.hub import download
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -11,12 +11,13 @@ from helpers import GREEDY, generated
 
 import model as core
 import quantize
-from cli import kept_weights
-from formats.load import read_checkpoint
-from formats.quantized import quantized
-from formats.shapes import random_checkpoint
-from kernels import disk, kept_tensors, private
-from kernels.compile import compile_model
+from gpt_faster import kept_weights
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.kernels import private
+from gpt_faster.kernels.compile import compile_model
+from gpt_faster.storage import disk, kept_tensors
 from quantize import Int4
 
 

@@ -6,10 +6,10 @@ import pytest
 import tiny
 import torch
 
-from formats.config import config_from_hf
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
-from layers.latent import Latent
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.layers.latent import Latent
 from model import cache_bytes
 
 V3 = dict(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128, vocab_size=129280,
@@ -86,7 +86,7 @@ def test_what_is_refused(changes, message):
 
 
 def test_a_kv_b_of_another_shape(families, tmp_path, monkeypatch):
-    from formats import load
+    from gpt_faster.formats import load
     directory, _ = families("youtu")
     raw = load.read(directory)
     cfg = replace(raw.cfg, mixer=(replace(raw.cfg.mixer[0], v_dim=40),))
@@ -105,7 +105,7 @@ def test_a_kv_b_of_another_shape(families, tmp_path, monkeypatch):
 def test_planted_errors(families, name, changes, monkeypatch):
     from test_families import our_logits, with_changes
 
-    from formats import load
+    from gpt_faster.formats import load
     directory, model = families(name)
     raw = load.read(directory)
     folds = {key[6:]: value for key, value in changes.items() if key.startswith("folds.")}
@@ -123,15 +123,16 @@ def test_an_old_name_of_the_same():
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
     """In bfloat16, behind others that they know: x stays in fp32 between them, and each half gets it narrowed."""
-    from kernels import cpu_layers, cpu_ops
-    from kernels.cpu_experts import PackedExperts
+    from gpt_faster.kernels.cpu import layers as cpu_layers
+    from gpt_faster.kernels.cpu import native
+    from gpt_faster.kernels.cpu.experts import PackedExperts
     source = read_checkpoint(families(name)[0])
     source = source if scheme is None else quantized(source, scheme)
     prompt, seen = tokens(20, 3), []
     for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         model = load_model(source, dtype, "cpu")
         if compiled:
-            cpu_ops.set_activation_bits(16)
+            native.set_activation_bits(16)
             assert cpu_layers.use_operations(model)
             assert all(layer.forward.is_known[1] for layer in model.layers)
             heads = [m for m in model.modules() if isinstance(m, PackedExperts) and m.bias is None]
@@ -140,7 +141,7 @@ def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
         with torch.inference_mode():
             calls = [model(prompt[:, :19], torch.arange(19), 19), model(prompt[:, 19:], torch.tensor([19]))]
         seen.append(torch.cat(calls, dim=1))
-    cpu_ops.set_activation_bits(8)
+    native.set_activation_bits(8)
     # Where two experts are nearly level, one may be another, and tokens after it see that: the best quarter has met none.
     errors = [((x - seen[0]).norm(dim=-1) / seen[0].norm(dim=-1)).flatten() for x in seen[1:]]
     plain, compiled = (e.quantile(0.25) for e in errors)

@@ -1,6 +1,6 @@
 """What shared design promises and no other test holds: imports, purity, and what README and docs claim.
 
-Sizes and generated tables are no tests: scripts/map.py --check compares them, for whoever publishes.
+Sizes and generated tables are no tests: scripts/dev/map.py --check compares them, for whoever publishes.
 """
 
 import ast
@@ -16,45 +16,63 @@ import pytest
 import generate
 
 ROOT = Path(generate.__file__).parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts/dev"))
 import ages  # noqa: E402
 import map as readme_map  # noqa: E402
 
-ROOMS = ("bench", "cli", "cpu_ops", "formats", "gptq", "kernels", "layers", "server")
+ROOMS = ("bench", "cli", "decoding", "formats", "kernels", "layers", "quantization", "server", "storage", "text")
+IN_TWO = {"kernels": ("cpu", "cuda")}              # a room with rooms of its own
 CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
-# What each core file and each room may import of ours, beside its own neighbours.
+# What each core file and each room may import of ours, beside its own neighbours. loading and kept_weights lie beside the rooms.
+BELOW = {*CORE, "formats", "kernels", "layers", "loading", "storage", "text"}
 MAY_IMPORT = {
     **dict.fromkeys(CORE, {*CORE}),
-    "layers": {*CORE}, "kernels": {*CORE, "layers"}, "formats": {*CORE, "layers", "kernels"}, "gptq": {*CORE, "formats", "layers"},
-    "cli": {*CORE, "formats", "gptq", "kernels", "layers"}, "bench": {*CORE, "cli", "formats", "kernels", "layers"},
-    "server": {*CORE, "cli", "formats", "kernels", "layers"}, "eval": {"cli"}, "benchmark": {"bench"}, "serve": {"server"},
+    "layers": {*CORE}, "text": {*CORE}, "storage": {"kernels"}, "kernels": {*CORE, "layers", "storage"},
+    "formats": {*CORE, "kernels", "layers", "text"}, "loading": {*CORE, "formats", "kernels", "text"}, "kept_weights": BELOW,
+    "decoding": BELOW, "quantization": BELOW,
+    "cli": {*BELOW, "decoding", "kept_weights", "quantization"}, "bench": {*BELOW, "cli", "decoding"},
+    "server": {*BELOW, "cli", "decoding"}, "eval": {"cli"}, "benchmark": {"bench", "cli"}, "serve": {"server", "cli"},
     "model": set(), "sampling": set(), "quantize": {"checkpoint", "model", "tokenizer"}, "checkpoint": {"model", "quantize", "sampling"},
     "tokenizer": {"checkpoint"}, "tp": {"checkpoint", "model"}, "speculate": {"generate", "sampling", "tp"},
 }
-MODULES = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))]
+HOUSE = ROOT / "gpt_faster"
+MODULES = [*ROOT.glob("*.py"), *HOUSE.rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
+def ours(name):
+    """gpt_faster.kernels.cpu.native -> kernels; a module of torch's: its first name."""
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] if first == "gpt_faster" and rest else first
+
+
 def imports(path):
-    """Names of the modules imported, and whether each is at the top of the file."""
+    """Names of the modules imported, ours as MAY_IMPORT has them, and whether each is at the top of the file."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((a.name.split(".")[0], node in tree.body) for a in node.names)
+            yield from ((ours(a.name), node in tree.body) for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "gpt_faster":
+            yield from ((a.name, node in tree.body) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module.split(".")[0], node in tree.body
+            yield ours(node.module), node in tree.body
 
 
 def test_the_root_is_the_core_and_the_commands():
     assert {p.stem for p in ROOT.glob("*.py")} == {*CORE, *COMMANDS}
+    assert {p.stem for p in HOUSE.glob("*.py")} == {"__init__", "kept_weights", "loading"}
+    assert {p.name for p in HOUSE.iterdir() if p.is_dir()} - {"__pycache__"} == {*ROOMS}
     for room in ROOMS:
-        assert not [p for p in (ROOT / room).iterdir() if p.is_dir() and p.name != "__pycache__"], "one level deep"
+        inside = {p.name for p in (HOUSE / room).iterdir() if p.is_dir()} - {"__pycache__"}
+        assert inside == {*IN_TWO.get(room, ())}, room
 
 
 def test_imports_point_downward():
     for path in MODULES:
-        owner = path.stem if path.parent == ROOT else path.parent.name
+        if path.name == "__init__.py":
+            continue
+        owner = path.stem if path.parent in (ROOT, HOUSE) else path.relative_to(HOUSE).parts[0]
         main = "__main__" in path.read_text()              # the last lines of a command
         for module, top in imports(path):
             if module in MAY_IMPORT and module != owner:
@@ -82,7 +100,7 @@ PUBLIC = ("torch._dynamo.config", "torch._dynamo.reset", "torch._inductor.config
 def test_private_parts_of_torch_are_in_one_file():
     """Law 11; what becomes of the tokens without each is in test_gpu.py and test_quantize.py."""
     found = {str(p.relative_to(ROOT)): set(PRIVATE.findall(p.read_text())) for p in MODULES}
-    assert len(found.pop("kernels/private.py")) > 5
+    assert len(found.pop("gpt_faster/kernels/private.py")) > 5
     for name, parts in found.items():
         assert not {part for part in parts if not part.startswith(PUBLIC)}, name
 
@@ -101,7 +119,7 @@ def test_one_reader_of_each_format():
         if path.name != "checkpoint.py" or path.parent != ROOT:
             source = path.read_text()
             assert not re.search(r"\bsafe_open\b|\btorch\.load\(", source), path
-            if path.parent.name == "formats" or path.stem in CORE:
+            if path.parent.name in ("formats", "text") or path.stem in CORE:
                 assert "json.load" not in re.sub(r'""".*?"""', "", source, flags=re.S) or path.name == "token_bytes.py", path
 
 
@@ -120,7 +138,7 @@ def flags_in(text):
 def parsed_flags():
     """The flags of every parser of the repository, and those that the test script takes."""
     known = flags_in((ROOT / "scripts/test.sh").read_text()) | {"--help"}
-    for path in [*MODULES, *ROOT.glob("scripts/*.py"), ROOT / "tests/tiers.py", ROOT / "tests/mutants.py"]:
+    for path in [*MODULES, *ROOT.glob("scripts/**/*.py"), ROOT / "tests/tiers.py", ROOT / "tests/mutants.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
@@ -235,12 +253,12 @@ def page(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file, old, new, complaint", [
-    ("README.md", "one", "one", None), ("README.md", "one", "two", "README.md: the part 'a' is stale, run: python scripts/map.py --write"),
-    ("formats", "llama", "my_llama", "formats/families.py: 'my_llama' has no variant in tests/tiny.py")],
+    ("README.md", "one", "one", None), ("README.md", "one", "two", "README.md: the part 'a' is stale, run: python scripts/dev/map.py --write"),
+    ("formats", "llama", "my_llama", "gpt_faster/formats/families.py: 'my_llama' has no variant in tests/tiny.py")],
     ids=["fresh", "stale", "family"])
 def test_the_check_names_what_is_stale(page, monkeypatch, capsys, file, old, new, complaint):
-    """scripts/map.py --check: for whoever publishes. A fork that is stale has no failing test."""
-    from formats.families import FAMILIES
+    """scripts/dev/map.py --check: for whoever publishes. A fork that is stale has no failing test."""
+    from gpt_faster.formats.families import FAMILIES
     monkeypatch.setattr(sys, "argv", ["map.py", "--check"])
     if file == "formats":
         monkeypatch.setitem(FAMILIES, new, FAMILIES[old])
@@ -266,12 +284,12 @@ def test_the_quick_tier_covers_every_field(families):
 
     import tiny
 
-    from formats.load import read_checkpoint
-    from formats.pth import PARTS
-    from layers.attention import AttentionVariant
-    from layers.block import BlockVariant
-    from layers.feed_forward import FeedForwardVariant
-    from layers.moe import MoEVariant
+    from gpt_faster.formats.load import read_checkpoint
+    from gpt_faster.formats.pth import PARTS
+    from gpt_faster.layers.attention import AttentionVariant
+    from gpt_faster.layers.block import BlockVariant
+    from gpt_faster.layers.feed_forward import FeedForwardVariant
+    from gpt_faster.layers.moe import MoEVariant
     from model import ModelConfig
     configs = [read_checkpoint(families(name)[0]).cfg for name in tiny.COVER]
     parts = [part for cfg in configs for part in (
@@ -289,7 +307,7 @@ def test_readme_paths_exist(page):
     """Links, scripts, commands and files that a page names. The log may name what is gone."""
     text = page.read_text()
     missing = [str(path) for path in links(page) if not path.exists()]
-    named = re.findall(r"(?:bash |\./|python )((?:scripts/)?\w+\.(?:sh|py))", text)
+    named = re.findall(r"(?:bash |\./|python )((?:scripts/)?(?:dev/)?\w+\.(?:sh|py))", text)
     named += re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|md|txt))`", text)
     if page.name != "performance.md":
         missing += [path for path in named if not (ROOT / path).exists()]
@@ -330,6 +348,6 @@ def test_readme_python_names_exist():
 
 
 def test_no_absolute_paths_of_one_machine():
-    for path in [*MODULES, *ROOT.glob("scripts/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for path in [*MODULES, *ROOT.glob("scripts/**/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         text = Path(path).read_text() if path.is_file() else ""
         assert not re.search(r"/(work|root|home)/\w", text), path

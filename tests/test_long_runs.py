@@ -1,4 +1,4 @@
-"""scripts/long_runs.py: what it would notice, and a short one."""
+"""scripts/dev/long_runs.py: what it would notice, and a short one."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts/dev"))
 import long_runs  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def test_other_tokens(monkeypatch):
 
 @pytest.mark.slow
 def test_a_short_one(tmp_path):
-    argv = [sys.executable, "scripts/long_runs.py", "--n", "48", "--plot", tmp_path / "memory.svg"]
+    argv = [sys.executable, "scripts/dev/long_runs.py", "--n", "48", "--plot", tmp_path / "memory.svg"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

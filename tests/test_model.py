@@ -7,10 +7,10 @@ import tiny
 import torch
 from helpers import GREEDY, generated, make_batch
 
-from cli.engines import build_steps, warm_up
-from formats.load import load_model, read_checkpoint
 from generate import generate
-from kernels.compile import compile_model
+from gpt_faster.decoding.engines import build_steps, warm_up
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.kernels.compile import compile_model
 from model import ExpertLinear, at, visible
 
 LENGTH = 40

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tp
-from formats.schema import check_config
-from kernels import few_rows
-from kernels.compile import compile_model
-from layers.part import Part
+from gpt_faster.formats.schema import check_config
+from gpt_faster.kernels.compile import compile_model
+from gpt_faster.kernels.cuda import few_rows
+from gpt_faster.layers.part import Part
 from model import Attention, ModelConfig, Transformer
 
 TESTS = Path(__file__).parent

@@ -21,14 +21,15 @@ from transformers.cache_utils import MtpCache
 import generate
 import speculate
 from checkpoint import save_checkpoint
-from cli import engines, mtp, session
-from formats import load as load_module
-from formats.load import load_model, read_checkpoint
-from formats.mtp import HeadConfig, MTPHead
-from formats.quantized import quantized
-from kernels.compile import as_one_graph
-from kernels.cpu_layers import OperationsLayer, uses_operations
-from kernels.linear import PackedLinear
+from gpt_faster.cli import session
+from gpt_faster.decoding import engines, mtp
+from gpt_faster.formats import load as load_module
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.mtp import HeadConfig, MTPHead
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.kernels.cpu.layers import OperationsLayer, uses_operations
+from gpt_faster.kernels.linear import PackedLinear
 from model import ModelConfig, Transformer
 from quantize import schemes
 from sampling import Sampler, SamplingParams
@@ -342,7 +343,7 @@ def test_the_command(capsys, command, tmp_path):
         assert "decode steps" in err or "--compile" in more
     for text in (plain_err, err):                          # what the head takes is stated
         assert "MB for weights and" in text
-    from cli.quantizing import run as quantize
+    from gpt_faster.cli.quantizing import run as quantize
     quantize(["-m", str(command[1]), "--mode", "int8", "--output", str(tmp_path / "model.pth"), "--device", "cpu"])
     capsys.readouterr()
     status, out, err = run(capsys, "-m", tmp_path / "model.pth", *argv[2:], "--speculate", "mtp", "--speculate_k", 3)

@@ -42,12 +42,12 @@ def test_every_file_of_a_room_has_tests():
 
 def test_mechanical_mutants_are_programs_and_a_seed_repeats():
     """Each parses, differs, and is of the place that it names."""
-    for file in ("generate.py", "layers/recurrent.py", "gptq/refine.py"):
+    for file in ("generate.py", "gpt_faster/layers/recurrent.py", "gpt_faster/quantization/refine.py"):
         text, mutants = (ROOT / file).read_text(), mutants_of(ROOT, file)
         assert len(mutants) > 10
         for m in mutants:
             begin, end = m.place
             assert text[begin:end] == m.old and ast.dump(ast.parse(text)) != ast.dump(ast.parse(text_of(m, ROOT))), m.name
-    drawn = random_mutants(ROOT, 14, 3, "server,gptq")
-    assert drawn == random_mutants(ROOT, 14, 3, "server,gptq") != random_mutants(ROOT, 14, 4, "server,gptq")
-    assert sum(m.file.startswith("gptq/") for m in drawn) == 7
+    drawn = random_mutants(ROOT, 14, 3, "server,quantization")
+    assert drawn == random_mutants(ROOT, 14, 3, "server,quantization") != random_mutants(ROOT, 14, 4, "server,quantization")
+    assert sum(m.file.startswith("gpt_faster/quantization/") for m in drawn) == 7

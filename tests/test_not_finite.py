@@ -15,14 +15,15 @@ from test_errors import run
 
 import tp
 from checkpoint import save_checkpoint
-from cli import evaluate, request_sampler
-from cli.engines import build_sampler
-from cli.slots import SlotBatch, Slots, Task
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
 from generate import Batch, NotFinite, Sequence, follow, generate, read_late
-from gptq import calibrate
-from gptq.solve import nearest
+from gpt_faster.cli import evaluate
+from gpt_faster.decoding import request_sampler
+from gpt_faster.decoding.engines import build_sampler
+from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.quantization import calibrate
+from gpt_faster.quantization.solve import nearest
 from quantize import Int4
 from sampling import SamplingParams
 from tokenizer import NullTokenizer

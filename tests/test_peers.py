@@ -11,11 +11,11 @@ import torch
 from conftest import ROOT
 from test_formats import write_gguf
 
-from bench import exports, peers, worker
-from bench.weights import Weights
-from formats.gguf_file import read_gguf_tensors
-from formats.load import count_parameters, load_model, read_checkpoint
-from formats.shapes import random_checkpoint
+from gpt_faster.bench import exports, peers, worker
+from gpt_faster.bench.weights import Weights
+from gpt_faster.formats.gguf_file import read_gguf_tensors
+from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint
+from gpt_faster.formats.shapes import random_checkpoint
 
 HAS_LLAMA_CPP = (ROOT / ".venv-peers/bin/llama-server").exists()
 HOW = dict(threads=1, device="cpu", dtype="float32", length=256)
@@ -89,7 +89,7 @@ def test_what_a_worker_started_ends_with_it(fake):
 
 
 def test_what_is_missing_is_said(fake, tmp_path):
-    source = (ROOT / "bench/worker.py").read_text()
+    source = (ROOT / "gpt_faster/bench/worker.py").read_text()
     with pytest.raises(ValueError, match="^peer llama.cpp: no llama-server: run scripts/install_peers.sh$"):
         fake(source)
     with pytest.raises(ValueError, match="^peer openvino: No module named 'openvino': run scripts/install_peers.sh$"):
@@ -100,7 +100,7 @@ def test_what_is_missing_is_said(fake, tmp_path):
 
 def test_transformers(fake, families):
     directory, model = families("llama2")
-    peer = fake((ROOT / "bench/worker.py").read_text(), "transformers", directory)
+    peer = fake((ROOT / "gpt_faster/bench/worker.py").read_text(), "transformers", directory)
     prompt, whole = list(range(10, 22)), torch.arange(10, 22)[None]
     for _ in range(8):
         whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
@@ -267,7 +267,7 @@ def test_an_engine_that_steps():
 
 
 def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "WORKER", tmp_path / "bench/worker.py")
+    monkeypatch.setattr(peers, "WORKER", tmp_path / "gpt_faster/bench/worker.py")
     source = random_checkpoint("stories15M")
     weights = Weights("stories15M", source.cfg, 1, "int8", "int8", torch.bfloat16, None)
     for name in peers.CONVERTERS:
@@ -313,7 +313,7 @@ def test_peers_that_convert(name, quantization, tmp_path, monkeypatch):
 
 def test_workers_need_no_package_of_ours():
     import ast
-    tree = ast.parse((ROOT / "bench/worker.py").read_text())
+    tree = ast.parse((ROOT / "gpt_faster/bench/worker.py").read_text())
     tops = {n.name if isinstance(node, ast.Import) else node.module for node in tree.body
             if isinstance(node, (ast.Import, ast.ImportFrom)) for n in node.names}
     assert {t.split(".")[0] for t in tops} <= sys.stdlib_module_names
@@ -322,7 +322,7 @@ def test_workers_need_no_package_of_ours():
 def test_a_twin_with_latent_attention(tmp_path):
     """A shape with random weights as llama.cpp's deepseek2: our reader finds the same math in it."""
     from checkpoint import Checkpoint
-    from formats.config import config_from_hf
+    from gpt_faster.formats.config import config_from_hf
     cfg = config_from_hf(dict(
         model_type="glm4_moe_lite", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=300,
         kv_lora_rank=64, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=32, v_head_dim=64, n_routed_experts=8, num_experts_per_tok=2,
@@ -336,7 +336,7 @@ def test_a_twin_with_latent_attention(tmp_path):
 def test_a_twin_with_states(tmp_path):
     """A dense Qwen3.5 with random weights: our reader finds the same math, and tensors of the same shapes."""
     from checkpoint import Checkpoint, tensor_shapes
-    from formats.config import config_from_hf
+    from gpt_faster.formats.config import config_from_hf
     cfg = config_from_hf(dict(
         model_type="qwen3_5_text", hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=300,
         num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
@@ -355,7 +355,7 @@ def test_a_twin_with_states(tmp_path):
 def test_a_twin_of_a_new_kind(shape, tmp_path):
     """Random weights as llama.cpp's architecture: our reader finds the same math, and tensors of the same shapes."""
     from checkpoint import Checkpoint, tensor_shapes
-    from formats.config import config_from_hf
+    from gpt_faster.formats.config import config_from_hf
     cfg = config_from_hf(dict(dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=300,
                                    max_position_embeddings=128), **shape))[0]
     path = exports.export_gguf(Checkpoint(tmp_path / "shape", cfg, {}), tmp_path / "twin.gguf", "Q4_0")

@@ -7,7 +7,7 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.image import imread  # noqa: E402
 
-from bench import plots  # noqa: E402
+from gpt_faster.bench import plots  # noqa: E402
 
 FIGURES = ("tok_s", "tok_s_min", "tok_s_max", "ttft_ms", "peak_memory_bytes", "achieved_gb_s")
 ALL = ["throughput", "ttft", "memory", "roofline"]

@@ -7,8 +7,8 @@ import pytest
 from conftest import SMOLLM2
 from test_errors import run
 
-from formats import tokenizer_files
-from formats.load import read_checkpoint
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.text import tokenizer_files
 
 DIGITS = ["7", "12", "-5", "+3", "1984", "٣", "٤٢", "７", "7 ", "0", "00", "9" * 40]
 COMMON = ["-m", SMOLLM2, "--device", "cpu", "--temperature", 0, "--max_new_tokens", 1, "--json"]

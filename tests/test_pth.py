@@ -13,8 +13,8 @@ from conftest import ROOT
 
 import checkpoint as core
 from checkpoint import LazyTensor, save_checkpoint
-from formats.load import read_checkpoint
-from formats.quantized import quantized
+from gpt_faster.formats.load import read_checkpoint
+from gpt_faster.formats.quantized import quantized
 
 
 def written(families, path, mode=None, name="llama3"):
@@ -107,10 +107,10 @@ SLOWLY = """
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from cli.common import guarded
+from gpt_faster.cli.common import guarded
 import checkpoint
-from formats.shapes import random_checkpoint
-from formats.load import read_checkpoint
+from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.load import read_checkpoint
 original = checkpoint.raw_bytes
 def slow(t):
     print("writing", flush=True)

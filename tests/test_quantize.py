@@ -29,20 +29,23 @@ from checkpoint import (
     save_checkpoint,
     tensor_shapes,
 )
-from cli import common as cli
-from cli import engines, loading, quantizing, session
-from formats.load import load_model, read_checkpoint
-from formats.quantized import fill, leaves_of, quantized
-from formats.shapes import random_checkpoint
 from generate import weight_bytes
-from gptq import calibrate, refine
-from gptq import solve as gptq
-from kernels import cpu as kernels
-from kernels.cpu import INT4_CPU, INT8_CPU
-from kernels.linear import PackedExpertLinear, PackedLinear, kernel_for
-from kernels.moe import expert_rows
-from kernels.plain import PLAIN
-from layers.latent import HeadLinear
+from gpt_faster import loading
+from gpt_faster.cli import common as cli
+from gpt_faster.cli import quantizing, session
+from gpt_faster.decoding import engines
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import fill, leaves_of, quantized
+from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.kernels.cpu import products as kernels
+from gpt_faster.kernels.cpu.products import INT4_CPU, INT8_CPU
+from gpt_faster.kernels.linear import PackedExpertLinear, PackedLinear, kernel_for
+from gpt_faster.kernels.moe import expert_rows
+from gpt_faster.kernels.plain import PLAIN
+from gpt_faster.layers.latent import HeadLinear
+from gpt_faster.quantization import calibrate, refine
+from gpt_faster.quantization import solve as gptq
+from gpt_faster.text.english import english_text
 from model import ExpertLinear
 from quantize import Int4, Int8, QuantizedExperts, describe, pack_nibbles, schemes
 
@@ -985,7 +988,7 @@ def test_calibration_windows():
     for n, pad in ((7, False), (4, True), (0, True)):
         with pytest.raises(ValueError, match=f"has {n} tokens, less than two windows of 4"):
             calibrate.split_windows(ids[:n], 4, 9, pad)
-    assert cli.english_text()[-1000:] not in cli.english_text(held_out=True) and len(cli.english_text()) > 3e5
+    assert english_text()[-1000:] not in english_text(held_out=True) and len(english_text()) > 3e5
 
 
 # ---- The command line ---------------------------------------------------------------------------
@@ -1078,7 +1081,7 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
 
 def test_file_works_alone(capsys, model, tmp_path):
     """Elsewhere, the tokenizer and its template go into the file; beside their files, they do not."""
-    from formats import tokenizer_files
+    from gpt_faster.text import tokenizer_files
     elsewhere = tmp_path / "new/directory/small.pth"
     status, out, _ = run(capsys, "-m", model, "--output", elsewhere)
     assert status == 0 and out == f"{elsewhere}\n"

@@ -10,8 +10,8 @@ import torch
 import transformers
 from test_families import close, our_logits, tokens
 
-from formats.config import config_from_hf
-from formats.load import read_checkpoint
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.load import read_checkpoint
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 LINEAR = dict(rope_type="linear", factor=4.0)

@@ -12,8 +12,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cli.device_sampler import DeviceSampler
-from kernels import sort_free
+from gpt_faster.decoding.device_sampler import DeviceSampler
+from gpt_faster.kernels.cuda import sort_free
 from sampling import (
     FILTERS,
     RepetitionPenalty,

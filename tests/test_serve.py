@@ -25,11 +25,11 @@ from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from hypothesis import strategies
 
-from cli.loading import load_model
-from formats.chat_template import encode_chat
-from formats.load import open_checkpoint
-from formats.tokenizer_files import load as load_tokenizer
 from generate import Batch, generate
+from gpt_faster.formats.load import open_checkpoint
+from gpt_faster.loading import load_model
+from gpt_faster.text.chat_template import encode_chat
+from gpt_faster.text.tokenizer_files import load as load_tokenizer
 from sampling import Sampler, SamplingParams
 
 NAME = SMOLLM2.name
@@ -507,10 +507,10 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
 
 def test_the_queue_has_the_length_that_was_asked_for(ours):
     """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
-    from server.engine import Busy, Engine, Job
-    from server.metrics import Metrics
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.server.engine import Busy, Engine, Job
+    from gpt_faster.server.metrics import Metrics
     model = ours("llama3")
     model.setup_cache(2, 32, 8)
     slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8)
@@ -607,8 +607,8 @@ def run_slots(slots, tasks):
 @pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_5_text"])
 def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
     model, g = ours(name), torch.Generator().manual_seed(3)
 
     def some(n):
@@ -627,8 +627,8 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
 
 def test_slots_go_on_from_a_state(ours):
     """A conversation that goes on as it was computes what is new only; one that was changed begins anew."""
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
     model = ours("qwen3_5_text")
     turns, said = [[5, 6, 7, 8, 9], [3, 4], [8, 1, 2]], []
     model.setup_cache(2, 64, 4, max_rejected=1)
@@ -652,8 +652,8 @@ def plain(model, ids, n):
 
 
 def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
     model = ours("llama3")
     prompts = [[1, 2, 3, 4, 5], [66] * 4, [7, 8, 9]]
     expected = [plain(model, ids, 5) for ids in prompts]
@@ -674,10 +674,10 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
 
 def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting(ours):
     """Between the slots' last look at who waits, and the engine's own."""
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
-    from server.engine import Engine, Job
-    from server.metrics import Metrics
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.server.engine import Engine, Job
+    from gpt_faster.server.metrics import Metrics
     model, prompts = ours("llama3"), [[1, 2, 3], [7, 8, 9]]
     expected = [plain(model, ids, 4) for ids in prompts]
     model.setup_cache(1, 32, 8)
@@ -705,10 +705,10 @@ def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting
 
 def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypatch):
     """By a clock that goes 15 ms further with each token."""
-    from cli.request_sampler import GREEDY, build_request_sampler
-    from cli.slots import SlotBatch, Slots, Task
-    from server import engine as module
-    from server.metrics import Metrics
+    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
+    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.server import engine as module
+    from gpt_faster.server.metrics import Metrics
     model, clock, delivered = ours("llama3"), [100.0], []
     model.setup_cache(1, 32, 8)
     slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
@@ -757,7 +757,7 @@ ANSWERS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("form, text, calls, content", ANSWERS)
 def test_tool_calls_are_found_however_the_text_comes(form, text, calls, content, size):
-    from server.parsing import FORMATS, AnswerParser
+    from gpt_faster.server.parsing import FORMATS, AnswerParser
     parser = AnswerParser(FORMATS[form], TOOLS)
     deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
     found = [c["function"] for d in deltas for c in d.get("tool_calls", [])]
@@ -778,7 +778,7 @@ NO_CALLS = [
 
 @pytest.mark.parametrize("form, text", NO_CALLS, ids=[f"{form}-{i}" for i, (form, _) in enumerate(NO_CALLS)])
 def test_what_is_no_call_stays_text(form, text):
-    from server.parsing import FORMATS, AnswerParser
+    from gpt_faster.server.parsing import FORMATS, AnswerParser
     begin, end = next(iter(FORMATS[form].markers.items()))
     parser = AnswerParser(FORMATS[form], TOOLS)
     deltas = [*parser.push(begin + text + end), *parser.finish()]
@@ -789,7 +789,7 @@ def test_what_is_no_call_stays_text(form, text):
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("inside, text", [(False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."), (True, "Hm, 1 < 2.\n</think>\n\nYes.")])
 def test_thinking_is_apart(inside, text, size):
-    from server.parsing import AnswerParser
+    from gpt_faster.server.parsing import AnswerParser
     parser = AnswerParser(thinks=True, inside=inside)
     deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
     assert "".join(d.get("reasoning_content", "") for d in deltas).strip() == "Hm, 1 < 2."

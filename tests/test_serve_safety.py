@@ -22,20 +22,22 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
 from checkpoint import sampling_values
-from cli import batch, flags
-from cli.request_sampler import GREEDY, RequestParams, build_request_sampler
-from cli.slots import SlotBatch, Slots, Task
-from formats.shapes import of_random_weights
-from formats.token_bytes import byte_of_sign
 from generate import Sequence, n_common_end
-from kernels import cpu_ops, disk, kept_tensors, private
-from layers.logits_processors import Processor
+from gpt_faster.cli import batch, flags
+from gpt_faster.decoding.logits_processors import Processor
+from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
+from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.formats.shapes import of_random_weights
+from gpt_faster.kernels import private
+from gpt_faster.kernels.cpu import native
+from gpt_faster.server import main as serve
+from gpt_faster.server.app import Http
+from gpt_faster.server.engine import Engine
+from gpt_faster.server.metrics import Metrics
+from gpt_faster.storage import disk, kept_tensors
+from gpt_faster.text.token_bytes import byte_of_sign
 from model import ModelConfig
 from sampling import RANGES, SamplingParams
-from server import main as serve
-from server.app import Http
-from server.engine import Engine
-from server.metrics import Metrics
 from tokenizer import NullTokenizer, Tokenizer, TokenizersBackend
 
 CFG = ModelConfig(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=16, ffn_dim=48, vocab_size=260, context=256)
@@ -251,7 +253,7 @@ class Failing(Processor):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    from formats.load import load_model
+    from gpt_faster.formats.load import load_model
     model = load_model(of_random_weights(Path("tiny"), CFG), torch.float32, "cpu")
     with torch.no_grad():
         for p in model.parameters():
@@ -529,9 +531,9 @@ def cache(tmp_path, monkeypatch):
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("GPT_FASTER_CACHE", str(folder))
     private.note.cache_clear()
-    cpu_ops._home.cache_clear()
+    native._home.cache_clear()
     yield folder
-    cpu_ops._home.cache_clear()
+    native._home.cache_clear()
 
 
 def make_untrusted(how, folder, path):
@@ -555,29 +557,29 @@ UNTRUSTED = ["0777", "0770", "parent", "file", "somebody's folder", "somebody's 
 def test_a_planted_library_is_not_loaded(cache, tmp_path, monkeypatch, capsys, how):
     """It would say so when it is loaded; the own one, copied by what stands for a compiler, is loaded instead."""
     monkeypatch.setenv("GPT_FASTER_CACHE", str(ROOT / ".cache/tests"))
-    assert cpu_ops.is_available()
-    own, work = cpu_ops.library_path(), tmp_path / "work"
-    cpu_ops._home.cache_clear()
+    assert native.is_available()
+    own, work = native.library_path(), tmp_path / "work"
+    native._home.cache_clear()
     monkeypatch.setenv("GPT_FASTER_CACHE", str(cache))
     work.mkdir()
     compiler = work / "g++"
-    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nhead -c -{len(cpu_ops.MARK)} "{own}" > "$2"\n')
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nhead -c -{len(native.MARK)} "{own}" > "$2"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    planted = cache / cpu_ops.library_path().name
+    planted = cache / native.library_path().name
     source = work / "planted.cpp"
     source.write_text(f'#include <cstdio>\n__attribute__((constructor)) void run() {{ std::fopen("{work}/was_loaded", "w"); }}\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", planted, source], check=True)
     with open(planted, "ab") as f:
-        f.write(cpu_ops.MARK)
+        f.write(native.MARK)
     planted.chmod(0o755)
-    assert cpu_ops.is_whole(planted)
+    assert native.is_whole(planted)
     make_untrusted(how, cache, planted)
     private.note.cache_clear()
-    cpu_ops._home.cache_clear()
-    library = cpu_ops.library.__wrapped__()
+    native._home.cache_clear()
+    library = native.library.__wrapped__()
     assert library.rows_in_a_block() > 0 and not (work / "was_loaded").exists()
-    path = cpu_ops.library_path()
+    path = native.library_path()
     assert disk.is_trusted(path) and (path.parent == cache) == ("file" in how)
     assert "is not used" in capsys.readouterr().err
     ctypes.CDLL(str(shutil.copy(planted, work / "copy.so")) if path != planted else str(path))
@@ -596,7 +598,7 @@ def test_planted_weights_are_not_loaded(cache, capsys, how):
 
 
 def test_digests_of_files_that_others_may_write_are_not_read(cache, tmp_path):
-    from cli import kept_weights
+    from gpt_faster import kept_weights
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
     right = kept_weights.content(file)

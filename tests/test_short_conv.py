@@ -7,10 +7,10 @@ import tiny
 import torch
 from helpers import GREEDY, ids_of, make_batch, speculative
 
-from formats import load
-from formats.config import config_from_hf
-from formats.load import load_model, read_checkpoint
-from layers.short_conv import ShortConv
+from gpt_faster.formats import load
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.layers.short_conv import ShortConv
 from model import cache_bytes
 
 NAMES = [name for name in tiny.FAMILIES if name.startswith("lfm2")]

@@ -14,12 +14,13 @@ from test_errors import refused, run
 
 import generate
 import speculate
-from cli import engines, loading
-from cli.draft_length import DraftLengthController
-from cli.ngram import NgramDrafter
-from formats.load import load_model
-from formats.shapes import random_checkpoint
-from kernels.compile import as_one_graph
+from gpt_faster import loading
+from gpt_faster.decoding import engines
+from gpt_faster.decoding.draft_length import DraftLengthController
+from gpt_faster.decoding.ngram import NgramDrafter
+from gpt_faster.formats.load import load_model
+from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.kernels.compile import as_one_graph
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter
 from tokenizer import differ

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts/dev"))
 import audit  # noqa: E402
 import lock  # noqa: E402
 
@@ -43,7 +43,7 @@ def test_a_lock_has_what_its_requirements_pin(name):
     for pin in pins(name):
         package = canonicalize_name(pin.name)
         if not lock.NOT_LOCKED.match(package):
-            assert {str(r.specifier) for r in locked()[package]} == {str(pin.specifier)}, "run: python scripts/lock.py"
+            assert {str(r.specifier) for r in locked()[package]} == {str(pin.specifier)}, "run: python scripts/dev/lock.py"
 
 
 @pytest.mark.parametrize("name", LAYERS)

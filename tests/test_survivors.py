@@ -6,15 +6,15 @@ import pytest
 import torch
 from helpers import GREEDY, make_batch
 
-from cli.request_sampler import GREEDY as GREEDY_REQUEST
-from cli.request_sampler import RequestParams, build_request_sampler
-from cli.slots import SlotBatch, Slots, Task
 from generate import Sequence, Steps, decode_one_token, generate
+from gpt_faster.decoding.request_sampler import GREEDY as GREEDY_REQUEST
+from gpt_faster.decoding.request_sampler import RequestParams, build_request_sampler
+from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.server.answers import ChatAnswer
+from gpt_faster.server.engine import Piece
+from gpt_faster.server.parsing import FORMATS, AnswerParser
+from gpt_faster.server.prepare import Model, Work
 from sampling import Sampler, SamplingParams, keep_top_k
-from server.answers import ChatAnswer
-from server.engine import Piece
-from server.parsing import FORMATS, AnswerParser
-from server.prepare import Model, Work
 from tokenizer import NullTokenizer
 
 # ---- The core -----------------------------------------------------------------------------------

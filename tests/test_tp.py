@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, models
 
 import tp
 from checkpoint import LazyTensor, blank_model, narrow, read_safetensors, save_checkpoint
-from cli import session
-from formats.load import load_model, read_checkpoint
-from formats.quantized import quantized
-from formats.shapes import SHAPES
+from gpt_faster.cli import session
+from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

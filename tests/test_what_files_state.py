@@ -9,8 +9,8 @@ from test_tokenizer import bpe  # noqa: F401
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import checkpoint as core
-from formats import tokenizer_files
-from formats.config import config_from_hf
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.text import tokenizer_files
 from tokenizer import Detokenizer
 
 # ---- config.json --------------------------------------------------------------------------------

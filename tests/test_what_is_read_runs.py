@@ -13,19 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import files_of_ours
 from torch import nn
 
-import layers.attention
+import gpt_faster.layers.attention
 import model as core
 import sampling
-from cli.device_sampler import DeviceSampler
-from kernels import as_read, cpu_ends, cpu_layers, cpu_ops, private
-from kernels import compile as compile_room
-from kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
-from kernels.guard import guard_of
-from layers.delta import GatedDelta
-from layers.norms import LayerNorm
-from layers.short_conv import ShortConv
+from gpt_faster.decoding.device_sampler import DeviceSampler
+from gpt_faster.kernels import as_read, private
+from gpt_faster.kernels import compile as compile_room
+from gpt_faster.kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
+from gpt_faster.kernels.cpu import ends as cpu_ends
+from gpt_faster.kernels.cpu import layers as cpu_layers
+from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.guard import guard_of
+from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.norms import LayerNorm
+from gpt_faster.layers.short_conv import ShortConv
 from model import (
     SDPA,
     Attention,
@@ -167,7 +171,7 @@ def rope_of_the_model(model, patch):
 
 @edit(changes=())
 def rope_of_another_attention(model, patch):       # which this model does not have
-    patch.setattr(layers.attention, "rotate", lambda x, cos, sin: x)
+    patch.setattr(gpt_faster.layers.attention, "rotate", lambda x, cos, sin: x)
 
 
 @edit("attn", "ffn", says="model.F")
@@ -732,9 +736,9 @@ def test_taps_edited_in_place(kind):
 def test_operations_keep_what_they_point_to():
     """Whatever becomes of the tensor, its numbers are where the struct says."""
     weight = torch.full((1 << 16,), 7.0)
-    norm = cpu_ops.Norm(kind=1, eps=0.0, weight=weight)
+    norm = native.Norm(kind=1, eps=0.0, weight=weight)
     held = param(torch.full((1 << 16,), 7.0))
-    op = cpu_ops.AddNorm(kind=cpu_ops.ADD_NORM, M=1, D=1 << 16, factor=1.0, norm=norm, x=held)
+    op = native.AddNorm(kind=native.ADD_NORM, M=1, D=1 << 16, factor=1.0, norm=norm, x=held)
     del weight, norm
     held.data = torch.zeros(2)
     gc.collect()
@@ -742,50 +746,50 @@ def test_operations_keep_what_they_point_to():
     out, residual = torch.empty(1 << 16), torch.zeros(1 << 16)
     op.set("out", out)
     op.set("residual", residual)
-    cpu_ops.run([ctypes.addressof(op)])
+    native.run([ctypes.addressof(op)])
     assert torch.allclose(out, torch.full_like(out, 7.0)) and len(others) == 64
 
 
 def test_what_an_operation_cannot_read_is_an_error():
     for wrong in (torch.zeros(8, dtype=torch.float16), torch.zeros(8, 2)[:, 0], torch.zeros(8, device="meta")):
         with pytest.raises(TypeError):
-            cpu_ops.Norm(weight=wrong)
+            native.Norm(weight=wrong)
     with pytest.raises(TypeError, match="int64"):
-        cpu_ops.Positions(slot=torch.zeros(3, dtype=torch.int32))
+        native.Positions(slot=torch.zeros(3, dtype=torch.int32))
 
 
 def test_structs_that_lie_elsewhere(monkeypatch, capsys):
     """A library of other code: uncompiled, with a line."""
-    names = cpu_ops.Norm._fields_
+    names = native.Norm._fields_
 
-    class Norm(cpu_ops.Struct):
-        _fields_ = [*names[:2], ("more", cpu_ops.c_int64), *names[2:]]
-    cpu_ops.library()
-    for cached in (cpu_ops.library, cpu_ops.is_available):
+    class Norm(native.Struct):
+        _fields_ = [*names[:2], ("more", native.c_int64), *names[2:]]
+    native.library()
+    for cached in (native.library, native.is_available):
         cached.cache_clear()
-    monkeypatch.setattr(cpu_ops, "STRUCTS", (Norm, *cpu_ops.STRUCTS[1:]))
+    monkeypatch.setattr(native, "STRUCTS", (Norm, *native.STRUCTS[1:]))
     model = make()
     assert not cpu_layers.use_operations(model) and "Norm. lies elsewhere" in capsys.readouterr().err
-    for cached in (cpu_ops.library, cpu_ops.is_available):
+    for cached in (native.library, native.is_available):
         cached.cache_clear()
 
 
 NO_MEMORY = """
 import ctypes, resource, torch
-from kernels import cpu_ops
-cpu_ops.library()
+from gpt_faster.kernels.cpu import native
+native.library()
 torch.zeros(4) @ torch.zeros(4)
 x = torch.zeros(2, 32)
-weights = cpu_ops.pack_weight(torch.ones(32, 32))
+weights = native.pack_weight(torch.ones(32, 32))
 limit = int(open("/proc/self/statm").read().split()[0]) * 4096 + (1 << 30)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-op = cpu_ops.linear(*weights, (32, 32), x=x, out=x.clone(), x_bits=32)
+op = native.linear(*weights, (32, 32), x=x, out=x.clone(), x_bits=32)
 op.M = 1 << 26
 try:
-    cpu_ops.run([ctypes.addressof(op)])
+    native.run([ctypes.addressof(op)])
 except MemoryError as e:
     op.M = 2
-    cpu_ops.run([ctypes.addressof(op)])
+    native.run([ctypes.addressof(op)])
     print("MemoryError:", e)
 """
 
@@ -806,7 +810,7 @@ EDITED = """
 import sys, torch
 sys.path.insert(0, "tests")
 import test_what_is_read_runs as t
-from kernels import cpu_layers
+from gpt_faster.kernels.cpu import layers as cpu_layers
 torch.set_grad_enabled(False)
 model, plain = t.make(), t.make()
 t.compile_model(model)
@@ -817,10 +821,9 @@ print(t.alike(t.run(model), t.run(plain), torch.float32), cpu_layers.uses_operat
 @pytest.fixture
 def copied(tmp_path):
     """-> a function: the repository's Python with (file, old, new) in it, and what a compiled model does there."""
-    for path in (*ROOT.glob("*.py"), *(p for room in ("kernels", "layers", "formats", "cli", "cpu_ops", "tests", "scripts")
-                                       for p in (ROOT / room).iterdir() if p.is_file())):
+    for path in files_of_ours():
         to = tmp_path / path.relative_to(ROOT)
-        to.parent.mkdir(exist_ok=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
         to.write_bytes(path.read_bytes())
 
     def result(*edits):
@@ -844,7 +847,7 @@ def test_edited_files(copied):
     shape = "        shape = q.shape\n"
     same, compiled, plain, lines = copied(
         ("model.py", shape, "        # a comment\n\n" + shape), ("model.py", "return self.down(self.activation(", "return self.down(\n  self.activation("),
-        ("layers/moe.py", "self.n_group, self.topk_group = moe.n_group", "self.n_group, self.topk_group = 1 * moe.n_group"))
+        ("gpt_faster/layers/moe.py", "self.n_group, self.topk_group = moe.n_group", "self.n_group, self.topk_group = 1 * moe.n_group"))
     assert (same, compiled, lines) == ("True", "True", [])
     for change, name in ((("model.py", shape, "        q = q * 2\n" + shape), "model.SDPA was edited or is new: attention of 3"),
                          (("model.py", "    return F.silu(gate) * up", "    return F.silu(gate) * up * 2"),

@@ -167,8 +167,8 @@ def affected_functions(changed: set[str]) -> set[str]:
     A changed test file counts whole; a file of C++ counts as the Python that compiles it.
     """
     reach = json.loads(REACH.read_text()) if REACH.exists() else {"files": [], "functions": {}}
-    if any(name.startswith("cpu_ops/") for name in changed):
-        changed = changed | {"kernels/cpu_ops.py"}
+    if any(name.startswith("gpt_faster/kernels/cpu/") and name.endswith((".h", ".cpp")) for name in changed):
+        changed = changed | {"gpt_faster/kernels/cpu/native.py"}
     wanted = {i for i, name in enumerate(reach["files"]) if name in changed}
     found = {function for function, files in reach["functions"].items() if wanted & set(files)}
     test_files = {name.removeprefix("tests/") for name in changed if name.startswith("tests/test_")}
@@ -335,7 +335,7 @@ def write_coverage(data: Path) -> None:
         "# Coverage\n\nStatements of each file that the exhaustive tier executes on a CPU, in all processes that tests "
         "start: made by\n`bash scripts/test.sh --exhaustive --coverage` at " + git("rev-parse", "--short", "HEAD") + f" on "
         f"{datetime.date.today()}, {os.cpu_count()} cores, {cpu_name()}. Triton's kernels are compiled code and do not "
-        "count;\nwhat stands for a GPU is executed by `scripts/gpu_dryrun.sh` and on a GPU alone.\n\n"
+        "count;\nwhat stands for a GPU is executed by `scripts/dev/gpu_dryrun.sh` and on a GPU alone.\n\n"
         f"In all: {total - missed} of {total}, {100 * (total - missed) // total} %.\n\n"
         "| file | statements | executed | lines that no test executes |\n|---|---|---|---|\n" + "".join(
             f"| `{name}` | {n} | {100 * (n - missing) // n} % | {where} |\n" for name, n, missing, where in rows))

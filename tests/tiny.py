@@ -434,13 +434,13 @@ def flat(cfg):
     """A ModelConfig -> the FlatConfig whose with_parts() it is."""
     from dataclasses import fields
 
-    from layers.attention import AttentionVariant
-    from layers.block import BlockVariant
-    from layers.embedding import embed_scale
-    from layers.feed_forward import FeedForwardVariant
-    from layers.flat_config import FlatConfig, LayerEnd, Scores
-    from layers.moe import MoEVariant
-    from layers.rope import RopeVariant
+    from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+    from gpt_faster.layers.attention import AttentionVariant
+    from gpt_faster.layers.block import BlockVariant
+    from gpt_faster.layers.embedding import embed_scale
+    from gpt_faster.layers.feed_forward import FeedForwardVariant
+    from gpt_faster.layers.moe import MoEVariant
+    from gpt_faster.layers.rope import RopeVariant
     from model import ModelConfig
     attention, block = cfg.attention or AttentionVariant(), cfg.block or BlockVariant()
     ffn, per_layer = cfg.ffn or FeedForwardVariant(), cfg.per_layer

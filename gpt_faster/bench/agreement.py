@@ -1,0 +1,56 @@
+"""Does an engine generate the tokens that it should?
+
+In fp32 the tokens are those of the first greedy engine with these weights. In lower precision
+near-ties may flip, so the comparison is teacher-forced within a margin of logits. Engines that
+sample with one seed must draw the same as each other.
+
+    tokens_agree(run, runs)                        # cases.CaseRun -> True, False or None
+"""
+
+import torch
+
+from gpt_faster.bench.engines import SAMPLERS, Engine, share_weights
+from model import Transformer
+
+LOGIT_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+def logit_margin(model: Transformer) -> float:
+    """Rounding makes a router exchange near-tied experts, so mixtures get twice the margin."""
+    margin = LOGIT_MARGIN[model.dtype]
+    is_rounded_mixture = any(model.cfg.sparse) and model.dtype != torch.float32
+    return 2 * margin if is_rounded_mixture else margin
+
+
+@torch.inference_mode()
+def is_plausible(model: Transformer, prompt: list[int], ids: list[int]) -> bool:
+    """Teacher-forced, no cache: is each token, after those before it, near the best logit?"""
+    model = share_weights(model)
+    tokens = torch.tensor([prompt + ids], device=model.freq.device)
+    model.setup_cache(0, tokens.shape[1])
+    pos = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    logits = model(tokens[:, :-1], pos, len(ids))[0]               # [ids, V]
+    chosen = logits.gather(1, tokens[0, -len(ids):, None])[:, 0]
+    return bool((logits.amax(-1) - chosen <= logit_margin(model)).all())
+
+
+def tokens_agree(run, runs: list) -> bool | None:
+    """Does every row of the last run have the right tokens? None where each run draws its own.
+
+    run: a cases.CaseRun of an engine; runs: those of all cases of this workload.
+    """
+    engine = run.runner
+    if not engine.is_repeatable:
+        return None
+    model = run.case.weights.model
+    if run.case.engine in SAMPLERS:
+        name, = set(SAMPLERS) - {run.case.engine}
+        other = Engine(name, model, run.prompts, run.workload, engine.tokenizer)
+        return run.tokens == other.run(run.prompts, run.workload.n_new)[0]
+    if model.dtype == torch.float32:
+        reference = next(r for r in runs if r.case.weights.model is model and r.tokens
+                         and not r.error and r.runner.is_greedy)
+        if run is not reference:
+            return run.tokens == reference.tokens
+    distinct = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(run.prompts, run.tokens)}
+    return all(is_plausible(model, list(prompt), list(ids)) for prompt, ids in distinct)

@@ -1,0 +1,185 @@
+"""The engines that are compared, and what runs each: generate's public functions, from outside.
+
+The only file of this room, beside drafts.py, that knows the API of generate, speculate and
+sampling. An engine shares the weights it is given and compiles a model of its own over them.
+
+    tokens, times = Engine("compile", model, prompts, workload, tokenizer).run(prompts, 64)
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from generate import PREFILL_CHUNK, Sequence, follow, generate
+from gpt_faster.bench.drafts import with_known_drafts
+from gpt_faster.bench.workloads import Workload
+from gpt_faster.cli import batch
+from gpt_faster.cli.flags import ENGINES
+from gpt_faster.decoding import mtp
+from gpt_faster.decoding.engines import (
+    RecomputeBatch,
+    build_sampler,
+    build_speculative,
+    build_steps,
+    measure_drafts,
+    warm_up,
+)
+from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.formats.mtp import MTPHead
+from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.cpu.layers import uses_operations
+from gpt_faster.kernels.cpu.linears import format_of, is_packed
+from gpt_faster.kernels.cuda import sort_free
+from model import Transformer
+from sampling import SamplingParams, keep_top_p
+
+LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "torch_compile", "compile",
+          "compile+prefill")
+NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
+MTP = "mtp"                                        # and with drafts by a head: drafts.py
+DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # tokens at most
+SAMPLERS = ("sorted", "sort_free")
+GREEDY = SamplingParams(temperature=0)
+TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # what the samplers are compared with
+BF16_ROUNDING = {                                  # does the CPU multiply bf16?
+    True: "activations of bfloat16",
+    False: "weights and activations of 14 bits where more than 32 rows meet the weights",
+}
+
+
+def share_weights(model: Transformer) -> Transformer:
+    """Another model over the same weights, not a copy, so that each engine can compile its own."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def has_our_kernels(name: str) -> bool:
+    return name in DRAFTING or name.startswith("compile")
+
+
+def compiled_layout_bytes(name: str, model: Transformer) -> int:
+    """Bytes of the weights, which our kernels copy into a layout of their own on a CPU."""
+    if model.freq.device.type != "cpu" or not has_our_kernels(name):
+        return 0
+    return sum(p.nbytes for p in model.parameters())
+
+
+class Engine:
+    """One engine on a model's weights, compiled and warm for prompts like these.
+
+    temperature: of all but the samplers, which have TOP_P. ValueError where the engine cannot do
+    the workload.
+    """
+
+    def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
+                 workload: Workload, tokenizer, temperature: float = 0.0,
+                 head: MTPHead | None = None):
+        """head: of mtp, which drafts."""
+        if workload.n_requests and name in ("recompute", MTP, *SAMPLERS):
+            raise ValueError("takes one prompt at a time")
+        if name == MTP and temperature:
+            raise ValueError("needs an expected text: temperature 0")
+        self.model = share_weights(model)
+        self.head = share_weights(head) if name == MTP else None
+        self.tokenizer = tokenizer
+        self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
+        self.seed = 0
+        n_rows = 0 if name == "recompute" else workload.batch_size
+        self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK,
+                               max_rejected=DRAFTING.get(name, 0))
+        self.batch = self._build_batch(name, workload)
+        self.compile_s = None
+        if has_our_kernels(name) or name in ("torch_compile", "cuda_graph"):
+            start = time.perf_counter()
+            self._warm_up(name, prompts, workload)
+            self.compile_s = time.perf_counter() - start
+
+    def _build_batch(self, name: str, workload: Workload) -> RowsBatch | RecomputeBatch:
+        engine = "compile" if name in DRAFTING else name.removesuffix("+prefill")
+        engine = engine if engine in ENGINES else "kv_cache"
+        steps = build_steps(self.model, engine, name.endswith("+prefill"))
+        generator = torch.Generator(self.model.freq.device)
+        rows = [self.sampling_params] * workload.batch_size
+        sampler = build_sampler(self.model, rows, generator)
+        if name in SAMPLERS:
+            by_sorting = name == "sorted"
+            sampler.filters["top_p"] = keep_top_p if by_sorting else sort_free.keep_top_p
+        if name == "recompute":
+            return RecomputeBatch(self.model, sampler, steps, workload.n_positions())
+        if name in DRAFTING:
+            return build_speculative(self.model, sampler, steps, engine, DRAFTING[name],
+                                     fixed=False, draft=self.head)
+        return RowsBatch(self.model, sampler, steps)
+
+    def _warm_up(self, name: str, prompts: list[list[int]], workload: Workload) -> None:
+        first = 1 if workload.n_requests else workload.n_prompt + 1
+        lengths = range(first, workload.n_prompt + workload.n_new)
+        warm_up(self.batch, prompts[:workload.batch_size], lengths)
+        if name in DRAFTING:
+            measure_drafts(self.batch, workload.n_prompt + 1)
+        if name == MTP:
+            with_known_drafts(self.batch, prompts, workload.n_new)
+
+    @property
+    def version(self) -> str | None:
+        """What products round numbers to, where they do."""
+        if not uses_operations(self.model):
+            return None
+        packed = [m for m in self.model.modules() if is_packed(m)]
+        is_exact = self.model.dtype == torch.float32
+        kinds = {format_of(m.packed, m.scales) for m in packed if m.scales is not None}
+        if not kinds:
+            return None if is_exact else BF16_ROUNDING[native.has_bf16()]
+        if is_exact or all(native.activation_bits(kind) == 16 for kind in kinds):
+            return "activations of 16 bits"
+        most = ", of bfloat16 where more than 48 do" if native.has_amx() else ""
+        return f"activations of 8 bits where some rows meet the weights{most}, of 16 elsewhere"
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling_params == GREEDY
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Does each run give the same tokens? Sampling at a temperature, each gives its own."""
+        return self.sampling_params in (GREEDY, TOP_P)
+
+    def tokens(self, prompts: list[list[int]], n_new: int) -> Iterator[Tensor]:
+        """The tokens [B, 1] of each step, on the device."""
+        self.batch.sampler.generator.manual_seed(self.seed)
+        return generate(self.batch, prompts, n_new)
+
+    def run(self, prompts: list[list[int]], n_new: int) -> tuple[list[list[int]], list[float]]:
+        """-> each row's new tokens; the time before the first step and after each token."""
+        sequences = [Sequence(self.tokenizer, []) for _ in prompts]
+        if not self.is_repeatable:
+            self.seed += 1                                 # another text each time
+        times, interrupted = follow(self.tokens(prompts, n_new), sequences, None)
+        if interrupted:
+            raise KeyboardInterrupt
+        return [sequence.ids for sequence in sequences], times
+
+    def serve(self, prompts: list[list[int]], max_new_tokens: list[int], n_slots: int) -> dict:
+        """Different prompts, n_slots at a time -> a peer's answer to that: ids, total_s, request_s,
+        first_s, all but the first a figure for each prompt in its order."""
+        index = {}
+        for i, (prompt, n_new) in enumerate(zip(prompts, max_new_tokens)):
+            index[Sequence(self.tokenizer, prompt, max_new=n_new)] = i
+        start = time.perf_counter()
+        results = list(batch.serve(self.batch, index))
+        total_s = time.perf_counter() - start
+        results.sort(key=lambda result: index[result.sequence])
+        return dict(ids=[r.sequence.ids for r in results], total_s=total_s,
+                    request_s=[r.end_s - r.begun_s for r in results],
+                    first_s=[r.first_s - r.begun_s for r in results])
+
+    def cache_bytes(self) -> int:
+        """Of a head that drafts the weights too."""
+        layers = [*self.model.layers, *(self.head.layers if self.head else ())]
+        n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
+        if self.head:
+            own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
+            n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes
+        return n_bytes

@@ -1,0 +1,330 @@
+"""benchmark.py's command line: its flags, what they ask for, and the result.
+
+It times the engines side by side, compares their tokens, and sets them beside machine and peers;
+the other files of this room do that. One command gives a table of the docs again, with the memory
+bandwidth measured in the same run:
+
+    python benchmark.py -m org/name -p 512 -n 200 --engines kv_cache,compile,int8 --peers llama.cpp
+"""
+
+import gc
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import tp
+from generate import log, number, pick_device
+from gpt_faster.bench import plots, serving
+from gpt_faster.bench.cases import BenchmarkCase, build_cases, run_workload
+from gpt_faster.bench.engines import LADDER, MTP, NGRAM
+from gpt_faster.bench.machine import describe_machine
+from gpt_faster.bench.peers import peer_starter
+from gpt_faster.bench.profiling import run_profiles
+from gpt_faster.bench.ranks import run_ranks
+from gpt_faster.bench.suites import SUITES, run_suite
+from gpt_faster.bench.tables import OUTPUTS, PEERS
+from gpt_faster.bench.weights import is_scheme
+from gpt_faster.bench.workloads import Workload, encode_file
+from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
+from gpt_faster.cli.flags import add_activation_bits
+from gpt_faster.cli.session import open_model
+from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
+from gpt_faster.decoding.ranks import as_rank
+from gpt_faster.formats.shapes import SHAPES
+from gpt_faster.kernels.cpu import native
+from tp import local_device
+
+NANO_GPT_BATCHES = [1, 8, 64, 512]
+EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of a row: not a failed command
+
+
+# ---- Flags --------------------------------------------------------------------------------------
+
+def names(text: str) -> list[str]:
+    """A flag's list, separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def counts(minimum: int) -> Callable:
+    """An argparse type: integers with commas."""
+    return lambda text: [number(int, minimum)(n) for n in names(text)]
+
+
+def build_parser() -> Parser:
+    p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
+    add_model_flags(p.add_argument_group("models").add_argument)
+    add_workload_flags(p.add_argument_group("tests, each with commas").add_argument)
+    add_run_flags(p.add_argument_group("runs").add_argument)
+    add_output_flags(p.add_argument_group("output").add_argument)
+    return p
+
+
+def add_model_flags(add: Callable) -> None:
+    add("--checkpoint_path", "--model", "-m", "--init_from", action="append",
+        metavar="PATH_OR_NAME", help="as generate.py's, or a shape of --random; repeatable")
+    add("--random", metavar="NAMES", help="known shapes with random weights, with commas")
+    add("--quantize", default="none", metavar="LIST",
+        help="none, int8, int4 (groups of 32), int4-g64, …, with commas: every engine with each; a "
+             "file that is quantized already stays as it is with none")
+    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add_activation_bits(add)
+
+
+def add_workload_flags(add: Callable) -> None:
+    add("-p", "--n_prompt", type=counts(1), default=[], metavar="LIST",
+        help="time prompts of N tokens: ppN")
+    add("-n", "--max_new_tokens", type=counts(0), default=[200], metavar="LIST",
+        help="time decoding N tokens: tgN; 0: do not")
+    add("-d", "--depth", type=counts(1), default=[5], metavar="LIST",
+        help="tokens before the new ones: tgN @ dN")
+    add("-b", "--batch_size", type=counts(1), metavar="LIST",
+        help="rows; default: 1, or 1,8,64,512 with --init_from")
+    add("--text", type=Path, metavar="FILE",
+        help="a prompt, as a message where the model has a chat template; instead of DEPTH")
+    add("--temperature", type=number(float, 0), default=0.0,
+        help="of all but sorted and sort_free; above 0 each run draws its own text")
+    add("--max_seq_length", type=counts(0), default=[0], metavar="LIST",
+        help="positions of the cache, where more than needed; 0: what is needed")
+    add("--requests", type=number(int, 1), metavar="N",
+        help="instead: N prompts of 1 to DEPTH tokens with 1 to MAX_NEW_TOKENS new ones, of which "
+             "BATCH_SIZE run at a time: total tok/s, and the median of a request's")
+
+
+def add_run_flags(add: Callable) -> None:
+    add("--engines", metavar="LIST",
+        help=f"of {', '.join(LADDER)}, {NGRAM} (compile with tokens drafted by look-up), "
+             f"{MTP} (compile with drafts by a head whose tokens are right with probability "
+             f"{PUBLISHED_ACCEPTANCE}), int8, "
+             "int4, int4-g64, … (compile with weights like that); "
+             "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
+             "default: kv_cache,compile, or the whole ladder with --init_from")
+    add("--peers", default="", metavar="LIST",
+        help=f"in the same run, of {', '.join(PEERS)}: see scripts/install_peers.sh; generate.py "
+             "is ours, as a check")
+    add("--ranks", type=counts(1), default=[], metavar="LIST",
+        help="the same on this many processes of this machine, which share the model")
+    add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+    add("--suite", choices=(*SUITES, "serve"),
+        help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
+             "interrupted, at the same commit; serve: serve.py's clients, a table on stdout")
+    add("--only", metavar="TITLES", help="of the suite, these tables, with commas")
+
+
+def add_output_flags(add: Callable) -> None:
+    add("-o", "--output", default="md", choices=list(OUTPUTS), help="on stdout")
+    add("--plot", type=Path, metavar="DIR", help="charts of throughput, first token, memory and "
+                                                 "bandwidth, as PNG (needs matplotlib)")
+    add("--profile", type=Path, metavar="DIR",
+        help="instead of timing, a Chrome trace of steady decode steps for each case and test, "
+             "and the ten largest kernels")
+
+
+# ---- What they ask for --------------------------------------------------------------------------
+
+def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
+    """-> (engine, scheme) in the order of the rows."""
+    default = ",".join(LADDER) if is_nano_gpt else "kv_cache,torch_compile,compile"
+    requested = names(default if args.engines is None else args.engines)
+    schemes = names(args.quantize)
+    if not requested or not schemes:
+        raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
+                         "int8, int4")
+    known = (*LADDER, NGRAM, MTP)
+    for name in requested:
+        if name not in known and not is_scheme(name):
+            raise ValueError(f"unknown engine '{name}' (engines: {', '.join(known)}, int8, int4, "
+                             "int4-g64, …)")
+    for scheme in schemes:
+        if scheme != "none" and not is_scheme(scheme):
+            raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
+                             "of 32, 64, 128 or 256)")
+    engines = [name for name in requested if name in known]
+    pairs = [(engine, scheme) for scheme in schemes for engine in engines]
+    return pairs + [("compile", name) for name in requested if name not in engines]
+
+
+def read_models(args) -> list[tuple[str | None, str | None]]:
+    """-> (path, None) or (None, shape). A shape's name serves as -m where no such file is."""
+    shapes = {shape.lower(): shape for shape in SHAPES}
+    if args.random is not None and args.checkpoint_path:
+        raise ValueError("--random and --checkpoint_path exclude each other")
+    if args.random is not None and not names(args.random):
+        raise ValueError("--random names none: known shapes are " + ", ".join(shapes.values()))
+    if args.random is not None:
+        return [(None, shape) for shape in names(args.random)]
+    models = []
+    for path in args.checkpoint_path or [None]:
+        shape = shapes.get(path.lower()) if path and not Path(path).exists() else None
+        if shape:
+            log(f"{path}: no such file, so random weights of that shape")
+            path = None
+        models.append((path, shape))
+    return models
+
+
+def read_peers(args) -> list[str]:
+    peers = names(args.peers)
+    for peer in peers:
+        if peer not in PEERS:
+            raise ValueError(f"unknown peer '{peer}' (peers: {', '.join(PEERS)})")
+    return peers
+
+
+def read_workloads(args, is_nano_gpt: bool, text_model: tuple) -> list[Workload]:
+    """In the order of the rows. text_model: whose tokenizer says how long --text is."""
+    batch_sizes = args.batch_size or (NANO_GPT_BATCHES if is_nano_gpt else [1])
+    if 1 in args.max_new_tokens:
+        raise ValueError("-n 1: decoding is timed between tokens, so at least 2 (or 0: -p alone)")
+    if args.text and args.requests:
+        raise ValueError("--text and --requests exclude each other")
+    workloads = [Workload(n, 1, b) for n in args.n_prompt for b in batch_sizes]
+    workloads += [
+        Workload(depth, n_new, b, cache_length, args.requests or 0, args.text)
+        for depth in args.depth for n_new in args.max_new_tokens if n_new
+        for cache_length in args.max_seq_length for b in batch_sizes]
+    if not workloads:
+        raise ValueError("nothing to time: give -p or -n")
+    if args.text:
+        n_prompt = len(encode_file(args.text, open_model(*text_model)[1]))
+        workloads = [workload._replace(n_prompt=n_prompt) for workload in workloads]
+    return workloads
+
+
+def check_suite(args, parser: Parser, device: torch.device) -> list[str]:
+    """-> the titles to run. ValueError where the flags do not fit a suite."""
+    if args.suite == "serve" and args.only:
+        raise ValueError("--suite serve is one table: it cannot be combined with --only")
+    if args.suite == "gpu" and device.type == "cpu":
+        raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    others = given - {"suite", "device", "plot", "only"}
+    if others:
+        raise ValueError(f"--suite has its own commands and cannot be combined with "
+                         f"--{min(others)}")
+    if args.suite == "serve":
+        return []
+    titles = names(args.only) if args.only else list(SUITES[args.suite])
+    for title in titles:
+        if title not in SUITES[args.suite]:
+            raise ValueError(f"--only {title}: the tables are {', '.join(SUITES[args.suite])}")
+    return titles
+
+
+def check_ranks(args) -> None:
+    for flag in ("suite", "peers", "plot", "profile"):
+        if getattr(args, flag):
+            raise ValueError(f"--ranks cannot be combined with --{flag}")
+
+
+# ---- The command --------------------------------------------------------------------------------
+
+def run(argv: list[str] | None = None) -> int:
+    """-> exit status: 1 where an engine failed or its tokens are wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "benchmark.py", *argv])
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    device = pick_device(local_device(args.device))
+    if args.plot:
+        plots.load_matplotlib()                    # complains now, not after an hour
+    if args.only and not args.suite:
+        raise ValueError("--only chooses from a --suite")
+    if tp.world() > 1 and (args.suite or args.peers or args.ranks):
+        raise ValueError("--suite, --peers and --ranks are not for torchrun: they start processes "
+                         "of their own")
+    if args.suite:
+        titles = check_suite(args, parser, device)
+        if args.suite == "serve":
+            return serving.run(["--device", args.device])
+        return run_suite(args.suite, titles, device, args.plot)
+    if args.ranks:
+        check_ranks(args)
+        status, result = run_ranks(args.ranks, argv, command)
+        if result:
+            print(OUTPUTS[args.output](result), flush=True)
+        return status
+    return run_benchmark(args, device, command)
+
+
+def run_benchmark(args, device: torch.device, command: str) -> int:
+    """Time everything that the flags ask for and print it -> exit status."""
+    native.set_activation_bits(args.activation_bits)
+    is_nano_gpt = bool(re.search(r"--init[-_]from\b", command))
+    engines = read_engines(args, is_nano_gpt)
+    models = read_models(args)
+    peers = read_peers(args)
+    workloads = read_workloads(args, is_nano_gpt, models[0])
+    for directory in (args.plot, args.profile):
+        if directory:
+            directory.mkdir(parents=True, exist_ok=True)
+    if args.profile:
+        torch._inductor.config.cpp.enable_kernel_profile = True
+    length = max(workload.n_positions() for workload in workloads)
+    cases = []
+    tokenizers = {}
+    for path, shape in models:
+        more, tokenizer = open_cases(path, shape, engines, peers, args, device, length)
+        cases += more
+        tokenizers[more[0].weights.name] = tokenizer
+    if args.profile:
+        run_profiles(cases, tokenizers, workloads, args.profile)
+        return 0
+    result = time_workloads(cases, tokenizers, workloads, args.repetitions, device, command)
+    print(OUTPUTS[args.output](result), flush=True)
+    if args.plot and tp.rank() == 0:
+        for path in plots.plot(result, args.plot):
+            log(f"Wrote {path}")
+    return report_failures(result["rows"])
+
+
+def open_cases(path: str | None, shape: str | None, engines: list, peers: list[str], args,
+               device: torch.device, length: int) -> tuple[list[BenchmarkCase], object]:
+    """Load a model -> its cases, its tokenizer. ValueError where `length` exceeds its context."""
+    source, tokenizer = open_model(path, shape)
+    dtype = pick_dtype(args.dtype, device, source.cfg)
+    if length > source.cfg.context:
+        raise ValueError(f"{length} tokens exceed the context of {source.cfg.context}")
+    starters = {peer: peer_starter(peer, source, shape, device, length) for peer in peers}
+    return build_cases(source, engines, starters, dtype, device, args.temperature), tokenizer
+
+
+def time_workloads(cases: list[BenchmarkCase], tokenizers: dict, workloads: list[Workload],
+                   repetitions: int, device: torch.device, command: str) -> dict:
+    """-> the result: the machine, the command, a row for each case and workload."""
+    machine = describe_machine(device)
+    rows = []
+    bandwidths = []
+    for workload in workloads:
+        more, measured = run_workload(cases, tokenizers, workload, repetitions, device)
+        rows += more
+        bandwidths += measured
+        gc.collect()
+    return machine | dict(command=command, repetitions=repetitions,
+                          bandwidth_gb_s=statistics.median(bandwidths), rows=rows)
+
+
+def report_failures(rows: list[dict]) -> int:
+    """Log wrong tokens and unexpected errors of engines -> exit status."""
+    status = 0
+    for row in rows:
+        error = row["error"]
+        if row["compared"] is False:
+            problem = "gives other tokens than the reference"
+        elif error and row["engine"] not in PEERS and not re.match(EXPECTED_ERRORS, error):
+            problem = f"failed: {error}"
+        else:
+            continue
+        log(f"benchmark.py: error: {row['engine']} ({row['quantization']}, {row['test']}, batch "
+            f"{row['batch']}) {problem}")
+        status = 1
+    return status
+
+
+def main() -> int:
+    return guarded(as_rank(run))

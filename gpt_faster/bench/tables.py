@@ -1,0 +1,153 @@
+"""What benchmark.py measured, as text: Markdown, CSV, JSON.
+
+It reads the result object, knows no engine and needs no torch, so that scripts/dev/map.py can make
+the docs' tables again from benchmarks/*.json:
+
+    print(OUTPUTS["md"](result))
+"""
+
+import csv
+import io
+import json
+import statistics
+
+from gpt_faster.bench.worker import PEER_NAMES
+
+PEERS = (*PEER_NAMES, "generate.py")                # the last one is ours
+NOTHING = "–"
+BELOW = ("model", "M parameters", "weights", "MB", "test", "batch")    # if the same in all rows
+BEST = "× the best peer"
+OF_RANKS = ("ranks", "sent by each per token, KB")
+
+
+def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
+    """A peer's row on the same test: with weights quantized alike, or else with plain ones."""
+    others = [other for other in rows
+              if other["engine"] == peer and other["tok_s"] and row["tok_s"]
+              and all(other[key] == row[key] for key in ("model", "test", "batch"))]
+    alike = [other for other in others if other["quantization"] == row["quantization"]]
+    return (alike or others or [None])[0]
+
+
+def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
+    """To a peer's counterpart: the median of the rounds' ratios.
+
+    What slows the machine down for a while slows both down.
+    """
+    other = counterpart(row, rows, peer)
+    if not other:
+        return None
+    ours = row.get("tok_s_runs") or [row["tok_s"]]
+    theirs = other.get("tok_s_runs") or [other["tok_s"]]
+    if len(ours) != len(theirs):                   # an older result
+        return row["tok_s"] / other["tok_s"]
+    return statistics.median(a / b for a, b in zip(ours, theirs))
+
+
+def best_peer(row: dict, rows: list[dict]) -> str | None:
+    """The peer whose counterpart is the fastest, by its median."""
+    others = {peer: counterpart(row, rows, peer) for peer in PEER_NAMES}
+    speeds = {peer: other["tok_s"] for peer, other in others.items() if other}
+    return max(speeds, key=speeds.get, default=None)
+
+
+def show(value, form: str = "{}", unit: float = 1) -> str:
+    """value / unit in this form, or a dash where there is no value."""
+    return NOTHING if value is None else form.format(value / unit)
+
+
+def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
+    """A row's cell in each column; a column that is empty in all rows is left out later."""
+    line = {
+        "model": row["model"],
+        "M parameters": show(row["parameters"], "{:.0f}", 1e6),
+        "engine": row["engine"],
+        "weights": row["dtype"] if row["quantization"] == "none" else row["quantization"],
+        "MB": show(row["model_bytes"], "{:.0f}", 1e6),
+        "test": row["test"],
+        "batch": str(row["batch"]),
+        "ranks": str(row.get("ranks", 1)),
+        "sent by each per token, KB": show(row.get("sent_bytes"), "{:.1f}", 1e3),
+        "tok/s (min–max)": row["error"] or (
+            f"{row['tok_s']:.1f} ({row['tok_s_min']:.1f}–{row['tok_s_max']:.1f})"),
+        "per row": show(row["tok_s_per_request"], "{:.1f}"),
+    }
+    for peer in peers:
+        line[f"× {peer}"] = show(ratio(row, rows, peer), "{:.2f}")
+    best = best_peer(row, rows)
+    line[BEST] = f"{ratio(row, rows, best):.2f} ({best})" if best else NOTHING
+    gaps = show(row["itl_ms"], "{:.1f}")
+    if row["itl_p99_ms"]:
+        gaps += f" ({row['itl_p99_ms']:.1f})"
+    agree = NOTHING
+    if row["compared"] is not None:
+        agree = "yes" if row["compared"] else "NO"
+    return line | {
+        "first token, ms": show(row["ttft_ms"], "{:.0f}"),
+        "between tokens, ms (99 %)": gaps,
+        "peak, MB": show(row["peak_memory_bytes"], "{:.0f}", 1e6),
+        "GB/s": show(row["achieved_gb_s"], "{:.1f}"),
+        "of bandwidth": show(row["bandwidth_fraction"], "{:.0%}"),
+        "compile, s": show(row["compile_s"], "{:.1f}"),
+        "tokens agree": agree,
+    }
+
+
+def table(result: dict) -> str:
+    """As Markdown. What is the same in all rows stands below, not in a column."""
+    rows = result["rows"]
+    peers = [name for name in dict.fromkeys(row["engine"] for row in rows) if name in PEERS]
+    lines = [cells(row, rows, peers) for row in rows]
+    columns = {title: [line[title] for line in lines] for title in lines[0]}
+    if all(row["batch"] == 1 for row in rows):
+        del columns["per row"]
+    if len(set(peers) & set(PEER_NAMES)) < 2:
+        del columns[BEST]
+    several_ranks = any(row.get("ranks", 1) > 1 for row in rows)
+    if not several_ranks:
+        for title in OF_RANKS:
+            del columns[title]
+    common = []
+    for title, column in list(columns.items()):
+        if title in BELOW and len(set(column)) == 1:
+            common.append(f"{title} {column[0]}")
+            del columns[title]
+        elif set(column) == {NOTHING}:
+            del columns[title]
+    text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    text += ["| " + " | ".join(line) + " |" for line in zip(*columns.values())]
+    if several_ranks:
+        common.append("MB, peak and GB/s of one rank, and of its own bandwidth")
+    return "\n".join(text) + f"\n\n{', '.join(common)}; {conditions(result)}.{versions(rows)}"
+
+
+def versions(rows: list[dict]) -> str:
+    """What each peer was and computed in, a line each; older results do not say."""
+    stated = {(row["engine"], row["quantization"], row["dtype"]): row["version"]
+              for row in rows if row.get("version")}
+    lines = [f"- {engine}, {dtype if quantization == 'none' else quantization}: {version}"
+             for (engine, quantization, dtype), version in stated.items()]
+    return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
+
+
+def conditions(result: dict) -> str:
+    """On what and how it was measured."""
+    return (f"{result['rows'][0]['dtype']} on {result['machine']}, {result['threads']} threads, "
+            f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "
+            f"{result['repetitions']}; torch {result['versions']['torch']}; commit "
+            f"{result['commit']}")
+
+
+def as_csv(result: dict) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, result["rows"][0])
+    writer.writeheader()
+    writer.writerows(result["rows"])
+    return text.getvalue().rstrip()
+
+
+def as_json_lines(result: dict) -> str:
+    return "\n".join(json.dumps(row) for row in result["rows"])
+
+
+OUTPUTS = {"md": table, "json": json.dumps, "csv": as_csv, "jsonl": as_json_lines}

@@ -1,0 +1,77 @@
+"""A model's weights under one quantization scheme, loaded once for all engines that run them.
+
+It knows checkpoints, quantization and ranks, and nothing of engines.
+
+    weights = load_weights(source, "int4-g64", torch.bfloat16, torch.device("cpu"))
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import tp
+from generate import log
+from gpt_faster.cli.common import free_memory
+from gpt_faster.formats import quantized
+from gpt_faster.formats.load import count_parameters, n_bytes
+from gpt_faster.formats.mtp import MTPHead
+from gpt_faster.formats.shapes import random_head
+from gpt_faster.loading import load_shard
+from model import ModelConfig, Transformer
+from quantize import SCHEMES, schemes
+from tp import n_local
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """model is None where the weights do not fit; then `error` says why."""
+
+    name: str                                      # of the checkpoint
+    cfg: ModelConfig                               # of all ranks together
+    n_parameters: int
+    scheme: str                                    # as requested: none, int8, int4, int4-g64, …
+    quantization: str                              # as the weights are: none, int8, int4-g32, …
+    dtype: torch.dtype
+    model: Transformer | None
+    error: str | None = None
+    head: MTPHead | None = None                    # that drafts, where an engine wants one
+
+
+def is_scheme(name: str) -> bool:
+    return name == "int4" or name in SCHEMES
+
+
+def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
+                 drafts: bool = False, kernels: bool = True) -> Weights:
+    """A checkpoint's weights on the device, quantized unless the scheme is none.
+
+    drafts: with a head that drafts, of random weights where the checkpoint has none; kernels: see
+    loading.py.
+    """
+    name = source.path.name
+    model = head = None
+    error = None
+    stored = source
+    try:
+        if scheme != "none":
+            stored = quantized.quantized(source, scheme, device=device)
+        size = n_bytes(tp.shard(stored), dtype, device)
+        # The ranks of one machine share its memory.
+        n_sharing = n_local() if device.type == "cpu" else 1
+        if size > free_memory(device) / n_sharing:
+            raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
+        model = load_shard(stored, dtype, device, kernels)
+        if drafts:
+            head = load_shard(head_of(source, scheme, device), dtype, device)
+    except torch.OutOfMemoryError as e:
+        error = f"out of memory: {str(e).splitlines()[0][:160]}"
+        log(f"{name} {scheme}: {error}")
+    return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
+                   scheme=scheme, quantization=schemes(stored)[0], dtype=dtype,
+                   model=model, error=error, head=head)
+
+
+def head_of(source, scheme: str, device: torch.device):
+    head = source.mtp() if source.mtp else random_head(source)
+    return head if scheme == "none" else quantized.quantized(head, scheme, head="none",
+                                                             device=device)

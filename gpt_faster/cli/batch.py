@@ -1,0 +1,317 @@
+"""Many prompts over a few slots: a slot whose text has ended takes the next prompt.
+
+It owns requests, which of them is in which slot, and where results go. It drives a generate.Batch:
+no model, no device, no step of its own. One JSON object a line:
+
+    python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoint import lock
+from generate import (
+    SAMPLING,
+    Batch,
+    NotFinite,
+    Sequence,
+    check_length,
+    log,
+    random_prompt,
+    sampling_params,
+    synthetic_length,
+)
+from gpt_faster.decoding.slots import Slots, Task
+from gpt_faster.text.chat_template import encode_chat
+from sampling import SamplingParams
+
+# ---- Requests -----------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, or messages for the chat template. where: its name in complaints; shown: what to
+    print before its text; sampling: where it differs from the flags; n_random: so many random
+    tokens instead of the prompt's, which is the integer that --prompt was given."""
+
+    id: int | str
+    where: str
+    prompt: str | None = None
+    messages: list[dict] | None = None
+    max_new_tokens: int | None = None
+    sampling: dict = field(default_factory=dict)
+    shown: str = ""
+    n_random: int | None = None
+
+
+class Job(NamedTuple):
+    """A request, its ids, how many new ones it may have, and how they are sampled."""
+
+    request: Request
+    ids: list[int]
+    n_new: int
+    params: SamplingParams
+
+
+def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
+    """What --prompts_file, --prompt or the default ask for, and complaints about the others."""
+    prompts, complaints = args.prompt or [default], []
+    where = "--prompt" if len(prompts) == 1 else "--prompt {}"
+    requests = [Request(i, where.format(i + 1), text, n_random=synthetic_length(text))
+                for i, text in enumerate(prompts)]
+    if args.prompts_file:
+        requests, complaints = read_prompts(args.prompts_file)
+        if not requests and not complaints:
+            raise ValueError(f"{args.prompts_file}: there is no prompt in it")
+    if args.chat:
+        requests = [r if r.prompt is None else
+                    replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
+    shown = [r if r.messages else replace(r, shown=r.prompt) for r in requests]
+    return shown, complaints
+
+
+def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
+    """A prompt a line, or where the name ends in .jsonl an object a line -> requests, complaints.
+
+    An object has "prompt" or "messages", and may have "id" (else its index), "max_new_tokens" and
+    values of SAMPLING. Empty lines are skipped. OSError or ValueError where the file cannot be read
+    at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
+    requests, complaints, line_of = [], [], {}
+    for index, (i, line) in enumerate(lines):
+        try:
+            fields = parse(line) if path.suffix == ".jsonl" else dict(prompt=line)
+            request = Request(**{"id": index, **fields}, where=f"{path}:{i}")
+            if request.id in line_of:
+                raise ValueError(f"the id {request.id!r} is that of line {line_of[request.id]}")
+            line_of[request.id] = i
+            requests.append(request)
+        except ValueError as e:
+            complaints.append(f"{path}:{i}: {e}")
+    return requests, complaints
+
+
+def parse(line: str) -> dict:
+    """A line of JSON -> Request's fields. ValueError says what is wrong with it."""
+    try:
+        fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character (a lone surrogate)") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not valid JSON ({e})") from None
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise ValueError('expected an object with "prompt" or "messages"')
+    known = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
+    if unknown := fields.keys() - set(known):
+        raise ValueError(f'unknown key "{min(unknown)}" (known: {", ".join(known)})')
+    messages, limit = fields.get("messages", []), fields.get("max_new_tokens", 1)
+    if not isinstance(fields.get("prompt", ""), str):
+        raise ValueError('"prompt" is no text')
+    if not isinstance(messages, list) or "messages" in fields and not messages or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str) for m in messages):
+        raise ValueError('"messages" is no list of {"role": text, "content": text}')
+    if type(fields.get("id", 0)) not in (int, str):
+        raise ValueError('"id" is neither a number nor text')
+    if type(limit) is not int or limit < 1:
+        raise ValueError('"max_new_tokens" is no number above 0')
+    sampling = {name: own_value(name, fields.pop(name)) for name in SAMPLING
+                if name in fields}
+    return dict(fields, sampling=sampling)
+
+
+def own_value(name: str, value):
+    """A request's own temperature, …: as the flag would take it."""
+    try:
+        if type(value) not in (int, float):
+            raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
+        return SAMPLING[name](str(value))
+    except argparse.ArgumentTypeError as e:
+        raise ValueError(f'"{name}": {e}') from None
+
+
+def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
+    """ValueError where a request has no tokens, or `limit` positions no room for a new one."""
+    messages = request.messages
+    if messages is None and request.n_random is not None:
+        ids = random_prompt(request.n_random, cfg, args.seed)
+    elif messages is None and not request.prompt:
+        raise ValueError("the prompt is empty: give it some text")
+    elif messages is None:
+        ids = tokenizer.encode(request.prompt)
+    elif tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template")
+    elif not any(message["content"] for message in messages):
+        raise ValueError("the prompt is empty")
+    else:
+        if args.system_prompt and messages[0]["role"] != "system":
+            messages = [dict(role="system", content=args.system_prompt), *messages]
+        ids = encode_chat(tokenizer, messages, **args.chat_template_kwargs or {})
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    if max(ids) >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
+                         "tokens: they do not belong together")
+    what = "--max_seq_length" if args.max_seq_length else "the model's context"
+    check_length(len(ids), limit, what)
+    n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
+    return Job(request, ids, n_new, sampling_params(args, **request.sampling))
+
+
+def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
+    """-> what can run, and complaints about the others. about: encode()'s other arguments."""
+    jobs, complaints = [], []
+    for request in requests:
+        try:
+            jobs.append(encode(request, *about))
+        except ValueError as e:
+            complaints.append(f"{request.where}: {e}")
+    return jobs, complaints
+
+
+# ---- Slots --------------------------------------------------------------------------------------
+
+class Done(NamedTuple):
+    """A sequence that has ended, its slot, and when it began, had its first token and ended."""
+
+    sequence: Sequence
+    slot: int
+    begun_s: float
+    first_s: float
+    end_s: float
+
+
+def serve(batch: Batch, sequences: Iterable[Sequence],
+          params: dict[Sequence, SamplingParams] | None = None) -> Iterator[Done]:
+    """Run sequences through the rows of a batch, and yield each as it ends.
+
+    A row whose sequence has ended takes the next one; params: how each is sampled, None: all as
+    the batch's rows are. NotFinite where a row's logits are no numbers: `sequence` says which.
+    """
+    slots, first = Slots(batch), {}
+    slots.waiting.extend(Task(sequence, params[sequence] if params else None)
+                         for sequence in sequences)
+    for task, slot, token_id, _, error in slots.run():
+        now, sequence = time.perf_counter(), task.sequence
+        if error:
+            error.sequence = sequence
+            raise error
+        first.setdefault(sequence, now)
+        sequence.push(token_id)
+        if sequence.finish_reason:
+            slots.drop(task)
+            yield Done(sequence, slot, task.begun_s, first[sequence], now)
+
+
+# ---- Results ------------------------------------------------------------------------------------
+
+def done_before(path: Path) -> tuple[set[int | str], int]:
+    """The ids of the results that an interrupted run left, and the bytes that they take: after
+    these comes a line that was cut short, or nothing.
+
+    ValueError where the file is something else.
+    """
+    ids, end, beginning = set(), 0, b'{"id": '
+    with open(path, "rb") as f:
+        for i, line in enumerate(f, start=1):
+            if not line.endswith(b"\n") and line.startswith(beginning[:len(line)]):
+                break
+            try:
+                result = json.loads(line)
+                if "new_ids" not in result:
+                    raise KeyError("new_ids")
+                ids.add(result["id"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
+                                 "move this file away") from None
+            end += len(line)
+    return ids, end
+
+
+class Results:
+    """Writes JSON lines as rows end, to a file, to stdout, or both; else texts, in input order."""
+
+    def __init__(self, as_json: bool):
+        self.path = self.file = None
+        self.as_json, self.waiting, self.texts = as_json, deque(), {}
+
+    def append_to(self, path: Path) -> set[int | str]:
+        """Write to this file too, which is locked -> the ids of the results that are in it.
+
+        OSError where another process writes it, ValueError where it is something else.
+        """
+        self.path, self.file = path, open(path, "ab", buffering=0)
+        if not path.is_file():                     # a pipe, a terminal: nothing to go on from
+            return set()
+        lock(self.file, path)
+        ids, end = done_before(path)
+        self.file.truncate(end)                    # without a line that was cut short
+        return ids
+
+    def write(self, job: Job, **result) -> None:
+        line = json.dumps(result)
+        if self.file:
+            self._append(f"{line}\n".encode())
+        if self.as_json:
+            print(line, flush=True)
+        elif not self.file:
+            i = job.request.id
+            self.texts[i] = f"--- {i} ---\n{job.request.shown}{result['text']}"
+            while self.waiting and self.waiting[0] in self.texts:
+                print(self.texts.pop(self.waiting.popleft()), flush=True)
+
+    def _append(self, data: bytes) -> None:
+        """OSError where the disk is full, which leaves what the next run removes."""
+        try:
+            while data:
+                data = data[self.file.write(data):]
+        except OSError as e:
+            raise OSError(f"{self.path} cannot be written: {e.strerror}: run this again with more "
+                          "room, it goes on after the results that are there") from None
+
+    def close(self) -> None:
+        """Interrupted: show what waited for a row that did not end."""
+        for i in self.waiting:
+            if i in self.texts:
+                print(self.texts[i], flush=True)
+
+
+def run(jobs: dict[Sequence, Job], batch: Batch, results: Results) -> bool:
+    """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
+    results.waiting.extend(job.request.id for job in jobs.values())
+    start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
+    params = {sequence: job.params for sequence, job in jobs.items()}
+    try:
+        for sequence, slot, begun_s, first_s, end_s in serve(batch, jobs, params):
+            job, n = jobs[sequence], len(sequence.ids)
+            n_tokens += n
+            speeds.append(n / (end_s - begun_s))
+            results.write(
+                job, id=job.request.id, slot=slot, prompt=job.request.prompt,
+                messages=job.request.messages, text=sequence.text, prompt_ids=job.ids,
+                new_ids=sequence.ids, finish_reason=sequence.finish_reason,
+                ttft_s=first_s - begun_s,
+                decode_tok_s=(n - 1) / (end_s - first_s) if n > 1 else None)
+    except KeyboardInterrupt:
+        interrupted = True
+    except NotFinite as e:
+        results.close()
+        raise ValueError(f"{jobs[e.sequence].request.where}: {e}") from None
+    results.close()
+    seconds = time.perf_counter() - start
+    log(f"{len(speeds)} of {len(jobs)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
+        f"{n_tokens / seconds:.2f} tok/s in all, "
+        f"{statistics.median(speeds) if speeds else 0:.2f} per prompt (median)")
+    return interrupted

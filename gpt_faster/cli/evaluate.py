@@ -1,0 +1,400 @@
+"""Measure a model: the perplexity of a text, and EleutherAI's lm-eval tasks.
+
+Text that is known is scored by the model's own forward, new text comes from a generate.Batch. It
+holds no decoding loop, no sampling, no file format. lm-eval is needed for --tasks only.
+
+    python eval.py -m org/name --perplexity wiki.txt
+    python eval.py -m org/name --compile --tasks hellaswag winogrande
+"""
+
+import contextlib
+import difflib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from generate import NotFinite, Sequence, bucket, log, number, pick_device, weight_bytes
+from gpt_faster.cli import batch
+from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
+from gpt_faster.cli.flags import add_activation_bits, add_adapter
+from gpt_faster.cli.session import open_model, pick_engine
+from gpt_faster.decoding.engines import build_sampler, build_steps
+from gpt_faster.decoding.ranks import as_rank
+from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.formats import quantized
+from gpt_faster.loading import load_shard
+from gpt_faster.text.chat_template import render
+from gpt_faster.text.english import english_text
+from model import Transformer
+from quantize import schemes
+from sampling import SamplingParams
+from tp import local_device
+
+AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
+CHUNK = 256                                        # positions of a row in one call, at most
+
+
+# ---- Scoring ------------------------------------------------------------------------------------
+
+def progress(total: int) -> Callable[[int], None]:
+    """Call the result when n more are done: every ten seconds a line says how far we are."""
+    done, last = 0, time.perf_counter()
+
+    def tell(n):
+        nonlocal done, last
+        done += n
+        if time.perf_counter() > last + 10:
+            last = time.perf_counter()
+            log(f"{done} of {total}")
+    return tell
+
+
+def allot(model: Transformer, n: int, most: int, length: int, compiled: bool) -> int:
+    """A cache for n rows, or where shapes are compiled for a power of two -> how many it has."""
+    B = bucket(n, most, 1) if compiled else n
+    if (model.max_batch_size, model.max_seq_length) != (B, length):
+        model.setup_cache(B, length, CHUNK)
+    return B
+
+
+@torch.inference_mode()
+def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int = 1,
+          compiled: bool = False) -> list[list[tuple[float, bool]]]:
+    """rows: (ids, n), whose last n < len(ids) tokens are scored, each given all before it.
+
+    -> for each row n pairs: the token's log-probability (natural, fp32), and whether it was the
+    likeliest. Rows that differ in nothing but their last token, the answers to a multiple choice,
+    are computed once. Rows are padded on the right and run through the KV cache in chunks, so that
+    few logits exist at a time; compiled: in few shapes. Changes the size of the model's cache.
+    """
+    cfg, device = model.cfg, model.freq.device
+    length = min(cfg.context, max((len(ids) for ids, _ in rows), default=0))
+    length = bucket(length, cfg.context) if compiled else length
+    same, results = {}, [[] for _ in rows]
+    for i, (ids, _) in enumerate(rows):
+        same.setdefault(tuple(ids[:-1]), []).append(i)
+    same = sorted(same.values(), key=lambda group: -len(rows[group[0]][0]))    # longest first
+    tell = progress(len(same))
+    for part in (same[first:first + batch_size] for first in range(0, len(same), batch_size)):
+        B = allot(model, len(part), batch_size, length, compiled)
+        A = max(map(len, part))                   # alternatives of the last token
+        ends = [len(rows[group[0]][0]) - 1 for group in part]             # the last is no input
+        begins = [end - max(rows[i][1] for i in group) for group, end in zip(part, ends)]
+        known = torch.zeros(B, A, length + 1, dtype=torch.int64)
+        for b, group in enumerate(part):
+            for a, i in enumerate(group):
+                known[b, a, :len(rows[i][0])] = torch.tensor(rows[i][0])
+        known = known.to(device)                                           # [B, A, S + 1]
+        chunk = max(16, min(CHUNK, 1 << (AT_ONCE // (B * cfg.vocab_size)).bit_length() - 1))
+        for at in range(0, max(ends), chunk):
+            T = min(chunk, bucket(max(ends) - at, length - at, 32) if compiled else max(ends) - at)
+            low = [max(at, begin) for begin in begins]
+            counts = [min(at + T, end) - n for n, end in zip(low, ends)]   # to score, if above 0
+            m = max(1, *counts)
+            m = bucket(m, T, 8) if compiled else m
+            keep = torch.tensor(low + [at] * (B - len(low)))[:, None] - at + torch.arange(m)
+            keep = keep.clamp(max=T - 1).to(device)                        # [B, m]
+            pos, n_key = torch.arange(at, at + T, device=device), bucket(at + T, length)
+            logits = model(known[:, 0, at:at + T], pos, keep, n_key)       # [B, m, V]
+            target = known[:, :, at + 1:at + T + 1].gather(2, keep[:, None].expand(-1, A, -1)).mT
+            logp = (logits.gather(2, target) - logits.logsumexp(-1, keepdim=True)).tolist()
+            best = (logits.argmax(-1, keepdim=True) == target).tolist()    # [B, m, A]
+            for b, group in enumerate(part):
+                for a, i in enumerate(group):
+                    if not all(math.isfinite(logp[b][j][a]) for j in range(counts[b])):
+                        raise NotFinite(f"row {i}", model.dtype)
+                    results[i] += [(logp[b][j][a], best[b][j][a]) for j in range(counts[b])]
+        tell(len(part))
+    return [pairs[len(pairs) - n:] for pairs, (_, n) in zip(results, rows)]
+
+
+def windows(ids: list[int], window: int, stride: int) -> list[tuple[list[int], int]]:
+    """Rows for `score`: windows `stride` apart; each scores what the one before it did not reach.
+
+        a B C D                    window 4, stride 2; upper case: scored
+            c d E F
+                e f G H
+                    g h I
+    """
+    rows, done = [], 1                             # the very first token has nothing before it
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        rows.append((ids[begin:end], min(end - done, end - begin - 1)))
+        done = end
+        if end == len(ids):
+            return rows
+
+
+# ---- lm-eval ------------------------------------------------------------------------------------
+
+class Adapter:
+    """A model as lm-eval asks for it; `run_tasks` joins it with lm-eval's TemplateLM.
+
+    Texts are encoded, cut and scored as by lm-eval's own HFLM, so that figures compare.
+    """
+
+    eot_token_id = prefix_token_id = tokenizer_name = None     # plain facts, no properties
+
+    def __init__(self, model, source, tokenizer, steps, compiled, batch_size, max_length):
+        super().__init__()
+        self.model, self.tokenizer, self.steps, self.compiled = model, tokenizer, steps, compiled
+        self.batch_size, self.max_length = batch_size, max_length
+        self.tokenizer_name = source.path.name
+        self.eos_ids, self.ignored = source.eos_ids, set()
+        named = tokenizer.encode(tokenizer.names.get("eos_token") or "", bos=False)
+        self.eot_token_id = named[0] if len(named) == 1 else [*self.eos_ids, 0][0]
+        self.prefix_token_id = self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        ids, prefix = self.tokenizer.encode(string, bos=False), self.tokenizer.prefix
+        bos = self.tokenizer.add_bos and add_special_tokens is not False
+        written = ids[:len(prefix)] == prefix      # by a chat template
+        return [*prefix, *ids] if bos and not written else ids
+
+    def apply_chat_template(self, history, add_generation_prompt=True):
+        """Without a generation prompt the last message is an answer begun, to be continued."""
+        if not add_generation_prompt:
+            return self.apply_chat_template(history[:-1]) + history[-1]["content"]
+        try:
+            return render(self.tokenizer, history)
+        except ValueError:                         # as HFLM does: a template may refuse the system
+            others = [message for message in history if message["role"] != "system"]
+            if others == history:
+                raise
+            return render(self.tokenizer, others)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False):
+        rows = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ValueError(f"an answer of {len(continuation)} tokens does not fit into "
+                                 f"{self.max_length} positions")
+            rows.append(((context + continuation)[-self.max_length - 1:], len(continuation)))
+        scores = score(self.model, rows, self.batch_size, self.compiled)
+        return [(math.fsum(p for p, _ in row), all(best for _, best in row)) for row in scores]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+        windows, owners = [], []
+        for i, request in enumerate(requests):
+            for window in get_rolling_token_windows(self.tok_encode(request.args[0]),
+                                                    self.prefix_token_id, self.max_length, 1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for i, (logp, _) in zip(owners, self._loglikelihood_tokens(windows)):
+            totals[i] += logp
+        return totals
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """Prompts with the same arguments run through slots, the longest first."""
+        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+        model, tokenizer, groups, longest = self.model, self.tokenizer, {}, 0
+        for i, request in enumerate(requests):
+            wanted = normalize_gen_kwargs(request.args[1], 256)
+            room = self.max_length - wanted["max_gen_toks"]
+            if room < 1:
+                raise ValueError(f"{wanted['max_gen_toks']} new tokens leave no room for a prompt "
+                                 f"in {self.max_length} positions")
+            ids = self.tok_encode(request.args[0])[-room:] or [self.prefix_token_id]
+            key = json.dumps(wanted, sort_keys=True, default=str)
+            groups.setdefault(key, []).append((i, ids, wanted))
+            longest = max(longest, len(ids) + wanted["max_gen_toks"])
+        length, answers = bucket(longest, self.max_length), [None] * len(requests)
+        tell = progress(len(requests))
+        for group in groups.values():
+            B = min(self.batch_size, len(group))
+            if (model.max_batch_size, model.max_seq_length) != (B, length):
+                model.setup_cache(B, length, CHUNK)
+            params, stops, eos_ids = self.sampling(wanted := group[0][2])
+            index = {Sequence(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"]): i
+                     for i, ids, _ in sorted(group, key=lambda job: -len(job[1]))}
+            slots = RowsBatch(model, build_sampler(model, [params] * B), self.steps)
+            for done in batch.serve(slots, index):         # decoded as HFLM does: alone
+                ids = [token for token in done.sequence.ids if token not in eos_ids]
+                text = postprocess_generated_text(tokenizer.decode(ids), stops, None)
+                answers[index[done.sequence]] = text
+                tell(1)
+        return answers
+
+    def sampling(self, wanted: dict) -> tuple[SamplingParams, list[str], set[int]]:
+        """A task's arguments -> how to draw, stop strings, stop tokens; some name these as text."""
+        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        ignored = wanted.keys() - {*names, "temperature", "do_sample", "until", "max_gen_toks"}
+        if ignored - self.ignored:
+            self.ignored |= ignored
+            log(f"note: arguments of a task that mean nothing here: {', '.join(sorted(ignored))}")
+        params = SamplingParams(
+            wanted.get("temperature", 1.0) if wanted["do_sample"] else 0.0,
+            **{name: wanted[name] for name in names if wanted.get(name) is not None})
+        stops, eos_ids = [], set(self.eos_ids)
+        for text in filter(None, wanted["until"]):
+            ids = self.tokenizer.encode(text, bos=False)
+            if len(ids) == 1 and not self.tokenizer.decode(ids):
+                eos_ids |= {*ids}
+            else:
+                stops.append(text)
+        return params, stops, eos_ids
+
+
+@contextlib.contextmanager
+def one_line():
+    """lm-eval's prints to stderr, and its errors in a line."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"lm-eval: {' '.join(str(e).split())}") from e
+
+
+def load_tasks(args):
+    """-> lm-eval's TaskManager, tasks and data loaded. ImportError or ValueError in one line."""
+    try:
+        import lm_eval.tasks
+    except ImportError as e:
+        raise ImportError(f"--tasks needs lm-eval: pip install lm-eval ({e})") from None
+    if args.include_path and not args.include_path.is_dir():
+        raise ValueError(f"--include_path {args.include_path}: no such directory")
+    with one_line():
+        manager = lm_eval.tasks.TaskManager(include_path=args.include_path)
+        unknown = [n for n in args.tasks if not (manager.match_tasks([n]) or Path(n).is_file())]
+        if not unknown:
+            names = [name for n in args.tasks for name in manager.match_tasks([n]) or [n]]
+            loaded = manager.load(names)
+            manager.load = lambda names: loaded    # once, and before the weights
+            return manager
+    near = [m for n in unknown for m in difflib.get_close_matches(n, manager.all_tasks, 1)]
+    raise ValueError(f"no such task: {', '.join(unknown)}"
+                     + (f" (near: {', '.join(near)})" if near else ""))
+
+
+def run_tasks(args, manager, *about_model) -> tuple[dict, str]:
+    """-> lm-eval's results, and its table."""
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import make_table
+    adapter = type("GptFaster", (Adapter, TemplateLM), {})(*about_model)
+    with one_line():
+        results = lm_eval.simple_evaluate(
+            adapter, tasks=args.tasks, task_manager=manager, num_fewshot=args.num_fewshot,
+            limit=args.limit, apply_chat_template=args.apply_chat_template, log_samples=False)
+    parts = [part for part in ("results", "groups") if results.get(part)]
+    kept = {key: results[key] for key in (*parts, "versions", "n-shot", "n-samples")}
+    return kept, "\n".join(make_table(results, part) for part in parts)
+
+
+# ---- Perplexity ---------------------------------------------------------------------------------
+
+def read_text(name: str, tokenizer, n_vocab: int, limit: int | None = None) -> list[int]:
+    """A file's token ids; pydoc: Python's documentation. ValueError or OSError in one line."""
+    if name == "pydoc" and not Path(name).exists():
+        text = english_text(held_out=True)
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{name}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+    ids = tokenizer.encode(text)[:limit]
+    if len(ids) < 2:
+        raise ValueError(f"{name}: perplexity needs 2 tokens at least, this text has {len(ids)}")
+    if max(ids) >= n_vocab:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {n_vocab} tokens: "
+                         "they do not belong together")
+    return ids
+
+
+def perplexity(model, rows, batch_size: int = 1, compiled: bool = False) -> dict:
+    """exp of the mean negative log-likelihood over all scored tokens of the rows."""
+    logps = [p for row in score(model, rows, batch_size, compiled) for p, _ in row]
+    nats = -math.fsum(logps) / len(logps)
+    if nats > 700:                                 # e^700 is the largest that fp64 has
+        raise ValueError(f"{nats:.0f} nats per token have no finite perplexity")
+    return dict(perplexity=math.exp(nats), tokens=len(logps), nats_per_token=nats)
+
+
+# ---- Command line -------------------------------------------------------------------------------
+
+def build_parser() -> Parser:
+    p = Parser(description="Perplexity of a text, or lm-eval's tasks. The result goes to stdout.",
+               formatter_class=Help)
+    add = p.add_argument_group("model").add_argument
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
+    add_adapter(add)
+    add_activation_bits(add)
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="auto: generate.py's, but without --compile float32 on a CPU that lacks bfloat16")
+    quantized.add_flags(add)
+    add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
+    add("--max_seq_length", type=number(int, 2),
+        help="positions to use; default: the model's context, for perplexity 1024 at most")
+    add("--batch_size", type=number(int, 1), default=8, help="rows side by side")
+    group = p.add_argument_group("what to measure, one of")
+    add = group.add_mutually_exclusive_group(required=True).add_argument
+    add("--perplexity", metavar="FILE",
+        help="of this text; pydoc: the last fifth of Python's own documentation")
+    add("--tasks", nargs="+", metavar="TASK", help="lm-eval's names, patterns or .yaml files")
+    group.add_argument("--limit", type=number(int, 1), help="tokens of the text, examples per task")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add = p.add_argument_group("perplexity").add_argument
+    add("--stride", type=number(int, 1),
+        help="from one window of --max_seq_length tokens to the next; default: half of it")
+    add = p.add_argument_group("tasks").add_argument
+    add("--num_fewshot", type=number(int, 0), help="examples in the prompt; default: the task's")
+    add("--apply_chat_template", action="store_true", help="prompts as the model's chat template")
+    add("--include_path", type=Path, metavar="DIR", help="tasks of your own, as .yaml files")
+    p.set_defaults(engine=None, compile_prefill=False)     # pick_engine() looks at these
+    return p
+
+
+def run(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    device = pick_device(local_device(args.device))
+    engine = pick_engine(args, device)
+    source, tokenizer = open_model(args.checkpoint_path, adapter=args.adapter)
+    cfg = source.cfg
+    dtype = pick_dtype(args.dtype, device, cfg, many_rows=engine != "compile")
+    length = args.max_seq_length or (min(cfg.context, 1024) if args.perplexity else cfg.context)
+    if length > cfg.context:
+        raise ValueError(f"--max_seq_length {length} exceeds the model's context of {cfg.context}")
+    stride = args.stride or length // 2
+    if stride > length:
+        raise ValueError(f"--stride {stride} exceeds the window of {length} tokens "
+                         "(--max_seq_length): some would never be scored")
+    if args.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(f"{source.path.name} has no chat template")
+    if args.tasks:
+        manager = load_tasks(args)
+    else:
+        ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
+    source = quantized.as_flagged(source, args, device)
+    model = load_shard(source, dtype, device)
+    log(f"Engine: {engine}")
+    steps = build_steps(model, engine, compile_prefill=True)
+    compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
+    start = time.perf_counter()
+    if args.tasks:
+        result, text = run_tasks(args, manager, model, source, tokenizer, steps, compiled,
+                                 args.batch_size, length)
+    else:
+        result = perplexity(model, windows(ids, length, stride), args.batch_size, compiled)
+        result |= dict(window=length, stride=stride)
+        text = (f"perplexity {result['perplexity']:.3f} over {result['tokens']} tokens "
+                f"({result['nats_per_token']:.4f} nats per token; window {length}, "
+                f"stride {stride})")
+    seconds = time.perf_counter() - start
+    log(f"{seconds:.1f} seconds")
+    result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
+                   seconds=seconds, model_bytes=weight_bytes(model)[0],
+                   quantization=schemes(source)[0])
+    print(json.dumps(result, default=str) if args.json else text, flush=True)
+    return 0
+
+
+def main() -> int:
+    return guarded(as_rank(run))

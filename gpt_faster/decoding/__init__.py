@@ -1,0 +1,1 @@
+"""Decoding beyond the core's loop: engines, slots, requests' samplers, grammars, drafts."""

@@ -1,0 +1,210 @@
+"""The engines: how a batch of the model is made ready to run, by name.
+
+recompute: no KV cache, every token costs a pass over all tokens so far. kv_cache: eager.
+torch_compile: generate.compile_steps(), PyTorch's compiler alone. compile: kernels/compile.py's.
+cuda_graph: the eager step captured in a CUDA graph.
+
+    batch = build_batch(model, "compile", [SamplingParams()], generator)
+    warm_up(batch, [prompt], range(len(prompt) + 1, 256))
+"""
+
+
+import torch
+from torch import Tensor
+
+import generate as core
+import speculate
+from generate import (
+    Batch,
+    Steps,
+    decode_one_token,
+    generate,
+    pad_batch,
+    prefill,
+)
+from gpt_faster.decoding import mtp
+from gpt_faster.decoding.assistant import AssistantDrafter
+from gpt_faster.decoding.device_sampler import DeviceSampler
+from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs
+from gpt_faster.decoding.mtp import MTPDrafter
+from gpt_faster.decoding.ngram import NgramDrafter
+from gpt_faster.decoding.ranks import from_rank_0
+from gpt_faster.formats.assistant import Assistant
+from gpt_faster.formats.mtp import MTPHead
+from gpt_faster.kernels.as_read import unknown_functions
+from gpt_faster.kernels.compile import (
+    WhileAsRead,
+    as_one_graph,
+    change_over,
+    compile_beside,
+    compile_steps,
+    leave_alone,
+    prepare_for_cuda,
+    will_change_over,
+)
+from gpt_faster.kernels.cuda import sort_free
+from gpt_faster.kernels.cuda.graph import CudaGraph
+from gpt_faster.layers.recurrent import max_rewind
+from model import Transformer
+from sampling import Sampler, SamplingParams
+from speculate import FixedLength, ModelDrafter, SpeculativeBatch
+
+
+def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
+                wait: bool = True) -> Steps:
+    """The engine's prefill and decode step, for a loop of ours that has the model alone.
+
+    compile and torch_compile change the model too.
+    wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
+    """
+    if engine == "compile" and not wait and will_change_over(model):
+        decode = change_over(model, decode_one_token)      # the prompt is too early for it
+        return Steps(prefill, decode)
+    if engine == "compile":
+        steps = compile_steps(model, compile_prefill)
+        leave_alone(model)
+        return steps
+    if engine == "torch_compile":
+        return core.compile_steps(model, compile_prefill)
+    if engine == "cuda_graph":
+        return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token, False))
+    return Steps()
+
+
+def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
+                  later: list[SamplingParams] = ()) -> Sampler:
+    """For these rows of this model, and for what may come later."""
+    device = model.freq.device
+    kind = DeviceSampler if device.type == "cuda" else Sampler
+    sampler = kind(rows, model.cfg.vocab_size, device, generator, later)
+    top_p = sampler.filters.get("top_p")
+    if device.type != "cpu" and top_p and not unknown_functions([top_p]):
+        sampler.filters["top_p"] = sort_free.keep_top_p
+    return sampler
+
+
+class RecomputeBatch(Batch):
+    """No KV cache: each token costs a pass over all tokens so far. The reference of the others."""
+
+    def __init__(self, model, sampler, steps=Steps(), max_length: int | None = None):
+        super().__init__(model, sampler, steps)
+        self.max_length = self.chunk = max_length or model.cfg.context
+
+    @torch.inference_mode()
+    def prefill(self, rows, prompts, n_cached=0, params=None) -> Tensor:
+        """All rows at once."""
+        for row, prompt in enumerate(prompts):
+            self.sampler.begin(row, prompt, params[row] if params else None)
+            self.length[row] = len(prompt)
+        self.tokens = pad_batch(prompts, self.token.device)
+        self.token = self._run_prompts(list(rows), self.tokens)
+        self._set_pos()
+        return self.token
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        self.sampler.observe(self.token)
+        tokens = torch.cat((self.tokens, self.tokens[:, :1]), dim=1)
+        self.tokens = tokens.scatter(1, self.pos.view(-1, 1), self.token)
+        self.advance(1)
+        self.token = self._run_prompts(list(range(self.n_row)), self.tokens)
+        return self.token
+
+
+# ---- Speculation --------------------------------------------------------------------------------
+
+def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
+                      fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
+    """draft: a model, a head or Gemma 4's assistant that drafts; None: tokens are looked up.
+
+    fixed: always k drafts, else at most. The model's steps are built already. ValueError where the
+    model cannot go back by k tokens: setup_cache's max_rejected says how many.
+    """
+    if (possible := max_rewind(model)) is not None and k > possible:
+        raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
+                         f"by {possible}: set it up for max_rejected={k}")
+    as_graph = engine == "compile" and model.freq.device.type != "cpu"
+    faster = as_one_graph if as_graph else core.CompiledStep if engine == "torch_compile" else None
+    verify = faster(speculate.verify) if faster else speculate.verify
+    drafter, lengths = NgramDrafter(), [k]
+    if isinstance(draft, MTPHead):
+        drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
+        lengths = [k, k // 2, 1]
+    elif isinstance(draft, Assistant):
+        drafter, lengths = AssistantDrafter(model, draft), [k, k // 3] if k > 2 else [k]
+    elif draft:
+        min_kv_len = build_steps(draft, engine).min_kv_len
+        step = speculate.draft_one_token
+        drafter = ModelDrafter(draft, faster(step) if faster else step)
+        drafter.min_kv_len = min_kv_len
+        drafter.max_rejected = k + 1
+        lengths = [k, k // 3] if k > 2 else [k]
+    lengths = [n for n in dict.fromkeys(lengths) if n]
+    length = FixedLength(k) if fixed else DraftLengthController(lengths)
+    return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
+
+
+def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
+                      as_graph: bool, max_draft: int) -> MTPDrafter:
+    """The head as the model is: compiled, with the model's own embedding and output layer."""
+    head.join(model)
+    drafter = MTPDrafter(model, head, max_draft=max_draft)
+    if as_graph:
+        drafter.min_kv_len = prepare_for_cuda(head)
+        drafter.step = as_one_graph(mtp.draft_one_token)
+    elif engine == "compile":
+        compile_beside(head)
+    return drafter
+
+
+def rewind(batch: Batch, max_draft: int) -> int:
+    """How many tokens of a row's cache another prompt may replace, the rest being kept.
+
+    max_draft: of a batch that drafts, else 0. A row may have been written as many and one further
+    than the tokens that were read from it: drafts that were rejected, and a GPU's next token.
+    """
+    model = batch.model
+    if (possible := max_rewind(model)) is not None:
+        return possible - max_draft - 1
+    if model.rings:
+        return model.longest_call - 1 - (max_draft + 1 if max_draft else 0)
+    return batch.max_length
+
+
+def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
+    """Have it keep the draft lengths that can pay -> what a round of each costs, in plain steps.
+
+    n: tokens so far. Overwrites the beginning of the caches. By rank 0's clock.
+    """
+    batch.drafter.begin(0, batch.max_length, batch.chunk)
+    costs = draft_costs(batch, batch.kv_len(n), batch.draft_length.lengths)
+    costs = from_rank_0(lambda: costs)
+    batch.draft_length = DraftLengthController(list(costs), costs)
+    return costs
+
+
+# ---- Warm up ------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
+    """Compile the prefill of prompts like these, and decoding at these cache lengths."""
+    model, sampler, limit = batch.model, batch.sampler, batch.max_length
+    if batch.steps.pad:                                    # the prefill is compiled too
+        next(generate(batch, prompts, 1))
+        if batch.n_row > 1:                                # and of a row that is exchanged
+            batch.prefill([0], prompts[:1])
+    kv_lens = sorted({batch.kv_len(length) for length in lengths})
+    if isinstance(batch, SpeculativeBatch):
+        batch.drafter.begin(0, limit, batch.chunk)
+        for kv_len in kv_lens:
+            draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
+            if isinstance(batch.drafter, MTPDrafter):      # a round gives 1 token to all
+                for n in range(1, batch.drafter.max_draft + 2):
+                    batch.drafter.trial(1, n, kv_len, sampler)
+    # strides of its own, as a step's result has: what a CPU compiles depends on them
+    token = pad_batch(prompts, batch.token.device)[:, :1]
+    token = token.clone(memory_format=torch.contiguous_format)
+    pos = torch.tensor([len(prompt) for prompt in prompts], device=token.device)
+    pos = pos if len(prompts) == 1 else pos[:, None]
+    for kv_len in kv_lens:
+        batch.steps.decode(model, token, pos, kv_len, sampler)

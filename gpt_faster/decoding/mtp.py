@@ -1,0 +1,155 @@
+"""Drafts by the head that a checkpoint has for it (formats/mtp.py): one layer beside the model's.
+
+The head reads the model's hidden states, which the model keeps by position, and has a KV cache of
+its own. Slot p of it is for the token at p + 1 and the hidden state at p; so what is rejected is
+overwritten, and a conversation that goes on finds both as the model's cache.
+
+    head.join(model); batch = SpeculativeBatch(model, sampler, steps, MTPDrafter(model, head), …)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tp
+from generate import bucket
+from gpt_faster.formats.mtp import HeadConfig, MTPHead
+from gpt_faster.kernels.cpu.linears import OPERATIONS, OperationsLinear, is_packed
+from model import Transformer
+from sampling import Sampler, draw
+
+MAX_DRAFT = 4                                      # further on a head that goes on by itself errs
+DRAFTED_TOKENS = 65_536                            # the first, hence most frequent, of a vocabulary
+PUBLISHED_ACCEPTANCE = 0.8                         # of Qwen3.5's first drafts
+
+
+def draft_one_token(head, tokens, hidden, pos, kv_len, drafts, sampler) -> tuple:
+    """As MTPHead.forward(), behind drafts [1, k] -> the next token, what it was drawn from, and
+    its hidden state [1, 1, D]."""
+    logits, hidden = head(tokens, hidden, pos, 1, kv_len)
+    missing = sampler.n_vocab - logits.shape[-1]   # tokens that are never drafted
+    logits = F.pad(logits[:, -1], (0, missing), value=-torch.inf)
+    probs, ids = sampler.distribution(logits, draft_tokens=drafts)
+    noise = sampler.noise_at(slice(None), pos[-1:] + 1, draft=True)
+    return draw(probs, ids, noise), probs, ids, hidden
+
+
+def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
+    """What the hidden states of `length` positions take, where one of the checkpoints is a head."""
+    heads = [source.cfg for source in sources if isinstance(source.cfg, HeadConfig)]
+    return sum(length * cfg.dim * dtype.itemsize for cfg in heads)
+
+
+def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
+    """The linear's first n outputs, over its own memory; None where its layout has no such part."""
+    if linear.bias is not None or linear._forward_hooks or tp.shared_by(linear):
+        return None
+    if type(linear) is nn.Linear:
+        new = nn.Linear(linear.weight.shape[1], n, bias=False, device="meta")
+        new.weight = nn.Parameter(linear.weight[:n], requires_grad=False)
+        return new
+    if not is_packed(linear) or n % linear.packed.shape[2]:
+        return None
+    weight = linear.packed
+    new = OperationsLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
+    n_block, scales = n // weight.shape[2], linear.scales
+    if scales is not None:                         # of int4's groups they lie as the weight
+        scales = scales[:n_block if scales.dim() == 3 else n]
+    new.set_leaves((weight[:n_block], scales, None))
+    return new
+
+
+class MTPDrafter:
+    """The model's own head drafts: the first token from the model's hidden state, each further one
+    from the head's own."""
+
+    min_kv_len = 256
+
+    def __init__(self, model: Transformer, head: MTPHead, step: Callable = draft_one_token,
+                 max_draft: int = MAX_DRAFT):
+        """step: draft_one_token, compiled or not. The head has joined the model.
+
+        On a CPU it reads a part of a large output layer: a wrong draft costs less than reading all.
+        On a GPU, and on ranks, that was not measured.
+        """
+        self.model, self.head, self.step = model, head, step
+        measured = model.freq.device.type == "cpu" and tp.world() == 1
+        if measured and model.cfg.vocab_size > 2 * DRAFTED_TOKENS:
+            head.head = first_rows(model.head, DRAFTED_TOKENS) or head.head
+        self.max_draft = max_draft                 # so wide are all drafts: few shapes to compile
+        self.n_cached = 0                          # slots of the head's cache that hold
+
+    def begin(self, n_same: int, max_length: int, chunk: int) -> None:
+        """A new prompt, whose first n_same tokens are those of the last one."""
+        head, shape = self.head, (1, max_length, self.model.cfg.dim)
+        if (head.max_batch_size, head.max_seq_length) != (1, max_length):
+            head.setup_cache(1, max_length, chunk)
+            self.n_cached = 0
+        if self.model.hidden is None or self.model.hidden.shape != shape:
+            self._keep_hidden(shape)
+        self.n_cached = max(0, min(self.n_cached, n_same - 1))
+
+    @torch.inference_mode(False)                   # whoever calls: it serves everyone
+    def _keep_hidden(self, shape: tuple[int, int, int]) -> None:
+        device = self.model.freq.device
+        self.model.hidden = torch.zeros(shape, dtype=self.model.dtype, device=device)
+
+    def find(self, history: Tensor, n: Tensor) -> Tensor | None:
+        return None
+
+    def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
+        """What follows the first n tokens of history -> tokens [1, k], probs [k, C] and ids."""
+        slots = torch.arange(n + k, device=history.device)
+        drafts = history[:, n - 1:n].repeat(1, self.max_draft)             # filled from the left
+        self._catch_up(history, n - 1, slots, self.max_draft + 1)
+        tokens = history[:, self.n_cached + 1:n]
+        hidden, pos = self.hidden_at(self.n_cached, n - 1), slots[self.n_cached:n - 1]
+        dists = []
+        for i in range(k):
+            sampler.draw_noise()
+            args = tokens, hidden, pos, self.kv_len(n - 1 + i), drafts, sampler
+            tokens, probs, ids, hidden = self.step(self.head, *args)
+            tokens = tp.broadcast(tokens)
+            drafts[:, i] = tokens[:, 0]
+            pos = slots[n - 1 + i:n + i]
+            dists.append((probs, ids))
+        self.n_cached = n - 1                      # the rest was from hidden states of its own
+        probs, ids = zip(*dists)
+        ids = None if ids[0] is None else torch.cat(ids)
+        return drafts[:, :k], torch.cat(probs), ids
+
+    def _catch_up(self, history: Tensor, end: int, slots: Tensor, most: int) -> None:
+        """Fill the slots of a prompt and of plain steps, until at most `most` are left to `end`."""
+        while end - self.n_cached > most:
+            a = self.n_cached
+            b = min(a + self.head.longest_call, end - 1)
+            self.head(history[:, a + 1:b + 1], self.hidden_at(a, b), slots[a:b], 1, b)
+            self.n_cached = b
+
+    def hidden_at(self, a: int, b: int) -> Tensor:
+        """Of positions a to b, behind the last norm [1, b - a, D]."""
+        return self.model.norm(self.model.hidden[:, a:b])
+
+    def kv_len(self, n: int) -> int:
+        return bucket(n, self.head.max_seq_length, self.min_kv_len)
+
+    def trial(self, k: int, n: int, kv_len: int, sampler: Sampler) -> tuple:
+        """The work of k drafts, after a round that n tokens came of -> probs [k, C] and ids.
+
+        Overwrites the beginning of the cache.
+        """
+        drafts = torch.zeros(1, self.max_draft, dtype=torch.int64, device=self.model.freq.device)
+        tokens, pos = drafts.new_zeros(1, n), torch.arange(n, device=drafts.device)
+        hidden, dists = self.hidden_at(0, n), []
+        for _ in range(k):
+            args = tokens, hidden, pos, kv_len, drafts, sampler
+            tokens, probs, ids, hidden = self.step(self.head, *args)
+            pos = pos[-1:]
+            dists.append((probs, ids))
+        probs, ids = zip(*dists)
+        return torch.cat(probs), None if ids[0] is None else torch.cat(ids)
+
+    def accepted(self, n: int, at: int | None) -> None:
+        """Of the last drafts those hold that are among the first n tokens: the head reads them."""

@@ -1,0 +1,303 @@
+"""config.json -> ModelConfig, of all families: on top of checkpoint.py's reading of each key.
+
+What a family leaves unsaid stands in families.py; GGUF
+and Meta's files are put into config.json's words first. Reads no file and no weight:
+
+    cfg, c = config_from_hf(json.loads(text))      # c: config.json with its gaps filled
+"""
+
+import math
+from dataclasses import replace
+
+from checkpoint import (
+    KEY_ALIASES,
+    ROPE_KINDS,
+    Stated,
+    activation,
+    biases,
+    count,
+    experts,
+    filled,
+    flag,
+    is_by_kind,
+    layer_kinds,
+    layers,
+    rope_facts,
+    rope_kind,
+    ropes,
+    sizes,
+    stated_rope,
+    tile,
+    yarn_mscale,
+)
+from gpt_faster.formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.schema import check_config, check_keys
+from gpt_faster.layers.block import Widths
+from gpt_faster.layers.feed_forward import GATED, UNGATED
+from gpt_faster.layers.latent import Latent
+from gpt_faster.layers.moe import MoEVariant
+from gpt_faster.layers.rope import RopeVariant
+from gpt_faster.layers.shared_kv import SharedKV
+from gpt_faster.layers.short_conv import ShortConv
+from model import ModelConfig, at
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+               "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
+NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
+            "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
+            "add_cross_attention", "clip_qkv")
+
+
+def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
+    """config.json as math. ValueError names a problem.
+
+    -> the config, and config.json with what it leaves out filled in, for the folds.
+    """
+    family, c = _complete(c)
+    _check(c, family)
+    facts = {**sizes(c), **biases(c), **_scales(c, family),
+             "activation": _activation(c, family),
+             "parallel": bool(c.get("use_parallel_residual", False)),
+             "post_norm": bool(c.get("use_post_norm", False)),
+             "post_norm_eps": c.get("post_norm_eps"), "clip_qkv": c.get("clip_qkv") or None}
+    if c.get("use_qk_norm") or c.get("qk_layernorm"):
+        facts["qk_norm"] = "layer" if c.get("qk_layernorm") else "head"
+    if c.get("conv_layers"):
+        facts["mixer"] = _short_convolutions(c, facts)
+    if c.get("kv_lora_rank"):
+        facts.update(_latent(c, facts))
+    facts.update(_layers(c, family, facts["n_layer"]))
+    facts.update(_own_parts(c))
+    if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
+        raise ValueError("RoPE that makes queries longer is not supported before their norms")
+    if any(facts["sparse"]):
+        facts["moe"] = MoEVariant(**{**_experts(c), **family.moe})
+    cfg = FlatConfig(**{**facts, **family.overrides}).with_parts()
+    check_config(cfg)
+    return cfg, c
+
+
+def _complete(c: dict) -> tuple[Family, dict]:
+    """The family, and config.json in one spelling with the family's defaults filled in."""
+    check_keys({key: c.get(key) for key in ("model_type", "text_config")})
+    _refuse_other_kinds(c)
+    c = _text_part(c)
+    check_keys({"model_type": c.get("model_type")})
+    _refuse_other_kinds(c)
+    kind = ALIASES.get(c.get("model_type"), c.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type '{kind}' is not supported (supported: "
+                         f"{', '.join(FAMILIES)})")
+    family = FAMILIES[kind]
+    c = filled(c, family.defaults, {**KEY_ALIASES, **family.key_aliases})
+    c["model_type"] = kind
+    check_keys(c)
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads",
+                "max_position_embeddings"):
+        count(c, key)
+    if c["num_attention_heads"] > c["hidden_size"]:
+        raise ValueError(f"{c['num_attention_heads']} attention heads for a width of "
+                         f"{c['hidden_size']}")
+    for key in ("mlp_layer_types", "no_rope_layers"):
+        if c.get(key) and len(c[key]) < c["num_hidden_layers"]:
+            raise ValueError(f"'{key}' has {len(c[key])} entries for {c['num_hidden_layers']} "
+                             "layers")
+    return family, Stated(family.respell(Stated(c)))
+
+
+def _refuse_other_kinds(c: dict) -> None:
+    kind = c.get("model_type")
+    for what, kinds in OTHER_KINDS.items():
+        if kind in kinds.split():
+            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
+                             "another kind of model")
+
+
+def _text_part(c: dict) -> dict:
+    """Of a multimodal model's config.json."""
+    kind = c.get("model_type")
+    if c.get("text_config") is not None:
+        return {"model_type": TEXT_PARTS.get(kind, f"{kind}_text"), **c["text_config"]}
+    if "vision_config" in c:                       # Qwen2-VL as released: one level for all
+        return {**c, "model_type": f"{kind}_text"}
+    return c
+
+
+def _check(c: dict, family: Family) -> None:
+    """ValueError names what asks for something that the model does not have."""
+    if not flag(c, "is_causal", True):
+        raise ValueError("'is_causal' is false: a model that sees what follows writes no text")
+    for key in NOT_READ:
+        if c.get(key) and key not in family.defaults:
+            raise ValueError(f"'{key}' is not supported")
+    if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
+        raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")
+
+
+def _activation(c: dict, family: Family) -> str | None:
+    possible = GATED if family.overrides.get("gated", True) else UNGATED
+    known = {theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in possible}
+    return None if "activation" in family.overrides else activation(c, known)
+
+
+def _latent(c: dict, facts: dict) -> dict:
+    """Latent attention, whose head_dim is that of the part that RoPE turns."""
+    q_rank, rope_dim = c.get("q_lora_rank"), count(c, "qk_rope_head_dim")
+    nope_dim = count(c, "qk_nope_head_dim")
+    latent = Latent(q_rank=q_rank and count(c, "q_lora_rank"), kv_rank=count(c, "kv_lora_rank"),
+                    nope_dim=nope_dim, v_dim=count(c, "v_head_dim", facts["head_dim"]))
+    if rope_dim % 2:
+        raise ValueError(f"'qk_rope_head_dim' is {rope_dim}, expected an even number")
+    rope = stated_rope(c)
+    scale = (nope_dim + rope_dim)**-0.5
+    if rope_kind(rope) != "default" and rope.get("mscale_all_dim"):    # YaRN's, of the scores
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"])**2
+    return dict(mixer=(latent,), head_dim=rope_dim, n_kv_head=facts["n_head"], attn_scale=scale)
+
+
+def _short_convolutions(c: dict, facts: dict) -> tuple:
+    """conv_layers: which layers are some."""
+    conv = ShortConv(facts["dim"], count(c, "conv_L_cache"), bool(c.get("conv_bias")))
+    return tile([conv if is_conv else None for is_conv in c["conv_layers"]])
+
+
+def _scales(c: dict, family: Family) -> dict:
+    """What embeddings, branches, scores and logits are multiplied or capped by."""
+    attn_scale = c.get("attention_multiplier") or None
+    if scalar := c.get("query_pre_attn_scalar"):
+        attn_scale = scalar**-0.5
+    if c.get("scale_attn_weights") is False:
+        attn_scale = 1.0
+    embed_scale = float(c.get("embedding_multiplier") or 1)
+    if family.scaled_embed:
+        embed_scale = c["hidden_size"]**0.5
+    return dict(attn_scale=attn_scale, embed_scale=embed_scale,
+                residual_scale=float(c.get("residual_multiplier") or 1),
+                scores=Scores(**{"cap": c.get("attn_logit_softcapping"), **_growth(c),
+                                 "alibi": bool(c.get("alibi")), **family.scores}),
+                logit_cap=c.get("final_logit_softcapping"))
+
+
+def _growth(c: dict) -> dict:
+    """How queries are scaled by position (Ministral 3), which counts the keys that they see."""
+    rope = stated_rope(c)
+    growth = rope.get("llama_4_scaling_beta") or 0.0
+    if not growth:
+        return {}
+    if c.get("sliding_window"):
+        raise ValueError("'llama_4_scaling_beta' is not supported beside 'sliding_window'")
+    original = count({**c, **rope}, "original_max_position_embeddings",
+                      count(c, "max_position_embeddings"))
+    return dict(growth=float(growth), growth_from=original)
+
+
+def _layers(c: dict, family: Family, n_layer: int) -> dict:
+    """As checkpoint.layers(), with layers that have another mixer, and layers without RoPE."""
+    by_kind = _ropes(c, family)
+    by_kind |= dict.fromkeys(family.mixers, by_kind["full_attention"])     # which those do not have
+    facts = layers(c, family, by_kind)
+    rope = [at(i, facts["rope"]) if family.has_rope(c, i) else RopeVariant(kind="none")
+            for i in range(n_layer)]
+    if thetas := c.get("layer_rope_theta"):        # 0: none there
+        if not isinstance(thetas, list) or len(thetas) != n_layer:
+            raise ValueError(f"'layer_rope_theta' is {thetas!r}, expected {n_layer} numbers")
+        rope = [replace(r, theta=float(t)) if t else RopeVariant(kind="none")
+                for r, t in zip(rope, thetas)]
+    kinds = layer_kinds(c, family)
+    mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
+    more = dict(mixer=tile([mixers.get(kind) for kind in kinds])) if mixers else {}
+    return facts | dict(rope=tile(rope)) | more
+
+
+def _own_parts(c: dict) -> dict:
+    """Widths of layers, whose keys they take, what follows them: Gemma 4's respelling says it."""
+    if "layer_widths" not in c:
+        return {}
+    widths, n_head = [], c["num_attention_heads"]
+    for own in c["layer_widths"]:
+        width = Widths(count(own, "head_dim"), count(own, "num_key_value_heads"),
+                       count(own, "intermediate_size"))
+        if n_head % width.n_kv_head:
+            raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
+                             "heads evenly")
+        widths.append(None if width == Widths(*(
+            c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
+    mixer = [None if source is None else SharedKV(source) for source in c["kv_sources"]]
+    dim = c.get("hidden_size_per_layer_input") or 0
+    end = LayerEnd(dim, count(c, "vocab_size_per_layer_input") if dim else 0)
+    return dict(widths=tile(widths), mixer=tile(mixer), layer_end=end)
+
+
+def _experts(c: dict) -> dict:
+    """As checkpoint.experts(), with groups of experts, and experts that serve every token."""
+    facts = experts(c)
+    n_expert, n_active = facts["n_expert"], facts["n_active"]
+    shared_dim = (c.get("n_shared_experts") or 0) * facts["expert_dim"]
+    n_group, topk_group = count(c, "n_group", 1), count(c, "topk_group", 1)
+    size = n_expert // n_group
+    group_top = 1 if c.get("topk_method") == "group_limited_greedy" else 2
+    if (n_expert % n_group or topk_group > n_group or n_active > size * topk_group
+            or n_group > 1 and size < group_top):
+        raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
+    return dict(facts, choice_bias=bool(c.get("use_expert_bias")),
+                n_group=n_group, topk_group=topk_group, group_top=group_top,
+                routed_scale=float(c.get("routed_scaling_factor") or 1),
+                shared_dim=int(c.get("shared_expert_intermediate_size") or shared_dim))
+
+
+# ---- RoPE ---------------------------------------------------------------------------------------
+
+def _ropes(c: dict, family: Family) -> dict[str, RopeVariant]:
+    """RoPE by layer type: one for all, or one each for full and sliding attention."""
+    by_kind = {kind: RopeVariant(**facts) for kind, facts in ropes(c, _rope_facts).items()}
+    rope, theta = stated_rope(c), c.get("rope_theta", 10000.0)
+    local = c.get("rope_local_base_freq") or rope.get("rope_theta") or theta
+    # before transformers 5
+    if (family.plain_local_rope or "rope_local_base_freq" in c) and not is_by_kind(rope):
+        by_kind["sliding_attention"] = RopeVariant(**_rope_facts(c, {}, local))
+    return by_kind
+
+
+def _rope_facts(c: dict, rope: dict, theta) -> dict:
+    """RopeVariant's fields: as checkpoint.rope_facts(), and what only other families state."""
+    kind, theta = rope_kind(rope), float(rope.get("rope_theta") or theta)
+    partial = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    n = int(head_dim(c) * partial)
+    is_long = kind in ("longrope", "su") or "long_factor" in rope      # Phi-3 wrote su, and yarn
+    own_base = kind == "dynamic" and rope.get("alpha")     # Hunyuan's, whatever the length
+    if own_base:
+        theta *= float(rope["alpha"]) ** (n / (n - 2))
+    if own_base or is_long or kind == "mrope":     # whose axes of an image are one in text
+        rope = {**rope, "rope_type": "default", "rope_theta": theta}
+    facts = rope_facts(c, rope, theta, (*ROPE_KINDS, "longrope"))
+    facts["partial"] = float(partial)
+    if rope.get("divisors"):                       # only from a GGUF
+        facts["divisors"] = tuple(rope["divisors"])
+    if rope.get("head_dim"):                       # only from what respells it
+        facts["head_dim"] = rope["head_dim"]
+    if own_base:
+        facts["original_context"] = c["max_position_embeddings"]
+    if is_long:
+        original = facts["original_context"]
+        factor = float(rope.get("factor") or c["max_position_embeddings"] / original)
+        facts |= _longrope(rope, factor, original, n // 2)
+    return facts
+
+
+def _longrope(rope: dict, factor: float, original: int, n_freq: int) -> dict:
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1
+    short, long = (tuple(map(float, rope.get(key) or ()))
+                   for key in ("short_factor", "long_factor"))
+    if {len(short), len(long)} != {n_freq}:
+        raise ValueError(f"{len(short)} short and {len(long)} long RoPE factors for "
+                         f"{n_freq} frequencies")
+    return dict(divisors=short, long_divisors=long, amplitude=float(amplitude))
+
+
+def head_dim(c: dict) -> int:
+    """Of queries and keys; of latent attention, of the part that RoPE turns."""
+    stated = c.get("qk_rope_head_dim") or c.get("head_dim")
+    return stated or c["hidden_size"] // c["num_attention_heads"]

@@ -1,0 +1,922 @@
+"""What every model family leaves unsaid in its config.json, one row each.
+
+A Llama-like family is one row of FAMILIES. Facts only: config.py reads a config.json with them,
+names.py renames with `names`, fold.py folds what `folds` says into the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import checkpoint
+from checkpoint import always, qwen_is_sliding, qwen_is_sparse
+from gpt_faster.formats.names import (
+    AFMOE_NAMES,
+    APERTUS_NAMES,
+    DELTA_NAMES,
+    ERNIE_MOE_NAMES,
+    FALCON_NAMES,
+    GEMMA4_MOE_NAMES,
+    GEMMA4_NAMES,
+    GPT2_NAMES,
+    GPT_BIGCODE_NAMES,
+    GPT_NEO_NAMES,
+    GPT_NEOX_NAMES,
+    GPT_OSS_NAMES,
+    GPTJ_NAMES,
+    GRANITE_MOE_NAMES,
+    HUNYUAN_MOE_NAMES,
+    HUNYUAN_NAMES,
+    LATENT_NAMES,
+    LFM2_NAMES,
+    MINIMAX_NAMES,
+    MOE_NAMES,
+    MPT_NAMES,
+    OPT_NAMES,
+    PHI_NAMES,
+    QWEN3_VL_MOE_NAMES,
+    SANDWICH_NAMES,
+    SIGMOID_NAMES,
+    Fused,
+)
+from gpt_faster.layers.delta import GatedDelta
+
+
+@dataclass(frozen=True)
+class Family(checkpoint.Family):
+    """How a model_type differs from Llama: overrides are of FlatConfig's fields."""
+
+    moe: dict = field(default_factory=dict)        # MoEVariant's fields that it never states
+    scores: dict = field(default_factory=dict)     # and Scores'
+    names_with_experts: dict | None = None         # instead of `names`, where it has experts
+    folds: dict = field(default_factory=dict)      # Folds' fields: how its weights differ from ours
+    scaled_embed: bool = False                     # embeddings are multiplied by sqrt(dim)
+    has_rope: Callable[[dict, int], bool] = lambda c, i: True      # has layer i RoPE at all?
+    mixers: dict[str, Callable[[dict], object]] = field(default_factory=dict)  # ModelConfig.mixer
+    plain_local_rope: bool = False                 # windowed layers keep RoPE unstretched
+    key_aliases: dict = field(default_factory=dict)    # config.json keys: what the others call them
+    respell: Callable[[dict], dict] = lambda c: c  # what a key alone does not say, in these words
+
+    def names_of(self, c: dict) -> dict:
+        """Of the parameters that this config.json asks for."""
+        has_other = self.names_with_experts is not None and c.get("num_experts")
+        return self.names_with_experts if has_other else self.names
+
+
+def stated_folds(c: dict) -> dict:
+    """Folds' fields that a config.json states."""
+    stated = {}
+    if c.get("kv_lora_rank"):
+        stated["interleaved_rope"] = bool(c.get("rope_interleave", True))
+    return dict(stated, logits_divisor=c.get("logits_scaling") or 1,
+                one_norm=bool(c.get("one_norm")),
+                slopes_base=float(c.get("alibi_bias_max") or 8),
+                k_is_v=bool(c.get("attention_k_eq_v")),
+                slopes_scale=float(c.get("alibi_scale") or 1),
+                post_norm_scale=float(c.get("post_norm_scale") or 1))
+
+
+def _smollm3_has_rope(c, i):
+    stated = c.get("no_rope_layers")               # 1 where there is RoPE
+    return bool(stated[i] if stated else (i + 1) % c.get("no_rope_layer_interval", 4))
+
+
+def _exaone4_is_sliding(c, i):
+    every = c.get("sliding_window_pattern") or 0   # "LLLG", or the 4 that this means
+    if isinstance(every, str):
+        return every[i % len(every)] == "L" and i < c["num_hidden_layers"] - 1
+    return bool(c.get("sliding_window")) and every > 0 and (i + 1) % every != 0
+
+
+def _exaone4_has_rope(c, i):                       # beside full attention only where all have that
+    kinds = c.get("layer_types")
+    is_sliding = kinds[i] == "sliding_attention" if kinds else _exaone4_is_sliding(c, i)
+    return is_sliding or not c.get("sliding_window")
+
+
+def _all_but_every_fourth(c, i):
+    return i % 4 != 0
+
+
+def _is_sparse_after_first(c, i):
+    stated = c.get("mlp_layer_types")
+    return stated[i] == "sparse" if stated else i >= c.get("first_k_dense_replace", 0)
+
+
+def _never(c, i):
+    return False
+
+
+def _slides(c, i):
+    """All but every fourth layer, or as sliding_window_pattern or layer_types say."""
+    kinds = c.get("layer_types")
+    if kinds:
+        return kinds[i] == "sliding_attention"
+    return (i + 1) % c.get("sliding_window_pattern", 4) != 0
+
+
+def _muse_slides(c, i):
+    return (c["num_hidden_layers"] - 1 - i) % 4 != 0
+
+
+def _ernie_is_sparse(c, i):
+    last = c["moe_layer_end_index"] if c["moe_layer_end_index"] >= 0 else c["num_hidden_layers"] - 1
+    on_time = (i + 1) % c["moe_layer_interval"] == 0
+    return on_time and c["moe_layer_start_index"] <= i <= last
+
+
+def _gated_delta(c):
+    counts = {key: c.get(f"linear_{key}") for key in (
+        "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")}
+    for key, n in counts.items():
+        if type(n) is not int or n < 1:
+            raise ValueError(f"'linear_{key}' is {n!r}, expected a positive integer")
+    shape = GatedDelta(*counts.values())
+    if shape.n_v_head % shape.n_k_head or shape.n_tap < 2:
+        raise ValueError(f"{shape.n_v_head} value heads cannot share {shape.n_k_head} key heads "
+                         f"evenly, or a convolution of {shape.n_tap} is too short")
+    return shape
+
+
+def _qwen_next_respelled(c):
+    if c.get("layer_types"):
+        return c
+    every = c.get("full_attention_interval") or 4
+    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention"
+             for i in range(c["num_hidden_layers"])]
+    return {**c, "layer_types": kinds}
+
+
+def _gpt2_respelled(c):
+    return c if c.get("intermediate_size") else {**c, "intermediate_size": 4 * c["hidden_size"]}
+
+
+def _granite_hybrid_respelled(c):
+    """Granite 4.0 without its state-space layers: a Granite, with experts or without."""
+    kinds = [{"attention": "full_attention"}.get(kind, kind) for kind in c.get("layer_types") or []]
+    if set(kinds) != {"full_attention"}:
+        raise ValueError("model_type 'granitemoehybrid' is supported without state-space layers "
+                         "(Mamba) only: with them it is another kind of model")
+    if not c.get("num_experts"):
+        c = {**c, "intermediate_size": c["shared_intermediate_size"]}
+    return _granite_shared({**c, "layer_types": kinds})
+
+
+def _granite_shared(c):
+    return {**c, "shared_expert_intermediate_size": c["shared_intermediate_size"]}
+
+
+def _one_number(c, *keys):
+    """A list with a number for each layer, where they are all the same."""
+    for key in keys:
+        value = c.get(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ValueError(f"'{key}' differs from layer to layer, which is not supported")
+            c = {**c, key: value[0]}
+    return c
+
+
+def _hunyuan_moe_respelled(c):
+    c = _one_number(c, "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+                    "num_shared_expert")
+    return {**c, "shared_expert_intermediate_size": c["intermediate_size"]}
+
+
+def _cohere_respelled(c):
+    return {**c, "logits_scaling": 1 / c["logit_scale"], "one_norm": True,
+            "qk_layernorm": c.get("use_qk_norm"), "use_qk_norm": None}
+
+
+def _gptj_respelled(c):
+    head_dim = c["hidden_size"] // c["num_attention_heads"]
+    return _gpt2_respelled({**c, "partial_rotary_factor": c["rotary_dim"] / head_dim,
+                            "one_norm": True})
+
+
+def _gpt_neo_respelled(c):
+    """attention_types [[["global", "local"], 12]]: 12 times these two."""
+    kinds = c.get("attention_layers") or [
+        kind for pattern, n in c["attention_types"] for kind in pattern * n]
+    spelled = {"global": "full_attention", "local": "sliding_attention"}
+    return _gpt2_respelled({**c, "layer_types": [spelled.get(kind, kind) for kind in kinds]})
+
+
+def _gpt_bigcode_respelled(c):
+    n_kv_head = 1 if c["multi_query"] else c["num_attention_heads"]
+    return _gpt2_respelled({**c, "num_key_value_heads": n_kv_head})
+
+
+def _falcon_respelled(c):
+    """7B shares one key head and one norm, 40B neither; RW is a sequential one with ALiBi."""
+    new, n_head = c["new_decoder_architecture"], c["num_attention_heads"]
+    shared = 1 if c["multi_query"] else n_head
+    parallel = bool(new or c["parallel_attn"])
+    n_norm = c.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    return _gpt2_respelled({
+        **c, "num_key_value_heads": c.get("num_kv_heads") or n_head if new else shared,
+        "use_parallel_residual": parallel, "one_norm": parallel and n_norm == 1,
+        "attention_bias": c["bias"], "mlp_bias": c["bias"],
+        "alibi_scale": (c["hidden_size"] // n_head) ** -0.5})
+
+
+def _mpt_respelled(c):
+    attention = c.get("attn_config") or {}
+    if not attention.get("alibi", True) or not c.get("no_bias", True) or c.get("logit_scale"):
+        raise ValueError("model_type 'mpt' is supported with ALiBi, without biases and without "
+                         "'logit_scale' only")
+    known = ("clip_qkv", "qk_ln", "prefix_lm", "alibi_bias_max")
+    return _gpt2_respelled({**c, **{key: attention.get(key) for key in known}})
+
+
+def _hyperclovax_respelled(c):
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    c = {**c, "logits_scaling": 1 / (c.get("logits_scaling") or 1),
+         "attention_multiplier": c.get("attention_multiplier") or head_dim ** -0.5}
+    if not c["use_post_norm"]:
+        return c
+    return {**c, "post_norm_scale": c.get("residual_multiplier"), "residual_multiplier": None}
+
+
+def _opt_respelled(c):
+    usual = (c.get("do_layer_norm_before", True), c.get("layer_norm_elementwise_affine", True),
+             c.get("word_embed_proj_dim") in (None, c["hidden_size"]),
+             not c.get("_remove_final_layer_norm"))
+    if not all(usual):
+        raise ValueError("model_type 'opt' is supported with norms before each branch and "
+                         "embeddings as wide as the model only (not 350M)")
+    return {**c, "attention_bias": c["enable_bias"], "mlp_bias": c["enable_bias"]}
+
+
+def _stablelm_respelled(c):
+    return {**c, "one_norm": c["use_parallel_residual"]}
+
+
+def _muse_respelled(c):
+    scale = c["head_dim"] ** -0.5 * c["qk_scale_factor"]
+    return {**c, "attention_multiplier": scale, "logits_scaling": 1 / c["output_multiplier"]}
+
+
+def _afmoe_respelled(c):
+    scale = c["hidden_size"] ** 0.5 if c.get("mup_enabled") else 1.0
+    return {**c, "embedding_multiplier": scale}
+
+
+def _minimax_respelled(c):
+    if "rotary_dim" in c:
+        c = {**c, "partial_rotary_factor": c["rotary_dim"] / c["head_dim"]}
+    return c
+
+
+def _deepseek_v2_respelled(c):
+    """Groups count where topk_method says so; the weights of the chosen are never normalized."""
+    method = c.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"'topk_method' is {method!r}, expected greedy or group_limited_greedy")
+    return c if method == "group_limited_greedy" else {**c, "n_group": 1, "topk_group": 1}
+
+
+def _minicpm3_respelled(c):
+    n_layer, dim = c["num_hidden_layers"], c["hidden_size"]
+    depth = n_layer**0.5 if c.get("scale_depth") is None else c["scale_depth"]
+    return {**c, "residual_multiplier": depth / n_layer**0.5,
+            "embedding_multiplier": c["scale_emb"],
+            "logits_scaling": dim / (c.get("dim_model_base") or dim),
+            "v_head_dim": c.get("v_head_dim") or dim // c["num_attention_heads"]}
+
+
+def _mistral4_respelled(c):
+    """RoPE's parameters say what share of a whole head turns, which is all of head_dim here."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or _MISTRAL4_ROPE
+    return {**c, "rope_parameters": {**rope, "partial_rotary_factor": None}, "rope_scaling": None,
+            "partial_rotary_factor": None}
+
+
+def _gemma4_respelled(c):
+    """Layers with full attention have other heads; the last ones may take keys of earlier ones."""
+    if c.get("use_bidirectional_attention") == "vision":               # of images, not of text
+        c = {**c, "use_bidirectional_attention": None}
+    n = c["num_hidden_layers"]
+    kinds = c.get("layer_types") or [
+        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n)]
+    kinds = [*kinds[:-1], "full_attention"]
+    n_shared = c.get("num_kv_shared_layers") or 0
+    widths, sources = [], []
+    for i, kind in enumerate(kinds):
+        is_shared = i >= n - n_shared
+        own = {key: c.get(key) for key in ("head_dim", "num_key_value_heads", "intermediate_size")}
+        own |= _gemma4_heads(c, i, kind)
+        if odd := [key for key in own if type(own[key]) is not int]:
+            raise ValueError(f"layer {i} has no '{odd[0]}'")
+        if is_shared and c.get("use_double_wide_mlp"):
+            own["intermediate_size"] *= 2
+        widths.append(own)
+        earlier = [j for j in range(n - n_shared) if kinds[j] == kind]
+        if is_shared and not earlier:
+            raise ValueError(f"layer {i} takes another's keys, but no earlier one has "
+                             f"'{kind}' and keys")
+        sources.append(earlier[-1] if is_shared else None)
+    experts = {}
+    if c.get("enable_moe_block"):
+        experts = dict(shared_expert_intermediate_size=c["intermediate_size"])
+    return {**c, "num_experts": None, **({} if not experts else {"num_experts": c["num_experts"]}),
+            **experts, "layer_types": kinds, "layer_widths": widths, "kv_sources": sources,
+            "rope_parameters": _gemma4_ropes(c, kinds, widths)}
+
+
+def _gemma4_heads(c: dict, i: int, kind: str) -> dict:
+    """What layer i states otherwise: for itself (transformers 5), or all with full attention."""
+    if "per_layer_config" in c:
+        return c["per_layer_config"].get(str(i), {})
+    if kind != "full_attention":
+        return {}
+    own = {"head_dim": c.get("global_head_dim") or 512}
+    if c.get("attention_k_eq_v") and c.get("num_global_key_value_heads"):
+        own["num_key_value_heads"] = c["num_global_key_value_heads"]
+    return own
+
+
+def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
+    """RoPE of each kind; a "proportional" one is plain, but its slower frequencies stand still."""
+    stated = c.get("rope_parameters") or dict(
+        sliding_attention=dict(rope_theta=1e4),
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6))
+    ropes = {}
+    for kind in ("sliding_attention", "full_attention"):
+        rope = stated.get(kind) or {}
+        width = next((own["head_dim"] for k, own in zip(kinds, widths) if k == kind), c["head_dim"])
+        if rope.get("rope_type") == "proportional":
+            turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
+            divisors = [float(rope.get("factor", 1))] * turning
+            divisors += [float("inf")] * (width // 2 - turning)
+            rope = dict(rope_theta=rope.get("rope_theta"), divisors=divisors)
+        ropes[kind] = {**rope, "head_dim": None if width == c["head_dim"] else width}
+    return ropes
+
+
+def _lfm2_respelled(c):
+    """The feed-forward width is worked out; layer_types, or full_attn_idxs, say which convolve."""
+    width = c.get("block_ff_dim") or c.get("intermediate_size")
+    times, multiple = c.get("block_ffn_dim_multiplier"), c.get("block_multiple_of")
+    if c.get("block_auto_adjust_ff_dim") and type(width) is int:
+        width = int(2 * width / 3)
+        if times is not None:
+            width = -(-int(times * width) // multiple) * multiple
+    n_layer, attending = c["num_hidden_layers"], c.get("full_attn_idxs")
+    kinds = c.get("layer_types") or [
+        "full_attention" if attending is None or i in attending else "conv"
+        for i in range(n_layer)]
+    return {**c, "intermediate_size": width, "conv_layers": [kind == "conv" for kind in kinds],
+            "layer_types": ["full_attention" if kind == "conv" else kind for kind in kinds],
+            "tie_word_embeddings": c.get("tie_embedding", c.get("tie_word_embeddings"))}
+
+
+def _biased_respelled(c):
+    return {**c, "attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]}
+
+
+_QWEN = dict(sliding_window=4096)
+_QWEN2_VL = Family(
+    overrides=dict(qkv_bias=True, o_bias=False),
+    defaults=dict(_QWEN, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
+                  max_position_embeddings=32768, max_window_layers=80),
+    is_sliding=qwen_is_sliding)
+_QWEN35 = Family(
+    overrides=dict(qk_norm="head", attn_gate=True),
+    defaults=dict(num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+                  partial_rotary_factor=0.25, max_position_embeddings=32768,
+                  linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+                  linear_value_head_dim=128, linear_conv_kernel_dim=4),
+    mixers=dict(linear_attention=_gated_delta), respell=_qwen_next_respelled, names=DELTA_NAMES,
+    folds=dict(norm_offset=1.0, norm_offset_of=r"(^|_)norm", log_decay=True))
+_GEMMA = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
+_GEMMA4 = Family(
+    overrides=dict(qk_norm="head", v_norm=True, post_norm=True, attn_scale=1.0),
+    moe=dict(beside=True, shared_gate=False),
+    defaults=dict(_GEMMA, vocab_size=262144, num_attention_heads=8, num_key_value_heads=4,
+                  max_position_embeddings=131072, sliding_window=512,
+                  hidden_activation="gelu_pytorch_tanh", hidden_size_per_layer_input=256,
+                  vocab_size_per_layer_input=262144),
+    names=GEMMA4_NAMES, names_with_experts=GEMMA4_MOE_NAMES, scaled_embed=True,
+    is_sparse=lambda c, i: bool(c["num_experts"]),
+    key_aliases=dict(top_k_experts="num_experts_per_tok"), respell=_gemma4_respelled)
+_GLM = dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7,
+            max_position_embeddings=131072, partial_rotary_factor=0.5)
+_OFFSET, _INTERLEAVED = dict(norm_offset=1.0), dict(interleaved_rope=True)
+_GPT2_KEYS = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
+                  n_positions="max_position_embeddings", n_inner="intermediate_size",
+                  layer_norm_epsilon="rms_norm_eps", activation_function="hidden_act")
+_NO_BIAS = {r"norm\.bias$": 0.0}                   # of a LayerNorm
+_BIASED = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+_COHERE = dict(logit_scale=0.0625, qk_layernorm=False, rope_theta=5e5, max_position_embeddings=8192,
+               rms_norm_eps=1e-5, tie_word_embeddings=True)
+_SIGMOID = dict(scores="sigmoid", choice_bias=True, shared_gate=False)
+_GLM4_NAMES = {"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up")),
+               "post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"}
+_GLM4_MOE = Family(
+    overrides=dict(o_bias=False), moe=_SIGMOID,
+    defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072,
+                  partial_rotary_factor=0.5, num_experts=128, num_experts_per_tok=8,
+                  moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1),
+    names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first)
+_LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
+               v_head_dim=128)
+_MISTRAL4_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=128.0, beta_fast=32.0, beta_slow=1.0,
+                      original_max_position_embeddings=8192, mscale_all_dim=1.0, mscale=1.0,
+                      llama_4_scaling_beta=0.1)
+_LFM2 = dict(rope_theta=1e6, num_key_value_heads=8, max_position_embeddings=128000,
+             rms_norm_eps=1e-5, tie_word_embeddings=True, conv_L_cache=3)
+_OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
+
+
+def _of_core(row: checkpoint.Family) -> Family:
+    """The core's ModelConfig knows one way to normalize queries and keys, FlatConfig more."""
+    overrides = {key: "head" if key == "qk_norm" else value for key, value in row.overrides.items()}
+    return Family(**{**vars(row), "overrides": overrides})
+
+
+FAMILIES = {
+    **{kind: _of_core(row) for kind, row in checkpoint.FAMILIES.items()},
+    "qwen2_moe": Family(
+        overrides=dict(o_bias=False),
+        defaults=dict(_QWEN, qkv_bias=True, num_experts=60, num_experts_per_tok=4,
+                      moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+                      norm_topk_prob=False),
+        names=MOE_NAMES, is_sparse=qwen_is_sparse,
+        is_sliding=lambda c, i: (bool(c.get("use_sliding_window")) and i % 2 == 0
+                                 and i < c.get("max_window_layers", 28))),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": replace(
+        _QWEN35, moe=dict(norm_topk_prob=True), names=MOE_NAMES | DELTA_NAMES, is_sparse=always,
+        defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=256,
+                      num_experts_per_tok=8, moe_intermediate_size=512, intermediate_size=512,
+                      shared_expert_intermediate_size=512)),
+    "qwen3_next": replace(
+        _QWEN35, names=MOE_NAMES | DELTA_NAMES, is_sparse=qwen_is_sparse,
+        defaults=dict(_QWEN35.defaults, num_key_value_heads=2, num_experts=512,
+                      num_experts_per_tok=10, moe_intermediate_size=512,
+                      shared_expert_intermediate_size=512)),
+    "qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(num_key_value_heads=32, head_dim=128, rope_theta=5e5,
+                      max_position_embeddings=128000)),
+    "qwen3_vl_moe_text": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(num_key_value_heads=16, rope_theta=5e5, max_position_embeddings=128000,
+                      num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
+                      tie_word_embeddings=True),
+        names=QWEN3_VL_MOE_NAMES, is_sparse=qwen_is_sparse),
+    "mellum": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, num_experts=64,
+                      num_experts_per_tok=8, moe_intermediate_size=896,
+                      max_position_embeddings=131072, rope_theta=5e5, rope_local_base_freq=1e4,
+                      mtp_layer_types=["sliding_attention"]),
+        names=MOE_NAMES, is_sparse=_is_sparse_after_first),
+    "glm4_moe": _GLM4_MOE,
+    "glm4v_moe_text": replace(_GLM4_MOE,
+                              defaults=dict(_GLM4_MOE.defaults, attention_bias=True)),
+    "deepseek_v2": Family(
+        moe=dict(shared_gate=False, norm_topk_prob=False),
+        defaults=dict(_LATENT, num_experts=64, n_shared_experts=2, moe_intermediate_size=1407),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_deepseek_v2_respelled),
+    "deepseek_v3": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, num_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+                      n_group=8, topk_group=4, routed_scaling_factor=2.5,
+                      moe_intermediate_size=2048, first_k_dense_replace=3,
+                      max_position_embeddings=4096),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first),
+    "glm4_moe_lite": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256,
+                      num_experts=64, num_experts_per_tok=4, n_shared_experts=1,
+                      moe_intermediate_size=1536, routed_scaling_factor=1.8,
+                      first_k_dense_replace=1, rms_norm_eps=1e-5, max_position_embeddings=202752),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first),
+    "mistral4": Family(
+        moe=dict(shared_gate=False),
+        defaults=dict(_LATENT, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64,
+                      num_experts=128, num_experts_per_tok=4, n_shared_experts=1,
+                      moe_intermediate_size=2048, max_position_embeddings=1048576),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_mistral4_respelled),
+    "youtu": Family(
+        defaults=dict(_LATENT, tie_word_embeddings=True, max_position_embeddings=131072),
+        names=LATENT_NAMES),
+    "minicpm3": Family(
+        defaults=dict(_LATENT, q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64,
+                      qk_rope_head_dim=32, v_head_dim=None, rope_interleave=False, scale_emb=12,
+                      scale_depth=1.4, dim_model_base=256, rms_norm_eps=1e-5,
+                      tie_word_embeddings=True, max_position_embeddings=32768),
+        names=LATENT_NAMES, respell=_minicpm3_respelled),
+    "lfm2": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(_LFM2, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
+                      block_auto_adjust_ff_dim=True),
+        names=LFM2_NAMES, key_aliases=dict(norm_eps="rms_norm_eps"), respell=_lfm2_respelled),
+    "lfm2_moe": Family(
+        overrides=dict(qk_norm="head"), moe=dict(scores="sigmoid"),
+        defaults=dict(_LFM2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+                      first_k_dense_replace=2, use_expert_bias=True),
+        names=LFM2_NAMES, is_sparse=_is_sparse_after_first, respell=_lfm2_respelled,
+        key_aliases=dict(norm_eps="rms_norm_eps", num_dense_layers="first_k_dense_replace")),
+    "dots1": Family(
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62,
+                      moe_intermediate_size=1408, norm_topk_prob=False),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
+        is_sliding=lambda c, i: i >= c["max_window_layers"]),
+    "solar_open": Family(
+        moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=128,
+                      max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
+                      intermediate_size=1280, moe_intermediate_size=1280, rope_theta=1e6),
+        names=SIGMOID_NAMES, is_sparse=always),
+    "exaone_moe": Family(
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
+                      rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+                      moe_intermediate_size=1024, n_shared_experts=1, routed_scaling_factor=2.5,
+                      first_k_dense_replace=1),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_exaone4_is_sliding,
+        has_rope=_exaone4_has_rope),
+    "hy_v3": Family(
+        overrides=dict(qk_norm="head"), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,
+                      max_position_embeddings=131072, num_experts_per_tok=8, n_shared_experts=1,
+                      moe_intermediate_size=1536, routed_scaling_factor=2.826,
+                      first_k_dense_replace=1, rope_theta=11158840.0),
+        names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first,
+        key_aliases=dict(router_scaling_factor="routed_scaling_factor")),
+    "minimax_m2": Family(
+        overrides=dict(qk_norm="wide"), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, num_experts=256, num_experts_per_tok=8,
+                      max_position_embeddings=196608, rope_theta=5e6),
+        names=MINIMAX_NAMES, is_sparse=always, respell=_minimax_respelled),
+    "gemma": Family(
+        overrides=dict(activation="gelu_tanh"),        # "gelu" in config.json means this too
+        defaults=dict(_GEMMA, num_key_value_heads=16), folds=_OFFSET, scaled_embed=True),
+    "gemma2": Family(
+        overrides=dict(post_norm=True),
+        defaults=dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, sliding_window=4096,
+                      query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+                      final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh"),
+        names=SANDWICH_NAMES, folds=_OFFSET, scaled_embed=True,
+        is_sliding=lambda c, i: i % 2 == 0),
+    "gemma3_text": Family(
+        overrides=dict(qk_norm="head", post_norm=True),
+        defaults=dict(_GEMMA, vocab_size=262208, num_attention_heads=8, num_key_value_heads=4,
+                      max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
+                      sliding_window=4096, query_pre_attn_scalar=256,
+                      hidden_activation="gelu_pytorch_tanh"),
+        names=SANDWICH_NAMES, folds=_OFFSET, scaled_embed=True,
+        is_sliding=lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, defaults=dict(
+        _GEMMA4.defaults, hidden_size_per_layer_input=0, sliding_window=1024,
+        max_position_embeddings=262144)),
+    "vaultgemma": Family(
+        defaults=dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, sliding_window=4096,
+                      query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+                      final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh"),
+        names={"pre_feedforward_layernorm": "ffn_norm"}, folds=_OFFSET, scaled_embed=True,
+        is_sliding=lambda c, i: i % 2 == 0),
+    "phi3": Family(
+        defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096),
+        names={"self_attn.qkv_proj": Fused(("attn.wq", "attn.wk", "attn.wv")),
+               "mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up"))},
+        is_sliding=always),
+    "smollm3": Family(
+        defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True,
+                      max_position_embeddings=32768),
+        has_rope=_smollm3_has_rope,
+        is_sliding=lambda c, i: bool(c.get("use_sliding_window")) and not _smollm3_has_rope(c, i)),
+    "olmo2": Family(overrides=_OLMO, defaults=dict(rms_norm_eps=1e-5), names=SANDWICH_NAMES),
+    "olmo3": Family(overrides=_OLMO, defaults=dict(rms_norm_eps=1e-5, sliding_window=4096,
+                                               rope_theta=5e5),
+                    names=SANDWICH_NAMES, plain_local_rope=True,
+                    is_sliding=lambda c, i: (i + 1) % 4 != 0),
+    "olmoe": Family(
+        overrides=dict(qk_norm="wide"),
+        defaults=dict(num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+                        rms_norm_eps=1e-5),
+        names=MOE_NAMES, is_sparse=always),
+    "flex_olmo": Family(
+        overrides=_OLMO,
+        defaults=dict(num_experts=7, num_experts_per_tok=5, norm_topk_prob=False, rope_theta=5e5,
+                      max_position_embeddings=4096),
+        names=SANDWICH_NAMES | MOE_NAMES, is_sparse=always),
+    "granite": Family(defaults=dict(attention_multiplier=1.0)),
+    "granitemoehybrid": Family(
+        defaults=dict(attention_multiplier=1.0, shared_intermediate_size=1024, num_experts=8,
+                      num_experts_per_tok=2),
+        names={"shared_mlp.input_linear": Fused(("ffn.gate", "ffn.up")),
+               "shared_mlp.output_linear": "ffn.down"},
+        names_with_experts=GRANITE_MOE_NAMES, moe=dict(shared_gate=False),
+        is_sparse=lambda c, i: bool(c["num_experts"]),
+        has_rope=lambda c, i: c.get("position_embedding_type") == "rope",
+        respell=_granite_hybrid_respelled),
+    "granitemoeshared": Family(
+        defaults=dict(attention_multiplier=1.0, shared_intermediate_size=0, num_experts=8,
+                      num_experts_per_tok=2),
+        moe=dict(shared_gate=False), names=GRANITE_MOE_NAMES, is_sparse=always,
+        respell=_granite_shared),
+    "granitemoe_swa": Family(
+        defaults=dict(attention_multiplier=1.0, shared_intermediate_size=0, num_experts=8,
+                      num_experts_per_tok=2, sliding_window=128),
+        scores=dict(sinks=True), moe=dict(shared_gate=False),
+        names=GRANITE_MOE_NAMES | {"self_attn.sinks": "attn.attend.sinks"},
+        is_sparse=always, is_sliding=_all_but_every_fourth, respell=_granite_shared),
+    "granite_swa": Family(
+        scores=dict(sinks=True),
+        defaults=dict(attention_multiplier=1.0, num_key_value_heads=4, sliding_window=128,
+                      rms_norm_eps=1e-5, max_position_embeddings=8192, tie_word_embeddings=True),
+        names={"self_attn.sinks": "attn.attend.sinks"}, is_sliding=_all_but_every_fourth),
+    "granitemoe": Family(
+        defaults=dict(num_experts=8, num_experts_per_tok=2, attention_multiplier=1.0),
+        names=GRANITE_MOE_NAMES, is_sparse=always),
+    "gpt_oss": Family(
+        overrides=dict(activation="clamped_silu", mlp_bias=True),
+        moe=dict(router_bias=True), scores=dict(sinks=True),
+        defaults=dict(attention_bias=True, head_dim=64, num_key_value_heads=8, sliding_window=128,
+                      num_experts=128, num_experts_per_tok=4, rms_norm_eps=1e-5,
+                      max_position_embeddings=131072, rope_theta=150000.0,
+                      rope_parameters=dict(rope_type="yarn", factor=32.0, beta_fast=32.0,
+                                           beta_slow=1.0, truncate=False,
+                                           original_max_position_embeddings=4096)),
+        names=GPT_OSS_NAMES, is_sparse=always, is_sliding=lambda c, i: i % 2 == 0),
+    "ernie4_5": Family(
+        defaults=dict(num_key_value_heads=2, head_dim=128, use_bias=False, rope_theta=5e5,
+                      rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=True),
+        folds=_INTERLEAVED, respell=_biased_respelled),
+    "glm": Family(
+        overrides=dict(o_bias=False), defaults=_GLM, folds=_INTERLEAVED,
+        names={"mlp.gate_up_proj": Fused(("ffn.gate", "ffn.up"))}),
+    "glm4": Family(
+        overrides=dict(o_bias=False, post_norm=True), defaults=_GLM, folds=_INTERLEAVED,
+        names=_GLM4_NAMES),
+    "glm4v_text": Family(
+        overrides=dict(qkv_bias=True, o_bias=False, post_norm=True), folds=_INTERLEAVED,
+        defaults=dict(num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=32768),
+        names=_GLM4_NAMES),
+    "helium": Family(
+        overrides=dict(o_bias=False),
+        defaults=dict(num_key_value_heads=20, head_dim=128, rope_theta=1e5, rms_norm_eps=1e-8,
+                      max_position_embeddings=4096),
+        folds=_INTERLEAVED),
+    "arcee": Family(
+        overrides=dict(gated=False),
+        defaults=dict(hidden_act="relu2", rms_norm_eps=1e-5, max_position_embeddings=4096)),
+    "seed_oss": Family(
+        defaults=dict(attention_bias=True, attention_out_bias=False, head_dim=128,
+                      num_key_value_heads=8, max_position_embeddings=524288)),
+    "exaone4": Family(
+        overrides=dict(pre_norm=False, post_norm=True, qk_norm="head"),
+        defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
+                      rms_norm_eps=1e-5),
+        names=SANDWICH_NAMES, is_sliding=_exaone4_is_sliding, has_rope=_exaone4_has_rope),
+    "ministral": Family(
+        defaults=dict(num_key_value_heads=8, sliding_window=4096, max_position_embeddings=131072),
+        is_sliding=always),
+    "ministral3": Family(
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
+                      max_position_embeddings=262144,
+                      rope_parameters=dict(rope_type="yarn", factor=16.0, beta_fast=32.0,
+                                           beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+                                           original_max_position_embeddings=16384,
+                                           llama_4_scaling_beta=0.1)),
+        is_sliding=always),
+    "cwm": Family(
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
+                      sliding_window=8192, max_position_embeddings=131072,
+                      rope_parameters=dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0,
+                                           high_freq_factor=4.0,
+                                           original_max_position_embeddings=8192)),
+        is_sliding=_all_but_every_fourth),
+    "internlm3": Family(
+        defaults=dict(num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5,
+                      max_position_embeddings=32768),
+        key_aliases=dict(qkv_bias="attention_bias", bias="mlp_bias")),
+    "iquestcoder": Family(
+        defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
+                      max_position_embeddings=131072)),
+    "starcoder2": Family(
+        overrides=dict(layer_norm=True, gated=False),
+        defaults=dict(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, use_bias=True,
+                      rms_norm_eps=1e-5, max_position_embeddings=4096, tie_word_embeddings=True),
+        names={"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"}, is_sliding=always,
+        key_aliases=dict(norm_epsilon="rms_norm_eps"), respell=_biased_respelled),
+    "gpt_neox": Family(
+        overrides=dict(layer_norm=True, gated=False, mlp_bias=True),
+        defaults=dict(hidden_act="gelu", attention_bias=True, partial_rotary_factor=0.25,
+                      rms_norm_eps=1e-5, use_parallel_residual=True),
+        names=GPT_NEOX_NAMES,
+        key_aliases=dict(layer_norm_eps="rms_norm_eps", rotary_pct="partial_rotary_factor",
+                         rotary_emb_base="rope_theta")),
+    "gptj": Family(
+        overrides=dict(layer_norm=True, gated=False, mlp_bias=True, head_bias=True, parallel=True),
+        defaults=dict(hidden_act="gelu_new", rotary_dim=64, rms_norm_eps=1e-5),
+        names=GPTJ_NAMES, folds=_INTERLEAVED, key_aliases=_GPT2_KEYS, respell=_gptj_respelled),
+    "phi": Family(
+        overrides=dict(_BIASED, layer_norm=True, gated=False, head_bias=True, parallel=True),
+        defaults=dict(hidden_act="gelu_new", partial_rotary_factor=0.5, rms_norm_eps=1e-5),
+        names=PHI_NAMES, key_aliases=dict(layer_norm_eps="rms_norm_eps"),
+        respell=lambda c: {**c, "one_norm": True}),
+    "cohere": Family(
+        overrides=dict(layer_norm=True, parallel=True), defaults=_COHERE,
+        folds=dict(_INTERLEAVED, constants=_NO_BIAS),
+        key_aliases=dict(layer_norm_eps="rms_norm_eps"), respell=_cohere_respelled),
+    "cohere2": Family(
+        overrides=dict(layer_norm=True, parallel=True),
+        defaults=dict(_COHERE, rope_theta=1e4, sliding_window=4096),
+        folds=dict(_INTERLEAVED, constants=_NO_BIAS), is_sliding=_slides, has_rope=_slides,
+        key_aliases=dict(layer_norm_eps="rms_norm_eps"), respell=_cohere_respelled),
+    "falcon": Family(
+        overrides=dict(layer_norm=True, gated=False),
+        defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True, alibi=False,
+                      multi_query=True, parallel_attn=True, new_decoder_architecture=False,
+                      bias=False),
+        names=FALCON_NAMES, has_rope=lambda c, i: not c["alibi"],
+        key_aliases=dict(n_embed="hidden_size", n_layer="num_hidden_layers",
+                         n_head="num_attention_heads", ffn_hidden_size="intermediate_size",
+                         activation="hidden_act", layer_norm_epsilon="rms_norm_eps"),
+        respell=_falcon_respelled),
+    "stablelm": Family(
+        overrides=dict(layer_norm=True, o_bias=False),
+        defaults=dict(num_key_value_heads=32, partial_rotary_factor=0.25, rms_norm_eps=1e-5,
+                      max_position_embeddings=4096, use_parallel_residual=False,
+                      qk_layernorm=False),
+        names={"self_attn.q_layernorm.norms.*": "attn.q_norm",
+               "self_attn.k_layernorm.norms.*": "attn.k_norm"},
+        key_aliases=dict(layer_norm_eps="rms_norm_eps", use_qkv_bias="qkv_bias",
+                         rope_pct="partial_rotary_factor"),
+        respell=_stablelm_respelled),
+    "nemotron": Family(
+        overrides=dict(layer_norm=True, gated=False),
+        defaults=dict(hidden_act="relu2", partial_rotary_factor=0.5, rms_norm_eps=1e-5,
+                      max_position_embeddings=4096),
+        folds=_OFFSET, key_aliases=dict(norm_eps="rms_norm_eps")),
+    "apertus": Family(
+        overrides=dict(gated=False, qk_norm="head"),
+        defaults=dict(hidden_act="xielu", rms_norm_eps=1e-5, max_position_embeddings=65536,
+                      rope_theta=12e6,
+                      rope_parameters=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                                           high_freq_factor=4.0,
+                                           original_max_position_embeddings=8192)),
+        names=APERTUS_NAMES),
+    "olmo": Family(
+        overrides=dict(layer_norm=True, norm_eps=1e-5), defaults=dict(clip_qkv=None),
+        folds=dict(constants=_NO_BIAS | {r"norm\.weight$": 1.0})),
+    "hunyuan_v1_dense": Family(
+        overrides=dict(qk_norm="head"), scores=dict(gains=True), defaults=dict(rms_norm_eps=1e-5),
+        folds=dict(norm_after_rope=True), names=HUNYUAN_NAMES),
+    "hunyuan_v1_moe": Family(
+        overrides=dict(qk_norm="head"), scores=dict(gains=True), moe=dict(shared_gate=False),
+        defaults=dict(rms_norm_eps=1e-5, num_experts=1, num_experts_per_tok=1),
+        folds=dict(norm_after_rope=True), names=HUNYUAN_MOE_NAMES, is_sparse=always,
+        key_aliases=dict(moe_topk="num_experts_per_tok"), respell=_hunyuan_moe_respelled),
+    "afmoe": Family(
+        overrides=dict(post_norm=True, qk_norm="head", attn_gate=True), moe=_SIGMOID,
+        defaults=dict(head_dim=128, sliding_window=1024, rms_norm_eps=1e-5, num_experts=64,
+                      num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2,
+                      first_k_dense_replace=1, max_position_embeddings=16384),
+        names=AFMOE_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_slides, has_rope=_slides,
+        key_aliases=dict(route_scale="routed_scaling_factor",
+                         num_dense_layers="first_k_dense_replace",
+                         global_attn_every_n_layers="sliding_window_pattern"),
+        respell=_afmoe_respelled),
+    "ernie4_5_moe": Family(
+        moe=dict(choice_bias=True, shared_gate=False),
+        defaults=dict(num_key_value_heads=4, use_bias=False, rope_theta=5e5, rms_norm_eps=1e-5,
+                      max_position_embeddings=131072, tie_word_embeddings=True, num_experts=64,
+                      num_experts_per_tok=6, moe_intermediate_size=1536, n_shared_experts=2,
+                      moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1),
+        names=ERNIE_MOE_NAMES, folds=_INTERLEAVED, is_sparse=_ernie_is_sparse,
+        key_aliases=dict(moe_num_experts="num_experts", moe_k="num_experts_per_tok",
+                         moe_num_shared_experts="n_shared_experts"),
+        respell=_biased_respelled),
+    "muse_glimmer_text": Family(
+        overrides=dict(post_norm=True, qk_norm="head", attn_gate=True, embed_norm=True),
+        defaults=dict(num_key_value_heads=2, head_dim=128, sliding_window=2048, rms_norm_eps=1e-5,
+                      post_norm_eps=1e-8, final_logit_softcapping=20.0, qk_scale_factor=3.87,
+                      output_multiplier=0.19611613513818404, max_position_embeddings=131072),
+        folds=dict(norm_offset=1.0, norm_offset_of=r"layers\..*norm",
+                   constants={r"[qk]_norm\.weight$": 1.0, "embed_norm": 1.0}),
+        names=SANDWICH_NAMES | {"self_attn.gate_proj": "attn.gate"},
+        is_sliding=_muse_slides, has_rope=_muse_slides, respell=_muse_respelled),
+    "bloom": Family(
+        overrides=dict(_BIASED, layer_norm=True, gated=False, embed_norm=True),
+        scores=dict(alibi=True),
+        defaults=dict(hidden_act="gelu_new", rms_norm_eps=1e-5, tie_word_embeddings=True),
+        names=FALCON_NAMES, has_rope=_never,
+        key_aliases=dict(n_embed="hidden_size", n_layer="num_hidden_layers",
+                         n_head="num_attention_heads", layer_norm_epsilon="rms_norm_eps",
+                         seq_length="max_position_embeddings"),
+        respell=_gpt2_respelled),
+    "mpt": Family(
+        overrides=dict(layer_norm=True, gated=False), scores=dict(alibi=True),
+        defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True,
+                      clip_qkv=None),
+        names=MPT_NAMES, folds=dict(constants=_NO_BIAS), has_rope=_never,
+        key_aliases=dict(d_model="hidden_size", n_layers="num_hidden_layers",
+                         n_heads="num_attention_heads", max_seq_len="max_position_embeddings",
+                         layer_norm_epsilon="rms_norm_eps"),
+        respell=_mpt_respelled),
+    "gpt_neo": Family(
+        overrides=dict(layer_norm=True, learned_pos=True, gated=False, o_bias=True, mlp_bias=True,
+                       attn_scale=1.0),
+        defaults=dict(hidden_act="gelu_new", rms_norm_eps=1e-5, tie_word_embeddings=True,
+                      sliding_window=256, attention_types=[[["global", "local"], 12]]),
+        names=GPT_NEO_NAMES, has_rope=_never,
+        key_aliases=dict(num_layers="num_hidden_layers", num_heads="num_attention_heads",
+                         window_size="sliding_window", layer_norm_epsilon="rms_norm_eps",
+                         activation_function="hidden_act"),
+        respell=_gpt_neo_respelled),
+    "gpt_bigcode": Family(
+        overrides=dict(_BIASED, layer_norm=True, learned_pos=True, gated=False),
+        defaults=dict(hidden_act="gelu_pytorch_tanh", max_position_embeddings=1024,
+                      rms_norm_eps=1e-5, tie_word_embeddings=True, multi_query=True),
+        names=GPT_BIGCODE_NAMES, has_rope=_never, key_aliases=_GPT2_KEYS,
+        respell=_gpt_bigcode_respelled),
+    "nanochat": Family(
+        overrides=dict(gated=False, qk_norm="head", embed_norm=True),
+        defaults=dict(hidden_act="relu2", final_logit_softcapping=15.0),
+        names=PHI_NAMES,
+        folds=dict(reversed_rope=True, constants={r"norm\.weight$": 1.0})),
+    "hyperclovax": Family(
+        defaults=dict(use_post_norm=True),
+        names={"post_norm1": "post_attn_norm", "post_norm2": "post_ffn_norm"},
+        respell=_hyperclovax_respelled),
+    "opt": Family(
+        overrides=dict(layer_norm=True, learned_pos=True, gated=False),
+        defaults=dict(hidden_act="relu", rms_norm_eps=1e-5, tie_word_embeddings=True,
+                      enable_bias=True),
+        names=OPT_NAMES, folds=dict(first_pos=2), has_rope=_never,
+        key_aliases=dict(ffn_dim="intermediate_size", activation_function="hidden_act"),
+        respell=_opt_respelled),
+    "jais2": Family(
+        overrides=dict(layer_norm=True, gated=False),
+        defaults=dict(hidden_act="relu2", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5,
+                      max_position_embeddings=8192),
+        key_aliases=dict(layer_norm_eps="rms_norm_eps")),
+    "gpt2": Family(
+        overrides=dict(_BIASED, layer_norm=True, learned_pos=True, gated=False),
+        defaults=dict(hidden_act="gelu_new", max_position_embeddings=1024, rms_norm_eps=1e-5,
+                      tie_word_embeddings=True),
+        names=GPT2_NAMES, has_rope=_never, key_aliases=_GPT2_KEYS, respell=_gpt2_respelled),
+}
+
+TEXT_PARTS = {                                     # of a multimodal model whose config.json is mute
+    "mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama",
+    "internvl": "qwen2",
+}
+
+ALIASES = {"kimi_k2": "deepseek_v3"}                # what config.json may call it: the same
+
+OTHER_KINDS = {                                    # another block than this Transformer's
+    "state-space layers (Mamba, RWKV)":
+        "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
+        "falcon_h1 plamo2 recurrent_gemma xlstm",
+    "gated DeltaNet or other linear attention":
+        "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
+    "latent attention to keys that an indexer chooses, or of another kind":
+        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
+        "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
+    "layers of two attentions around a mixture of experts": "longcat_flash",
+    "norms behind its experts only": "axk1",
+    "convolution layers of another kind": "lfm3 inkling_text inkling2_text zaya",
+    "an encoder and a decoder":
+        "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
+        "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "
+        "blip_text_model pix2struct pix2struct_text_model florence2 udop pp_formulanet "
+        "pp_formulanet_text vision-encoder-decoder",
+    "an encoder, which does not generate":
+        "bert bert-generation roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xlm xlnet "
+        "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
+        "megatron-bert reformer rembert roc_bert roformer xmod",
+    "per-layer embeddings and shared key/value layers":
+        "gemma3n gemma3n_text",
+    "the layers of a drafter, which only run beside Gemma 4 (--draft_checkpoint_path)":
+        "gemma4_assistant gemma4_unified_assistant",
+    "tokens that come by diffusion, many at once": "diffusion_gemma diffusion_gemma_text",
+    "attention in chunks, and experts whose inputs are scaled": "llama4 llama4_text",
+    "attention from text to images":
+        "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",
+    "attention over a picture and its prompt in both directions": "paligemma",
+    "tokens of sound or images": "moshi musicgen musicgen_melody chameleon pi0",
+    "experts, or a router to them, of another kind":
+        "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
+        "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
+    "norms, positions or projections of another kind":
+        "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "
+        "bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
+    "attention by differences or with a learned mask": "diffllama doge",
+    "layers that it runs through several times": "hrm_text",
+    "bytes instead of tokens": "blt",
+    "adapters of its own for images and sound": "phi4_multimodal",
+    "a text part that lies between parts for images in its own way":
+        "glm_ocr_text granite4_vision_text granite_docling_text "
+        "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
+}

@@ -1,0 +1,165 @@
+"""The GGUF format (github.com/ggml-org/ggml, docs/gguf.md): a file -> metadata and lazy tensors.
+
+Quantized blocks are dequantized as they are read, by the gguf package. Knows no architecture.
+"""
+
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import torch
+
+from checkpoint import LazyTensor, brief
+from gpt_faster.formats.gguf_int4 import as_int4
+from gpt_faster.formats.lazy import Packed
+
+MOST_ENTRIES = 1 << 24                             # a hundred times the longest vocabulary
+
+
+def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
+    """Metadata, tensor infos (name, shape, type, offset) and where the tensors begin.
+
+    The gguf package has a reader, but it takes 8 s for a 262k vocabulary where this takes 0.3 s.
+    """
+    at, codes = 0, "BbHhIif?__Qqd"                 # struct's letters in the order of GGUF's types
+    left = min(len(data), MOST_ENTRIES)            # of all arrays
+
+    def take_number(code, most, what):
+        """Of what follows: each takes a byte of the file at least."""
+        n = take(code)
+        if n > most:
+            raise ValueError(f"{n:,} {what}, of which the file could hold {most:,}")
+        return n
+
+    def take(code):
+        nonlocal at
+        value, = struct.unpack_from("<" + code, data, at)
+        at += struct.calcsize(code)
+        return value
+
+    def strings(n):                                # a vocabulary's: the only loop that takes long
+        nonlocal at
+        length, texts = struct.Struct("<Q").unpack_from, []
+        for _ in range(n):
+            end = at + 8 + length(data, at)[0]
+            if end > len(data):
+                raise struct.error("text runs past the end of the file")
+            texts.append(str(data[at + 8:end], "utf-8", "replace"))
+            at = end
+        return texts
+
+    def value(kind, depth=0):
+        nonlocal at, left
+        if kind == 8:
+            return strings(1)[0]
+        if kind == 9 and depth > 3:
+            raise ValueError("arrays within arrays within arrays")
+        if kind == 9:
+            kind, n = take("I"), take_number("Q", left, "entries of an array")
+            left -= n
+            if kind == 8:
+                return strings(n)
+            if kind == 9:
+                return [value(kind, depth + 1) for _ in range(n)]
+            if kind >= len(codes):
+                raise ValueError(f"an array of type {kind}, which is not known")
+            values = struct.unpack_from(f"<{n}{codes[kind]}", data, at)
+            at += n * struct.calcsize(codes[kind])
+            return list(values)
+        if kind >= len(codes):
+            raise ValueError(f"a value of type {kind}, which is not known")
+        return take(codes[kind])
+
+    if bytes(data[:4]) != b"GGUF":
+        raise ValueError("it does not begin with 'GGUF'")
+    at = 4
+    version = take("I")
+    if version not in (2, 3):
+        raise ValueError(f"GGUF version {version} is not supported (2 and 3 are)")
+    n_tensors = take_number("Q", len(data), "tensors")
+    n_keys = take_number("Q", len(data), "keys")
+    metadata = {}
+    for _ in range(n_keys):
+        key = strings(1)[0]
+        metadata[key] = value(take("I"))
+    infos = []
+    for _ in range(n_tensors):
+        name = strings(1)[0]
+        n_axis = take_number("I", 4, f"axes of {name}")
+        shape = tuple(take("Q") for _ in range(n_axis))[::-1]          # stored fastest first
+        infos.append((name, shape, take("I"), take("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+        raise ValueError(f"general.alignment is {brief(alignment)}, expected a power of two")
+    return metadata, infos, -(-at // alignment) * alignment
+
+
+def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
+    """Metadata and tensors of one file, dequantized as they are read."""
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError("reading a GGUF needs: pip install gguf") from None
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    with open(path, "rb") as f:
+        if os.path.getsize(path) < 24:
+            raise ValueError(f"{path}: not a readable GGUF file: too short")
+        data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+    try:
+        metadata, infos, start = read_gguf_header(data)
+    except (struct.error, ValueError) as e:
+        raise ValueError(f"{path}: not a readable GGUF file (truncated?): {e}") from None
+    tensors = []
+    for name, shape, kind, at in infos:
+        try:
+            kind = gguf.GGMLQuantizationType(kind)
+        except ValueError:
+            raise ValueError(f"{path}: {name} has quantization type {kind}, unknown to gguf "
+                             f"{getattr(gguf, '__version__', '')}: pip install -U gguf") from None
+        n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if shape and shape[-1] % n_block or 0 in shape:
+            raise ValueError(f"{path}: {name} is {list(shape)}, expected rows of a multiple of "
+                             f"{n_block} numbers, as {kind.name} has them")
+        size = math.prod(shape) * n_bytes // n_block
+        end = start + at + size
+        if end > len(data):
+            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, the file "
+                             f"at {len(data):,}")
+        tensors.append(_tensor(name, shape, kind, data[start + at:end]))
+    return metadata, tensors
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTensor:
+    """kind: a gguf.GGMLQuantizationType; data: the tensor's bytes."""
+    import gguf
+    import numpy as np
+    row = shape[2:] if len(shape) > 2 else shape[1:]
+    n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    row_bytes = math.prod(row) * n_bytes // n_block
+
+    def bytes_of(a, b):
+        blocks = np.frombuffer(data, np.uint8, (b - a) * row_bytes, a * row_bytes)
+        return blocks.reshape(b - a, -1)
+
+    def read_bytes(a, b):
+        return torch.from_numpy(bytes_of(a, b).copy())
+
+    def read_rows(a, b):
+        if kind == gguf.GGMLQuantizationType.BF16:         # torch does this one faster
+            return read_bytes(a, b).view(torch.bfloat16).view(b - a, *row)
+        values = gguf.dequantize(bytes_of(a, b), kind)
+        return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
+
+    def read_vector(a, b):                         # a vector's blocks do not end with its rows
+        values = gguf.dequantize(np.frombuffer(data, np.uint8), kind)
+        return torch.from_numpy(np.array(values, copy=True))[a:b]
+    dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
+    if len(shape) == 1:
+        return LazyTensor(name, shape, dtype, read_vector)
+    t = LazyTensor(name, shape, dtype, read_rows)
+    if n_block > 1:
+        t.packed = Packed(kind.name, as_int4(t, kind.name, read_bytes))
+    return t

@@ -1,0 +1,395 @@
+"""Weights that the Hub stores already quantized -> our int4, or plain weights, row by row.
+
+Owns the layouts: which tensors on disk make one linear, how integers are packed, which scale each
+number has. Knows nothing of files, models or config.json beyond its `quantization_config`. Every
+layout ends in the same sum, weight = (code - zero point) * scale. Four bits with a scale for each
+group of neighbours in a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
+
+    tensors = dequantized(tensors, config["quantization_config"])
+"""
+
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+
+from checkpoint import LazyTensor, brief
+from gpt_faster.formats.lazy import Packed, cached, offset
+
+INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
+_FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
+FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # of a byte, low first
+# AWQ's int32 holds eight neighbouring outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+
+# of activations and the kv cache: a float forward pass needs none of them
+UNUSED = re.compile(r"(\.|_proj_)(activation_scale|"
+                    r"(input|output|prob|kv|[qkv])_(global_scale|scale_ub|scale|zero_point))$")
+PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|blocks|scales)$|"
+                     r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
+
+
+WHOLE = lambda v: type(v) is int and -1 <= v < 1 << 22
+TEXT, OBJECT = (lambda v: isinstance(v, str)), (lambda v: isinstance(v, dict))
+SCHEME = dict(format=TEXT, weights=dict(
+    group_size=WHOLE, block_structure=lambda v: isinstance(v, str | list)))
+METHOD = dict(                                     # what a quantization_config may say, where read
+    quant_method=TEXT, quant_algo=TEXT, version=TEXT, format=TEXT, backend=TEXT,
+    checkpoint_format=TEXT, bits=WHOLE, w_bit=WHOLE, group_size=WHOLE, q_group_size=WHOLE,
+    weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(WHOLE, v)),
+    config_groups=[SCHEME], sparsity_config=dict(format=TEXT),
+    transform_config=dict(config_groups=OBJECT))
+
+
+def check_shape(found, expected, name: str = "it") -> None:
+    """ValueError names what is of another kind. [kind]: an object of any keys. Of other objects a
+    value may be null.
+    """
+    inner = expected[0] if isinstance(expected, list) else None
+    fits = OBJECT(found) if isinstance(expected, dict | list) else expected(found)
+    if not fits:
+        raise ValueError(f"'{name}' is {brief(found)}")
+    if isinstance(expected, dict | list):
+        for key, value in found.items():
+            kind = inner or expected.get(key)
+            if kind and (value is not None or inner):
+                check_shape(value, kind, key)
+
+
+def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
+    """All tensors of a checkpoint, a quantized linear's as one X.weight [out, in] or [E, out, in].
+
+    Or as X.weight, X.scales and X.zeros of quantize.py's int4. quantization: config.json's
+    quantization_config (or compression_config). Other tensors pass unchanged; scales of activations
+    and of the kv cache are dropped. Plain rows come in fp32, and `dtype` says what they were:
+    the scales' 16-bit type, or bfloat16. Reads nothing large.
+    ValueError: a method, format, version or bits that is not supported; tensors that are missing
+    or do not fit each other.
+    """
+    check_shape(quantization, METHOD)
+    method = quantization.get("quant_method")
+    if method not in READERS:
+        _refuse(f"quant_method {brief(method)}", READERS)
+    tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
+    done = list(READERS[method](tensors, quantization))      # takes what it reads out of `tensors`
+    for t in done:
+        if t.dtype.is_floating_point and t.name.endswith("weight"):
+            t.packed = Packed(method)
+    alone = next((name for name in tensors if PARTNER.search(name)), None)
+    if alone:
+        raise ValueError(f"{alone}: the quantized tensor that it belongs to is missing")
+    return [*tensors.values(), *done]
+
+
+# ---- The layouts: each takes its tensors out of the dict and yields plain weights ----------------
+
+def _fp8(tensors, quantization, dtypes="fp8", sizes=None):
+    """X [out, in] or [E, out, in] + X_scale_inv or X_scale, one per tensor, row, block or group."""
+    sizes = sizes or [quantization.get("weight_block_size") or (0, 0)]
+    for name, weight in list(tensors.items()):
+        if weight.dtype.itemsize > 1 or weight.dtype == torch.bool or PARTNER.search(name):
+            continue
+        del tensors[name]
+        kind = "fp8" if weight.dtype.is_floating_point else str(weight.dtype).split(".")[1]
+        if kind not in dtypes:
+            _refuse(f"{name} of {kind}", [dtypes])
+        scale = tensors.pop(f"{name}_scale_inv", None) or tensors.pop(f"{name}_scale", None)
+        if scale is None:
+            raise ValueError(f"{name}: {name}_scale_inv or {name}_scale is missing")
+        zero, group = (tensors.pop(name + s, None) for s in ("_zero_point", "_g_idx"))
+        yield _scaled(name, weight.shape, weight.read_rows, scale, zero, sizes, group, weight)
+
+
+def _modelopt(tensors, quantization):
+    if quantization.get("quant_algo") != "FP8":
+        _refuse(f"modelopt's quant_algo {quantization.get('quant_algo')!r}", ["'FP8'"])
+    return _fp8(tensors, quantization)
+
+
+def _awq(tensors, quantization):
+    """qweight [in, out/8], qzeros [in/G, out/8] int32; scales [in/G, out] (AutoAWQ's "gemm")."""
+    version = quantization.get("version") or quantization.get("format") or "gemm"
+    if version.lower() != "gemm" or quantization.get("backend") == "llm-awq":
+        _refuse(f"AWQ version {version!r}, backend {quantization.get('backend')!r}", ["'gemm'"])
+    bits = quantization.get("bits", quantization.get("w_bit", 4))
+    if bits != 4:
+        _refuse(f"AWQ in {bits} bits", ["4 bits"])
+    sizes = [(1, quantization.get("group_size", quantization.get("q_group_size")) or 128)]
+    points = lambda t: _unpacked(t, 4, AWQ_ORDER)
+    for x, weight, zeros, scales in _linears(tensors, ".qweight", torch.int32,
+                                              (".qzeros", ".scales")):
+        (n_in, n_word), (n_group, n_out) = _two(weight), _two(scales)
+        _check(x, [weight, zeros, scales],
+               n_word * 8 == n_out and zeros.shape == (n_group, n_word))
+        yield from _grouped(x, 4, n_in, weight, zeros, scales, lambda t: points(t).T, points, sizes)
+
+
+def _gptq(tensors, quantization):
+    """qweight [in * bits/32, out], qzeros [groups, out * bits/32] int32; scales [groups, out].
+
+    g_idx [in], if there, is each input's group (desc_act). "gptq" stores the zero points less one.
+    """
+    version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    bits = quantization.get("bits", 4)
+    if quantization.get("is_marlin_format"):
+        version = "marlin"
+    if version not in ("gptq", "gptq_v2"):
+        _refuse(f"GPTQ checkpoint_format {version!r}", ["'gptq'", "'gptq_v2'"])
+    if bits not in (2, 3, 4, 8):
+        _refuse(f"GPTQ in {bits} bits", ["2, 3, 4 and 8 bits"])
+    if bits == 3 and version == "gptq" and "gptqmodel" in str(quantization.get("meta")):
+        # versions of GPTQModel differ in which bits they take the 1 from
+        _refuse("GPTQ in 3 bits by GPTQModel", ["checkpoint_format 'gptq_v2'"])
+    sizes = [(1, quantization.get("group_size") or -1)]
+    for x, weight, zeros, scales, group in _linears(tensors, ".qweight", torch.int32,
+                                                     (".qzeros", ".scales"), (".g_idx",)):
+        (n_word, n_out), (n_group, _) = _two(weight), _two(scales)
+        # each linear's own bits: GPTQModel's `dynamic` may change them by name
+        bits = next((b for b in (2, 3, 4, 8)
+                     if zeros.shape == (n_group, _ceil(n_out * b, 32))), 0)
+        _check(x, [weight, zeros, scales], bits and scales.shape[1] == n_out)
+        # the defaults tie each lambda to this linear's bits
+        yield from _grouped(x, bits, n_word * 32 // bits, weight, zeros, scales,
+                            lambda t, bits=bits: _unpacked(t.T, bits),
+                            lambda t, bits=bits: _zero_points(t, bits, version), sizes, group)
+
+
+def _compressed_tensors(tensors, quantization):
+    """weight_packed [out, in * bits/32] int32, weight_shape, or int8 or fp8 weight; weight_scale.
+
+    Integers are packed plus 2^(bits-1); weight_zero_point is packed along out, or plain int8.
+    Bits follow from weight_shape, the scale's strategy from its shape: config_groups need no match.
+    """
+    schemes = list((quantization.get("config_groups") or {}).values())
+    formats = {quantization.get("format"), *(scheme.get("format") for scheme in schemes),
+               (quantization.get("sparsity_config") or {}).get("format")}
+    for name in sorted(formats - {None, "mixed-precision", *CT_FORMATS}):
+        _refuse(f"compressed-tensors format {name!r}", CT_FORMATS)
+    if (quantization.get("transform_config") or {}).get("config_groups"):
+        _refuse("compressed-tensors with transform_config (rotated weights)", CT_FORMATS)
+    if formats <= {None, "dense"}:                 # float weights; their scales are history
+        for name in [n for n in tensors if PARTNER.search(n)]:
+            del tensors[name]
+    weights = [scheme.get("weights") or {} for scheme in schemes]
+    # where two sizes give the same count (both cover the whole axis) they mean the same
+    sizes = [(0, 0), *((1, w.get("group_size") or 0) for w in weights)]
+    sizes += [[int(n) for n in re.findall(r"\d+", str(w["block_structure"]))]      # or "128x128"
+              for w in weights if w.get("block_structure")]
+    for x, packed, scale, shape, zero, group in _linears(
+            tensors, ".weight_packed", torch.int32, (".weight_scale", ".weight_shape"),
+            (".weight_zero_point", ".weight_g_idx")):
+        shape = tuple(shape.whole().tolist())
+        bits = next((b for b in (4, 8)
+                     if packed.shape == (*shape[:1], _ceil(shape[-1] * b, 32))), 0)
+        if not bits:
+            _refuse(f"{x}: weight_packed {packed.shape} of {shape}", ["4 and 8 bits, 2 axes"])
+        n_out, n_in = shape
+        if zero and zero.dtype == torch.int32:
+            _check(x, [packed, scale, zero],
+                   zero.shape == (_ceil(n_out * bits, 32), *scale.shape[1:]))
+            zero = cached(x, scale.shape, torch.float32,
+                          lambda zero=zero, bits=bits, n=n_out:
+                              _signed(zero.whole().T, bits, n).T)
+        values = lambda a, b, packed=packed, bits=bits, n=n_in: _signed(
+            packed.read_rows(a, b), bits, n)
+        if bits == 4 and _plain_groups(shape, scale, zero, sizes, group):
+            codes = lambda a, b, values=values: (values(a, b) + 8).to(torch.uint8)
+            point = zero and offset(zero, 8)
+            yield from _int4(x, shape, codes, scale, point, packed)
+        else:
+            yield _scaled(x + ".weight", shape, values, scale, zero, sizes, group, packed)
+    yield from _fp8(tensors, quantization, "fp8 or int8", sizes)
+
+
+def _mxfp4(tensors, quantization):
+    """X_blocks [E, out, in/32, 16] uint8, two e2m1 a byte, low first; X_scales [E, out, in/32]."""
+    for x, blocks, scales in _linears(tensors, "_blocks", torch.uint8, ("_scales",)):
+        _check(x, [blocks, scales], blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3)
+        E, n_out, n_block = scales.shape
+
+        def values(a, b, blocks=blocks):                                # [b - a, in/32, 16]
+            return F.embedding(blocks.read_rows(a, b).int(), FP4_PAIRS).flatten(1)
+        yield _scaled(x + ".weight", (E, n_out, n_block * 32), values, scales, None, [(1, 32)],
+                      None, blocks)
+
+
+READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
+           "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+
+
+# ---- What the layouts share ---------------------------------------------------------------------
+
+def _scaled(name, shape, values, scale, zero, sizes, group, packed):
+    """A LazyTensor of (values(a, b) - zero) * scale.
+
+    scale, zero: one number, [out], or [(E,) out/bo, in/bi] where the last block may be partial;
+    bo, bi: 1, the whole axis, or from one of `sizes`. group [in]: columns' groups in place of bi.
+    packed: the tensor that values() reads.
+    """
+    n_out, n_in = shape[-2:] if len(shape) > 1 else (0, 0)
+    single = math.prod(scale.shape) == 1
+    grid = (1, 1) if single else (*scale.shape, 1) if len(scale.shape) == 1 else scale.shape
+    bo, bi = (next((s for s in (1, n, *size) if s > 0 and _ceil(n, s) == count), 0)
+              for n, count, size in zip((n_out, n_in), grid[-2:], zip(*sizes)))
+    _check(name, [scale, zero or scale], n_in and bo and (bi or group) and (
+        single or grid[:-2] == shape[:-2]) and (zero is None or zero.shape == scale.shape))
+    if group:
+        _check(name, [scale, group], group.shape == (n_in,))
+
+    def spread(t, a, b, column):
+        """The scale or zero point of each number in rows [a, b): [b - a or 1, in or 1]."""
+        if single:
+            return _number(t.whole()).reshape(1, 1)
+        row = torch.arange(a, b)
+        row = row // n_out * grid[-2] + row % n_out // bo
+        few = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
+        few = few[row - row[0]] if bo > 1 else few
+        if grid[-1] == 1:
+            return few
+        return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column]
+
+    def rows(a, b):
+        column = group.whole().long() if group else None
+        if group and not -1 <= int(column.min()) <= int(column.max()) < grid[-1]:
+            raise ValueError(f"{group.name} has groups beyond the {grid[-1]} that there are")
+        if group and bi and (column <= 0).all():   # all 0, or all -1: what unordered groups leave
+            column = None
+        w = values(a, b).float()
+        if zero:
+            w = w - spread(zero, a, b, column)
+        return w * spread(scale, a, b, column)
+
+    half = scale.dtype in (torch.float16, torch.bfloat16)
+    made_of = tuple(t for t in (packed, scale, zero, group) if t)
+    return LazyTensor(name, tuple(shape), scale.dtype if half else torch.bfloat16, rows, made_of)
+
+
+def _plain_groups(shape, scale, zero, sizes, group) -> bool:
+    """Do the neighbours in a row share a scale, n_in / n_group at a time, in the order they are in?
+
+    As _scaled would find, which has the answer where it is no, or where nothing fits.
+    """
+    n_in, n_group = shape[-1], scale.shape[-1]
+    if scale.shape != (shape[0], n_group) or n_in % n_group or n_in % 2 or (
+            zero and zero.shape != scale.shape) or n_in // n_group not in (n_in, *(
+                columns for _, columns in sizes)):
+        return False
+    order = group and group.whole().long()         # -1 or 0 everywhere: no order
+    return order is None or order.shape == (n_in,) and (
+        bool((order <= 0).all()) or torch.equal(order, torch.arange(n_in) // (n_in // n_group)))
+
+
+def _int4(x, shape, codes, scale, zero, packed):
+    """quantize.py's int4, from codes(a, b) of 0 to 15 and their zero points (None: 8)."""
+    (n_out, n_in), grid = shape, scale.shape
+
+    def rows(a, b):
+        q = codes(a, b)
+        return q[:, ::2] | q[:, 1::2] << 4
+
+    def zeros(a, b):
+        point = zero.read_rows(a, b).float() if zero else torch.full((b - a, grid[1]), 8.0)
+        return (8 - point) * scale.read_rows(a, b).float()
+
+    yield LazyTensor(x + ".weight", (n_out, n_in // 2), torch.uint8, rows, (packed,))
+    yield scale.derived(scale.read_rows, name=x + ".scales")
+    made_of = (scale, zero) if zero else (scale,)
+    yield LazyTensor(x + ".zeros", grid, torch.float32, zeros, made_of)
+
+
+def unpacked_int4(weight: LazyTensor, scales: LazyTensor, zeros: LazyTensor) -> LazyTensor:
+    """quantize.py's int4 as plain weights."""
+    n_group = scales.shape[-1]
+
+    def rows(a, b):
+        q = torch.stack((weight.read_rows(a, b) & 15, weight.read_rows(a, b) >> 4), -1).flatten(-2)
+        q = q.float().unflatten(-1, (n_group, -1)) - 8
+        scale, zero = (t.read_rows(a, b).float()[..., None] for t in (scales, zeros))
+        return (q * scale + zero).flatten(-2)
+    shape = (*weight.shape[:-1], weight.shape[-1] * 2)
+    return LazyTensor(weight.name, shape, torch.bfloat16, rows, (weight, scales, zeros))
+
+
+def _grouped(x, bits, n_in, weight, zeros, scales, codes, points, sizes, group=None):
+    """AWQ's and GPTQ's linear: codes() unpacks weight to [out, in], points() zeros as stored.
+
+    Stored with out last, so nothing can be read by rows: one byte a number is held meanwhile.
+    """
+    n_group, n_out = scales.shape
+    q = cached(x, (n_out, n_in), torch.uint8, lambda: codes(weight.whole()))
+    z = cached(x, (n_out, n_group), torch.int16,
+               lambda: points(zeros.whole())[:, :n_out].short().T)
+    s = cached(x, (n_out, n_group), scales.dtype, lambda: scales.whole().T)
+    if bits == 4 and _plain_groups(q.shape, s, z, sizes, group):
+        return _int4(x, q.shape, q.read_rows, s, z, q)
+    return [_scaled(x + ".weight", q.shape, q.read_rows, s, z, sizes, group, q)]
+
+
+def _unpacked(words, bits, order=range(32)):
+    """[n, m] int32 -> [n, m * 32/bits] uint8: a stream of bits, each number's lowest first.
+
+    3 bits, 32 numbers in 3 words:   |0 0 0 1 1 1 ... 9 9 9 10 10|10 11 11 11 ... 20 21|21 21 22 ...
+    """
+    shared = math.gcd(bits, 32)
+    n_word, n_value, mask = bits // shared, 32 // shared, (1 << bits) - 1     # until it repeats
+    values = torch.empty(words.shape[0], words.shape[1] * 32 // bits, dtype=torch.uint8)
+    for i in range(n_value):
+        word, shift = divmod(i * bits, 32)
+        value = words[:, word::n_word] >> shift
+        if shift + bits > 32:                      # mask: >> copied the sign into the upper bits
+            value = value & (1 << 32 - shift) - 1 | words[:, word + 1::n_word] << 32 - shift
+        values[:, order[i]::n_value] = value & mask
+    return values
+
+
+def _signed(words, bits, n):
+    """compressed-tensors' [m, n * bits/32] int32 -> [m, n] float, from -2^(bits-1)."""
+    return _unpacked(words, bits)[:, :n].float() - (1 << bits - 1)
+
+
+def _zero_points(words, bits, version):
+    """GPTQ's qzeros [groups, out * bits/32] -> [groups, out]; version "gptq" lacks 1 in each."""
+    if version == "gptq" and bits != 3:
+        # GPTQModel takes 1 from each number with one subtraction of the word, so that a zero point
+        # of 0 borrows from its neighbour: only adding to the word undoes that. It wraps around.
+        words = words + sum(1 << i for i in range(0, 32, bits))
+    values = _unpacked(words, bits).short()        # 3 bits may span two words: number by number
+    return values + 1 & 7 if version == "gptq" and bits == 3 else values
+
+
+def _number(t):
+    """A scale or zero point as fp32; bytes are ue8m0 exponents, 2^(byte - 127)."""
+    return (t.view(torch.float8_e8m0fnu) if t.dtype == torch.uint8 else t).float()
+
+
+def _linears(tensors, key, dtype, needed, optional=()):
+    """(X, X + key of this dtype, its partners) for each X; optional ones may be None."""
+    for name in [n for n in tensors if n.endswith(key)]:
+        x = name.removesuffix(key)
+        parts = [tensors.pop(x + suffix, None) for suffix in (key, *needed, *optional)]
+        missing = [x + s for s, part in zip((key, *needed), parts) if part is None]
+        if missing:
+            raise ValueError(f"{name}: {', '.join(missing)} is missing")
+        if parts[0].dtype != dtype:
+            _refuse(f"{name} of {parts[0].dtype}", [str(dtype)])
+        yield x, *parts
+
+
+def _check(name, tensors, fits):
+    if not fits:
+        shapes = " and ".join(str(list(t.shape)) for t in tensors)
+        raise ValueError(f"{name}: shapes {shapes} do not fit each other")
+
+
+def _refuse(found, supported):
+    raise ValueError(f"{found} is not supported, only {', '.join(supported)}; {INSTEAD}")
+
+
+def _two(t):
+    return t.shape if len(t.shape) == 2 else (0, 0)
+
+
+def _ceil(n, size):
+    return -(-n // size)

@@ -1,0 +1,280 @@
+"""Parameter names of more families: tables as checkpoint.HF_NAMES is one, with fused tensors apart.
+
+Knows no config.json; families, GGUF and Meta's files bring more tables:
+
+    tensors = rename(lazy_tensors, {**HF_NAMES, **family.names}, cfg)
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import checkpoint
+from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
+from gpt_faster.formats.lazy import index_select, transpose
+from gpt_faster.layers.delta import BY_HEADS
+from model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Fused(checkpoint.Fused):
+    """And other ways to hold several: query, key and value of unequal shares; or one transposed."""
+
+    transposed: bool = False                       # [in, out] (of each expert)
+    interleaved: bool = False                      # shares take turns row by row
+    maybe_transposed: bool = False                 # told by the width of experts' inputs
+    by_group: bool = False                         # the heads that share keys lie together: q, k, v
+    # rows of each parameter, before as many of each again
+    n_rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    equal: bool = False                            # three equal shares, which are not q, k and v
+
+    def pieces(self, t, cfg):
+        n = len(self.into)
+        transposed = self.transposed
+        if self.maybe_transposed:
+            transposed = t.shape[-1] != (cfg.dim if n == 2 else cfg.moe.expert_dim)
+        if transposed:
+            t = transpose(t)
+        if n == 1:
+            return [t]
+        if "conv" in self.into[0]:                 # [C, 1, n_tap]: a row for each channel
+            t = t.derived(t.read_rows, shape=(t.shape[0], t.shape[-1]))
+        size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
+        if self.interleaved:
+            return [index_select(t, torch.arange(i, size, n)) for i in range(n)]
+        if self.n_rows:
+            sizes = self.n_rows(cfg)
+            if size % sum(sizes):
+                raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for a multiple "
+                                 f"of {sum(sizes)} rows")
+            groups = torch.arange(size).view(-1, sum(sizes))
+            return [index_select(t, rows.flatten()) for rows in groups.split(sizes, dim=1)]
+        q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        sizes = (q, kv, kv) if n == 3 and not self.equal else [size // n] * n
+        if sum(sizes) != size:
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for {sum(sizes)} "
+                             "rows")
+        if self.by_group:
+            groups = torch.arange(size).view(cfg.n_kv_head, -1, cfg.head_dim)
+            share = cfg.n_head // cfg.n_kv_head
+            return [index_select(t, heads.flatten())
+                    for heads in groups.split((share, 1, 1), dim=1)]
+        return [index_select(t, index) for index in torch.arange(size).split(list(sizes))]
+
+
+MINIMAX_NAMES = MIXTRAL_NAMES | {"block_sparse_moe.e_score_correction_bias": "ffn.choice_bias"}
+MOE_NAMES = QWEN_MOE_NAMES | {
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "mlp.shared_expert.gate_proj": "ffn.shared.gate", "mlp.shared_expert.up_proj": "ffn.shared.up",
+    "mlp.shared_expert.down_proj": "ffn.shared.down",
+    "mlp.shared_expert_gate": "ffn.shared_expert_gate",
+}
+QWEN3_VL_MOE_NAMES = MOE_NAMES | {
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), maybe_transposed=True),
+    "mlp.experts.down_proj": Fused(("ffn.down.weight",), maybe_transposed=True),
+}
+SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as others spell it too
+    "mlp.gate.e_score_correction_bias": "ffn.choice_bias",
+    "mlp.e_score_correction_bias": "ffn.choice_bias", "mlp.expert_bias": "ffn.choice_bias",
+    "mlp.router.gate": "ffn.router",
+    "mlp.shared_experts.gate_proj": "ffn.shared.gate",
+    "mlp.shared_mlp.gate_proj": "ffn.shared.gate",
+    "mlp.shared_experts.up_proj": "ffn.shared.up", "mlp.shared_mlp.up_proj": "ffn.shared.up",
+    "mlp.shared_experts.down_proj": "ffn.shared.down",
+    "mlp.shared_mlp.down_proj": "ffn.shared.down",
+}
+LATENT_NAMES = {
+    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_layernorm": "attn.q_a_norm",
+    "self_attn.q_b_proj": "attn.wq_b", "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
+    "self_attn.kv_a_layernorm": "attn.kv_a_norm", "self_attn.kv_b_proj": "attn.wkv_b",
+}
+
+
+def delta_shape(cfg: ModelConfig):
+    """Of the layers with gated DeltaNet, which are all alike."""
+    return next(mixer for mixer in cfg.mixer if mixer)
+
+
+def _delta_qkv(cfg):
+    return delta_shape(cfg).n_rows()
+
+
+def _delta_qkvz(cfg):                              # of one key head
+    shape = delta_shape(cfg)
+    n_value = shape.n_v_head // shape.n_k_head * shape.v_dim
+    return shape.k_dim, shape.k_dim, n_value, n_value
+
+
+def _delta_rates(cfg):
+    shape = delta_shape(cfg)
+    return (shape.n_v_head // shape.n_k_head,) * 2
+
+
+def _head_and_gate(cfg):
+    return cfg.head_dim, cfg.head_dim
+
+
+DELTA_NAMES = {
+    "self_attn.q_proj": Fused(("attn.wq", "attn.gate"), n_rows=_head_and_gate),
+    "linear_attn.in_proj_qkv": Fused(("attn.q", "attn.k", "attn.v"), n_rows=_delta_qkv),
+    "linear_attn.in_proj_z": "attn.gate",
+    "linear_attn.in_proj_b": "attn.beta", "linear_attn.in_proj_a": "attn.decay",
+    "linear_attn.in_proj_qkvz": Fused(("attn.q", "attn.k", "attn.v", "attn.gate"),
+                                      n_rows=_delta_qkvz),
+    "linear_attn.in_proj_ba": Fused(("attn.beta", "attn.decay"), n_rows=_delta_rates),
+    "linear_attn.conv1d.weight": Fused(("attn.conv_q", "attn.conv_k", "attn.conv_v"),
+                                       n_rows=_delta_qkv),
+    "linear_attn.A_log": "attn.decay_rate", "linear_attn.dt_bias": "attn.decay_bias",
+    "linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.wo",
+}
+GGUF_DELTA_NAMES = {
+    "attn_q": DELTA_NAMES["self_attn.q_proj"],
+    "attn_qkv": DELTA_NAMES["linear_attn.in_proj_qkv"],
+    "ssm_in": DELTA_NAMES["linear_attn.in_proj_qkvz"],
+    "ssm_ba": DELTA_NAMES["linear_attn.in_proj_ba"],
+    "ssm_beta": "attn.beta", "ssm_alpha": "attn.decay",
+    "ssm_conv1d.weight": DELTA_NAMES["linear_attn.conv1d.weight"],
+    "ssm_a": "attn.decay_rate", "ssm_dt.bias": "attn.decay_bias",
+    "ssm_norm": "attn.norm", "ssm_out": "attn.wo", "post_attention_norm": "ffn_norm",
+}
+HUNYUAN_NAMES = {
+    "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
+}
+ERNIE_MOE_NAMES = SIGMOID_NAMES | {
+    "mlp.moe_statics.e_score_correction_bias": "ffn.choice_bias",
+    "mlp.gate.moe_statics.e_score_correction_bias": "ffn.choice_bias",
+}
+HUNYUAN_MOE_NAMES = SIGMOID_NAMES | HUNYUAN_NAMES | {"mlp.gate.wg": "ffn.router"}
+AFMOE_NAMES = SIGMOID_NAMES | {
+    "self_attn.gate_proj": "attn.gate", "post_attention_layernorm": "post_attn_norm",
+    "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffn_norm",
+}
+SANDWICH_NAMES = {
+    "post_attention_layernorm": "post_attn_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm",
+}
+GPT2_NAMES = {
+    "wte": "embed", "wpe": "pos_embed", "ln_f": "norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
+    "attn.c_attn": Fused(("attn.wq", "attn.wk", "attn.wv"), transposed=True),
+    "attn.c_proj": Fused(("attn.wo",), transposed=True),
+    "mlp.c_fc": Fused(("ffn.up",), transposed=True),
+    "mlp.c_proj": Fused(("ffn.down",), transposed=True),
+}
+GPT_BIGCODE_NAMES = GPT2_NAMES | {                 # its linears are not transposed
+    "attn.c_attn": Fused(("attn.wq", "attn.wk", "attn.wv"), by_group=True),
+    "attn.c_proj": "attn.wo", "mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down",
+}
+GPT_NEO_NAMES = GPT_BIGCODE_NAMES | {
+    "attn.attention.q_proj": "attn.wq", "attn.attention.k_proj": "attn.wk",
+    "attn.attention.v_proj": "attn.wv", "attn.attention.out_proj": "attn.wo",
+}
+GPTJ_NAMES = {
+    "wte": "embed", "ln_f": "norm", "ln_1": "attn_norm", "attn.q_proj": "attn.wq",
+    "attn.k_proj": "attn.wk", "attn.v_proj": "attn.wv", "attn.out_proj": "attn.wo",
+    "mlp.fc_in": "ffn.up", "mlp.fc_out": "ffn.down",
+}
+GPT_NEOX_NAMES = {
+    "embed_in": "embed", "embed_out": "head", "final_layer_norm": "norm",
+    "attention.query_key_value": Fused(("attn.wq", "attn.wk", "attn.wv"), by_group=True),
+    "attention.dense": "attn.wo",
+    "mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down",
+}
+FALCON_NAMES = {                                   # and BLOOM's
+    "word_embeddings": "embed", "word_embeddings_layernorm": "embed_norm", "ln_f": "norm",
+    "ln_attn": "attn_norm", "ln_mlp": "ffn_norm",
+    "self_attention.query_key_value": GPT_NEOX_NAMES["attention.query_key_value"],
+    "self_attention.dense": "attn.wo",
+    "mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down",
+}
+MPT_NAMES = {
+    "wte": "embed", "norm_f": "norm", "norm_1": "attn_norm", "norm_2": "ffn_norm",
+    "attn.Wqkv": Fused(("attn.wq", "attn.wk", "attn.wv")), "attn.out_proj": "attn.wo",
+    "ffn.up_proj": "ffn.up", "ffn.down_proj": "ffn.down",
+}
+PHI_NAMES = {
+    "final_layernorm": "norm", "self_attn.dense": "attn.wo",
+    "mlp.fc1": "ffn.up", "mlp.fc2": "ffn.down",
+}
+OPT_NAMES = {
+    "embed_positions": "pos_embed", "final_layer_norm": "norm",
+    "self_attn_layer_norm": "attn_norm", "layers.*.final_layer_norm": "ffn_norm",
+    "self_attn.out_proj": "attn.wo", "fc1": "ffn.up", "fc2": "ffn.down",
+}
+APERTUS_NAMES = {
+    "attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
+    "mlp.act_fn.alpha_p": "ffn.activation.alpha_p", "mlp.act_fn.alpha_n": "ffn.activation.alpha_n",
+}
+GRANITE_MOE_NAMES = {
+    "block_sparse_moe.router.layer": "ffn.router",
+    "block_sparse_moe.input_linear": Fused(("ffn.gate", "ffn.up")),
+    "block_sparse_moe.output_linear": "ffn.down",
+    "block_sparse_moe.router": "ffn.router",       # the same as transformers 5 writes some
+    "block_sparse_moe.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "block_sparse_moe.experts.down_proj": "ffn.down.weight",
+    "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
+    "shared_mlp.output_linear": "ffn.shared.down",
+}
+LFM2_NAMES = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
+    "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
+    "self_attn.out_proj": "attn.wo", "conv.out_proj": "attn.wo",
+    "conv.in_proj": Fused(("attn.wb", "attn.wc", "attn.wx"), equal=True),
+    "conv.conv.weight": "attn.taps", "conv.conv.bias": "attn.taps_bias",
+    "feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down",
+    "feed_forward.gate": "ffn.router", "feed_forward.expert_bias": "ffn.choice_bias",
+    "feed_forward.experts.*.w1": "ffn.gate", "feed_forward.experts.*.w3": "ffn.up",
+    "feed_forward.experts.*.w2": "ffn.down",
+    "feed_forward.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "feed_forward.experts.down_proj": "ffn.down.weight",
+}
+GPT_OSS_NAMES = {
+    "self_attn.sinks": "attn.attend.sinks", "mlp.router": "ffn.router",
+    "mlp.experts.gate_up_proj.weight": Fused(("ffn.gate.weight", "ffn.up.weight"),
+                                             interleaved=True),        # from MXFP4
+    "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), True, True),
+    "mlp.experts.gate_up_proj_bias": Fused(("ffn.gate.bias", "ffn.up.bias"), interleaved=True),
+    "mlp.experts.down_proj.weight": "ffn.down.weight",
+    "mlp.experts.down_proj": Fused(("ffn.down.weight",), transposed=True),
+    "mlp.experts.down_proj_bias": "ffn.down.bias",
+}
+GEMMA4_NAMES = SANDWICH_NAMES | {
+    "layer_scalar": "end.scale", "per_layer_input_gate": "end.gate",
+    "per_layer_projection": "end.down", "post_per_layer_input_norm": "end.norm",
+    "embed_tokens_per_layer": "per_layer.embed", "per_layer_model_projection": "per_layer.project",
+    "per_layer_projection_norm": "per_layer.norm",
+}
+GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is the shared expert
+    "mlp.gate_proj": "ffn.shared.gate", "mlp.up_proj": "ffn.shared.up",
+    "mlp.down_proj": "ffn.shared.down", "router.proj": "ffn.router",
+    "router.scale": "ffn.router_norm.weight", "router.per_expert_scale": "ffn.expert_scale",
+    "experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "experts.down_proj": "ffn.down.weight", "pre_feedforward_layernorm": "ffn.shared_norm",
+    "pre_feedforward_layernorm_2": "ffn.norm", "post_feedforward_layernorm_2": "ffn.post_norm",
+    "post_feedforward_layernorm_1": "ffn.post_shared_norm",
+}
+OLD_NAMES = {                                      # as files of the first releases have them
+    "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
+OUR_NAMES = OLD_NAMES | {name: name for name in (
+    *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
+    "attn.attend.slopes", "attn.attend.gain", "attn.gate", "embed_norm", "attn.wq_a", "attn.wq_b",
+    "attn.wkv_a", "attn.wk_b", "attn.wv_b", "attn.q_a_norm", "attn.kv_a_norm", "ffn.router",
+    "ffn.choice_bias", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down",
+    "ffn.shared_expert_gate", "ffn.activation.alpha_p", "ffn.activation.alpha_n",
+    "per_layer.embed", "per_layer.project", "per_layer.norm", "end.gate", "end.down", "end.norm",
+    "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
+    "ffn.post_shared_norm", "ffn.expert_scale",
+    "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
+    *(f"attn.{name}" for name in BY_HEADS), "attn.norm")}
+NOT_WEIGHTS = re.compile(
+    r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
+    r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
+    r"|^(v|mm)\.|(^|\.)(embed_vision|embed_audio|audio_tower|vision_embedder)\."
+    r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
+    r"|\.act_fn\.(beta|eps)$")
+
+
+def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
+    """By our names, as checkpoint.rename(), without what is no weight of the text model."""
+    return checkpoint.rename([t for t in tensors if not NOT_WEIGHTS.search(t.name)], table, cfg)

@@ -1,0 +1,115 @@
+"""What our own .pth may hold beside what checkpoint.py reads and writes there: parts of layers/ in
+its config, configs and names of older files, and a head that drafts.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import checkpoint
+from checkpoint import brief, lazy_tensors
+from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
+from gpt_faster.formats.names import OUR_NAMES
+from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.schema import build, check_config
+from gpt_faster.layers.attention import AttentionVariant
+from gpt_faster.layers.block import BlockVariant, Widths
+from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
+from gpt_faster.layers.feed_forward import FeedForwardVariant
+from gpt_faster.layers.latent import Latent
+from gpt_faster.layers.moe import MoEVariant, moe_of
+from gpt_faster.layers.norms import LogitCap, NormVariant
+from gpt_faster.layers.per_layer import PerLayer
+from gpt_faster.layers.rope import RopeVariant, rope_of
+from gpt_faster.layers.shared_kv import SharedKV
+from gpt_faster.layers.short_conv import ShortConv
+from model import ModelConfig
+
+PARTS = {kind.kind: kind for kind in (
+    AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant, GatedDelta, Latent,
+    LearnedPositions, LogitCap, NormVariant, PerLayer, SharedKV, ShortConv)}
+
+
+def read_ours(path: Path, content: dict) -> RawCheckpoint:
+    """content: what torch_file.read_torch() gives."""
+    raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
+    raw.names = OUR_NAMES
+    raw.tensors, head = split_head(lazy_tensors(content["model"]), None)
+    if content.get("mtp"):
+        cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
+        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES,
+                                      kind=MTPHead)
+    return raw
+
+
+def config_from_dict(d: dict) -> ModelConfig:
+    """The config as a .pth stores it. ValueError names what cannot be."""
+    cfg = config_of_parts(d) if "after_embed" in d else config_of_version_1(d)
+    check_config(cfg)
+    return cfg
+
+
+def config_of_parts(d: dict) -> ModelConfig:
+    parts = {name: part_from_dict(d.get(name))
+             for name in ("norm", "attention", "ffn", "block", "per_layer", "logit_cap")}
+    for name in ("mixer", "after_embed"):
+        parts[name] = tuple(part_from_dict(part) for part in _several(d, name))
+    return build(ModelConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
+
+
+def config_of_version_1(d: dict) -> ModelConfig:
+    """Before there were parts; before experts and scores had dictionaries of their own, too."""
+    d = _with_dictionaries(d)
+    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
+        d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
+    end = d.get("layer_end")
+    parts = {"mixer": tuple(part_from_dict(part) for part in _several(d, "mixer", [None])),
+             "widths": _widths(d), "scores": build(Scores, d.get("scores")),
+             "layer_end": end if end is None else build(LayerEnd, end)}
+    flat = build(FlatConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
+    return flat.with_parts()
+
+
+def _ropes(d: dict) -> tuple:
+    return tuple(rope_of(vars(build(RopeVariant, r))) for r in _several(d, "rope"))
+
+
+def _moe(d: dict):
+    moe = d.get("moe")
+    return moe if moe is None else moe_of(vars(build(MoEVariant, moe)))
+
+
+def _widths(d: dict) -> tuple:
+    return tuple(w if w is None else build(Widths, w) for w in _several(d, "widths", [None]))
+
+
+def _several(d: dict, name: str, default=None) -> list | tuple:
+    value = d.get(name, default)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"its config's '{name}' is {brief(value)}, expected one for each layer")
+    return value
+
+
+def part_from_dict(d: dict | None):
+    """What replaces a part of the model; None: nothing does."""
+    if d is None:
+        return None
+    kind = d.get("kind") if isinstance(d, dict) else d
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
+    own = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
+    return build(PARTS[kind], d, **own)
+
+
+def _with_dictionaries(d: dict) -> dict:
+    """What is said of experts and scores in dictionaries of their own: it was among the rest."""
+    if "moe" in d:
+        return d
+    d = dict(d)
+    if "renormalize" in d:                         # its name in the first releases
+        d["norm_topk_prob"] = d.pop("renormalize")
+    names = {f.name for f in dataclasses.fields(MoEVariant)} - {"activation"}
+    experts = {name: d.pop(name) for name in names if name in d}
+    scores = dict(cap=d.pop("attn_cap", None), sinks=d.pop("sinks", False))
+    return {**d, "moe": experts if experts.get("n_expert") else None, "scores": scores}

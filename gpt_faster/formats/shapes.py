@@ -1,0 +1,181 @@
+"""Known shapes with random weights, for --random: no files, any size.
+
+    source = random_checkpoint("Llama-2-7B")
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, bfloat16
+
+from checkpoint import Checkpoint, LazyTensor, tensor_shapes
+from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.mtp import MTPHead, head_config
+from model import ModelConfig, Rope, Transformer
+
+
+def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more):
+    head_dim = more.pop("head_dim", dim // n_head)
+    return ModelConfig(dim, n_layer, n_head, n_kv_head, head_dim, ffn_dim, vocab_size, context,
+                       **more)
+
+
+def _gemma4(dim, ffn_dim, n_layer, n_head, n_kv_head, window, n_global_kv_head=None, every=6,
+            **more):
+    """Sizes below 12B have per-layer embeddings; those above make values of keys."""
+    kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
+             for i in range(n_layer)]
+    return config_from_hf(dict(
+        model_type="gemma4_text", hidden_size=dim, intermediate_size=ffn_dim, layer_types=kinds,
+        num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head,
+        sliding_window=window, attention_k_eq_v=n_global_kv_head is not None,
+        num_global_key_value_heads=n_global_kv_head, final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0 if n_global_kv_head else 256,
+        max_position_embeddings=262144 if n_global_kv_head else 131072, **more))[0]
+
+
+def _mixtral(dim, n_layer, n_head, n_kv_head, expert_dim):
+    return config_from_hf(dict(
+        model_type="mixtral", hidden_size=dim, num_hidden_layers=n_layer, vocab_size=32000,
+        num_attention_heads=n_head, num_key_value_heads=n_kv_head, intermediate_size=expert_dim,
+        max_position_embeddings=32768))[0]
+
+
+def _glm_flash(n_layer):
+    return config_from_hf(dict(
+        model_type="glm4_moe_lite", hidden_size=2048, num_hidden_layers=n_layer, vocab_size=154880,
+        num_attention_heads=20, num_key_value_heads=20, intermediate_size=10240,
+        rope_theta=1e6))[0]
+
+
+def _lfm2(dim, ffn_dim, n_head, attending, n_layer=16, **more):
+    return config_from_hf(dict(
+        model_type="lfm2", hidden_size=dim, block_ff_dim=ffn_dim, num_hidden_layers=n_layer,
+        num_attention_heads=n_head, num_key_value_heads=8, vocab_size=65536,
+        full_attn_idxs=list(attending), **more))[0]
+
+
+def _qwen35(dim, n_layer, ffn_dim, n_head, n_kv_head, n_value_head, tied=False, **more):
+    """Its layers of gated DeltaNet have 16 key heads, all heads of these 128 wide."""
+    return config_from_hf(dict(
+        model_type="qwen3_5_moe_text" if more else "qwen3_5_text", hidden_size=dim,
+        num_hidden_layers=n_layer, intermediate_size=ffn_dim, num_attention_heads=n_head,
+        num_key_value_heads=n_kv_head, linear_num_value_heads=n_value_head, rope_theta=1e7,
+        tie_word_embeddings=tied, vocab_size=248320, max_position_embeddings=262144, **more))[0]
+
+
+_LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
+SHAPES = {
+    "stories15M": lambda: _llama(288, 6, 6, 6, 768, 32000, 256, tied=True),
+    "stories42M": lambda: _llama(512, 8, 8, 8, 1376, 32000, 1024, tied=True),
+    "stories110M": lambda: _llama(768, 12, 12, 12, 2048, 32000, 1024, tied=True),
+    "SmolLM2-135M": lambda: _llama(576, 30, 9, 3, 1536, 49152, 8192, tied=True, rope=(Rope(1e5),)),
+    "TinyLlama-1.1B": lambda: _llama(2048, 22, 32, 4, 5632, 32000, 2048),
+    "Llama-1.1B": lambda: _llama(2048, 22, 32, 4, 5632, 49152, 4096),
+    "Llama-3.2-1B": lambda: _llama(2048, 16, 32, 8, 8192, 128256, 131072, tied=True,
+                                   rope=(Rope(5e5, "llama3", 32.0),)),
+    "Llama-3.2-3B": lambda: _llama(3072, 28, 24, 8, 8192, 128256, 131072, tied=True,
+                                   rope=(Rope(5e5, "llama3", 32.0),)),
+    "Llama-2-7B": lambda: _llama(4096, 32, 32, 32, 11008, 32000, 4096),
+    "Llama-2-13B": lambda: _llama(5120, 40, 40, 40, 13824, 32000, 4096),
+    "Llama-2-70B": lambda: _llama(8192, 80, 64, 8, 28672, 32000, 4096),
+    "Llama-3.1-8B": lambda: _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3),
+    "Llama-3.1-70B": lambda: _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_LLAMA3),
+    "Llama-3.1-405B": lambda: _llama(16384, 126, 128, 8, 53248, 128256, 131072, **_LLAMA3),
+    "Mistral-7B": lambda: _llama(4096, 32, 32, 8, 14336, 32768, 32768, rope=(Rope(1e6),)),
+    "Qwen2.5-7B": lambda: _llama(3584, 28, 28, 4, 18944, 152064, 32768, qkv_bias=True,
+                                 norm_eps=1e-6, rope=(Rope(1e6),)),
+    "Qwen3-0.6B": lambda: _llama(1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, tied=True,
+                                 qk_norm=True, norm_eps=1e-6, rope=(Rope(1e6),)),
+    "Qwen3-8B": lambda: _llama(4096, 36, 32, 8, 12288, 151936, 40960, head_dim=128, qk_norm=True,
+                               norm_eps=1e-6, rope=(Rope(1e6),)),
+    "gpt2": lambda: config_from_hf(dict(
+        model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257))[0],
+    "gpt2-xl": lambda: config_from_hf(dict(
+        model_type="gpt2", n_embd=1600, n_layer=48, n_head=25, vocab_size=50257))[0],
+    "Mixtral-8x7B": lambda: _mixtral(4096, 32, 32, 8, 14336),
+    "Mixtral-8x160M": lambda: _mixtral(1024, 16, 16, 8, 3072),         # to set beside a dense model
+    "Mixtral-8x160M-dense": lambda: _llama(1024, 16, 16, 8, 6144, 32000, 32768),   # as wide as two
+    "Qwen3-30B-A3B": lambda: config_from_hf(dict(
+        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
+        rope_theta=1e6, max_position_embeddings=40960))[0],
+    "Qwen3.5-0.8B": lambda: _qwen35(1024, 24, 3584, 8, 2, 16, tied=True),
+    "Qwen3.5-2B": lambda: _qwen35(2048, 24, 6144, 8, 2, 16, tied=True),
+    "Qwen3.5-4B": lambda: _qwen35(2560, 32, 9216, 16, 4, 32, tied=True),
+    "Qwen3.5-9B": lambda: _qwen35(4096, 32, 12288, 16, 4, 32),
+    "Qwen3.5-27B": lambda: _qwen35(5120, 64, 17408, 24, 4, 48),
+    "Qwen3.5-35B-A3B": lambda: _qwen35(
+        2048, 40, 512, 16, 2, 32, num_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512),
+    "gpt-oss-20b": lambda: config_from_hf(dict(
+        model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
+    "GLM-4.7-Flash": lambda: _glm_flash(47),
+    "GLM-4.7-Flash-4L": lambda: _glm_flash(4),     # cut to 4 layers: 2.6 billion parameters
+    "LFM2-350M": lambda: _lfm2(1024, 6656, 16, (2, 5, 8, 10, 12, 14)),
+    "LFM2-1.2B": lambda: _lfm2(2048, 12288, 32, (2, 5, 8, 10, 12, 14)),
+    "LFM2-2.6B": lambda: _lfm2(2048, 10752, 32, (2, 6, 9, 12, 15, 18, 21, 24), n_layer=30,
+                               block_auto_adjust_ff_dim=False),
+    "gemma-2-2b": lambda: config_from_hf(dict(
+        model_type="gemma2", hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
+        vocab_size=256000))[0],
+    "gemma-3-270m": lambda: config_from_hf(dict(
+        model_type="gemma3_text", hidden_size=640, num_hidden_layers=18, intermediate_size=2048,
+        num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512,
+        max_position_embeddings=32768, hidden_activation="gelu_pytorch_tanh"))[0],
+    "gemma-4-E2B": lambda: _gemma4(1536, 6144, 35, 8, 1, 512, every=5, num_kv_shared_layers=20,
+                                   use_double_wide_mlp=True),
+    "gemma-4-E4B": lambda: _gemma4(2560, 10240, 42, 8, 2, 512, num_kv_shared_layers=18),
+    "gemma-4-12B": lambda: _gemma4(3840, 15360, 48, 16, 8, 1024, 1),
+    "gemma-4-26B-A4B": lambda: _gemma4(2816, 2112, 30, 16, 8, 1024, 2, enable_moe_block=True,
+                                       num_experts=128, top_k_experts=8,
+                                       moe_intermediate_size=704),
+    "gemma-4-31B": lambda: _gemma4(5376, 21504, 60, 32, 16, 1024, 4),
+}
+
+
+def random_checkpoint(name: str) -> Checkpoint:
+    """A known shape with random weights and no files. ValueError lists the names."""
+    shapes = {k.lower(): k for k in SHAPES}
+    if name.lower() not in shapes:
+        raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
+    return of_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
+
+
+def random_head(source: Checkpoint) -> Checkpoint:
+    """A head that drafts as one of this model could be, for how long it takes."""
+    cfg = source.cfg
+    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)), MTPHead)
+
+
+def of_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
+    tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=filler(n))
+               for n, shape in tensor_shapes(cfg, kind).items()}
+    return Checkpoint(path, cfg, tensors, kind=kind)
+
+
+def filler(name: str) -> Callable[[Tensor], None]:
+    if name.endswith("decay_rate"):
+        return fill_decay
+    is_factor = name.endswith("scale")             # of a layer's output, of what experts give
+    return fill_norm if is_factor or "norm" in name else fill
+
+
+def fill(t: Tensor) -> None:
+    """As large as trained weights are; biases are zero."""
+    if t.dim() > 1:
+        t.normal_(0, 0.02)
+    else:
+        t.zero_()
+
+
+def fill_norm(t: Tensor) -> None:
+    """Norms' weights; a bias of theirs would be 1 too, which no logits mind."""
+    t.fill_(1.0)
+
+
+def fill_decay(t: Tensor) -> None:
+    """Of DeltaNet's states: by half in ten tokens."""
+    t.fill_(-0.1)

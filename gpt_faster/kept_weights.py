@@ -1,0 +1,99 @@
+"""Weights that took long to make, kept for the next start of the same model on a CPU.
+
+A GGUF that was dequantized, weights that were rounded while loading. Owns what such weights depend
+on: the content of the files, what was asked for, and our code that makes them.
+
+    model = load(source, dtype, device)            # in place of loading.load_shard
+"""
+
+import hashlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import tp
+from checkpoint import Checkpoint
+from gpt_faster.formats import load as loading
+from gpt_faster.formats import quantized
+from gpt_faster.formats.load import load_model
+from gpt_faster.kernels.digest import digest, digest_with_imports
+from gpt_faster.loading import load_shard
+from gpt_faster.storage import disk, kept_tensors
+from model import Transformer
+
+WORTH_KEEPING = 0.5                                # seconds that making them took
+SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
+
+
+def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+    key = key_of(source, dtype, torch.device(device))
+    kept = key and kept_tensors.load(key)
+    if kept:
+        return load_model(source, dtype, device, kept)
+    start = time.perf_counter()
+    model = load_shard(source, dtype, device)
+    if key and time.perf_counter() - start > WORTH_KEEPING:
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        threading.Thread(target=kept_tensors.save, args=(key, tensors)).start()
+    return model
+
+
+def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted, or in a
+    cache that is not to be used."""
+    tensors = source.tensors.values()
+    if device.type != "cpu" or tp.world() > 1 or any(t.read_rows is None for t in tensors):
+        return None
+    if source.adapter or source.quantization and source.quantization.get("gptq"):
+        return None
+    if not disk.trusted_cache():
+        return None
+    asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
+    files = [content(path) for path in files_of(source.path)]
+    try:
+        makers = code()
+    except (OSError, TypeError):                   # a function of a user's, without source code
+        return None
+    return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
+                             torch.backends.cpu.get_cpu_capability(), torch.__version__, makers)))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Those that hold weights."""
+    if path.suffix in SUFFIXES:
+        return [path]
+    folder = path if path.is_dir() else path.parent
+    return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
+
+
+def content(path: Path) -> str:
+    """A digest of the file's content, read anew only if the file was changed since."""
+    stat = path.stat()
+    cache = disk.trusted_cache()
+    known = cache / "contents.json" if cache else None
+    state = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    try:
+        digests = json.loads(known.read_text()) if known and disk.is_trusted(known) else {}
+    except (OSError, ValueError):
+        digests = {}
+    entry = digests.get(state[0]) if isinstance(digests, dict) else None
+    if isinstance(entry, list) and entry[:-1] == state[1:]:
+        return str(entry[-1])
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            sha256.update(piece)
+    if known:
+        disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], sha256.hexdigest()]}))
+    return sha256.hexdigest()
+
+
+def code() -> str:
+    """A digest of all code that makes the weights: reads, folds, rounds and packs them.
+
+    OSError or TypeError where what is in its place has no source code, or is no function.
+    """
+    return digest(load_shard) + digest_with_imports(loading, quantized)

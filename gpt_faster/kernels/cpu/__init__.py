@@ -1,0 +1,1 @@
+"""A CPU: operations in C++ and the Python beside them."""

@@ -1,0 +1,1 @@
+"""A GPU: Triton, the captured graph."""

@@ -1,0 +1,146 @@
+"""Mixtures of experts with other routers than a Mixtral's, and with an expert for every token.
+
+    cfg = replace(cfg, moe=MoEVariant(8, 2, 1024, scores="sigmoid", shared_dim=2048))
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import nn
+
+from gpt_faster.layers.feed_forward import GATED
+from gpt_faster.layers.norms import VectorNorm
+from gpt_faster.layers.part import IN, OUT
+from model import FeedForward, MoE, MoEConfig
+
+
+@dataclass(frozen=True)
+class MoEVariant(MoEConfig):
+    """How the router chooses and weighs experts, and what stands beside them."""
+
+    router_bias: bool = False
+    scores: str = "softmax"                        # of SCORES
+    choice_bias: bool = False                      # added for the choice of experts only
+    n_group: int = 1                               # of experts, of which topk_group may be chosen
+    topk_group: int = 1
+    group_top: int = 2                             # by the sum of so many of their best scores
+    routed_scale: float = 1.0                      # of what the chosen experts give
+    shared_dim: int = 0                            # width of the expert that serves every token
+    shared_gate: bool = True                       # which weighs that one
+    beside: bool = False                           # that one has norms of its own (BesideMoE)
+    activation: str = "silu"                       # of feed_forward.GATED
+
+    split = {"shared.gate": OUT, "shared.up": OUT, "shared.down": IN}
+
+    def make(self, cfg) -> nn.Module:
+        shared = None
+        if self.shared_dim:
+            shared = FeedForward(cfg, self.shared_dim)
+            shared.activation = GATED[self.activation]
+        return BesideMoE(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
+
+    def shard(self, n: int) -> "MoEVariant":
+        """The mixture of one of n ranks, which has a part of every expert."""
+        return replace(self, expert_dim=self.expert_dim // n, shared_dim=self.shared_dim // n)
+
+    def shared_widths(self) -> dict[str, int]:
+        """What n ranks can only share evenly."""
+        return {"experts' width": self.expert_dim, "shared expert's width": self.shared_dim}
+
+
+def moe_of(facts: dict) -> MoEConfig:
+    """A MoEConfig of these fields, or a MoEVariant where they say what only that one has."""
+    plain = {field.name for field in fields(MoEConfig)}
+    more = {f.name: f.default for f in fields(MoEVariant) if f.name not in plain}
+    alone = not facts.get("shared_dim")            # then there is nothing to be weighed
+    if alone:
+        facts = {name: value for name, value in facts.items() if name != "shared_gate"}
+    if any(more[name] != value for name, value in facts.items() if name in more):
+        return MoEVariant(**facts)
+    return MoEConfig(**{name: value for name, value in facts.items() if name in plain})
+
+
+def softmax(logits):
+    return logits.softmax(-1)
+
+
+SCORES = {"softmax": softmax, "sigmoid": torch.sigmoid}
+
+
+def best_groups(choice, n_group: int, n_chosen: int, n_top: int):
+    """choice [n, E], -inf outside of the groups whose n_top best experts have the largest sums."""
+    groups = choice.unflatten(-1, (n_group, -1))                           # [n, G, E / G]
+    worth = groups.topk(n_top).values.sum(-1)
+    chosen = torch.zeros_like(worth, dtype=torch.bool)
+    chosen = chosen.scatter(-1, worth.topk(n_chosen).indices, True)
+    return torch.where(chosen[..., None], groups, -torch.inf).flatten(-2)
+
+
+class RoutedMoE(MoE):
+    """shared: a feed-forward layer that serves every token, perhaps weighed by a gate of its own.
+    """
+
+    def __init__(self, cfg, shared: nn.Module | None = None):
+        super().__init__(cfg)
+        moe = cfg.moe
+        self.scores = SCORES[moe.scores]
+        self.n_group, self.topk_group = moe.n_group, moe.topk_group
+        self.group_top = moe.group_top
+        self.routed_scale = moe.routed_scale
+        if moe.router_bias:
+            self.router = nn.Linear(cfg.dim, moe.n_expert, bias=True)
+        self.choice_bias = None
+        if moe.choice_bias:
+            self.choice_bias = nn.Parameter(torch.zeros(moe.n_expert, dtype=torch.float32))
+        self.activation = GATED[moe.activation]
+        self.shared = shared
+        gated = shared and moe.shared_gate
+        self.shared_expert_gate = nn.Linear(cfg.dim, 1, bias=False) if gated else None
+
+    def route(self, x):
+        scores = self.scores(self.router(x).float())
+        choice = scores if self.choice_bias is None else scores + self.choice_bias
+        if self.n_group > 1:
+            choice = best_groups(choice, self.n_group, self.topk_group, self.group_top)
+        ids = choice.topk(self.n_active).indices
+        prob = scores.gather(-1, ids)
+        if self.norm_topk_prob:
+            prob = prob / prob.sum(-1, keepdim=True)
+        return prob * self.routed_scale, ids
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)                                             # [n, D]
+        y = self.routed(x, *self.route(flat))
+        if self.shared is not None:
+            y = y + self.share(flat)
+        return y.view_as(x)
+
+    def share(self, x):
+        y = self.shared(x)
+        if self.shared_expert_gate is None:
+            return y
+        return y * torch.sigmoid(self.shared_expert_gate(x))
+
+
+class BesideMoE(RoutedMoE):
+    """A dense layer and experts side by side, each between norms of its own (Gemma 4).
+
+    So it takes the residual, not normalized yet, which the router normalizes for itself.
+    """
+
+    def __init__(self, cfg, shared: nn.Module):
+        super().__init__(cfg, shared)
+        norms = "norm", "shared_norm", "router_norm", "post_norm", "post_shared_norm"
+        for name in norms:
+            setattr(self, name, VectorNorm(cfg.dim, cfg.norm_eps))
+        self.expert_scale = nn.Parameter(torch.ones(self.n_expert, dtype=torch.float32))
+        self.summed = nn.Identity()                # where ranks sum what each has a part of
+
+    def route(self, x):
+        prob, ids = super().route(self.router_norm(x))
+        return prob * self.expert_scale[ids], ids
+
+    def forward(self, x):
+        y = self.routed(self.norm(x), *self.route(x.flatten(0, 1))).view_as(x)
+        dense, y = self.summed(torch.stack((self.shared(self.shared_norm(x)), y))).unbind()
+        return self.post_shared_norm(dense) + self.post_norm(y)

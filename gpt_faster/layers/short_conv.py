@@ -1,0 +1,79 @@
+"""Short convolutions (LFM2): each channel sees its own last few inputs, gated before and behind.
+
+Owns a layer that stands where Attention does. Of the past it keeps the inputs of n_tap - 1 tokens,
+in layers/recurrent.py's ring of slots; a text's length costs it nothing.
+
+    b, c, h = w x;   y = wo (c * conv(b * h))
+    mixer=(ShortConv(width=2048, n_tap=3),) * 2 + (None,)
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from gpt_faster.layers.part import IN, OUT, Part
+from gpt_faster.layers.recurrent import StateRing
+
+
+@dataclass(frozen=True)
+class ShortConv(Part):
+    """The layer's shape."""
+
+    width: int                                     # channels
+    n_tap: int                                     # tokens that a channel sees, itself too
+    bias: bool = False                             # of both projections and the convolution
+    kind: str = "short_conv"                       # what a .pth calls it
+
+    split = {"wb": OUT, "wc": OUT, "wx": OUT, "taps": OUT, "taps_bias": OUT, "wo": IN}
+
+    def make(self, cfg, earlier=()) -> nn.Module:
+        return ShortConvolution(cfg.dim, self)
+
+    def shard(self, n: int) -> "ShortConv":
+        """The layer of one of n ranks."""
+        return replace(self, width=self.width // n)
+
+    def shared_widths(self) -> dict[str, int]:
+        """What n ranks can only share evenly."""
+        return {"number of convolution channels": self.width}
+
+
+class ShortConvolution(nn.Module):
+    def __init__(self, dim: int, shape: ShortConv):
+        super().__init__()
+        self.shape, self.split = shape, (shape.width,) * 3
+        self.wbcx = nn.Linear(dim, sum(self.split), bias=shape.bias)
+        self.taps = nn.Parameter(torch.zeros(shape.width, shape.n_tap, dtype=torch.float32))
+        self.taps_bias = None
+        if shape.bias:
+            self.taps_bias = nn.Parameter(torch.zeros(shape.width, dtype=torch.float32))
+        self.wo = nn.Linear(shape.width, dim, bias=shape.bias)
+        self.cache = None                          # without one, a call begins from zeros
+
+    def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device,
+                    max_rejected: int = 0) -> None:
+        """The same for any n_slot; batch_size 0 removes it."""
+        self.cache = None
+        if batch_size:                             # a state of no numbers beside the inputs
+            self.cache = StateRing(batch_size, max_rejected, (0,), self.shape.width,
+                                   self.shape.n_tap, dtype, device)
+
+    def forward(self, x, rope, slot, mask, batch_idx=None):
+        """slot: the positions; rope and mask are not looked at. Padding changes nothing."""
+        B, T, _ = x.shape
+        pos = slot.expand(B, T)
+        before, behind, h = self.wbcx(x).chunk(3, dim=-1)                  # [B, T, width]
+        h = before * h
+        if self.cache is None:
+            earlier = h.new_zeros(B, self.shape.n_tap - 1, h.shape[-1])
+        else:
+            earlier, _ = self.cache.read(pos, batch_idx)
+        h = torch.cat((earlier, h), dim=1)                                 # [B, n_tap - 1 + T, …]
+        y = 0 if self.taps_bias is None else self.taps_bias
+        for i, tap in enumerate(self.taps.unbind(-1)):
+            y = y + h[:, i:i + T].float() * tap
+        if self.cache is not None:
+            in_order = pos == pos[:, :1] + torch.arange(T, device=x.device)
+            self.cache.write(pos, in_order.sum(-1), h, [], batch_idx)
+        return self.wo(behind * y.type_as(x))

@@ -1,0 +1,211 @@
+"""Answers in OpenAI's shapes: whole, or as events while the text comes.
+
+    answer = ChatAnswer(model, asked, work)
+    events = answer.begin(); events += answer.add(piece); events += answer.end()
+    body = answer.whole()                          # after the pieces, where nothing streams
+"""
+
+import secrets
+import time
+
+from gpt_faster.decoding.slots import Logprobs
+from gpt_faster.server.engine import Piece
+from gpt_faster.server.prepare import Model, Work
+from gpt_faster.server.protocol import Request
+
+
+class Answer:
+    """What both kinds have: an id, the choices so far, a count of tokens."""
+
+    prefix = kind = ""
+
+    def __init__(self, model: Model, asked: Request, work: Work):
+        self.model, self.asked, self.work = model, asked, work
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.reasons = [task.sequence.finish_reason for task in work.tasks]
+
+    def event(self, choices: list[dict], **more) -> dict:
+        event = dict(id=self.id, object=self.kind, created=self.created, model=self.model.name,
+                     choices=choices, **more)
+        if self.wants_usage():
+            event.setdefault("usage", None)
+        return event
+
+    def wants_usage(self) -> bool:
+        options = self.asked.stream_options
+        return bool(self.asked.stream and options and options.include_usage)
+
+    def usage(self) -> dict:
+        tasks = self.work.tasks
+        firsts = tasks[::self.work.n_choices]      # a prompt's answers share it
+        n_prompt = sum(len(task.sequence.prompt_ids) for task in firsts)
+        n_new = sum(len(task.sequence.ids) for task in tasks) if self.work.n_new else 0
+        n_cached = sum(task.n_reused for task in firsts)
+        return dict(prompt_tokens=n_prompt, completion_tokens=n_new, total_tokens=n_prompt + n_new,
+                    prompt_tokens_details=dict(cached_tokens=n_cached))
+
+    def begin(self) -> list[dict]:
+        return []
+
+    def end(self) -> list[dict]:
+        return [self.event([], usage=self.usage())] if self.wants_usage() else []
+
+    def top(self, logprobs: Logprobs) -> list[tuple[bytes, float]]:
+        return [(self.model.token_bytes(i), p) for i, p in logprobs.top]
+
+
+class ChatAnswer(Answer):
+    prefix = "chatcmpl"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kind = "chat.completion.chunk" if self.asked.stream else "chat.completion"
+        self.messages = [dict(role="assistant", content=None) for _ in self.work.tasks]
+        self.logprobs = [[] for _ in self.work.tasks]
+
+    def begin(self) -> list[dict]:
+        return [self.event([dict(index=i, delta=dict(role="assistant", content=""),
+                                 logprobs=None, finish_reason=None)])
+                for i in range(len(self.messages))]
+
+    def add(self, piece: Piece) -> list[dict]:
+        i, parser = piece.job.index, self.work.parsers[piece.job.index]
+        deltas = parser.push(piece.text) if piece.text else []
+        if piece.finish_reason:
+            deltas += parser.finish()
+        logprobs = None
+        if piece.logprobs:
+            logprobs = [self.logprob(*token) for token in piece.logprobs]
+            self.logprobs[i] += logprobs
+            logprobs = dict(content=logprobs, refusal=None)
+        for delta in deltas:
+            self.collect(self.messages[i], delta)
+        if not self.asked.stream:
+            if piece.finish_reason:
+                self.reasons[i] = self.reason(i, piece.finish_reason)
+            return []
+        if logprobs and not deltas:
+            deltas = [dict(content="")]
+        events = []
+        for delta in deltas:                       # logprobs go with the first
+            events.append(self.event([dict(index=i, delta=delta, logprobs=logprobs,
+                                           finish_reason=None)]))
+            logprobs = None
+        if piece.finish_reason:
+            reason = self.reason(i, piece.finish_reason)
+            events.append(self.event([dict(index=i, delta={}, logprobs=None,
+                                           finish_reason=reason)]))
+        return events
+
+    def collect(self, message: dict, delta: dict) -> None:
+        for key, value in delta.items():
+            if key == "tool_calls":
+                value = [{k: v for k, v in call.items() if k != "index"} for call in value]
+            message[key] = (message.get(key) or type(value)()) + value
+
+    def reason(self, i: int, reason: str) -> str:
+        return "tool_calls" if self.messages[i].get("tool_calls") and reason == "stop" else reason
+
+    def logprob(self, token_id: int, logprobs: Logprobs) -> dict:
+        def entry(piece, p):
+            return dict(token=piece.decode(errors="replace"), logprob=finite(p), bytes=list(piece))
+
+        chosen = entry(self.model.token_bytes(token_id), logprobs.own)
+        return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
+
+    def whole(self) -> dict:
+        choices = []
+        for i, message in enumerate(self.messages):
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+            logprobs = dict(content=self.logprobs[i], refusal=None) if self.asked.logprobs else None
+            choices.append(dict(index=i, message=dict(message, refusal=None), logprobs=logprobs,
+                                finish_reason=self.reasons[i]))
+        return self.event(choices, usage=self.usage())
+
+
+class CompletionAnswer(Answer):
+    prefix, kind = "cmpl", "text_completion"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.texts = ["" for _ in self.work.tasks]
+        self.offsets = [0 for _ in self.work.tasks]
+        self.logprobs = [None if self.asked.logprobs is None else blank()
+                         for _ in self.work.tasks]
+        self.begun = set()
+
+    def prompt(self, i: int) -> str:
+        return self.work.prompts[i // self.work.n_choices]
+
+    def start(self, i: int) -> tuple[str, dict | None]:
+        """What is echoed of the i-th answer's prompt, once."""
+        if i in self.begun or not self.asked.echo:
+            return "", None
+        self.begun.add(i)
+        task, logprobs = self.work.tasks[i], None
+        if self.asked.logprobs is not None:
+            logprobs = blank()
+            for token_id, p in zip(task.sequence.prompt_ids, task.prompt_logprobs):
+                self.put(logprobs, i, token_id, p)
+        return self.prompt(i), logprobs
+
+    def put(self, to: dict, i: int, token_id: int, p: Logprobs) -> None:
+        text = self.model.token_bytes(token_id).decode(errors="replace")
+        to["tokens"].append(text)
+        to["token_logprobs"].append(p.own if p.own is None else finite(p.own))
+        top = {}
+        for piece, value in self.top(p):
+            top.setdefault(piece.decode(errors="replace"), finite(value))
+        to["top_logprobs"].append(None if p.own is None else top)
+        to["text_offset"].append(self.offsets[i])
+        self.offsets[i] += len(text)
+
+    def add(self, piece: Piece) -> list[dict]:
+        i = piece.job.index
+        text, logprobs = self.start(i)
+        if self.asked.max_tokens != 0:             # else it was run for the prompt's logprobs
+            text += piece.text
+            if piece.logprobs:
+                logprobs = logprobs or blank()
+            for token in piece.logprobs:
+                self.put(logprobs, i, *token)
+        self.texts[i] += text
+        for key, values in (logprobs or {}).items():
+            self.logprobs[i][key] += values
+        if piece.finish_reason:
+            self.reasons[i] = piece.finish_reason
+        if not self.asked.stream or not (text or logprobs or piece.finish_reason):
+            return []
+        return [self.event([dict(index=i, text=text, logprobs=logprobs,
+                                 finish_reason=piece.finish_reason)])]
+
+    def end(self) -> list[dict]:
+        events = []
+        if not self.work.n_new:                    # nothing ran: the prompt alone
+            events = [self.event([dict(index=i, text=self.prompt(i), logprobs=None,
+                                       finish_reason="length")]) for i in range(len(self.texts))]
+        return events + super().end()
+
+    def usage(self) -> dict:
+        usage = super().usage()
+        if self.asked.max_tokens == 0:
+            usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
+        return usage
+
+    def whole(self) -> dict:
+        if not self.work.n_new:
+            self.texts = [self.prompt(i) for i in range(len(self.texts))]
+        choices = [dict(index=i, text=text, logprobs=self.logprobs[i],
+                        finish_reason=self.reasons[i]) for i, text in enumerate(self.texts)]
+        return self.event(choices, usage=self.usage())
+
+
+def blank() -> dict:
+    return dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+
+
+def finite(p: float) -> float:
+    """JSON has no infinity; OpenAI writes this for what is never drawn."""
+    return max(p, -9999.0)

@@ -1,0 +1,223 @@
+"""What a request may say: OpenAI's fields and the common additions, each checked; nothing ignored.
+
+It knows types and limits, no model. A field that is not here is refused by its name.
+
+    asked = parse(ChatRequest, body, n_position)   # Refused has OpenAI's error object
+"""
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+from gpt_faster.decoding.request_sampler import REQUEST_RANGES
+
+MOST_PROMPTS, MOST_PARTS = 128, 50_000
+STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # if unclosed to the end: no backtracking
+
+
+class Refused(Exception):
+    """An answer that is an error, as OpenAI writes them."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error",
+                 param: str | None = None, code: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+        self.error = dict(message=message, type=kind, param=param, code=code)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False,
+                              protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+def ranged(name: str):
+    """The type of a sampling value: a number in its range."""
+    allowed = REQUEST_RANGES[name]
+    return Annotated[allowed.kind, AfterValidator(allowed.check)]
+
+
+def checked_top_k(top_k: int) -> int:
+    """-1 means no limit, as in other servers."""
+    return 0 if top_k == -1 else REQUEST_RANGES["top_k"].check(top_k)
+
+
+def checked_prompt(prompt):
+    """A text, the ids of one, or a list of either. By hand: pydantic tries each member of a union
+    on each item. ValueError names what may be given."""
+    items = prompt if isinstance(prompt, list) else []
+    kinds = set(map(type, items))
+    if isinstance(prompt, str) or kinds == {int}:
+        return prompt
+    are_lists = kinds == {list} and all(set(map(type, ids)) <= {int} for ids in items)
+    if (kinds == {str} or are_lists) and len(items) <= MOST_PROMPTS:
+        return prompt
+    raise ValueError(f"expected a text, a list of token ids, or a list of 1 to {MOST_PROMPTS} "
+                     "texts or lists of token ids")
+
+
+class Request(Strict):
+    """What chats and completions share. None: as the flags say, or off."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: ranged("temperature") | None = None
+    top_p: ranged("top_p") | None = None
+    top_k: Annotated[int, AfterValidator(checked_top_k)] | None = None
+    min_p: ranged("min_p") | None = None
+    repetition_penalty: ranged("repetition_penalty") | None = None
+    frequency_penalty: ranged("frequency_penalty") | None = None
+    presence_penalty: ranged("presence_penalty") | None = None
+    logit_bias: Annotated[dict[str, ranged("logit_bias")], Field(max_length=4096)] | None = None
+    seed: ranged("seed") | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ignore_eos: bool | None = None                 # go on after an end, for benchmarks
+    user: str | None = None                        # says who asks; changes nothing, by its meaning
+
+
+class CompletionRequest(Request):
+    prompt: Annotated[Any, PlainValidator(checked_prompt)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(kind: type[Request], body: bytes, n_position: int) -> Request:
+    """Refused where the body is no JSON, or says something that is not of this kind.
+
+    n_position: of the longest prompt that a slot can hold.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+        check_size(text, MOST_PARTS + MOST_PROMPTS * n_position)
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise Refused(400, f"the body is not valid JSON: {str(e)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body is JSON, but no object")
+    check_texts_and_numbers(fields)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
+        names = [str(part)[:100] for part in first["loc"]]
+        param = ".".join(names[:1] if len(names) > 4 else names)
+        if first["type"] == "extra_forbidden":
+            raise Refused(400, f"the field '{param}' is not supported: leave it out", param=param,
+                          code="unsupported_parameter") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise Refused(400, f"{param}: {reason}", param=param) from None
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply") from None
+
+
+def check_size(text: str, most_values: int) -> None:
+    """Refused where the body has so many values that reading them would stop everybody. pydantic
+    takes some 20 µs for each object, list and key; of other values, which token ids are, there may
+    be more."""
+    outside = STRING.sub("", text)
+    if sum(map(outside.count, "[{:")) > MOST_PARTS:
+        raise Refused(400, f"the body has more than {MOST_PARTS:,} objects, lists and keys")
+    if outside.count(",") > most_values:
+        raise Refused(400, f"the body has more than {most_values:,} values")
+
+
+def check_texts_and_numbers(fields: dict) -> None:
+    """Refused names the field that holds half a character or a number that is none.
+
+    Python's JSON reads both. A lone surrogate cannot be written into an answer, and NaN and
+    infinity pass through schemas and template arguments, of which nobody checks the type.
+    """
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
+        except (UnicodeEncodeError, ValueError) as e:
+            reason = "NaN and infinite numbers are not accepted"
+            if isinstance(e, UnicodeEncodeError):
+                reason = "there is half a character (a lone surrogate) in it"
+            name = ascii(name[:40])[1:-1]
+            raise Refused(400, f"{name}: {reason}", param=name) from None
+        except RecursionError:
+            raise Refused(400, "the body is nested too deeply") from None

@@ -1,0 +1,1 @@
+"""What this user keeps on disk for the next start."""

@@ -1,0 +1,94 @@
+"""Known vulnerabilities of what is pinned and locked, as the package index tells pip-audit.
+
+Exit status 1 if a finding has a fixed version and is not in ACCEPTED; 0 with a line if the index
+has no answer. Asks about torch first, so that an index without advisories is asked once.
+
+    python scripts/dev/audit.py
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [ROOT / "requirements.txt", ROOT / "scripts/locks/requirements-dev.lock"]
+SECONDS = 5                                        # for each of the index's answers
+SECONDS_IN_ALL = 120
+ACCEPTED = {}                                      # id of an advisory -> why it does no harm here
+
+
+class NoAnswerError(Exception):
+    """The index cannot be reached, or tells nothing about vulnerabilities."""
+
+
+def ask(files: list[Path]) -> list[dict]:
+    """pip-audit's dependencies: name, version and vulns, or name and skip_reason."""
+    command = [sys.executable, "-m", "pip_audit", "--no-deps", "--disable-pip", "--format", "json",
+               "--progress-spinner", "off", "--timeout", str(SECONDS)]
+    for file in files:
+        command += ["--requirement", str(file)]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_IN_ALL)
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"no answer in {SECONDS_IN_ALL} seconds") from None
+    try:
+        return json.loads(process.stdout)["dependencies"]
+    except ValueError:
+        lines = process.stderr.strip().splitlines() or ["it said nothing"]
+        raise NoAnswerError(f"pip-audit: {lines[-1][:200]}") from None
+
+
+def ask_all() -> list[dict]:
+    torch = next(line for line in FILES[0].read_text().splitlines() if line.startswith("torch=="))
+    with tempfile.TemporaryDirectory() as directory:
+        probe = Path(directory) / "probe.txt"
+        probe.write_text(torch + "\n")
+        first = ask([probe])
+    if any("skip_reason" in dependency for dependency in first):
+        raise NoAnswerError(first[0]["skip_reason"])
+    return ask(FILES)
+
+
+def findings(dependencies: list[dict]) -> list[tuple[str, bool]]:
+    """Lines, and whether each must be mended: something fixes it and nobody accepted it."""
+    lines = []
+    for dependency in dependencies:
+        for found in dependency.get("vulns", ()):
+            names = {found["id"], *found.get("aliases", ())}
+            accepted = next((ACCEPTED[name] for name in names if name in ACCEPTED), None)
+            fixed = ", ".join(found["fix_versions"])
+            remedy = f"fixed in {fixed or 'no version yet'}"
+            if accepted:
+                remedy = f"accepted: {accepted}"
+            lines.append((f"{dependency['name']} {dependency['version']}: {found['id']}, {remedy}",
+                          bool(fixed) and not accepted))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
+    try:
+        dependencies = ask_all()
+    except NoAnswerError as e:
+        print(f"Vulnerabilities: not scanned, the package index gives no advisories here ({e})")
+        return 0
+    lines = findings(dependencies)
+    for line, _ in lines:
+        print(line)
+    skipped = [dependency["name"] for dependency in dependencies if "skip_reason" in dependency]
+    if skipped:
+        print(f"Not known to the index: {', '.join(skipped)}")
+    bad = sum(must_be_mended for _, must_be_mended in lines)
+    print(f"Vulnerabilities: {len(dependencies) - len(skipped)} packages scanned, {len(lines)} "
+          f"found, {bad} to mend")
+    if bad:
+        print("Raise the pin and run scripts/dev/lock.py, or say in ACCEPTED of "
+              "scripts/dev/audit.py why it does no harm", file=sys.stderr)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

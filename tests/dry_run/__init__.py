@@ -1,0 +1,1 @@
+"""A CUDA GPU that is not there: what scripts/dev/gpu_dryrun.py runs on."""

@@ -1,0 +1,56 @@
+"""Do our kernels compile for an AMD GPU (gfx942, MI300)? Triton's target only; nothing runs.
+
+The launches are sm_80's: as on an AMD GPU, none begins while the one before it ends.
+
+    python scripts/dev/gpu_dryrun.py --only amd
+"""
+
+import re
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from dry_run import device
+from gpt_faster.kernels.cuda import triton_matvec
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def launch_each() -> None:
+    """Products of 8, 4 and no bits, and attention, at Llama-3.1-8B's shapes."""
+    from gpt_faster.kernels.cuda import triton_attention, triton_matvec
+    x, norm = empty(1, 4096), empty(4096, dtype=torch.float32)
+    int8 = empty(6144, 4096, dtype=torch.int8), empty(6144), None
+    int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128), empty(6144, 128)
+    for weights in ((empty(6144, 4096), None, None), int8, int4):
+        triton_matvec.launch(x, *weights, None, norm, 1e-5, None, "", None, 1)
+    cache = empty(1, 8, 4096, 128)
+    angles = empty(1, 64, dtype=torch.float32)
+    triton_attention.launch(
+        empty(1, 1, 48 * 128), None, None, angles, angles, empty(1, 4096, dtype=torch.bool),
+        empty(1, dtype=torch.int64), cache, cache.clone(), None, empty(256, dtype=torch.int32),
+        0.1, None, 1e-5, False)
+
+
+def main() -> list[tuple[str, bool, str]]:
+    device.install(keep_arguments=True)
+    triton_matvec.WARP = 64
+    launch_each()
+    hollow = driver.active
+    hollow.__class__.get_current_target = lambda self: GPUTarget("hip", "gfx942", 64)
+    lines = []
+    for i, launch in enumerate(device.LAUNCHES):
+        if not launch.arguments:
+            continue
+        try:
+            code = device.compile_launch(launch).asm["amdgcn"]
+            spilled = int(re.search(r"vgpr_spill_count:\s+(\d+)", code)[1])
+            ok, text = not spilled, f"{spilled} registers spilled"
+        except Exception as e:
+            ok, text = False, f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
+        lines.append((f"{launch.name} {i}", ok, text))
+        print(f"{'ok    ' if ok else 'FAILED'}  gfx942 {launch.name}: {text}", flush=True)
+    return lines
