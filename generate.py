@@ -59,7 +59,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     """
     logits = model(token, pos, 1, kv_len)
     sampler.note(logits[:, -1])
-    return tp.broadcast(sampler.sample(logits[:, -1], pos=pos))
+    return tp.broadcast(sampler.sample(logits[:, -1], slice(None), pos))
 
 
 class Steps(NamedTuple):
@@ -146,8 +146,8 @@ class Batch:
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
         """The model has a cache for as many rows as the sampler (Transformer.setup_cache)."""
         self.model, self.sampler, self.steps = model, sampler, steps
-        self.device = sampler.noise.device
-        self.n_row = len(sampler.noise)
+        self.device = sampler.seeds.device
+        self.n_row = sampler.n_row
         self.max_length = model.max_seq_length
         self.chunk = model.longest_call            # prompt tokens per call of the model
         self.length = [0] * self.n_row             # tokens in each row's cache; 0: not in use
@@ -189,7 +189,6 @@ class Batch:
             batch_idx = None
             if longest == min(lengths):
                 stop = end[0]                      # one pos [T] for all
-        self.sampler.draw_noise(rows)
         token = tokens[:, :1]
         for at in range(n_cached, longest, self.chunk):        # rows end in different chunks
             T = min(longest - at, self.chunk)
@@ -209,7 +208,6 @@ class Batch:
     def step(self) -> Tensor:
         """One more token for every row, without a host sync -> [B, 1]."""
         self.sampler.observe(self.token)
-        self.sampler.draw_noise()
         kv_len = self.kv_len(max(self.length) + 1)
         args = self.token, self.pos, kv_len, self.sampler
         self.token = self.steps.decode(self.model, *args)

@@ -78,24 +78,21 @@ NEUTRAL = SamplingParams()
 
 
 # ---- Filters: probs [B, C] and each row's parameter [B, 1] -> True where a token stays ----------
-# At least one must stay in every row. probs sum to 1 over what the filters before have kept.
+# At least one must stay in every row. probs sum to 1 over what the filters before have kept; they
+# are of all tokens or, in descending order, of the likeliest. Parameters [1, 1] are of all rows.
 
-def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    ordered = probs.sort(-1, descending=True).values
-    n = probs.shape[-1]
-    last = (top_k.long().clamp(max=n) - 1) % n     # 0, off: the very last
-    return probs >= ordered.gather(-1, last)
+def keep_top_k(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """The k likeliest, and all that tie with the last. 0: all; most: what top_k is at most."""
+    if most > MOST_SORTED:
+        return keep_likeliest(probs, torch.ones_like(probs), top_k) | (top_k == 0)
+    ordered = probs.topk(min(most, probs.shape[-1])).values
+    last = (top_k.long() - 1).clamp(0, ordered.shape[-1] - 1)
+    return (probs >= ordered.gather(-1, last.expand(len(probs), 1))) | (top_k == 0)
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The fewest likeliest tokens that have top_p together, and all that tie with the last.
-
-    On a GPU gpt_faster/kernels/cuda/sort_free.py stands in for it (gpt_faster/decoding/engines.py).
-    """
-    ordered = probs.sort(-1, descending=True).values
-    mass_above = ordered.cumsum(-1) - ordered
-    n_more = (mass_above < top_p)[..., 1:].sum(-1, keepdim=True)       # than one
-    return (probs >= ordered.gather(-1, n_more)) | (top_p >= 1)
+    """The fewest likeliest that have top_p together, and all that tie with the last. 1: all."""
+    return keep_likeliest(probs, probs, top_p) | (top_p >= 1)
 
 
 def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
@@ -103,6 +100,31 @@ def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}  # in this order
+MOST_SORTED = 4096                                 # of more tokens a sort takes longer than halving
+
+
+def keep_likeliest(probs: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
+    """The tokens whose likelier ones have less than limit [B, 1] of the weights [B, C] together: of
+    tokens that tie all stay or none."""
+    if probs.shape[-1] <= MOST_SORTED:
+        ordered, order = probs.sort(-1, descending=True)
+        weight = weight.gather(-1, order)
+        n_more = (weight.cumsum(-1) - weight < limit)[..., 1:].sum(-1, keepdim=True)   # than one
+        return probs >= ordered.gather(-1, n_more)
+    bits = probs.contiguous().view(torch.int32)    # in the order of the positive floats themselves
+    low, high = torch.zeros_like(bits[..., :1]), bits.amax(-1, keepdim=True)
+    for _ in range(31):                            # halvings of all that the last one's may be
+        middle = low + (high - low) // 2
+        stays = (weight * (bits > middle)).sum(-1, keepdim=True) < limit
+        low = torch.where(stays, low, middle + 1)
+        high = torch.where(stays, middle, high)
+    return bits >= high
+
+
+def renormalized(probs: Tensor, stays: Tensor, is_off: Tensor) -> Tensor:
+    """Without the tokens that do not stay. is_off [B, 1]: rows that are left as they are."""
+    kept = probs * stays
+    return torch.where(is_off, probs, kept / kept.sum(-1, keepdim=True))
 
 
 # ---- Filters that see logits [B, V]: after the processors, before the temperature ----------------
@@ -130,15 +152,16 @@ class Processor(nn.Module):
     is compiled.
 
     begin() is called for a new sequence in a row, observe() after each token, forward(logits, rows,
-    draft_tokens) on the logits of some rows. `users`, the rows whose parameters are not neutral,
-    lets a sampler that is not traced leave it out.
+    draft_tokens) on the logits of some rows. One that says with use() which rows need it may be
+    left out where none of these does; one that does not is always called.
     """
 
     def __init__(self):
         super().__init__()
-        self.users = set()
+        self.users = None                          # rows that need it; None: all
 
     def use(self, row: int, needed: bool) -> None:
+        self.users = self.users or set()
         (self.users.add if needed else self.users.discard)(row)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
@@ -188,69 +211,75 @@ def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
 
 # ---- The draw -----------------------------------------------------------------------------------
 
-def exponential(shape: tuple, device, generator=None) -> Tensor:
-    """Exp(1) noise, never zero: 0 / 0 would win every race."""
-    noise = torch.empty(shape, device=device).exponential_(generator=generator)
-    return noise.clamp_(min=torch.finfo(torch.float32).tiny)
-
-
 def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
     """argmax(p / Exp(1)) is a draw from p: no multinomial, no sync. -> token ids [B, 1].
 
-    noise [B, C], of the candidates; or [B, V], of all tokens.
+    noise [B, C]: of the candidates, whose token ids these are; None: all tokens.
     """
-    if noise.shape[-1] > probs.shape[-1]:
-        noise = noise.gather(-1, ids)
     winner = (probs / noise).argmax(-1, keepdim=True)
     return winner if ids is None else ids.gather(-1, winner)
+
+
+def exponential(uniform: Tensor) -> Tensor:
+    """Exp(1) of numbers uniform in [0, 1), never zero: 0 / 0 would win every race."""
+    return (-torch.log1p(-uniform)).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Random numbers in [0, 1) that are a function of both, int64: SplitMix64 (Steele et al., "Fast
+    splittable pseudorandom number generators", 2014). So no generator has a state that a compiled
+    step, another row or another order of calls would change."""
+    x = (seed + counter) * -7046029254386353131    # 0x9E3779B97F4A7C15, from the golden ratio
+    x = (x ^ shifted(x, 30)) * -4658895280553007687            # 0xBF58476D1CE4E5B9
+    x = (x ^ shifted(x, 27)) * -7723592293110705685            # 0x94D049BB133111EB
+    bits = (x ^ shifted(x, 31)) & (1 << 63) - 1
+    return (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)   # fine steps near 0
+
+
+def shifted(x: Tensor, n: int) -> Tensor:
+    """To the right, and zeros come in."""
+    return x >> n & (1 << 64 - n) - 1
 
 
 COLUMNS = ("temperature", *FILTERS, *LOGIT_FILTERS)        # tensors [B, 1]: a value for each row
 
 
 class Sampler(nn.Module):
-    """The sampling of a batch: each row's parameters, its noise, and its logits processors.
+    """The sampling of a batch: each row's parameters, its seed, and its logits processors.
 
     What a step computes is fixed here, by `rows` and whatever may come `later`: the filters that
-    some row uses, and how many of the likeliest tokens can be drawn (1: all rows are greedy).
+    some row uses, whether all rows are greedy, whether some are.
     """
 
     @torch.inference_mode(False)                   # ordinary tensors even if the caller is in it
     def __init__(self, rows: list[SamplingParams], n_vocab: int, device="cpu",
                  generator: torch.Generator | None = None, later: list[SamplingParams] = ()):
+        """generator: gives a seed to each sequence that brings none."""
         super().__init__()
         known = [*rows, *later]
         n_row = len(rows)
-        self.n_vocab = n_vocab
+        self.n_vocab, self.n_row = n_vocab, n_row
         self.params = list(rows)
-        self.generator = generator                 # of all rows
-        self.own_generators = {}                   # of those with a seed
-        top_ks = {p.top_k or n_vocab for p in known if p.temperature > 0}
-        self.n_candidates = min(n_vocab, max(top_ks, default=1))
-        self.some_greedy = len(top_ks) > 0 and any(p.temperature == 0 for p in known)
-        self.filters = {}
-        for name, keep in FILTERS.items():
-            values = {getattr(p, name) for p in known}
-            if values != {getattr(NEUTRAL, name)}:
-                self.filters[name] = keep
-        if len(top_ks) < 2:                        # the candidates are the top k
-            self.filters.pop("top_k", None)
-        self.logit_filters = {}
-        for name, keep in LOGIT_FILTERS.items():
-            if any(getattr(p, name) != getattr(NEUTRAL, name) for p in known):
-                self.logit_filters[name] = keep
+        self.generator, self.n_call = generator, 0
+        self.all_greedy = all(p.temperature == 0 for p in known)
+        self.some_greedy = any(p.temperature == 0 for p in known)
+        self.most_k = max(p.top_k for p in known)
+        self.filters, self.logit_filters = {}, {}
+        for all_of_kind, used in ((FILTERS, self.filters), (LOGIT_FILTERS, self.logit_filters)):
+            for name, keep in all_of_kind.items():
+                if any(getattr(p, name) != getattr(NEUTRAL, name) for p in known):
+                    used[name] = keep
         for name in COLUMNS:
             column = [[float(getattr(p, name))] for p in rows]
             self.register_buffer(name, torch.tensor(column, device=device))
-        self.has_noise_by_token = any(p.seed is not None for p in known)   # see draw()
-        n_noise = n_vocab if self.has_noise_by_token else self.n_candidates
-        noise = torch.ones(n_row, n_noise, device=device)
-        self.register_buffer("noise", noise)
+        self.register_buffer("seeds", torch.zeros(n_row, 1, dtype=torch.int64, device=device))
         self.register_buffer("not_finite", torch.zeros(n_row, 1, device=device))   # see note()
         self.processors = nn.ModuleList()
         if any(p.repetition_penalty != 1 for p in known):
             penalty = RepetitionPenalty(n_row, n_vocab, device)
             self.processors.append(penalty)
+        for row in range(n_row):
+            self._seed(row)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams | None = None) -> None:
         """A new sequence in this row. params: None keeps those of the last one.
@@ -262,32 +291,32 @@ class Sampler(nn.Module):
             self.params[row] = params
             for name in COLUMNS:
                 getattr(self, name)[row] = getattr(params, name)
-        params = self.params[row]
         self.not_finite[row] = 0
-        self.own_generators.pop(row, None)
-        if params.seed is not None:
-            generator = torch.Generator(self.noise.device)
-            self.own_generators[row] = generator.manual_seed(params.seed)
+        self._seed(row)
         for processor in self.processors:
-            processor.begin(row, prompt, params)
+            processor.begin(row, prompt, self.params[row])
+
+    def _seed(self, row: int) -> None:
+        generator, seed = self.generator, self.params[row].seed
+        if seed is not None:
+            generator = torch.Generator(self.seeds.device).manual_seed(seed)
+        self.seeds[row] = torch.randint(1 << 62, (1,), generator=generator,
+                                        device=self.seeds.device)
 
     def _check(self, params: SamplingParams) -> None:
-        n = self.n_candidates
-        k = min(params.top_k or self.n_vocab, self.n_vocab)
-        fits = k == n or (k < n and "top_k" in self.filters)
-        if params.temperature > 0 and not fits:
-            raise ValueError(f"{n} candidates were announced: {params}")
-        if params.temperature == 0 and n > 1 and not self.some_greedy:
+        is_greedy = params.temperature == 0
+        if self.all_greedy and not is_greedy:
+            raise ValueError(f"all rows were to be greedy: {params}")
+        if is_greedy and not self.some_greedy:
             raise ValueError(f"no row was to be greedy: {params}")
-        if params.seed is not None and params.temperature > 0 and not self.has_noise_by_token:
-            raise ValueError(f"no row was to have a seed of its own: {params}")
         penalties = [p for p in self.processors if isinstance(p, RepetitionPenalty)]
         if params.repetition_penalty != 1 and not penalties:
             raise ValueError(f"no row was to have a penalty: {params}")
+        if params.top_k > self.most_k:
+            raise ValueError(f"top_k was to be {self.most_k} at most: {params}")
         for name in (*FILTERS, *LOGIT_FILTERS):
-            if name in self.filters or name in self.logit_filters or name == "top_k":
-                continue
-            if getattr(params, name) != getattr(NEUTRAL, name):
+            is_used = name in self.filters or name in self.logit_filters
+            if getattr(params, name) != getattr(NEUTRAL, name) and not is_used:
                 raise ValueError(f"no row was to have {name}: {params}")
 
     def note(self, logits: Tensor, rows=slice(None)) -> None:
@@ -304,69 +333,76 @@ class Sampler(nn.Module):
         for processor in self.processors:
             processor.observe(token)
 
-    def generator_of(self, row: int) -> torch.Generator | None:
-        return self.own_generators.get(row, self.generator)
+    def noise(self, rows, pos: Tensor, ids: Tensor | None = None, draft: bool = False) -> Tensor:
+        """Exp(1) for the tokens that may follow pos [1] or [b, 1] in these rows: of ids [b, C], or
+        of all [b, V].
 
-    def draw_noise(self, rows: list[int] | None = None) -> None:
-        """New noise of these rows, or of all: before each token."""
-        if self.n_candidates == 1:
-            return
-        n_row, n_noise = self.noise.shape
-        rows = list(range(n_row)) if rows is None else rows
-        device = self.noise.device
-        noise = exponential((len(rows), n_noise), device, self.generator)
-        for i, row in enumerate(rows):
-            if own := self.own_generators.get(row):            # whatever the other rows are
-                noise[i] = exponential((n_noise,), device, own)
-        if rows == list(range(n_row)):
-            self.noise.copy_(noise)
-        else:
-            self.noise[rows] = noise
+        A function of the row's seed, the position and the token: the same however a step is run,
+        in any company. draft: of a model that drafts.
+        """
+        if ids is None:
+            ids = torch.arange(self.n_vocab, device=self.seeds.device)
+        return exponential(uniform(self.seeds[rows], self.counter(pos.view(-1, 1), draft) + ids))
 
-    def noise_at(self, rows, pos=None, draft=False) -> Tensor:
-        """For the tokens after pos [1] or [b, 1]: what draw_noise() drew, wherever they are."""
-        return self.noise[rows]
+    def chance(self, pos: Tensor) -> Tensor:
+        """In [0, 1), of row 0, for each of pos [k]: is a draft accepted there?"""
+        return uniform(self.seeds[0], self.counter(pos, True) + self.n_vocab)
 
-    def distribution(self, logits: Tensor, rows=slice(None),
-                     draft_tokens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """logits [b, V] -> probs [b, C] of the candidates, and their token ids; None: all tokens.
+    def counter(self, pos: Tensor, draft: bool) -> Tensor:
+        """Where the tokens of a position are counted from: far from those of any other."""
+        return (2 * pos + draft) * 0x632BE59BD9B4E019
 
-        rows [b]: whose logits these are; draft_tokens: see RepetitionPenalty. Greedy is one token
-        of probability 1. The order is transformers': temperature, top-k, top-p, min-p.
+    def processed(self, logits: Tensor, rows=slice(None),
+                  draft_tokens: Tensor | None = None) -> Tensor:
+        """logits [b, V] of these rows behind the processors and the filters that see logits.
+
+        draft_tokens: see RepetitionPenalty.
         """
         for processor in self.processors:
             logits = processor(logits, rows, draft_tokens)
         for name, keep in self.logit_filters.items():
             logits = torch.where(keep(logits, getattr(self, name)[rows]), logits, -torch.inf)
-        if self.n_candidates == 1:
+        return logits
+
+    def distribution(self, logits: Tensor, rows=slice(None),
+                     shortlist: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """processed() logits [b, V] of these rows -> probs [b, C] of the candidates, and their ids;
+        None: all tokens.
+
+        Greedy is one token of probability 1. The order is transformers': temperature, top-k, top-p,
+        min-p. shortlist: only so many of the likeliest are looked at, of rows that are not greedy.
+        The caller finds out whether all that may stay are among them: the last one's probability
+        is 0 then.
+        """
+        if self.all_greedy:
             ids = logits.argmax(-1, keepdim=True)
             return torch.ones_like(ids, dtype=torch.float32), ids
-        temperature, ids = self.temperature[rows], None
-        if self.some_greedy:
+        temperature, ids, everything = self.temperature[rows], None, logits
+        if shortlist is not None:
+            logits, ids = logits.topk(shortlist)
+        elif self.some_greedy:
             best = logits.argmax(-1, keepdim=True)
-            one_hot = torch.full_like(logits, -torch.inf)
-            one_hot = one_hot.scatter(1, best, 0.0)
+            one_hot = torch.full_like(logits, -torch.inf).scatter(1, best, 0.0)
             logits = torch.where(temperature == 0, one_hot, logits)
-        if self.n_candidates < logits.shape[-1]:
-            logits, ids = logits.topk(self.n_candidates)
-        logits = logits - logits.amax(-1, keepdim=True)        # tiny temperatures too
-        logits = logits / temperature.clamp(min=1e-20)
-        probs = torch.softmax(logits, dim=-1)
+        best, cool = logits.amax(-1, keepdim=True), temperature.clamp(min=1e-20)
+        probs = torch.softmax((logits - best) / cool, dim=-1)  # tiny temperatures too
+        if shortlist is not None and not self.top_k[rows].all():
+            mass = [((t - best) / cool).logsumexp(-1, keepdim=True) for t in (logits, everything)]
+            probs = probs * (mass[0] - mass[1]).exp()          # of the whole vocabulary's
         for name, keep in self.filters.items():
-            probs = probs * keep(probs, getattr(self, name)[rows])
-            probs = probs / probs.sum(-1, keepdim=True)
+            value = getattr(self, name)[rows]
+            stays = keep(probs, value, self.most_k) if name == "top_k" else keep(probs, value)
+            probs = renormalized(probs, stays, value == getattr(NEUTRAL, name))
         return probs, ids
 
-    def sample(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
-        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1].
+    def sample(self, logits: Tensor, rows, pos: Tensor) -> Tensor:
+        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1]."""
+        probs, ids = self.distribution(self.processed(logits, rows), rows)
+        return ids if self.all_greedy else draw(probs, ids, self.noise(rows, pos, ids))
 
-        For the noise that draw_noise() drew: a step that is compiled, or recorded as a CUDA graph,
-        asks no generator.
-        """
-        probs, ids = self.distribution(logits, rows)
-        return draw(probs, ids, self.noise_at(rows, pos))
-
-    def forward(self, logits: Tensor, rows=slice(None), pos=None) -> Tensor:
-        """draw_noise() and sample(): logits [b, V] of these rows -> token [b, 1]."""
-        self.draw_noise(None if isinstance(rows, slice) else rows.tolist())
+    def forward(self, logits: Tensor, rows=slice(None), pos: Tensor | None = None) -> Tensor:
+        """As sample(). pos None: each call stands for the next position."""
+        if pos is None:
+            pos = torch.tensor([self.n_call], device=self.seeds.device)
+            self.n_call += 1
         return self.sample(logits, rows, pos)

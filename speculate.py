@@ -10,6 +10,7 @@ decoding/draft_length.py) it is given.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +40,12 @@ def token_probs(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
 
 
 def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
-           noise: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
+           noise: Callable, n_vocab: int) -> tuple[Tensor, Tensor]:
     """draft_tokens [1, k] -> tokens [1, k + 1] and n []: n drafts and one more token count.
 
     target: the distributions at k + 1 places; draft: those that the k drafts were drawn from. A
     draft x is kept with probability min(1, p(x) / q(x)), for chance [k] uniform in [0, 1); the
-    first that is not is replaced by a draw from max(0, p - q), for noise [1, C] as sampling.py's.
+    first that is not is replaced by a draw from max(0, p - q), for noise(ids) as sampling.py's.
     """
     p, ids = target                                                        # [k + 1, C]
     x = draft_tokens.T                                                     # [k, 1]
@@ -57,20 +58,22 @@ def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:-1])       # rounding left nothing
     rest = torch.cat((rest, p[-1:]))
     row = n.view(1)
-    own = draw(rest[row], None if ids is None else ids[row], noise)        # [1, 1]
+    own_ids = None if ids is None else ids[row]
+    own = draw(rest[row], own_ids, noise(own_ids))                         # [1, 1]
     place = torch.arange(len(p), device=p.device)
     return torch.where(place == n, own, F.pad(draft_tokens, (0, 1))), n
 
 
-def verify(model, token, drafts, probs, ids, pos, kv_len, chance, sampler) -> tuple:
+def verify(model, token, drafts, probs, ids, pos, kv_len, sampler) -> tuple:
     """token [1, 1] at pos [1] and drafts [1, k] after it -> accept()'s."""
     n = drafts.shape[1] + 1
     tokens = torch.cat((token, drafts), dim=1)
     places = pos + torch.arange(n, device=pos.device)
     logits = model(tokens, places, n, kv_len)[0]                           # [k + 1, V]
-    target = sampler.distribution(logits, draft_tokens=drafts)
-    noise, n_vocab = sampler.noise_at(slice(None), pos), sampler.n_vocab
-    accepted, count = accept(target, (probs, ids), drafts, chance, noise, n_vocab)
+    every = slice(None)
+    target = sampler.distribution(sampler.processed(logits, every, drafts))
+    accepted, count = accept(target, (probs, ids), drafts, sampler.chance(places[:-1]),
+                             partial(sampler.noise, every, pos), sampler.n_vocab)
     best = logits.amax(-1)                         # of the places that count
     place = torch.arange(n, device=pos.device)
     sampler.note(torch.where(place <= count, best - best, 0)[None])
@@ -83,8 +86,24 @@ def draft_one_token(model, token, pos, kv_len, drafts, sampler, n_vocab) -> tupl
     """token [1, 1] at pos [1], behind drafts [1, k] -> the next one, and what it was drawn from."""
     logits = model(token, pos, 1, kv_len)[:, -1, :n_vocab]
     logits = F.pad(logits, (0, n_vocab - logits.shape[-1]), value=-torch.inf)
-    dist = sampler.distribution(logits, draft_tokens=drafts)
-    return draw(*dist, sampler.noise_at(slice(None), pos, draft=True)), *dist
+    return draw_draft(logits, pos, drafts, sampler)
+
+
+def draw_draft(logits: Tensor, pos: Tensor, drafts: Tensor, sampler: Sampler) -> tuple:
+    """logits [1, V] after pos [1], behind drafts [1, k] -> a token [1, 1], and what it was drawn
+    from."""
+    every = slice(None)
+    probs, ids = sampler.distribution(sampler.processed(logits, every, drafts))
+    return draw(probs, ids, sampler.noise(every, pos, ids, draft=True)), probs, ids
+
+
+def joined(dists: list[tuple], n_vocab: int) -> tuple[Tensor, Tensor | None]:
+    """Distributions of one place each -> of all places, with candidates or over all tokens."""
+    probs, ids = zip(*dists)
+    if len({p.shape for p in probs}) > 1:          # few candidates here, all tokens there
+        dense = [token_probs(dist, None, n_vocab) for dist in dists]
+        return torch.cat(dense), None
+    return torch.cat(probs), None if ids[0] is None else torch.cat(ids)
 
 
 class ModelDrafter:
@@ -126,16 +145,13 @@ class ModelDrafter:
             if at >= n:
                 token = drafts[:, at - n:at - n + 1]
             kv_len = bucket(at + 1, model.max_seq_length, self.min_kv_len)
-            sampler.draw_noise()
             args = token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab
             token, *dist = self.step(model, *args)
             if at >= n - 1:                        # else it only catches up
                 drafts[:, at - n + 1] = tp.broadcast(token)[:, 0]
                 dists.append(dist)
         self.n_cached = n + k - 1                  # all but the last draft
-        probs, ids = zip(*dists)
-        ids = None if ids[0] is None else torch.cat(ids)
-        return drafts, torch.cat(probs), ids
+        return drafts, *joined(dists, n_vocab)
 
     def accepted(self, n: int, at: int | None) -> None:
         """Of the last drafts those hold that are among the first n tokens."""
@@ -204,15 +220,12 @@ class SpeculativeBatch(Batch):
         k, draft = self.draft_length.next(), None
         if k and n + k <= self.max_length:
             draft = self.drafter.propose(self.history, n, k, self.sampler)
-        self.sampler.draw_noise()
         if draft is None:
             args = self.token, self.pos, self.kv_len(n), self.sampler
             tokens = self.steps.decode(self.model, *args)
             count = self.pos.new_zeros(())
         else:
-            generator = self.sampler.generator_of(0)
-            chance = torch.rand(k, device=self.device, generator=generator)
-            args = self.pos, self.kv_len(n + k), chance, self.sampler
+            args = self.pos, self.kv_len(n + k), self.sampler
             tokens, count = self.verify(self.model, self.token, *draft, *args)
         tokens, count = tp.broadcast(tokens), tp.broadcast(count)
         self.history[:, n:n + tokens.shape[1]] = tokens        # beyond the count: to be replaced

@@ -23,11 +23,11 @@ from generate import Batch, generate, log, pick_device
 from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
-    build_sampler,
     build_speculative,
     build_steps,
     warm_up,
 )
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
 from gpt_faster.formats.load import load_model
 from gpt_faster.formats.mtp import head_config

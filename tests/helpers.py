@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from generate import PREFILL_CHUNK, Steps, generate
-from gpt_faster.decoding.engines import RecomputeBatch, build_sampler, build_speculative
+from gpt_faster.decoding.engines import RecomputeBatch, build_speculative
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
 from sampling import SamplingParams
 

@@ -21,6 +21,7 @@ from gpt_faster.cli.common import guarded  # noqa: E402
 from gpt_faster.decoding import draft_length, engines  # noqa: E402
 from gpt_faster.decoding.draft_length import DraftLengthController  # noqa: E402
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
+from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
 from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
 from gpt_faster.formats.quantized import quantized  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
@@ -50,7 +51,7 @@ def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine
         steps = engines.build_steps(model, engine) if said else generate.Steps()
         draw = torch.Generator().manual_seed(1 + (tp.rank() if said else 0))
         model.setup_cache(len(rows), max(map(len, rows)) + n_new)
-        sampler = engines.build_sampler(model, [how] * len(rows), draw)
+        sampler = build_sampler(model, [how] * len(rows), draw)
         batch = drafts(model, sampler) if said and drafts else generate.Batch(model, sampler, steps)
         said.append([t.tolist() for t in generate.generate(batch, rows, n_new)])
     if how.temperature == 0 or not drafts:                 # which draws in another order
@@ -106,7 +107,7 @@ def check_measuring(path, n):
     """Each rank has its own clock, and all make the same calls."""
     model = loading.load_shard(read_checkpoint(path), FP32, "cpu")
     model.setup_cache(1, 64)
-    sampler = engines.build_sampler(model, [SamplingParams(temperature=0)], torch.Generator())
+    sampler = build_sampler(model, [SamplingParams(temperature=0)], torch.Generator())
     batch = engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, False)
     draft_length.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() * (1 + 1e5 * tp.rank()))
     try:

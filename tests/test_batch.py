@@ -19,6 +19,7 @@ from generate import Sequence, follow
 from gpt_faster import loading
 from gpt_faster.cli import batch
 from gpt_faster.decoding import engines, slots
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels.cpu.layers import use_operations
 from gpt_faster.text.english import english_text
 from model import Ring, cache_bytes, n_slots
@@ -451,7 +452,7 @@ def test_prompts_that_begin_together_in_rows_of_any_order(ours, kind, n):
     def tokens(order):
         """Row -> its tokens, where the prompts begin in this order."""
         model.setup_cache(3, 40)
-        batch = kind(model, engines.build_sampler(model, params))
+        batch = kind(model, build_sampler(model, params))
         batch.prefill(order, [texts[row] for row in order])
         made = [batch.token.clone(), *(batch.step().clone() for _ in range(6))]
         return torch.cat(made, 1).tolist()

@@ -16,6 +16,7 @@ from helpers import GREEDY, generated, make_batch
 from generate import generate
 from gpt_faster.decoding import engines
 from gpt_faster.decoding.engines import build_steps
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.kernels import private
@@ -618,7 +619,7 @@ def test_speculation_runs_by_operations_too(families):
     draft = copy.deepcopy(model)
     model.setup_cache(1, 80, 16)
     steps = build_steps(model, "compile")
-    sampler = engines.build_sampler(model, [GREEDY])
+    sampler = build_sampler(model, [GREEDY])
     batch = engines.build_speculative(model, sampler, steps, "compile", 4, True, draft)
     assert torch.cat(list(generate(batch, [prompt], 30)), 1)[0].tolist() == expected
     assert cpu_layers.uses_operations(draft)

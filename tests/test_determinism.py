@@ -18,6 +18,7 @@ from helpers import GREEDY
 from generate import Batch, Sequence, generate
 from gpt_faster.cli import batch as batches
 from gpt_faster.decoding import engines
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
@@ -44,7 +45,7 @@ class Runs:
 
     def alone(self, chunk=LENGTH):
         self.model.setup_cache(1, LENGTH, chunk)
-        return [self.one(Batch(self.model, engines.build_sampler(self.model, [self.how]), self.steps), ids)
+        return [self.one(Batch(self.model, build_sampler(self.model, [self.how]), self.steps), ids)
                 for ids in self.prompts]
 
     def one(self, batch, ids):
@@ -64,7 +65,7 @@ class Runs:
         """Through slots that are refilled; order: -1 is the last one first."""
         self.model.setup_cache(n_slots, LENGTH, LENGTH)
         rows = {Sequence(NullTokenizer(), ids, max_new=self.n_new): i for i, ids in list(enumerate(self.prompts))[::order]}
-        slots = RowsBatch(self.model, engines.build_sampler(self.model, [self.how] * n_slots), self.steps)
+        slots = RowsBatch(self.model, build_sampler(self.model, [self.how] * n_slots), self.steps)
         for _ in batches.serve(slots, rows):
             pass
         return [row.ids for row in sorted(rows, key=rows.get)]
@@ -75,7 +76,7 @@ class Runs:
     def by_look_up(self, draft=None):
         self.model.setup_cache(1, LENGTH, LENGTH, max_rejected=N_DRAFT)
         return [self.one(engines.build_speculative(
-            self.model, engines.build_sampler(self.model, [self.how]), self.steps, self.engine, N_DRAFT, True, draft), ids)
+            self.model, build_sampler(self.model, [self.how]), self.steps, self.engine, N_DRAFT, True, draft), ids)
             for ids in self.prompts]
 
     def by_draft(self):
@@ -131,7 +132,7 @@ def test_a_generator_for_all_rows(tiny_runs):
 
     def drawn(prompts, params):
         rows = {Sequence(NullTokenizer(), ids, max_new=12): i for i, ids in enumerate(prompts)}
-        sampler = engines.build_sampler(model, [params] * 3, torch.Generator().manual_seed(1))
+        sampler = build_sampler(model, [params] * 3, torch.Generator().manual_seed(1))
         list(batches.serve(RowsBatch(model, sampler), rows))
         return [row.ids for row in sorted(rows, key=rows.get)]
     assert drawn(prompts, params) == drawn(prompts, params)

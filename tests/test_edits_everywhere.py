@@ -21,7 +21,8 @@ from test_what_is_read_runs import (  # noqa: F401
 
 from generate import Steps, decode_one_token, generate, prefill
 from gpt_faster.cli.evaluate import score
-from gpt_faster.decoding.engines import build_sampler, build_speculative, build_steps
+from gpt_faster.decoding.engines import build_speculative, build_steps
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels import compile as compile_room
 
 PROMPTS = [TOKENS[0, :n].tolist() for n in (20, 3, 11, 30)]

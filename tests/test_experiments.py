@@ -96,7 +96,7 @@ RUN = """
 import sys, torch
 sys.path.insert(0, "tests")
 import test_what_is_read_runs as t
-from gpt_faster.decoding.engines import build_sampler
+from gpt_faster.decoding.samplers import build_sampler
 from generate import Batch, generate
 from sampling import SamplingParams
 torch.set_grad_enabled(False)

@@ -296,7 +296,8 @@ def test_drafts_change_no_token(families, drafters, engine):
     """Greedily the same text, whatever is drafted; and each draft is what the drafter gives for the model's own state."""
     from helpers import GREEDY, ids_of
 
-    from gpt_faster.decoding.engines import build_sampler, build_speculative, build_steps
+    from gpt_faster.decoding.engines import build_speculative, build_steps
+    from gpt_faster.decoding.samplers import build_sampler
     from gpt_faster.formats.assistant import open_assistant
     model = load_model(read_checkpoint(families("gemma4")[0]), FP32, "cpu")
     model.setup_cache(1, 64, 16)

@@ -23,6 +23,7 @@ import speculate
 from checkpoint import save_checkpoint
 from gpt_faster.cli import session
 from gpt_faster.decoding import engines, mtp
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats import load as load_module
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.mtp import HeadConfig, MTPHead
@@ -45,7 +46,7 @@ def load(source, dtype=torch.float32):
 
 def batch_of(model, head, k, fixed=True, how=GREEDY, generator=None, engine="kv_cache"):
     steps = engines.build_steps(model, engine)
-    sampler = engines.build_sampler(model, [how], generator)
+    sampler = build_sampler(model, [how], generator)
     return engines.build_speculative(model, sampler, steps, engine, k, fixed, head)
 
 
@@ -262,7 +263,7 @@ def test_the_steps_trace(heads, how, monkeypatch):
             decode, draft, verify = [as_one_graph(step) for step in steps] if traced else steps
         model.setup_cache(1, 64, 16)
         model.hidden = None
-        sampler = engines.build_sampler(model, [how], torch.Generator().manual_seed(5))
+        sampler = build_sampler(model, [how], torch.Generator().manual_seed(5))
         drafter = mtp.MTPDrafter(model, head, draft)
         batch = speculate.SpeculativeBatch(model, sampler, generate.Steps(decode=decode), drafter, FixedLength(2), 2, verify)
         tokens = ids_of(batch, ids(9), 12)

@@ -18,7 +18,7 @@ from checkpoint import save_checkpoint
 from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gpt_faster.cli import evaluate
 from gpt_faster.decoding import request_sampler
-from gpt_faster.decoding.engines import build_sampler
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import SlotBatch, Slots, Task
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized

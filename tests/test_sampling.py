@@ -1,6 +1,7 @@
 """Sampling draws what a reference that sorts draws from the same noise, and what transformers keeps."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -12,17 +13,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from gpt_faster.decoding.device_sampler import DeviceSampler
-from gpt_faster.kernels.cuda import sort_free
+from gpt_faster.decoding.request_sampler import ANYTHING, RequestParams
+from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
 from sampling import (
     FILTERS,
+    MOST_SORTED,
     RepetitionPenalty,
     Sampler,
     SamplingParams,
     draw,
     exponential,
+    keep_likeliest,
+    keep_top_k,
     keep_top_n_sigma,
     keep_top_p,
+    uniform,
 )
 
 SETTINGS = [SamplingParams(t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 40, 500)
@@ -33,10 +38,13 @@ def sampler(params, n_row=16, n_vocab=300, generator=None):
     return Sampler([params] * n_row, n_vocab, generator=generator)
 
 
-def sample(logits, noise, params):
-    one = sampler(params, *logits.shape)
-    one.noise.copy_(noise)
-    return one.sample(logits)
+EVERY, POS = slice(None), torch.tensor([5])
+KINDS = [Sampler, ShortlistSampler, DeviceSampler]
+
+
+def dense(dist, n_vocab):
+    probs, ids = dist
+    return probs if ids is None else torch.zeros(len(probs), n_vocab).scatter(1, ids, probs)
 
 
 def random_logits(rows=16, vocab=300):
@@ -44,7 +52,7 @@ def random_logits(rows=16, vocab=300):
 
 
 def by_sorting(logits, noise, how):
-    """Softmax in float64, sort, keep, renormalize, race."""
+    """Softmax in float64, sort, keep, renormalize, race; noise [B, V] of each token."""
     probs = torch.softmax(logits.double() / how.temperature, -1)
     sorted_probs, order = probs.sort(-1, descending=True)
     if how.top_k:
@@ -52,19 +60,16 @@ def by_sorting(logits, noise, how):
         sorted_probs /= sorted_probs.sum(-1, keepdim=True)
     above = sorted_probs.cumsum(-1) - sorted_probs
     kept = (above < how.top_p) & (sorted_probs >= how.min_p * sorted_probs[:, :1])
-    if 0 < how.top_k < logits.shape[1]:                    # noise belongs to ranks
-        noise = torch.nn.functional.pad(noise, (0, logits.shape[1] - noise.shape[1]), value=1.0)
-    else:                                                  # noise belongs to tokens
-        noise = noise.gather(1, order)
-    return order.gather(1, (sorted_probs * kept / noise).argmax(-1, keepdim=True))
+    return order.gather(1, (sorted_probs * kept / noise.gather(1, order)).argmax(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
-def test_same_token_as_a_sorting_reference(how):
+def test_same_token_as_a_sorting_reference(how, kind):
     torch.manual_seed(SETTINGS.index(how))
     logits = random_logits()
-    noise = exponential((16, sampler(how).n_candidates), "cpu")
-    assert torch.equal(sample(logits, noise, how), by_sorting(logits, noise, how))
+    one = kind([how] * 16, 300)
+    assert torch.equal(one.sample(logits, EVERY, POS), by_sorting(logits, one.noise(EVERY, POS), how))
 
 
 @pytest.mark.parametrize("how", SETTINGS[::3], ids=str)
@@ -78,14 +83,14 @@ def test_keeps_what_transformers_keeps(how):
         warped = TopPLogitsWarper(how.top_p)(None, warped)
     if how.min_p:
         warped = MinPLogitsWarper(how.min_p)(None, warped)
-    probs, ids = sampler(how).distribution(logits)
-    dense = probs if ids is None else torch.zeros_like(logits).scatter(1, ids, probs)
-    torch.testing.assert_close(dense / dense.sum(-1, keepdim=True), torch.softmax(warped, -1),
-                               rtol=1e-4, atol=1e-6)
+    for kind in (Sampler, ShortlistSampler):
+        probs = dense(kind([how] * 16, 300).distribution(logits), 300)
+        torch.testing.assert_close(probs, torch.softmax(warped, -1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("keep_top_p", [keep_top_p, sort_free.keep_top_p], ids=["sorting", "sort_free"])
-def test_nucleus_is_exact_and_keeps_ties(keep_top_p):
+@pytest.mark.parametrize("most_sorted", [MOST_SORTED, 0], ids=["sorting", "halving"])
+def test_nucleus_is_exact_and_keeps_ties(most_sorted, monkeypatch):
+    monkeypatch.setattr("sampling.MOST_SORTED", most_sorted)
     probs = torch.tensor([[0.1, 0.3, 0.3, 0.2, 0.1]])
     for top_p, kept in ((0.2, [1, 2]), (0.3, [1, 2]), (0.59, [1, 2]), (0.7, [1, 2, 3]), (0.9, [0, 1, 2, 3, 4])):
         assert keep_top_p(probs, torch.tensor([[top_p]]))[0].nonzero()[:, 0].tolist() == kept
@@ -96,16 +101,84 @@ def test_nucleus_is_exact_and_keeps_ties(keep_top_p):
 @pytest.mark.parametrize("how", [SamplingParams(1e-40), SamplingParams(1e-60, 5), SamplingParams(1e-9, 0, 0.5)])
 def test_tiny_temperature_is_greedy(how):
     logits = random_logits()
-    noise = exponential((16, sampler(how).n_candidates), "cpu")
-    assert torch.equal(sample(logits, noise, how), logits.argmax(-1, keepdim=True))
+    for kind in KINDS:
+        assert torch.equal(kind([how] * 16, 300).sample(logits, EVERY, POS), logits.argmax(-1, keepdim=True))
 
 
 def test_greedy_is_argmax_and_needs_no_noise_luck():
-    logits = random_logits()
     how = SamplingParams(temperature=0, top_k=7, top_p=0.5, min_p=0.3)
-    for seed in range(5):
-        noise = exponential((16, sampler(how).n_candidates), "cpu", torch.Generator().manual_seed(seed))
-        assert torch.equal(sample(logits, noise, how), logits.argmax(-1, keepdim=True))
+    for kind in KINDS:
+        for later in ([], [SamplingParams()]):
+            for pos in range(5):
+                logits = random_logits().round()               # some tie: the first one is it
+                one = kind([how] * 16, 300, later=later)
+                assert torch.equal(one.sample(logits, EVERY, torch.tensor([pos])), logits.argmax(-1, keepdim=True))
+                assert torch.equal(dense(one.distribution(logits), 300).argmax(-1, keepdim=True), logits.argmax(-1, keepdim=True))
+
+
+def some_params(draw):
+    """Random ones of each kind, more often than not with several filters."""
+    def any_of(off, low, high):
+        return off if draw.random() < 0.4 else draw.uniform(low, high)
+    k = draw.choice([0, 1, 2, 5, 40, 200, 299, 300, 5000])
+    temperature = draw.choice([0, 1e-30, 0.1, 0.7, 1.0, 1.5, 30.0])
+    return RequestParams(temperature, k, any_of(1.0, 0.01, 1.0), any_of(0.0, 0.0, 1.0), seed=draw.randrange(1000),
+                         top_n_sigma=any_of(0.0, 0.1, 3.0), repetition_penalty=any_of(1.0, 0.5, 2.0))
+
+
+@pytest.mark.parametrize("n_vocab", [300, 6000])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_samplers_draw_the_same_also_where_logits_tie(seed, n_vocab):
+    """Of random parameters, in batches and alone: as the core's, as a request's, on a CPU and as for a GPU."""
+    draw, rows = random.Random(seed), 12
+    torch.manual_seed(seed)
+    params = [some_params(draw) for _ in range(rows)]
+    for step in range(6):
+        logits = torch.randn(rows, n_vocab) * 3
+        logits = (logits, logits.round(), (logits / 4).round(), logits.bfloat16().float())[step % 4]
+        pos, drawn = torch.randint(100, (rows, 1)), {}
+        for kind in KINDS:
+            for name, later in (("announced", params), ("anything", [*ANYTHING, RequestParams(top_n_sigma=1.0)])):
+                batch = kind([RequestParams(temperature=0)] * rows, n_vocab, later=later)
+                for row in range(rows):
+                    batch.begin(row, [row, 7], params[row])
+                drawn[kind.__name__, name] = batch.sample(logits, EVERY, pos)
+                some = torch.tensor([3, 11, 4])
+                assert torch.equal(batch.sample(logits[some], some, pos[some]), drawn[kind.__name__, name][some])
+            alone = []
+            for row in range(rows):
+                one = kind([params[row]], n_vocab)
+                one.begin(0, [row, 7])
+                alone.append(one.sample(logits[row:row + 1], EVERY, pos[row]))
+            drawn[kind.__name__, "alone"] = torch.cat(alone)
+        first = next(iter(drawn.values()))
+        assert all(torch.equal(tokens, first) for tokens in drawn.values()), {k: (v != first).sum() for k, v in drawn.items()}
+
+
+@pytest.mark.parametrize("how", SETTINGS[::7], ids=str)
+@pytest.mark.parametrize("n_vocab", [300, 6000])
+def test_places_of_one_row(how, n_vocab):
+    """As drafts are verified: each place as if it were a row of its own."""
+    logits = torch.randn(5, n_vocab) * 3
+    for kind in (Sampler, ShortlistSampler):
+        one, five = kind([how], n_vocab), kind([how] * 5, n_vocab)
+        assert torch.equal(dense(one.distribution(logits), n_vocab), dense(five.distribution(logits), n_vocab))
+        each = torch.cat([dense(one.distribution(logits[i:i + 1]), n_vocab) for i in range(5)])
+        torch.testing.assert_close(each, dense(five.distribution(logits), n_vocab))
+
+
+@pytest.mark.parametrize("n_vocab", [50, MOST_SORTED + 1])
+def test_of_tokens_that_tie_all_stay_or_none(n_vocab):
+    probs = torch.full((1, n_vocab), 0.25 / (n_vocab - 3))
+    probs[0, 5:8] = 0.25
+    for k, n in ((1, 3), (3, 3), (4, n_vocab), (0, n_vocab)):
+        for most in (max(k, 1), n_vocab):
+            assert keep_top_k(probs, torch.tensor([[float(k)]]), most).sum() == n
+    for p, n in ((0.1, 3), (0.74, 3), (0.76, n_vocab), (1.0, n_vocab)):
+        assert keep_top_p(probs, torch.tensor([[p]])).sum() == n
+    weight = torch.ones_like(probs)
+    weight[0, 6] = 100.0
+    assert keep_likeliest(probs, weight, torch.tensor([[101.0]])).sum() == 3
 
 
 @pytest.mark.parametrize("how", [SamplingParams(0.8, 6), SamplingParams(1.0, 0, 0.8), SamplingParams(1.0, 0, 1.0, 0.2), SamplingParams()])
@@ -113,12 +186,10 @@ def test_frequencies(how):
     """A chi-square test of 40,000 draws against the distribution."""
     torch.manual_seed(5)
     logits = torch.randn(1, 12)
-    probs, ids = sampler(how, 1, 12).distribution(logits)
-    exact = probs[0] if ids is None else torch.zeros(12).scatter(0, ids[0], probs[0])
-    exact = exact / exact.sum()
+    exact = dense(sampler(how, 1, 12).distribution(logits), 12)[0]
     n = 40000
-    noise = exponential((n, sampler(how, 1, 12).n_candidates), "cpu")
-    count = torch.bincount(sample(logits.expand(n, -1), noise, how)[:, 0], minlength=12)
+    batch = ShortlistSampler([how] * n, 12, generator=torch.Generator().manual_seed(3))
+    count = torch.bincount(batch.sample(logits.expand(n, -1), EVERY, POS)[:, 0], minlength=12)
     assert (count[exact == 0] == 0).all()
     live = exact > 0
     chi2 = ((count - n * exact)[live] ** 2 / (n * exact)[live]).sum()
@@ -146,8 +217,9 @@ def test_repetition_penalty_equals_transformers():
 
 
 def test_zero_probability_never_wins_and_noise_is_never_zero():
-    noise = exponential((4, 100000), "cpu")
-    assert (noise > 0).all()
+    assert exponential(torch.tensor([0.0, 1 - 2.0**-24])).gt(0).all()
+    drawn = uniform(torch.tensor(7), torch.arange(1 << 20))
+    assert (drawn >= 0).all() and (drawn < 1).all() and exponential(drawn).isfinite().all()
     probs = torch.zeros(1, 3)
     probs[0, 1] = 1e-30
     assert draw(probs, None, torch.full((1, 3), 1e-38)).item() == 1
@@ -157,14 +229,12 @@ def test_seed_repeats():
     how, logits = SamplingParams(1.0, 50), random_logits()
     draws = []
     for seed in (1, 1, 2):
-        one = sampler(how, generator=torch.Generator().manual_seed(seed))
-        one.draw_noise()
-        draws.append(one.sample(logits))
+        draws.append(sampler(how, generator=torch.Generator().manual_seed(seed))(logits))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
 def test_a_sampler_draws_by_itself():
-    """Called without draw_noise() before: another token each time, as likely as it should be, by each row's own seed."""
+    """Called without a position: another token each time, as likely as it should be, by each row's own seed."""
     logits = torch.tensor([0.5, 0.3, 0.2, 1e-9]).log().expand(3000, 4)
     one = Sampler([SamplingParams()] * 3000, 4, generator=torch.Generator().manual_seed(1))
     tokens = [one(logits)[:, 0] for _ in range(2)]
@@ -196,10 +266,10 @@ def test_top_n_sigma(n):
         assert torch.equal(keep_top_n_sigma(row[None], torch.tensor([[n]]))[0], expected)
         for temperature in (0.5, 3.0):
             one = Sampler([SamplingParams(temperature, top_n_sigma=n)], 300)
-            probs, ids = one.distribution(row[None].float())
+            probs, ids = one.distribution(one.processed(row[None].float()))
             assert ids is None and torch.equal(probs[0] > 0, expected)
     some_off = Sampler([SamplingParams(top_n_sigma=n), SamplingParams()], 300)
-    probs, _ = some_off.distribution(logits[:2].float())
+    probs, _ = some_off.distribution(some_off.processed(logits[:2].float()))
     assert (probs[1] > 0).sum() == (logits[1] > -torch.inf).sum() > (probs[0] > 0).sum()
 
 
@@ -213,8 +283,7 @@ def alone(params, logits, prompt, n):
     one.begin(0, prompt, params)
     drawn = []
     for step in range(n):
-        one.draw_noise()
-        drawn.append(one.sample(logits[step:step + 1]))
+        drawn.append(one.sample(logits[step:step + 1], EVERY, torch.tensor([step])))
         one.observe(drawn[-1])
     return torch.cat(drawn)
 
@@ -229,8 +298,7 @@ def test_rows_of_one_batch_differ_in_everything():
         for row, i in enumerate(order):
             batch.begin(row, prompts[i], ROWS[i])
         for step in range(n):
-            batch.draw_noise()
-            token = batch.sample(logits[step, order])
+            token = batch.sample(logits[step, order], EVERY, torch.tensor([step]))
             batch.observe(token)
             assert token[:, 0].tolist() == [expected[i][step].item() for i in order], step
 
@@ -238,28 +306,15 @@ def test_rows_of_one_batch_differ_in_everything():
 def test_a_row_that_is_exchanged_for_one_that_was_announced():
     """`later` names what may come: nothing that a compiled step depends on changes then."""
     batch = Sampler([ROWS[0]] * 2, 300, later=ROWS)
-    facts = batch.n_candidates, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()]
+    facts = batch.most_k, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()]
     logits = torch.randn(12, 300) * 3
     for i, params in enumerate(ROWS):
         batch.begin(1, [7], params)
         for step in range(12):
-            batch.draw_noise([1])
-            token = batch.sample(logits[step:step + 1], torch.tensor([1]))
+            token = batch.sample(logits[step:step + 1], torch.tensor([1]), torch.tensor([step]))
             batch.observe(token.expand(2, 1))
             assert token.item() == alone(params, logits, [7], step + 1)[-1], (i, step)
-        assert facts == (batch.n_candidates, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
-
-
-@pytest.mark.parametrize("how", [p for p in SETTINGS if p.top_p < 1][::3], ids=str)
-def test_sort_free_keeps_what_sorting_keeps(how):
-    torch.manual_seed(2)
-    logits = random_logits()
-    one = sampler(how)
-    expected, ids = one.distribution(logits)
-    one.filters["top_p"] = sort_free.keep_top_p
-    got, same = one.distribution(logits)
-    torch.testing.assert_close(got, expected)
-    assert (got > 0).equal(expected > 0) and (ids is None and same is None or torch.equal(ids, same))
+        assert facts == (batch.most_k, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
 
 
 def test_a_step_compiled_once_serves_every_row():
@@ -271,19 +326,17 @@ def test_a_step_compiled_once_serves_every_row():
     def backend(graph, inputs):
         n_graphs.append(1)
         return graph.forward
-    step = torch.compile(lambda sampler, logits: sampler.sample(logits), backend=backend, fullgraph=True, dynamic=False)
+    step = torch.compile(lambda sampler, logits: sampler.sample(logits, EVERY, POS), backend=backend, fullgraph=True, dynamic=False)
     for i in range(len(ROWS)):
         for row in range(3):
             batch.begin(row, [1, 2], ROWS[(i + row) % len(ROWS)])
-        batch.draw_noise()
         logits = torch.randn(3, 300)
-        assert torch.equal(step(batch, logits), batch.sample(logits))
+        assert torch.equal(step(batch, logits), batch.sample(logits, EVERY, POS))
     assert len(n_graphs) == 1
 
 
 @pytest.mark.parametrize("params, message", [
-    (SamplingParams(1.0, 5, 0.9), "no row was to have top_p"), (SamplingParams(1.0, 7), "5 candidates were announced"),
-    (SamplingParams(1.0, 3), "5 candidates were announced"), (SamplingParams(), "5 candidates were announced"),
+    (SamplingParams(1.0, 5, 0.9), "no row was to have top_p"), (SamplingParams(1.0, 7), "top_k was to be 5 at most"),
     (SamplingParams(1.0, 5, repetition_penalty=1.2), "no row was to have a penalty"), (SamplingParams(1.0, 5, min_p=0.1), "no row was to have min_p"),
     (SamplingParams(1.0, 5, top_n_sigma=1.0), "no row was to have top_n_sigma")])
 def test_what_was_not_announced_is_refused(params, message):
@@ -294,24 +347,31 @@ def test_what_was_not_announced_is_refused(params, message):
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_never_drops_every_token(name):
-    probs = torch.softmax(torch.randn(7, 50) * 9, -1)
-    for value in (1e-6, 0.5, 1.0, 3.0) if name == "top_k" else (1e-6, 0.5, 1.0):
-        assert FILTERS[name](probs, torch.full((7, 1), value)).any(-1).all()
+@pytest.mark.parametrize("n_vocab", [50, MOST_SORTED + 1])
+def test_a_filter_never_drops_every_token(name, n_vocab):
+    probs = torch.softmax(torch.randn(7, n_vocab) * 9, -1)
+    for value in (0, 1, 3, n_vocab) if name == "top_k" else (1e-6, 0.5, 1.0):
+        most = (n_vocab,) if name == "top_k" else ()
+        assert FILTERS[name](probs, torch.full((7, 1), float(value)), *most).any(-1).all()
 
 
-def test_noise_of_a_device_is_of_seed_and_position():
+def test_noise_is_of_seed_and_position():
     """Exp(1), new at every position, for each row, and for drafts; the same whenever it is asked for."""
     n = 20_000
-    device = DeviceSampler([SamplingParams(), SamplingParams(seed=7)], n, "cpu", torch.Generator().manual_seed(0))
+    device = Sampler([SamplingParams(), SamplingParams(seed=7)], n, "cpu", torch.Generator().manual_seed(0))
     for row in (0, 1):
         device.begin(row, [1, 2])
     every, pos = slice(None), torch.tensor([[5], [5]])
-    noise = device.noise_at(every, pos)
-    assert torch.equal(noise, device.noise_at(every, torch.tensor([5])))
-    assert torch.equal(noise[1:], device.noise_at(torch.tensor([1]), pos[1:]))
-    others = [noise[0], noise[1], *device.noise_at(every, pos + 1), *device.noise_at(every, pos, draft=True)]
-    others.append(noise[0].roll(1))
+    noise = device.noise(every, pos)
+    assert torch.equal(noise, device.noise(every, torch.tensor([5])))
+    assert torch.equal(noise[1:], device.noise(torch.tensor([1]), pos[1:]))
+    others = [noise[0], noise[1], *device.noise(every, pos + 1), *device.noise(every, pos, draft=True)]
+    others += [noise[0].roll(1), *device.noise(every, pos + (1 << 20))]
+    some = torch.tensor([[3, 77, n - 1], [0, 5, 6]])
+    assert torch.equal(device.noise(every, pos, some), noise.gather(1, some))
+    chance = device.chance(torch.arange(n))
+    assert (chance >= 0).all() and (chance < 1).all() and abs(chance.mean() - 0.5) < 5 / (12 * n) ** 0.5
+    assert abs(torch.corrcoef(torch.stack((chance, exponential(chance).roll(1), noise[0])))[0, 1:]).max() < 5 / n**0.5
     assert torch.corrcoef(torch.stack(others)).fill_diagonal_(0).abs().max() < 5 / n**0.5
     for one in others:
         assert one.min() > 0 and abs(one.mean() - 1) < 5 / n**0.5
@@ -319,7 +379,7 @@ def test_noise_of_a_device_is_of_seed_and_position():
         assert abs((one > 3).double().mean() - math.exp(-3)) < 5 * (math.exp(-3) / n) ** 0.5
     device.begin(0, [1, 2])
     device.begin(1, [1, 2])
-    again = device.noise_at(every, pos)
+    again = device.noise(every, pos)
     assert torch.equal(again[1], noise[1]) and not torch.equal(again[0], noise[0])     # a seed of its own
 
 

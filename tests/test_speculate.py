@@ -18,6 +18,7 @@ from gpt_faster import loading
 from gpt_faster.decoding import engines
 from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.ngram import NgramDrafter
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.load import load_model
 from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.compile import as_one_graph
@@ -106,12 +107,12 @@ def test_accept_by_hand():
     p, q = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]), torch.tensor([[0.5, 0.3, 0.2]])
     noise = torch.tensor([[9.0, 1.0, 2.0]])
     for guess, chance, expected in ((0, 0.19, [0, 2]), (0, 0.21, [1, 0]), (1, 0.99, [1, 2])):
-        tokens, n = speculate.accept((p, None), (q, None), torch.tensor([[guess]]), torch.tensor([chance]), noise, 3)
+        tokens, n = speculate.accept((p, None), (q, None), torch.tensor([[guess]]), torch.tensor([chance]), lambda ids: noise, 3)
         assert tokens[0, :n + 1].tolist() == expected[:n + 1] and n == (2 if expected[1] else 1) - 1
     ids = torch.tensor([[1, 2], [2, 0]])                   # the same, as candidates with ids
     some = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
     tokens, n = speculate.accept((some, ids), (torch.ones(1, 1), torch.tensor([[0]])), torch.tensor([[0]]),
-                                 torch.tensor([0.0]), torch.ones(1, 2), 3)
+                                 torch.tensor([0.0]), lambda ids: torch.ones(1, 2), 3)
     assert n == 0 and tokens[0, 0] == 1                    # a guess outside of them is never kept
 
 
@@ -248,7 +249,7 @@ def test_smollm2(smollm2, plainly, name, engine, exhaustive, two_threads):
     expected = plainly(n_new)
     model.setup_cache(1, 256)
     steps = engines.build_steps(model, engine)
-    sampler = engines.build_sampler(model, [GREEDY])
+    sampler = build_sampler(model, [GREEDY])
     batch = engines.build_speculative(model, sampler, steps, engine, 5, False, draft)
     if engine == "compile":
         engines.warm_up(batch, [ids], range(len(ids) + 1, 256))
@@ -277,7 +278,7 @@ def test_the_steps_trace(ours, how, monkeypatch):
                     step, backend="aot_eager", **more))
                 steps = [as_one_graph(step) for step in steps]
         model.setup_cache(1, 64, 16)
-        sampler = engines.build_sampler(model, [how], torch.Generator().manual_seed(5))
+        sampler = build_sampler(model, [how], torch.Generator().manual_seed(5))
         batch = speculate.SpeculativeBatch(
             model, sampler, generate.Steps(), ModelDrafter(draft, steps[0]), FixedLength(3), 3, steps[1])
         drawn.append(ids_of(batch, ids, 20))

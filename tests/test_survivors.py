@@ -54,23 +54,22 @@ def test_as_many_tokens_stay_as_each_rows_top_k_says():
     """Where rows differ: the filter. 0 is off, and more than there are is all."""
     probs = torch.rand(5, 12, generator=torch.Generator().manual_seed(1)).softmax(-1)
     top_k = torch.tensor([[1.0], [2.0], [7.0], [0.0], [40.0]])
-    assert keep_top_k(probs, top_k).sum(-1).tolist() == [1, 2, 7, 12, 12]
+    assert keep_top_k(probs, top_k, 40).sum(-1).tolist() == [1, 2, 7, 12, 12]
     rows = [SamplingParams(top_k=int(k)) for k in top_k]
     drawable, ids = Sampler(rows, 12).distribution(probs.log())
     assert ids is None and (drawable > 0).sum(-1).tolist() == [1, 2, 7, 12, 12]
 
 
-def test_a_row_without_a_seed_draws_from_the_batchs_generator():
+def test_a_row_without_a_seed_has_one_of_the_batchs_generator():
     """Whatever seed the row's last sequence had."""
     seeded, unseeded = SamplingParams(seed=3), SamplingParams()
 
-    def noise(*sequences):
+    def seed(*sequences):
         sampler = Sampler([unseeded], 8, generator=torch.Generator().manual_seed(1), later=[seeded])
         for params in sequences:
             sampler.begin(0, [], params)
-        sampler.draw_noise()
-        return sampler.noise.tolist()
-    assert noise(seeded, unseeded) == noise(unseeded) != noise(seeded)
+        return sampler.seeds.item()
+    assert seed(seeded, unseeded) == seed(unseeded) != seed(seeded) == seed(unseeded, seeded)
 
 
 class OnlyToken:

@@ -19,7 +19,7 @@ from torch import nn
 import gpt_faster.layers.attention
 import model as core
 import sampling
-from gpt_faster.decoding.device_sampler import DeviceSampler
+from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
 from gpt_faster.kernels import as_read, private
 from gpt_faster.kernels import compile as compile_room
 from gpt_faster.kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
@@ -943,12 +943,37 @@ def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
         patched.setitem(sampling.FILTERS, "min_p", lambda probs, min_p: probs >= min_p)
         assert not DeviceSampler(rows, 160).in_one_kernel
     with monkeypatch.context() as patched:
-        patched.setattr(Sampler, "distribution", lambda self, logits, rows, draft_tokens=None: (logits.softmax(-1), None))
+        patched.setattr(Sampler, "distribution", lambda self, logits, rows, shortlist=None: (logits.softmax(-1), None))
         assert not DeviceSampler(rows, 160).in_one_kernel
     with monkeypatch.context() as patched:
         patched.setattr(sampling, "draw", lambda probs, ids, noise: probs.argmax(-1, keepdim=True))
         assert not DeviceSampler(rows, 160).in_one_kernel
     assert DeviceSampler(rows, 160).in_one_kernel
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("edit", [
+    (Sampler, "distribution", lambda self, logits, rows=slice(None), shortlist=None: (logits.softmax(-1).roll(1, -1), None)),
+    (Sampler, "processed", lambda self, logits, rows=slice(None), draft_tokens=None: -logits),
+    (Sampler, "noise", lambda self, rows, pos, ids=None, draft=False: torch.ones(())),
+    (Sampler, "sample", lambda self, logits, rows, pos: logits.argmin(-1, keepdim=True)),
+    (sampling, "draw", lambda probs, ids, noise: probs.argmin(-1, keepdim=True)),
+    (sampling, "keep_likeliest", lambda probs, weight, limit: probs == probs.amin(-1, keepdim=True)),
+    (sampling, "renormalized", lambda probs, stays, is_off: probs * ~stays),
+    (sampling, "uniform", lambda seed, counter: torch.zeros_like(counter, dtype=torch.float32)),
+], ids=lambda edit: edit[1])
+def test_a_cpus_sampler_is_what_sampling_is(edit, when, monkeypatch):
+    """Rows of each kind, drawn by the edited core and by what stands for it, made before the edit or after."""
+    rows = [SamplingParams(0.8, 20, 0.9, seed=1), SamplingParams(1.0, 0, 0.8, seed=2), SamplingParams(seed=3), SamplingParams(0)]
+    logits, every, pos = torch.randn(4, 160) * 3, slice(None), torch.tensor([9])
+    made = [kind(rows, 160) for kind in (Sampler, ShortlistSampler)]
+    plain = made[0].sample(logits, every, pos)
+    assert torch.equal(made[1].sample(logits, every, pos), plain)
+    monkeypatch.setattr(*edit)
+    if when == "after":
+        made = [kind(rows, 160) for kind in (Sampler, ShortlistSampler)]
+    edited, got = (one.sample(logits, every, pos) for one in made)
+    assert torch.equal(got, edited) and not torch.equal(edited, plain)
 
 
 def test_digests_are_renewed_where_the_kernels_tests_pass(tmp_path, monkeypatch):

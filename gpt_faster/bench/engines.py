@@ -21,20 +21,19 @@ from gpt_faster.cli.flags import ENGINES
 from gpt_faster.decoding import mtp
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
-    build_sampler,
     build_speculative,
     build_steps,
     measure_drafts,
     warm_up,
 )
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
 from gpt_faster.formats.mtp import MTPHead
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
-from gpt_faster.kernels.cuda import sort_free
 from model import Transformer
-from sampling import SamplingParams, keep_top_p
+from sampling import Sampler, SamplingParams
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "torch_compile", "compile",
           "compile+prefill")
@@ -64,6 +63,13 @@ def compiled_layout_bytes(name: str, model: Transformer) -> int:
     if model.freq.device.type != "cpu" or not has_our_kernels(name):
         return 0
     return sum(p.nbytes for p in model.parameters())
+
+
+def keep_top_p_by_sorting(probs: Tensor, top_p: Tensor) -> Tensor:
+    """sampling.keep_top_p() as others have it: of the whole vocabulary too."""
+    ordered = probs.sort(-1, descending=True).values
+    n_more = (ordered.cumsum(-1) - ordered < top_p)[..., 1:].sum(-1, keepdim=True)
+    return probs >= ordered.gather(-1, n_more)
 
 
 class Engine:
@@ -104,8 +110,9 @@ class Engine:
         rows = [self.sampling_params] * workload.batch_size
         sampler = build_sampler(self.model, rows, generator)
         if name in SAMPLERS:
-            by_sorting = name == "sorted"
-            sampler.filters["top_p"] = keep_top_p if by_sorting else sort_free.keep_top_p
+            sampler = Sampler(rows, self.model.cfg.vocab_size, self.model.freq.device, generator)
+        if name == "sorted":
+            sampler.filters["top_p"] = keep_top_p_by_sorting
         if name == "recompute":
             return RecomputeBatch(self.model, sampler, steps, workload.n_positions())
         if name in DRAFTING:

@@ -23,8 +23,9 @@ from gpt_faster.cli import batch
 from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
 from gpt_faster.cli.flags import add_activation_bits, add_adapter
 from gpt_faster.cli.session import open_model, pick_engine
-from gpt_faster.decoding.engines import build_sampler, build_steps
+from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
 from gpt_faster.formats import quantized
 from gpt_faster.loading import load_shard

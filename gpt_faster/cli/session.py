@@ -39,7 +39,6 @@ from gpt_faster.cli.common import free_memory, guarded, pick_dtype
 from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
-    build_sampler,
     build_speculative,
     build_steps,
     measure_drafts,
@@ -50,6 +49,7 @@ from gpt_faster.decoding.grammar import Grammars, import_llguidance, json_schema
 from gpt_faster.decoding.logits_processors import TokenMask
 from gpt_faster.decoding.mtp import MAX_DRAFT, PUBLISHED_ACCEPTANCE, hidden_bytes
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
 from gpt_faster.formats import quantized
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
@@ -349,8 +349,7 @@ class Session:
             grammars.check(spec)
         except ValueError as e:
             raise ValueError(f"{self.args.json_schema}: {e}") from None
-        n_row = len(sampler.noise)
-        mask = TokenMask(n_row, n_vocab, self.device, lambda params: grammars.matcher(spec))
+        mask = TokenMask(sampler.n_row, n_vocab, self.device, lambda params: grammars.matcher(spec))
         sampler.processors.append(mask)
 
     def new_generator(self) -> torch.Generator:

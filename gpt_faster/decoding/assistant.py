@@ -14,7 +14,8 @@ import tp
 from generate import bucket
 from gpt_faster.formats.assistant import Assistant
 from model import Transformer
-from sampling import Sampler, draw
+from sampling import Sampler
+from speculate import draw_draft, joined
 
 
 class Listener:
@@ -52,18 +53,14 @@ class AssistantDrafter:
         hidden, token = self.hidden_before(n), history[:, n - 1:n]
         drafts, dists = token.repeat(1, k), []     # filled from the left
         for i in range(k):
-            sampler.draw_noise()
             logits, hidden = self.assistant(token, hidden, inputs)
             logits = F.pad(logits[:, -1], (0, n_vocab - logits.shape[-1]), value=-torch.inf)
-            dist = sampler.distribution(logits, draft_tokens=drafts)
-            noise = sampler.noise_at(slice(None), inputs[0][1] + i, draft=True)
-            token = tp.broadcast(draw(*dist, noise))
+            token, *dist = draw_draft(logits, inputs[0][1] + i, drafts, sampler)
+            token = tp.broadcast(token)
             drafts[:, i] = token[:, 0]
             dists.append(dist)
         self.first = n - 1                         # the next call's, which verifies these
-        probs, ids = zip(*dists)
-        ids = None if ids[0] is None else torch.cat(ids)
-        return drafts, torch.cat(probs), ids
+        return drafts, *joined(dists, n_vocab)
 
     def hidden_before(self, n: int) -> Tensor:
         """Of the position before the last of n tokens [1, 1, D], behind the last norm."""

@@ -94,8 +94,7 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
         probs, ids = torch.ones(k, 1, device=token.device), token.repeat(k, 1)
         if hasattr(drafter, "step"):
             probs, ids = draft(k)
-        chance = torch.rand(k, device=token.device)
-        args = token, token.repeat(1, k), probs, ids, pos, kv_len, chance, sampler
+        args = token, token.repeat(1, k), probs, ids, pos, kv_len, sampler
 
         def run():
             batch.verify(model, *args)[1].item()

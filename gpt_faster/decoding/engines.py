@@ -24,14 +24,12 @@ from generate import (
 )
 from gpt_faster.decoding import mtp
 from gpt_faster.decoding.assistant import AssistantDrafter
-from gpt_faster.decoding.device_sampler import DeviceSampler
 from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs
 from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
 from gpt_faster.formats.assistant import Assistant
 from gpt_faster.formats.mtp import MTPHead
-from gpt_faster.kernels.as_read import unknown_functions
 from gpt_faster.kernels.compile import (
     WhileAsRead,
     as_one_graph,
@@ -42,11 +40,10 @@ from gpt_faster.kernels.compile import (
     prepare_for_cuda,
     will_change_over,
 )
-from gpt_faster.kernels.cuda import sort_free
 from gpt_faster.kernels.cuda.graph import CudaGraph
 from gpt_faster.layers.recurrent import max_rewind
 from model import Transformer
-from sampling import Sampler, SamplingParams
+from sampling import Sampler
 from speculate import FixedLength, ModelDrafter, SpeculativeBatch
 
 
@@ -69,18 +66,6 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
     if engine == "cuda_graph":
         return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token, False))
     return Steps()
-
-
-def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
-                  later: list[SamplingParams] = ()) -> Sampler:
-    """For these rows of this model, and for what may come later."""
-    device = model.freq.device
-    kind = DeviceSampler if device.type == "cuda" else Sampler
-    sampler = kind(rows, model.cfg.vocab_size, device, generator, later)
-    top_p = sampler.filters.get("top_p")
-    if device.type != "cpu" and top_p and not unknown_functions([top_p]):
-        sampler.filters["top_p"] = sort_free.keep_top_p
-    return sampler
 
 
 class RecomputeBatch(Batch):

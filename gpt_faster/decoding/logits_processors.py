@@ -66,7 +66,7 @@ class LogitBias(Processor):
 
     def begin(self, row: int, prompt: list[int], params) -> None:
         pairs = getattr(params, "logit_bias", ())
-        if row in self.users:
+        if row in (self.users or ()):
             self.bias[row] = 0
         self.use(row, bool(pairs))
         for i, value in pairs:

@@ -18,7 +18,8 @@ from generate import bucket
 from gpt_faster.formats.mtp import HeadConfig, MTPHead
 from gpt_faster.kernels.cpu.linears import OPERATIONS, OperationsLinear, is_packed
 from model import Transformer
-from sampling import Sampler, draw
+from sampling import Sampler
+from speculate import draw_draft, joined
 
 MAX_DRAFT = 4                                      # further on a head that goes on by itself errs
 DRAFTED_TOKENS = 65_536                            # the first, hence most frequent, of a vocabulary
@@ -31,9 +32,7 @@ def draft_one_token(head, tokens, hidden, pos, kv_len, drafts, sampler) -> tuple
     logits, hidden = head(tokens, hidden, pos, 1, kv_len)
     missing = sampler.n_vocab - logits.shape[-1]   # tokens that are never drafted
     logits = F.pad(logits[:, -1], (0, missing), value=-torch.inf)
-    probs, ids = sampler.distribution(logits, draft_tokens=drafts)
-    noise = sampler.noise_at(slice(None), pos[-1:] + 1, draft=True)
-    return draw(probs, ids, noise), probs, ids, hidden
+    return *draw_draft(logits, pos[-1:] + 1, drafts, sampler), hidden
 
 
 def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
@@ -108,7 +107,6 @@ class MTPDrafter:
         hidden, pos = self.hidden_at(self.n_cached, n - 1), slots[self.n_cached:n - 1]
         dists = []
         for i in range(k):
-            sampler.draw_noise()
             args = tokens, hidden, pos, self.kv_len(n - 1 + i), drafts, sampler
             tokens, probs, ids, hidden = self.step(self.head, *args)
             tokens = tp.broadcast(tokens)
@@ -116,9 +114,7 @@ class MTPDrafter:
             pos = slots[n - 1 + i:n + i]
             dists.append((probs, ids))
         self.n_cached = n - 1                      # the rest was from hidden states of its own
-        probs, ids = zip(*dists)
-        ids = None if ids[0] is None else torch.cat(ids)
-        return drafts[:, :k], torch.cat(probs), ids
+        return drafts[:, :k], *joined(dists, sampler.n_vocab)
 
     def _catch_up(self, history: Tensor, end: int, slots: Tensor, most: int) -> None:
         """Fill the slots of a prompt and of plain steps, until at most `most` are left to `end`."""
@@ -148,8 +144,7 @@ class MTPDrafter:
             tokens, probs, ids, hidden = self.step(self.head, *args)
             pos = pos[-1:]
             dists.append((probs, ids))
-        probs, ids = zip(*dists)
-        return torch.cat(probs), None if ids[0] is None else torch.cat(ids)
+        return joined(dists, sampler.n_vocab)
 
     def accepted(self, n: int, at: int | None) -> None:
         """Of the last drafts those hold that are among the first n tokens: the head reads them."""

@@ -38,7 +38,6 @@ class RowsBatch(Batch):
         if self.device.type != "cpu" or not 0 < len(rows) < self.n_row:
             return super().step()
         self.sampler.observe(self.token)
-        self.sampler.draw_noise(rows)
         index = to_device(rows, self.device)
         pos = self.pos[index]
         kv_len = self.kv_len(max(self.length) + 1)

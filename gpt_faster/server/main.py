@@ -171,8 +171,7 @@ class ServerSession(Session):
         self.grammars = find                       # made when the first request needs it
         self.changes_over = False
         self.generator = self.new_generator()
-        sampler = build_request_sampler(self.model, self.n_rows, self.generator, matcher_of,
-                                        bool(self.drafter))
+        sampler = build_request_sampler(self.model, self.n_rows, self.generator, matcher_of)
         steps = build_steps(self.model, self.engine, args.compile_prefill)
         self.plain = self.batch = SlotBatch(self.model, sampler, steps)
         if self.drafter:

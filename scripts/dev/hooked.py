@@ -14,7 +14,8 @@ import torch
 
 from generate import Batch, Steps, generate
 from gpt_faster.cli.common import Parser, guarded
-from gpt_faster.decoding.engines import build_sampler, build_steps
+from gpt_faster.decoding.engines import build_steps
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels.guard import guard_of
 from gpt_faster.loading import load_model
 from sampling import SamplingParams

@@ -35,6 +35,7 @@ from gpt_faster.cli.chat import Chat  # noqa: E402
 from gpt_faster.cli.common import Parser, guarded  # noqa: E402
 from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
+from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
 from gpt_faster.decoding.slots import SlotBatch, Slots, Task  # noqa: E402
 from gpt_faster.formats.quantized import quantized  # noqa: E402
 from gpt_faster.loading import load_model, load_shard  # noqa: E402
@@ -117,7 +118,7 @@ def conversation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     """Turns of one chat, whose oldest messages are forgotten again and again."""
     model, n_new, answers = runner.model, 6, []
     model.setup_cache(1, LENGTH, 64, max_rejected=1)
-    batch = Batch(model, engines.build_sampler(model, [GREEDY]), runner.steps)
+    batch = Batch(model, build_sampler(model, [GREEDY]), runner.steps)
 
     def answer(ids, n_cached):
         sequence = Sequence(runner.tokenizer, ids, max_new=n_new)
@@ -144,7 +145,7 @@ def drafts(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     model.setup_cache(1, LENGTH, 64, max_rejected=n_draft)
     batches = []
     for draft in (None, runner.draft):
-        sampler = engines.build_sampler(model, [GREEDY])
+        sampler = build_sampler(model, [GREEDY])
         batches.append(engines.build_speculative(
             model, sampler, runner.steps, "compile", n_draft, True, draft))
     for runs in (range(n), range(min(n, AGAIN))):

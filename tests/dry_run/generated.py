@@ -18,8 +18,8 @@ from dry_run import interpreted
 from dry_run.numbers import FP32, MOST, SCHEMES, TINY, small_models
 from dry_run.report import judge_each, within
 from generate import Batch, Steps, generate
-from gpt_faster.decoding import engines
-from gpt_faster.decoding.device_sampler import DeviceSampler
+from gpt_faster.decoding import engines, samplers
+from gpt_faster.decoding.samplers import DeviceSampler
 from gpt_faster.kernels.compile import as_one_graph
 from sampling import SamplingParams
 from speculate import FixedLength, SpeculativeBatch
@@ -37,13 +37,9 @@ class Watched(DeviceSampler):
         super().__init__(rows, n_vocab, where, *more)
         self.register_buffer("logits", torch.zeros(N_DRAFT + 1, n_vocab, device=where))
 
-    def forward(self, logits, rows=slice(None), pos=None):
+    def processed(self, logits, rows=slice(None), draft_tokens=None):
         self.logits[:len(logits)] = logits
-        return super().forward(logits, rows, pos)
-
-    def distribution(self, logits, rows=slice(None), draft_tokens=None):
-        self.logits[:len(logits)] = logits
-        return super().distribution(logits, rows, draft_tokens)
+        return super().processed(logits, rows, draft_tokens)
 
 
 class Oracle:
@@ -74,8 +70,8 @@ def run(where: str, family: str, params: SamplingParams, prompts: list, n_new: i
     if where == "cuda":
         steps, verify = engines.build_steps(model, "compile", pad), as_one_graph(verify)
     model.setup_cache(len(prompts), LENGTH, 24)
-    with patch.multiple(engines, Sampler=Watched, DeviceSampler=Watched):
-        sampler = engines.build_sampler(model, [params] * len(prompts))
+    with patch.multiple(samplers, ShortlistSampler=Watched, DeviceSampler=Watched):
+        sampler = samplers.build_sampler(model, [params] * len(prompts))
     batch = Batch(model, sampler, steps)
     if next_tokens:
         oracle = Oracle(prompts[0] + next_tokens)

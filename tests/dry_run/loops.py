@@ -18,7 +18,8 @@ from dry_run import device
 from dry_run.numbers import small_models
 from dry_run.report import judge_each
 from generate import Batch, generate, read_late
-from gpt_faster.decoding.engines import build_sampler, build_speculative, build_steps, warm_up
+from gpt_faster.decoding.engines import build_speculative, build_steps, warm_up
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels.cuda.products import has_kernels
 from sampling import SamplingParams
 

@@ -16,7 +16,7 @@ import gpu_check
 import torch
 
 from dry_run.report import judge_each, within
-from gpt_faster.decoding import device_sampler
+from gpt_faster.decoding import samplers
 from gpt_faster.kernels import linear, moe
 from gpt_faster.kernels.compile import exchange_modules
 from gpt_faster.kernels.cuda import few_rows
@@ -37,7 +37,7 @@ DRAWS = {"top k": [SamplingParams(temperature=0.8, top_k=200)], "of all": [Sampl
          "top p": [SamplingParams(top_p=0.3), SamplingParams(temperature=4.0, top_p=1e-6)],
          "rows": [SamplingParams(temperature=0), SamplingParams(top_k=50, temperature=2.0), HOT]}
 SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 1e-4)}
-PRETENDERS = (few_rows, linear, moe, cuda, device_sampler)
+PRETENDERS = (few_rows, linear, moe, cuda, samplers)
 
 
 @torch.inference_mode()
@@ -83,7 +83,7 @@ def compare(family: str, case: str, **how) -> float:
 @torch.inference_mode()
 def differing_draws(params: list[SamplingParams], n: int = 8) -> int:
     """Of n times as many tokens: in how many the one kernel and Sampler differ."""
-    sampler = device_sampler.DeviceSampler(params, 9000, "cpu", torch.Generator().manual_seed(0))
+    sampler = samplers.DeviceSampler(params, 9000, "cpu", torch.Generator().manual_seed(0))
     for row in range(len(params)):
         sampler.begin(row, [1])
     wrong = 0
@@ -106,7 +106,7 @@ def use_kernels(model) -> None:
 def pretend(compiling: bool) -> None:
     for module in PRETENDERS:
         module.is_compiling = lambda: compiling
-    for module in (linear, moe, device_sampler):
+    for module in (linear, moe, samplers):
         module.has_kernels = lambda device: compiling
 
 

@@ -70,15 +70,15 @@ def generated_faults() -> dict[str, tuple]:
     from torch._inductor.async_compile import AsyncCompile
 
     from dry_run.generated import TOP_K
-    from gpt_faster.decoding.device_sampler import DeviceSampler
+    from gpt_faster.decoding.samplers import DeviceSampler
     from gpt_faster.kernels.cuda import few_rows
-    attention, seeds, load = few_rows.cached_attention, DeviceSampler.seeds_at, AsyncCompile.triton
+    attention, counter, load = few_rows.cached_attention, DeviceSampler.counter, AsyncCompile.triton
 
     def wrong_kernel(self, name, source, **more):
         return load(self, name, source.replace(" <= ", " < "), **more)
 
-    def wrong_noise(self, rows, pos):
-        return seeds(self, rows, pos + torch.compiler.is_compiling())
+    def wrong_noise(self, pos, draft):
+        return counter(self, pos + torch.compiler.is_compiling(), draft)
 
     def wrong_slot(*args):
         return attention(*args[:6], args[6] + 1, *args[7:])
@@ -86,7 +86,7 @@ def generated_faults() -> dict[str, tuple]:
         "a kernel of Inductor's with < for <=": (
             [patch.object(AsyncCompile, "triton", wrong_kernel)], dict(family="Llama")),
         "noise of the next position": (
-            [patch.object(DeviceSampler, "seeds_at", wrong_noise)],
+            [patch.object(DeviceSampler, "counter", wrong_noise)],
             dict(family="Llama", params=TOP_K, n_new=3)),
         "keys in the slot after theirs": (
             [patch.object(few_rows, "cached_attention", wrong_slot)], dict(family="Llama")),

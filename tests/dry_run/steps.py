@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from checkpoint import tensor_shapes
 from dry_run import device, sass
 from generate import decode_one_token
-from gpt_faster.decoding.engines import build_sampler
+from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.compile import compile_steps

@@ -14,8 +14,8 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
          seeds: Tensor, arrivals: Tensor) -> Tensor:
     """logits [B, V] fp32 and each row's parameters [B, 1], 0 or 1 where off -> token ids [B, 1].
 
-    temperature 0: the likeliest token; seeds [B, 1] int64: of this token's noise, which
-    decoding/device_sampler.py describes; arrivals [B] int32: zeros at first, then its own.
+    temperature 0: the likeliest token; seeds [B, 1] int64: of this token's noise, a row's
+    seed and counter (sampling.uniform); arrivals [B] int32: zeros at first, then its own.
     """
     from gpt_faster.kernels.cuda.triton_draw import launch
     return launch(logits.contiguous(), temperature, top_k, top_p, min_p, seeds, arrivals)

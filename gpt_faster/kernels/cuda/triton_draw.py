@@ -21,7 +21,7 @@ COOL = 1e-6                                        # temperatures below are as t
 
 @triton.jit
 def _mixed(x):
-    """decoding/device_sampler.py's mixed(), of x uint64."""
+    """The bits of sampling.uniform(), of x uint64."""
     x = x * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -106,7 +106,7 @@ def _draw(logits, temperatures, top_ks, top_ps, min_ps, seeds, arrivals, found, 
     temperature = tl.load(temperatures + row)
     noisy = temperature > 0
     inverse = 1 / tl.maximum(temperature, cool)
-    seed = _mixed(tl.load(seeds + row).to(tl.uint64, bitcast=True))
+    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + token, token < n_vocab, float("-inf"))
     score = tl.where(token < n_vocab, _scores(x, inverse, noisy, seed, token), float("-inf"))

@@ -1,0 +1,140 @@
+"""The sampler of a device: sampling.Sampler's tokens, by less work.
+
+On a CPU, where nothing of it is traced, a step looks at what its rows ask for: at few of the
+likeliest tokens, where all that may stay are among them. On a GPU a compiled step draws in one
+kernel, where it may. Both stand for Sampler's functions as long as these are what they were.
+
+    sampler = build_sampler(model, [SamplingParams()] * B, generator)
+"""
+
+import torch
+from torch import Tensor
+
+import sampling
+from gpt_faster.kernels.as_read import unknown_functions
+from gpt_faster.kernels.cuda.draw import FILTERS, draw
+from gpt_faster.kernels.cuda.products import has_kernels
+from gpt_faster.kernels.private import is_compiling
+from model import Transformer
+from sampling import Sampler, SamplingParams
+
+SHORTLIST = 1024                                   # likeliest tokens, where no row has a top_k
+
+
+def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
+                  later: list[SamplingParams] = ()) -> Sampler:
+    """For these rows of this model, and for what may come later."""
+    device = model.freq.device
+    kind = {"cpu": ShortlistSampler, "cuda": DeviceSampler}.get(device.type, Sampler)
+    return kind(rows, model.cfg.vocab_size, device, generator, later)
+
+
+def is_known(sampler: Sampler) -> bool:
+    """Is all of sampling.py that the samplers here stand for what they were made of?"""
+    filters = {**sampler.filters, **sampler.logit_filters}.values()
+    return not unknown_functions([Sampler, sampling.draw, *filters])
+
+
+def functions_of(sampler: Sampler) -> list:
+    """The same, to compare: what is found there now."""
+    names = "sample", "processed", "distribution", "noise", "observe"
+    return [*(getattr(Sampler, name) for name in names), sampling.draw, *sampler.filters.values(),
+            *sampler.logit_filters.values()]
+
+
+class ShortlistSampler(Sampler):
+    """For a CPU. A processor none of whose rows needs it is left out."""
+
+    @torch.inference_mode(False)
+    def __init__(self, rows, *args, **kwargs):
+        super().__init__(rows, *args, **kwargs)
+        self.known = functions_of(self) if is_known(self) else None
+
+    def runs_as_read(self) -> bool:
+        """Is something of sampling.py not what this class stands for?"""
+        return functions_of(self) != self.known
+
+    def observe(self, token: Tensor) -> None:
+        if self.runs_as_read():
+            return super().observe(token)
+        for processor in self.processors:
+            if processor.users is None or processor.users:
+                processor.observe(token)
+
+    def processed(self, logits, rows=slice(None), draft_tokens=None) -> Tensor:
+        if self.runs_as_read():
+            return super().processed(logits, rows, draft_tokens)
+        in_use = set(self.indices(rows))
+        for processor in self.processors:
+            if processor.users is None or not processor.users.isdisjoint(in_use):
+                logits = processor(logits, rows, draft_tokens)
+        for name, keep in self.logit_filters.items():
+            if any(getattr(self.params[row], name) for row in in_use):
+                value = getattr(self, name)[rows]
+                logits = torch.where(keep(logits, value), logits, -torch.inf)
+        return logits
+
+    def distribution(self, logits, rows=slice(None), shortlist=None) -> tuple:
+        if self.all_greedy or shortlist is not None or self.runs_as_read():
+            return super().distribution(logits, rows, shortlist)
+        params = [self.params[row] for row in self.indices(rows)]
+        if all(p.temperature == 0 for p in params):
+            ids = logits.argmax(-1, keepdim=True)
+            return torch.ones_like(ids, dtype=torch.float32), ids
+        if all(p.temperature and is_filtered(p) for p in params):
+            k = max(p.top_k for p in params)
+            n = k + max(32, k // 4) if k else SHORTLIST        # some that tie with the k-th
+            if n < self.n_vocab:
+                probs, ids = super().distribution(logits, rows, n)
+                if not probs[:, -1].any():
+                    return probs, ids
+        return super().distribution(logits, rows)
+
+    def sample(self, logits, rows, pos) -> Tensor:
+        """Rows that draw from all tokens, from few, and not at all, each kind by itself."""
+        if self.runs_as_read():
+            return super().sample(logits, rows, pos)
+        logits = self.processed(logits, rows)
+        index = self.indices(rows)
+        kinds = [is_filtered(self.params[row]) for row in index if self.params[row].temperature]
+        if len(kinds) == len(index) and len(set(kinds)) == 1:
+            probs, ids = self.distribution(logits, rows)
+            return sampling.draw(probs, ids, self.noise(rows, pos, ids))
+        token = logits.argmax(-1, keepdim=True)
+        for kind in set(kinds):
+            places = [i for i, row in enumerate(index) if self.params[row].temperature
+                      and is_filtered(self.params[row]) == kind]
+            some, at = torch.tensor([index[i] for i in places]), pos.view(-1, 1)
+            probs, ids = self.distribution(logits[places], some)
+            noise = self.noise(some, at if len(at) == 1 else at[places], ids)
+            token[places] = sampling.draw(probs, ids, noise)
+        return token
+
+    def indices(self, rows) -> list[int]:
+        return list(range(self.n_row))[rows] if isinstance(rows, slice) else rows.tolist()
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Are some tokens never drawn, if it draws?"""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+class DeviceSampler(Sampler):
+    """For a GPU."""
+
+    @torch.inference_mode(False)
+    def __init__(self, rows, *args, **kwargs):
+        super().__init__(rows, *args, **kwargs)
+        arrivals = torch.zeros(len(rows), dtype=torch.int32, device=self.seeds.device)
+        self.register_buffer("arrivals", arrivals)
+        of_some_k = {"top_k", "top_p"} <= self.filters.keys()  # then its mass is of the top k
+        self.in_one_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
+                              and not self.logit_filters and not of_some_k and is_known(self))
+
+    def sample(self, logits, rows, pos) -> Tensor:
+        if not (is_compiling() and self.in_one_kernel and has_kernels(logits.device)):
+            return super().sample(logits, rows, pos)
+        logits = self.processed(logits, rows)
+        params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))
+        seeds = self.seeds[rows] + self.counter(pos.view(-1, 1), False)
+        return draw(logits, *params, seeds, self.arrivals[:len(logits)])
