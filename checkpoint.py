@@ -501,12 +501,9 @@ def sampling_values(stated: dict) -> dict:
     """Those of a model's sampling values that are in their range."""
     values = {}
     for name, value in stated.items():
-        if name not in SAMPLING or type(value) not in (int, float):
-            continue
-        kind = SAMPLING[name].kind
-        with suppress(ValueError):
-            if SAMPLING[name].check(value) == kind(value):     # not 40.5 of the likeliest tokens
-                values[name] = kind(value)
+        if name in SAMPLING:
+            with suppress(ValueError):
+                values[name] = SAMPLING[name].of(value)
     return values
 
 

@@ -143,6 +143,8 @@ def bucket(n: int, limit: int, minimum: int = 256) -> int:
 class Batch:
     """Sequences that are generated side by side, each in a row of the model's KV cache."""
 
+    n_beyond = 1                                   # positions that may be written behind a text
+
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
         """The model has a cache for as many rows as the sampler (Transformer.setup_cache)."""
         self.model, self.sampler, self.steps = model, sampler, steps
@@ -151,6 +153,7 @@ class Batch:
         self.max_length = model.max_seq_length
         self.chunk = model.longest_call            # prompt tokens per call of the model
         self.length = [0] * self.n_row             # tokens in each row's cache; 0: not in use
+        self.kept = [0] * self.n_row               # of a row not in use: positions that stay
         self.token = to_device([[0]] * self.n_row, self.device)
         self._set_pos()
 
@@ -223,16 +226,21 @@ class Batch:
         self.length = [length + n if length else 0 for length in self.length]
         self.pos = self.pos.add(self.in_use, alpha=n)
 
-    def end(self, row: int) -> None:
-        """The row's sequence is over: its tokens mean nothing until the next one begins."""
-        self.length[row] = 0
+    def end(self, row: int, n_kept: int = 0) -> None:
+        """The row's sequence is over: its tokens mean nothing until the next one begins.
+
+        n_kept: positions of its cache that stay as they are. A step writes in each row, in one that
+        is not in use behind these.
+        """
+        self.length[row], self.kept[row] = 0, n_kept
         self._set_pos()
 
     def _set_pos(self) -> None:
-        pos = to_device(self.length, self.device)
+        pos = to_device([n or kept for n, kept in zip(self.length, self.kept)], self.device)
+        in_use = to_device([int(n > 0) for n in self.length], self.device)
         pos = pos.clamp(max=self.max_length - 1)
         self.pos = pos if self.n_row == 1 else pos[:, None]    # [1] or [B, 1]
-        self.in_use = (self.pos > 0).long()
+        self.in_use = in_use.view_as(self.pos)
 
 
 def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
@@ -637,7 +645,7 @@ def number(kind, minimum, maximum=None, above=False) -> Callable:
     return parse
 
 
-SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}    # also of a JSON line
+SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}
 
 
 def sampling_params(args, **overrides) -> SamplingParams:

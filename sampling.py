@@ -34,6 +34,14 @@ class Range(NamedTuple):
             raise ValueError(f"must be {least}, at most {self.maximum}, got {str(value)[:40]}")
         return value
 
+    def of(self, value):
+        """A number as JSON has it -> the value, of `kind`. ValueError says what it may be."""
+        is_one = type(value) in (int, float) and value - value == 0        # inf and NaN are not
+        if not is_one or self.kind is int and value != int(value):
+            what = "an integer" if self.kind is int else "a number"
+            raise ValueError(f"expected {what}, got {str(value)[:40]}")
+        return self.kind(self.check(value))
+
 
 # Flags, JSON lines, requests and a model's generation_config.json ask this table. Its values fit
 # into fp32 and int64, and leave the logits finite.

@@ -192,7 +192,7 @@ class SpeculativeBatch(Batch):
         if max_draft >= self.chunk:
             raise ValueError(f"{max_draft} + 1 tokens exceed the longest call, {self.chunk}")
         self.drafter, self.draft_length = drafter, draft_length
-        self.verify = verify
+        self.verify, self.n_beyond = verify, max_draft + 1
         self.history = self.token.new_zeros(1, self.max_length + max_draft + 1)
         self.accept_counts = [0] * (max_draft + 1)             # [n]: rounds that kept n drafts
         self.ready = deque()                       # tokens that step() has not given yet

@@ -27,7 +27,7 @@ from gpt_faster.decoding.engines import (
     build_steps,
     warm_up,
 )
-from gpt_faster.decoding.samplers import build_sampler
+from gpt_faster.decoding.samplers import DeviceSampler
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
 from gpt_faster.formats.load import load_model
 from gpt_faster.formats.mtp import head_config
@@ -155,7 +155,10 @@ PROMPT = [7 * i % SMALL["vocab_size"] for i in range(20)]
 
 
 def sampler_of(model, params):
-    return build_sampler(model, [params], torch.Generator(model.freq.device).manual_seed(0))
+    """A GPU's, on a CPU too."""
+    device = model.freq.device
+    generator = torch.Generator(device).manual_seed(0)
+    return DeviceSampler([params], model.cfg.vocab_size, device, generator)
 
 
 def tokens(batch, n: int) -> list[int]:

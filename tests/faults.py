@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_faster import kept_weights
+from gpt_faster import loading
 from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.kernels.cpu import native
 
@@ -122,8 +122,8 @@ COMPILED = {"generate.py": compiled("generate.py")}        # by the server, once
 
 def keep(checkpoint):
     """In a child: weights are made, and kept."""
-    kept_weights.WORTH_KEEPING = 0
-    kept_weights.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu")
+    loading.WORTH_KEEPING = 0
+    loading.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu")
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         if not thread.daemon:
             thread.join()                                  # it keeps them, as the interpreter's end would wait for it

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gpt_faster.kept_weights  # noqa: E402
+import gpt_faster.loading  # noqa: E402
 from generate import Batch  # noqa: E402
 from gpt_faster.cli.session import main  # noqa: E402
 from speculate import SpeculativeBatch  # noqa: E402
 
-MOMENTS = {"load": (gpt_faster.kept_weights, "load_shard"), "prefill": (Batch, "_run_prompts"), "decode": (Batch, "step"),
+MOMENTS = {"load": (gpt_faster.loading, "load_shard"), "prefill": (Batch, "_run_prompts"), "decode": (Batch, "step"),
            "speculation": (SpeculativeBatch, "_round")}
 
 

@@ -441,7 +441,7 @@ def test_a_long_prompt_in_chunks_says_the_same(capsys, small):
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 4
 
 
-@pytest.mark.parametrize("kind", [generate.Batch, slots.RowsBatch, slots.SlotBatch])
+@pytest.mark.parametrize("kind", [generate.Batch, slots.RowsBatch])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_prompts_that_begin_together_in_rows_of_any_order(ours, kind, n):
     """Of one length and in all rows too: each has its own row's cache and parameters, not its neighbour's."""

@@ -32,7 +32,8 @@ from tokenizers import (
 from tokenizers import Tokenizer as Fast
 
 from generate import Sequence, follow
-from gpt_faster.cli import batch, session
+from gpt_faster import loading
+from gpt_faster.cli import batch
 from gpt_faster.cli.chat import HELP, Chat, n_common
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.formats.load import read_checkpoint
@@ -261,7 +262,7 @@ def smollm2():
 @pytest.fixture(scope="module")
 def gemma():
     """Gemma's real SentencePiece, which has no template of its own."""
-    tokenizer = session.open_model(str(GEMMA))[1]
+    tokenizer = loading.open_model(str(GEMMA))[1]
     return tokenizer_files.load({**tokenizer.state(), "chat_template": GEMMA2})
 
 
@@ -705,7 +706,7 @@ def on_a_model(ours, monkeypatch, logits):
                 torch.testing.assert_close(actual, logits[i - n], rtol=1e-4, atol=2e-4)
             assert row.ids == expected[:len(row.ids)]
             return row, ""
-        steps_back = rewind(SimpleNamespace(model=kept, max_length=128), 0)
+        steps_back = rewind(SimpleNamespace(model=kept, max_length=128, n_beyond=1))
         talk = Talk(monkeypatch, [], limit=128 - n_new, rewind=steps_back, **more)
         talk.chat.answer = answer
         for line in lines:

@@ -13,6 +13,7 @@ from commands import PYTHON
 from conftest import SMOLLM2
 
 from checkpoint import save_checkpoint
+from gpt_faster import devices
 from gpt_faster.cli import session
 from gpt_faster.formats import hub
 from gpt_faster.formats.gguf_file import read_gguf_header
@@ -346,8 +347,8 @@ def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
     message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
     assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
     plain, gemma = (SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
-    assert session.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
-    assert session.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
+    assert devices.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
+    assert devices.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32
 
 
 def test_dtype_that_the_model_does_not_bear(capsys):
@@ -356,7 +357,7 @@ def test_dtype_that_the_model_does_not_bear(capsys):
 
 
 def test_no_compiler_runs_eager(capsys, llama, monkeypatch):
-    monkeypatch.setattr(session.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     status, out, err = run(capsys, "-m", llama, "--compile", "--prompt", "9", "--max_new_tokens", "3", "--json")
     assert status == 0 and "needs a C++ compiler" in err and json.loads(out)["engine"] == "kv_cache"
 

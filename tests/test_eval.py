@@ -14,7 +14,7 @@ from conftest import SMOLLM2
 import generate
 from gpt_faster import loading
 from gpt_faster.bench.engines import share_weights
-from gpt_faster.cli import common, session
+from gpt_faster.cli import common
 from gpt_faster.cli import evaluate as evaluation
 from gpt_faster.decoding import engines, slots
 from gpt_faster.quantization.calibration_text import calibration_text
@@ -129,7 +129,7 @@ def test_smollm2_perplexity(capsys, peer, tmp_path, exhaustive):
     (tmp_path / "text").write_text(TEXT * 8, encoding="utf-8")
     argv = ["-m", SMOLLM2, "--perplexity", tmp_path / "text", "--dtype", "float32", "--device", "cpu", "--limit", n, "--stride"]
     status, out, _ = run(capsys, *argv, 170, "--max_seq_length", 256, "--json")
-    result, ids = json.loads(out), session.open_model(SMOLLM2)[1].encode(TEXT * 8)[:n]
+    result, ids = json.loads(out), loading.open_model(SMOLLM2)[1].encode(TEXT * 8)[:n]
     perplexity, count = sliding(peer, ids, 256, 170)
     assert status == 0 and result["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     known = dict(tokens=count, window=256, stride=170, model=SMOLLM2.name, dtype="float32", device="cpu",

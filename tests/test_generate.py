@@ -213,13 +213,13 @@ def test_the_context_ends_generation(capsys, families, tmp_path):
 
 
 def test_the_models_own_sampling_values_count_unless_overruled(capsys, monkeypatch):
-    read = session.open_checkpoint
+    read = loading.open_checkpoint
 
     def with_defaults(path, *more):
         source = read(path)
         source.defaults = dict(temperature=0.0, top_k=5)
         return source
-    monkeypatch.setattr(session, "open_checkpoint", with_defaults)
+    monkeypatch.setattr(loading, "open_checkpoint", with_defaults)
     seen = []
     original = generate.generate
     monkeypatch.setattr(session, "generate", lambda batch, *a: seen.append(batch.sampler.params[0]) or original(batch, *a))

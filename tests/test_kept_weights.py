@@ -11,7 +11,7 @@ from helpers import GREEDY, generated
 
 import model as core
 import quantize
-from gpt_faster import kept_weights
+from gpt_faster import loading
 from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.formats.shapes import random_checkpoint
@@ -24,7 +24,7 @@ from quantize import Int4
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(kept_weights, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(loading, "WORTH_KEEPING", 0)
     private.note.cache_clear()
     return tmp_path / "kept"
 
@@ -35,7 +35,7 @@ def at_once(monkeypatch):
     class Thread:
         def __init__(self, target, args):
             self.start = lambda: target(*args)
-    monkeypatch.setattr(kept_weights.threading, "Thread", Thread)
+    monkeypatch.setattr(loading.threading, "Thread", Thread)
 
 
 def sets(home):
@@ -56,13 +56,13 @@ def test_the_same_model_without_reading_it(families, home, at_once, monkeypatch,
         source = read_checkpoint(directory)
         if scheme:
             source = quantized(source, scheme, 32, head)
-        first = kept_weights.load(source, dtype, "cpu")
+        first = loading.load(source, dtype, "cpu")
         expected = logits(first)
         n = len(sets(home))
         with monkeypatch.context() as m:
-            m.setattr(kept_weights, "code", lambda code=kept_weights.code(): code)
-            m.setattr(kept_weights, "load_shard", None)    # no other way
-            again = kept_weights.load(source, dtype, "cpu")
+            m.setattr(loading, "code", lambda code=loading.code(): code)
+            m.setattr(loading, "load_shard", None)    # no other way
+            again = loading.load(source, dtype, "cpu")
         assert len(sets(home)) == n
         assert torch.equal(logits(again), expected)
         assert [n for n, _ in again.named_parameters()] == [n for n, _ in first.named_parameters()]
@@ -79,7 +79,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
 
     def kept(dtype=torch.float32, **asked):
         source = read_checkpoint(path)
-        kept_weights.load(quantized(source, **asked) if asked else source, dtype, "cpu")
+        loading.load(quantized(source, **asked) if asked else source, dtype, "cpu")
         return len(sets(home))
     assert kept() == 1 and kept() == 1
     assert kept(torch.bfloat16) == 2
@@ -94,9 +94,9 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
     os.utime(weights, ns=times)                            # as if it were the old one
     assert kept() == 6
     shutil.copytree(path, tmp_path / "copy")
-    kept_weights.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu")
+    loading.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu")
     assert len(sets(home)) == 6                            # the same content elsewhere
-    monkeypatch.setattr(kept_weights, "code", lambda: "other code")
+    monkeypatch.setattr(loading, "code", lambda: "other code")
     assert kept() == 7
 
 
@@ -105,7 +105,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
 def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    expected = logits(kept_weights.load(source, torch.float32, "cpu"))
+    expected = logits(loading.load(source, torch.float32, "cpu"))
     folder, = sets(home)
     data, index = folder / "data", folder / "index.json"
     size = data.stat().st_size
@@ -122,7 +122,7 @@ def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
     if damage == "no index field":
         index.write_text("{}")
     for _ in range(2):
-        assert torch.equal(logits(kept_weights.load(source, torch.float32, "cpu")), expected)
+        assert torch.equal(logits(loading.load(source, torch.float32, "cpu")), expected)
     folder, = sets(home)
     assert (folder / "data").stat().st_size == size
     assert "made anew" in capsys.readouterr().err
@@ -131,46 +131,46 @@ def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
 def test_writing_into_them_stays_private(families, home, at_once):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    kept_weights.load(source, torch.float32, "cpu")
-    model = kept_weights.load(source, torch.float32, "cpu")
+    loading.load(source, torch.float32, "cpu")
+    model = loading.load(source, torch.float32, "cpu")
     with torch.no_grad():
         model.layers[0].attn.wo.weight.zero_()
-    again = kept_weights.load(source, torch.float32, "cpu")
+    again = loading.load(source, torch.float32, "cpu")
     assert again.layers[0].attn.wo.weight.any()
 
 
 def test_the_oldest_go_first_and_the_full_disk_keeps_nothing(families, home, at_once, monkeypatch):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    kept_weights.load(source, torch.float32, "cpu")
+    loading.load(source, torch.float32, "cpu")
     first, = sets(home)
     size = (first / "data").stat().st_size
-    kept_weights.load(source, torch.bfloat16, "cpu")
+    loading.load(source, torch.bfloat16, "cpu")
     second, = set(sets(home)) - {first}
     os.utime(first, (time.time() + 99, time.time() + 99))  # used later than the second
     monkeypatch.setattr(kept_tensors, "max_bytes", lambda: int(2.1 * size))
-    kept_weights.load(quantized(source, "int8"), torch.float32, "cpu")
-    kept_weights.load(quantized(source, "int4"), torch.float32, "cpu")
+    loading.load(quantized(source, "int8"), torch.float32, "cpu")
+    loading.load(quantized(source, "int4"), torch.float32, "cpu")
     assert first in sets(home) and second not in sets(home)
     monkeypatch.setattr(kept_tensors, "max_bytes", lambda: size // 2)
     before = sets(home)
-    kept_weights.load(source, torch.bfloat16, "cpu")       # larger than all that may be kept
+    loading.load(source, torch.bfloat16, "cpu")       # larger than all that may be kept
     assert sets(home) == before
 
     def full(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(kept_tensors, "max_bytes", lambda: 1 << 40)
     monkeypatch.setattr(kept_tensors, "_write", full)
-    kept_weights.load(source, torch.bfloat16, "cpu")
+    loading.load(source, torch.bfloat16, "cpu")
     assert sets(home) == before and not list((home / "weights").glob(".partial*"))
 
 
 def test_random_weights_and_ranks_are_not_kept(home, families, monkeypatch):
-    assert kept_weights.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu")) is None
+    assert loading.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu")) is None
     source = read_checkpoint(families("llama3")[0])
-    assert kept_weights.key_of(source, torch.float32, torch.device("cuda")) is None
-    monkeypatch.setattr(kept_weights.tp, "world", lambda: 2)
-    assert kept_weights.key_of(source, torch.float32, torch.device("cpu")) is None
+    assert loading.key_of(source, torch.float32, torch.device("cuda")) is None
+    monkeypatch.setattr(loading.tp, "world", lambda: 2)
+    assert loading.key_of(source, torch.float32, torch.device("cpu")) is None
 
 
 def test_limits(monkeypatch, home, capsys):
@@ -184,7 +184,7 @@ def test_limits(monkeypatch, home, capsys):
 @pytest.mark.slow
 def test_a_gguf(home, at_once):
     source = read_checkpoint(SMOLLM2)
-    tokens = [[t.item() for t in generated(kept_weights.load(source, torch.bfloat16, "cpu"), [[5, 9, 77]], 8, GREEDY)]
+    tokens = [[t.item() for t in generated(loading.load(source, torch.bfloat16, "cpu"), [[5, 9, 77]], 8, GREEDY)]
               for _ in range(2)]
     assert tokens[0] == tokens[1] and len(sets(home)) == 1
     assert disk.cache_dir() == home
@@ -195,7 +195,7 @@ def test_what_is_put_in_a_function_s_place_makes_them_anew(families, home, at_on
     source = quantized(read_checkpoint(families("llama3")[0]), "int4")
 
     def kept():
-        model = kept_weights.load(source, torch.float32, "cpu")
+        model = loading.load(source, torch.float32, "cpu")
         return len(sets(home)), logits(model)
     (n, plain), (again, same) = kept(), kept()
     assert (n, again) == (1, 1) and torch.equal(plain, same)
@@ -221,7 +221,7 @@ def test_a_function_without_source_keeps_nothing(families, home, at_once, monkey
     scope = dict(vars(quantize))
     exec("def _as_bfloat16(t): return t.half().float()", scope)
     monkeypatch.setattr(quantize, "_as_bfloat16", scope["_as_bfloat16"])
-    kept_weights.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
+    loading.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
     assert not sets(home)
 
 
@@ -229,8 +229,24 @@ def test_after_a_compiler_ran(families, home, at_once):
     """torch.compile puts functions of its own into the globals of the module whose function it compiled."""
     torch._dynamo.reset()
     source = read_checkpoint(families("llama3")[0])
-    expected = logits(kept_weights.load(source, torch.float32, "cpu"))
+    expected = logits(loading.load(source, torch.float32, "cpu"))
     n = len(sets(home))
     torch.compile(core.swiglu, backend="eager")(torch.ones(2), torch.ones(2))
     assert any(name.startswith("__compiled_fn") for name in vars(core))
-    assert torch.equal(logits(kept_weights.load(source, torch.float32, "cpu")), expected) and len(sets(home)) == n
+    assert torch.equal(logits(loading.load(source, torch.float32, "cpu")), expected) and len(sets(home)) == n
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_being_written_stays(home):
+    folder = disk.trusted_cache() / "weights"
+    for name in (".partial-left", ".partial-written"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "data").write_bytes(b"x")
+    with disk.being_written(folder / ".partial-written"):
+        disk.remove_partials(folder)
+        assert [p.name for p in folder.glob(".partial*")] == [".partial-written"]
+        with pytest.raises(OSError), disk.being_written(folder / ".partial-written"):
+            pytest.fail("two at once")
+        disk.remove_partials(folder)
+        assert (folder / ".partial-written/data").exists()
+    disk.remove_partials(folder)
+    assert not list(folder.iterdir())

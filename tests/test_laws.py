@@ -24,15 +24,15 @@ ROOMS = ("bench", "cli", "decoding", "formats", "kernels", "layers", "quantizati
 IN_TWO = {"kernels": ("cpu", "cuda")}              # a room with rooms of its own
 CORE = ("checkpoint", "generate", "model", "quantize", "sampling", "speculate", "tokenizer", "tp")
 COMMANDS = ("benchmark", "eval", "serve")
-# What each core file and each room may import of ours, beside its own neighbours. loading and kept_weights lie beside the rooms.
-BELOW = {*CORE, "formats", "kernels", "layers", "loading", "storage", "text"}
+# What each core file and each room may import of ours, beside its own neighbours. the others lie beside the rooms.
+BELOW = {*CORE, "devices", "formats", "kernels", "layers", "loading", "storage", "text"}
 MAY_IMPORT = {
     **dict.fromkeys(CORE, {*CORE}),
     "layers": {*CORE}, "text": {*CORE}, "storage": {"kernels"}, "kernels": {*CORE, "layers", "storage"},
-    "formats": {*CORE, "kernels", "layers", "text"}, "loading": {*CORE, "formats", "kernels", "text"}, "kept_weights": BELOW,
+    "formats": {*CORE, "kernels", "layers", "text"}, "loading": BELOW - {"loading"}, "devices": {*CORE, "kernels", "layers"}, "runtime": {*BELOW, "decoding"},
     "decoding": BELOW, "quantization": BELOW,
-    "cli": {*BELOW, "decoding", "kept_weights", "quantization"}, "bench": {*BELOW, "cli", "decoding"},
-    "server": {*BELOW, "cli", "decoding"}, "eval": {"cli"}, "benchmark": {"bench", "cli"}, "serve": {"server", "cli"},
+    "cli": {*BELOW, "decoding", "quantization", "runtime"}, "bench": {*BELOW, "cli", "decoding"},
+    "server": {*BELOW, "cli", "decoding", "runtime"}, "eval": {"cli"}, "benchmark": {"bench", "cli"}, "serve": {"server", "cli"},
     "model": set(), "sampling": set(), "quantize": {"checkpoint", "model", "tokenizer"}, "checkpoint": {"model", "quantize", "sampling"},
     "tokenizer": {"checkpoint"}, "tp": {"checkpoint", "model"}, "speculate": {"generate", "sampling", "tp"},
 }
@@ -61,7 +61,7 @@ def imports(path):
 
 def test_the_root_is_the_core_and_the_commands():
     assert {p.stem for p in ROOT.glob("*.py")} == {*CORE, *COMMANDS}
-    assert {p.stem for p in HOUSE.glob("*.py")} == {"__init__", "kept_weights", "loading"}
+    assert {p.stem for p in HOUSE.glob("*.py")} == {"__init__", "devices", "loading", "runtime"}
     assert {p.name for p in HOUSE.iterdir() if p.is_dir()} - {"__pycache__"} == {*ROOMS}
     for room in ROOMS:
         inside = {p.name for p in (HOUSE / room).iterdir() if p.is_dir()} - {"__pycache__"}

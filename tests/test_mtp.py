@@ -21,7 +21,7 @@ from transformers.cache_utils import MtpCache
 import generate
 import speculate
 from checkpoint import save_checkpoint
-from gpt_faster.cli import session
+from gpt_faster import runtime
 from gpt_faster.decoding import engines, mtp
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats import load as load_module
@@ -354,9 +354,9 @@ def test_the_command(capsys, command, tmp_path):
 
 def test_the_memory_statement_counts_the_head(heads, monkeypatch):
     source, said = read_checkpoint(heads("glm4_moe")[0]), []
-    monkeypatch.setattr(session, "log", said.append)
+    monkeypatch.setattr(runtime, "log", said.append)
     for sources in ([source, None], [source, source.mtp()]):
-        session.check_memory(sources, torch.bfloat16, torch.device("cpu"), 1, 10**5, 512, 0)
+        runtime.check_memory(sources, torch.bfloat16, torch.device("cpu"), 1, 10**5, 512, 0)
     weights, cache = zip(*(map(int, re.findall(r"(\d+) MB", text)) for text in said))
     per_layer = 2 * 2 * 24 * 2 * 10**5 / 1e6               # keys and values of 2 heads
     assert cache[1] - cache[0] == pytest.approx(per_layer + 64 * 2 * 10**5 / 1e6, abs=1)

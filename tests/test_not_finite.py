@@ -19,7 +19,7 @@ from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gpt_faster.cli import evaluate
 from gpt_faster.decoding import request_sampler
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.decoding.slots import RowsBatch, Slots, Task
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.quantization import calibrate
@@ -136,7 +136,7 @@ def test_in_a_server_s_slots_only_that_row_fails(model, kind):
             sampler = build_sampler(model, [GREEDY] * 3)
         else:
             sampler = request_sampler.build_request_sampler(model, 3, torch.Generator(), lambda params: None)
-        slots = Slots(SlotBatch(model, sampler), between=64)
+        slots = Slots(RowsBatch(model, sampler), between=64, reuse=True)
         tasks = [Task(Sequence(NullTokenizer(), ids, max_new=8 if i else 4), None if kind == "sampler" else request_sampler.GREEDY)
                  for i, ids in enumerate(prompts)]
         slots.waiting.extend(tasks)

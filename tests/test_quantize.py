@@ -30,7 +30,7 @@ from checkpoint import (
     tensor_shapes,
 )
 from generate import weight_bytes
-from gpt_faster import loading
+from gpt_faster import devices, loading
 from gpt_faster.cli import common as cli
 from gpt_faster.cli import quantizing, session
 from gpt_faster.decoding import engines
@@ -996,9 +996,9 @@ def test_calibration_windows():
 @pytest.mark.parametrize("has_bf16, found", [(True, BF16), (False, FP32)])
 def test_many_rows_are_in_what_the_cpu_multiplies(families, monkeypatch, has_bf16, found):
     cfg, cpu = read_checkpoint(families("llama3")[0]).cfg, torch.device("cpu")
-    monkeypatch.setattr(cli, "has_bf16", lambda: has_bf16)
-    assert cli.pick_dtype("auto", cpu, cfg, many_rows=True) == found
-    assert cli.pick_dtype("auto", cpu, cfg) == cli.pick_dtype("bfloat16", cpu, cfg, many_rows=True) == BF16
+    monkeypatch.setattr(devices, "has_bf16", lambda: has_bf16)
+    assert devices.pick_dtype("auto", cpu, cfg, many_rows=True) == found
+    assert devices.pick_dtype("auto", cpu, cfg) == devices.pick_dtype("bfloat16", cpu, cfg, many_rows=True) == BF16
 
 
 def run(capsys, *argv, command=quantizing.run):

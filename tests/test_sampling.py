@@ -317,10 +317,11 @@ def test_a_row_that_is_exchanged_for_one_that_was_announced():
         assert facts == (batch.most_k, batch.some_greedy, list(batch.filters), [b.data_ptr() for b in batch.buffers()])
 
 
-def test_a_step_compiled_once_serves_every_row():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_compiled_once_serves_every_row(kind):
     """Other values in the same sampler: no new graph; with every filter, without a break."""
     torch._dynamo.reset()
-    batch = Sampler([ROWS[0]] * 3, 300, later=ROWS)
+    batch = kind([ROWS[0]] * 3, 300, later=ROWS)
     n_graphs = []
 
     def backend(graph, inputs):

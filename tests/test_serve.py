@@ -508,12 +508,12 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
 def test_the_queue_has_the_length_that_was_asked_for(ours):
     """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     from gpt_faster.server.engine import Busy, Engine, Job
     from gpt_faster.server.metrics import Metrics
     model = ours("llama3")
     model.setup_cache(2, 32, 8)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8, reuse=True)
     for pieces in ([1] * 6, [4, 2], [6]):
         engine = Engine(slots, 4, Metrics())
         for n in pieces:
@@ -608,7 +608,7 @@ def run_slots(slots, tasks):
 def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     model, g = ours(name), torch.Generator().manual_seed(3)
 
     def some(n):
@@ -617,7 +617,7 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     prompts = [start + some(n) for start in starts for n in (3, 6, 1)]
     expected = [plain(model, ids, 6) for ids in prompts]
     model.setup_cache(2, 48, 4)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
     tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 6)]
     assert run_slots(slots, tasks) == [None] * 9
     assert [task.sequence.ids for task in tasks] == expected
@@ -628,11 +628,11 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
 def test_slots_go_on_from_a_state(ours):
     """A conversation that goes on as it was computes what is new only; one that was changed begins anew."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     model = ours("qwen3_5_text")
     turns, said = [[5, 6, 7, 8, 9], [3, 4], [8, 1, 2]], []
     model.setup_cache(2, 64, 4, max_rejected=1)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
     tasks = []
     for turn in turns:
         tasks += [Task(sequence, GREEDY) for sequence in sequences([said + turn], 6)]
@@ -653,12 +653,12 @@ def plain(model, ids, n):
 
 def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     model = ours("llama3")
     prompts = [[1, 2, 3, 4, 5], [66] * 4, [7, 8, 9]]
     expected = [plain(model, ids, 5) for ids in prompts]
     model.setup_cache(2, 32, 8)
-    batch = SlotBatch(model, build_request_sampler(model, 2, None, lambda params: None))
+    batch = RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None))
     prefill = batch.prefill
 
     def fails(rows, prompts, *more):
@@ -675,13 +675,13 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
 def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting(ours):
     """Between the slots' last look at who waits, and the engine's own."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     from gpt_faster.server.engine import Engine, Job
     from gpt_faster.server.metrics import Metrics
     model, prompts = ours("llama3"), [[1, 2, 3], [7, 8, 9]]
     expected = [plain(model, ids, 4) for ids in prompts]
     model.setup_cache(1, 32, 8)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
     engine = Engine(slots, 4, Metrics())
     jobs = [Job(Task(sequence, GREEDY), 0, None, time.monotonic() + 60) for sequence in sequences(prompts, 4)]
     run, ended = slots.run, []
@@ -706,12 +706,12 @@ def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting
 def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypatch):
     """By a clock that goes 15 ms further with each token."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
     from gpt_faster.server import engine as module
     from gpt_faster.server.metrics import Metrics
     model, clock, delivered = ours("llama3"), [100.0], []
     model.setup_cache(1, 32, 8)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
     engine = module.Engine(slots, 4, Metrics(), lambda pieces: delivered.extend(
         (p.text, len(p.job.task.sequence.ids)) for p in pieces))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))

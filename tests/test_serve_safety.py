@@ -24,9 +24,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from checkpoint import sampling_values
 from generate import Sequence, n_common_end
 from gpt_faster.cli import batch, flags
+from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.decoding.slots import RowsBatch, Slots, Task
 from gpt_faster.formats.shapes import of_random_weights
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import native
@@ -60,12 +61,12 @@ class InProcess:
 
     def __init__(self, *argv):
         parser = serve.build_parser()
-        args = parser.parse_args(["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv])
-        serve.check(args)
+        args = serve.checked(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
         torch.manual_seed(0)
         source = of_random_weights(Path("tiny"), CFG)
         self.tokenizer = byte_tokenizer()
-        self.session = serve.ServerSession(args, source, self.tokenizer, [], torch.device("cpu"), torch.float32, "kv_cache", 0.0)
+        source.eos_ids = self.tokenizer.eos_ids    # as load_for() does
+        self.session = serve.ServerSession(args, source, self.tokenizer, torch.device("cpu"), torch.float32, "kv_cache", 0.0)
         with torch.no_grad():
             for p in self.session.model.parameters():
                 if p.dim() > 1:
@@ -268,7 +269,7 @@ def answers(model, prompts, failing=None, n_row=6, n_new=8):
     sampler = build_request_sampler(model, n_row, torch.Generator().manual_seed(1), lambda params: None)
     if failing:
         sampler.processors.append(failing)
-    slots = Slots(SlotBatch(model, sampler), between=32)
+    slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
     tasks = [Task(Sequence(NullTokenizer(), ids, max_new=n_new), KINDS[i % len(KINDS)], 2 if KINDS[i % len(KINDS)].logprobs else None)
              for i, ids in enumerate(prompts)]
     slots.waiting.extend(tasks)
@@ -319,7 +320,7 @@ def test_a_task_that_leaves_while_it_is_fed_its_tokens_again_leaves_a_right_cach
     model.setup_cache(6, 64, 32)
     sampler = build_request_sampler(model, 6, None, lambda params: None)
     sampler.processors.append(Failing(5))
-    slots = Slots(SlotBatch(model, sampler), between=32)
+    slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
     tasks = [Task(Sequence(NullTokenizer(), ids, max_new=20), GREEDY) for ids in ([101, 102, 103], [105, 106], [104, BAD])]
     slots.waiting.extend(tasks)
     left = tasks[0]
@@ -508,7 +509,7 @@ def test_a_foreign_host_is_refused_on_loopback(server, monkeypatch):
     monkeypatch.setattr(server.http, "loopback", True)
     assert {host: status(host) for host in foreign} == dict.fromkeys(foreign, 403)
     assert {host: status(host) for host in own} == dict.fromkeys(own, 200)
-    monkeypatch.setattr(server.http.args, "allowed_hosts", ["my.example"])
+    monkeypatch.setattr(server.http, "options", server.http.options.replaced(allowed_hosts=["my.example"]))
     assert status("My.Example:443") == status("localhost") == 200 and status("evil.example") == 403
     monkeypatch.setattr(server.http, "loopback", False)
     assert status("my.example") == 200 and status("evil.example") == 403
@@ -598,16 +599,16 @@ def test_planted_weights_are_not_loaded(cache, capsys, how):
 
 
 def test_digests_of_files_that_others_may_write_are_not_read(cache, tmp_path):
-    from gpt_faster import kept_weights
+    from gpt_faster import loading
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    right = kept_weights.content(file)
+    right = loading.content(file)
     known = cache / "contents.json"
     assert known.stat().st_mode & 0o777 == 0o600
     known.write_text(known.read_text().replace(right, "0" * 64))
-    assert kept_weights.content(file) == "0" * 64
+    assert loading.content(file) == "0" * 64
     known.chmod(0o666)
-    assert kept_weights.content(file) == right
+    assert loading.content(file) == right
 
 
 def test_links_and_sticky_folders(cache, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from helpers import GREEDY, make_batch
 from generate import Sequence, Steps, decode_one_token, generate
 from gpt_faster.decoding.request_sampler import GREEDY as GREEDY_REQUEST
 from gpt_faster.decoding.request_sampler import RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import SlotBatch, Slots, Task
+from gpt_faster.decoding.slots import RowsBatch, Slots, Task
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.engine import Piece
 from gpt_faster.server.parsing import FORMATS, AnswerParser
@@ -133,7 +133,7 @@ def test_the_first_of_two_stop_strings_in_one_token_counts(stops):
 def answers(model, *prompts, keep=True):
     """One after another in one slot -> each one's new ids, and how many of its prompt's tokens were in the cache."""
     model.setup_cache(1, 64, 8)
-    slots = Slots(SlotBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8)
+    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
     tasks = [Task(Sequence(NullTokenizer(), ids, max_new=5), GREEDY_REQUEST) for ids in prompts]
     for task in tasks:
         slots.waiting.append(task)

@@ -24,8 +24,8 @@ from gpt_faster.bench.machine import read_bandwidth
 from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.worker import PEER_NAMES
 from gpt_faster.bench.workloads import Workload
-from gpt_faster.cli.common import free_memory, reset_peak_memory
 from gpt_faster.decoding.ranks import sent_bytes
+from gpt_faster.devices import free_memory, reset_peak_memory
 
 CONVERTING_PEERS = ("openvino", "onnxruntime")     # their float16 may be float32 in memory
 PAUSE = 0.5                                        # seconds: clocks and caches settle

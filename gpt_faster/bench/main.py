@@ -30,13 +30,14 @@ from gpt_faster.bench.suites import SUITES, run_suite
 from gpt_faster.bench.tables import OUTPUTS, PEERS
 from gpt_faster.bench.weights import is_scheme
 from gpt_faster.bench.workloads import Workload, encode_file
-from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
+from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_activation_bits
-from gpt_faster.cli.session import open_model
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank
+from gpt_faster.devices import pick_dtype
 from gpt_faster.formats.shapes import SHAPES
 from gpt_faster.kernels.cpu import native
+from gpt_faster.loading import open_model
 from tp import local_device
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]

@@ -11,7 +11,7 @@ import torch
 
 import tp
 from generate import log
-from gpt_faster.cli.common import free_memory
+from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantized
 from gpt_faster.formats.load import count_parameters, n_bytes
 from gpt_faster.formats.mtp import MTPHead

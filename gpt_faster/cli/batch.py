@@ -6,7 +6,6 @@ no model, no device, no step of its own. One JSON object a line:
     python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 from checkpoint import lock
 from generate import (
-    SAMPLING,
     Batch,
     NotFinite,
     Sequence,
@@ -30,7 +28,7 @@ from generate import (
 )
 from gpt_faster.decoding.slots import Slots, Task
 from gpt_faster.text.chat_template import encode_chat
-from sampling import SamplingParams
+from sampling import RANGES, SamplingParams
 
 # ---- Requests -----------------------------------------------------------------------------------
 
@@ -113,7 +111,7 @@ def parse(line: str) -> dict:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise ValueError('expected an object with "prompt" or "messages"')
-    known = ("id", "prompt", "messages", "max_new_tokens", *SAMPLING)
+    known = ("id", "prompt", "messages", "max_new_tokens", *RANGES)
     if unknown := fields.keys() - set(known):
         raise ValueError(f'unknown key "{min(unknown)}" (known: {", ".join(known)})')
     messages, limit = fields.get("messages", []), fields.get("max_new_tokens", 1)
@@ -127,18 +125,16 @@ def parse(line: str) -> dict:
         raise ValueError('"id" is neither a number nor text')
     if type(limit) is not int or limit < 1:
         raise ValueError('"max_new_tokens" is no number above 0')
-    sampling = {name: own_value(name, fields.pop(name)) for name in SAMPLING
+    sampling = {name: own_value(name, fields.pop(name)) for name in RANGES
                 if name in fields}
     return dict(fields, sampling=sampling)
 
 
 def own_value(name: str, value):
-    """A request's own temperature, …: as the flag would take it."""
+    """A request's own temperature, … ValueError names it."""
     try:
-        if type(value) not in (int, float):
-            raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
-        return SAMPLING[name](str(value))
-    except argparse.ArgumentTypeError as e:
+        return RANGES[name].of(value)
+    except ValueError as e:
         raise ValueError(f'"{name}": {e}') from None
 
 

@@ -1,4 +1,4 @@
-"""What every command line here shares: flags, one-line errors, devices.
+"""What every command line here shares: flags, and errors in one line.
 
 The commands and the scripts use it.
 
@@ -14,13 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-import generate
 from checkpoint import Unforeseen, first_line, is_out_of_memory
-from generate import log, peak_memory
-from gpt_faster.kernels.private import has_bf16
-from gpt_faster.layers.embedding import embed_scale
+from generate import log
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")         # huge pages: weights are read faster
 
@@ -111,37 +106,3 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         fail(message)
-
-
-def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) -> torch.dtype:
-    """As generate.pick_dtype(), and float32 in place of float16 where the model overflows that.
-
-    many_rows: float32 on a CPU too that emulates bfloat16's products, there five times slower.
-    """
-    if many_rows and name == "auto" and device.type == "cpu" and not has_bf16():
-        return torch.float32
-    dtype = generate.pick_dtype(name, device)
-    # Gemma 2 and 3: NaN in float16
-    overflows = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
-    if name == "float16" and overflows:
-        raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
-                         "or float32")
-    return torch.float32 if dtype == torch.float16 and overflows else dtype
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that may be allocated: a GPU's, or what Linux calls available; infinite if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    found = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
-    return int(found[1]) * 1024 if found else float("inf")
-
-
-def reset_peak_memory(device: torch.device) -> int:
-    """Forget the peak so far, where that can be done (CUDA, Linux) -> bytes in use now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory(device)

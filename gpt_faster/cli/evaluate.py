@@ -20,15 +20,16 @@ import torch
 
 from generate import NotFinite, Sequence, bucket, log, number, pick_device, weight_bytes
 from gpt_faster.cli import batch
-from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
+from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_activation_bits, add_adapter
-from gpt_faster.cli.session import open_model, pick_engine
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.formats import quantized
-from gpt_faster.loading import load_shard
+from gpt_faster.kernels.cpu import native
+from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render
 from gpt_faster.text.english import english_text
 from model import Transformer
@@ -349,14 +350,14 @@ def build_parser() -> Parser:
     add("--num_fewshot", type=number(int, 0), help="examples in the prompt; default: the task's")
     add("--apply_chat_template", action="store_true", help="prompts as the model's chat template")
     add("--include_path", type=Path, metavar="DIR", help="tasks of your own, as .yaml files")
-    p.set_defaults(engine=None, compile_prefill=False)     # pick_engine() looks at these
     return p
 
 
 def run(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     device = pick_device(local_device(args.device))
-    engine = pick_engine(args, device)
+    native.set_activation_bits(args.activation_bits)
+    engine = pick_engine(device, None, args.compile)
     source, tokenizer = open_model(args.checkpoint_path, adapter=args.adapter)
     cfg = source.cfg
     dtype = pick_dtype(args.dtype, device, cfg, many_rows=engine != "compile")
@@ -374,7 +375,7 @@ def run(argv: list[str] | None = None) -> int:
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
     source = quantized.as_flagged(source, args, device)
-    model = load_shard(source, dtype, device)
+    model = load(source, dtype, device)
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward

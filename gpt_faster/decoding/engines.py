@@ -142,17 +142,17 @@ def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
     return drafter
 
 
-def rewind(batch: Batch, max_draft: int) -> int:
+def rewind(batch: Batch) -> int:
     """How many tokens of a row's cache another prompt may replace, the rest being kept.
 
-    max_draft: of a batch that drafts, else 0. A row may have been written as many and one further
-    than the tokens that were read from it: drafts that were rejected, and a GPU's next token.
+    A row may have been written further than the tokens that were read from it: drafts that were
+    rejected, and a GPU's next token.
     """
-    model = batch.model
+    model, n_beyond = batch.model, batch.n_beyond
     if (possible := max_rewind(model)) is not None:
-        return possible - max_draft - 1
+        return possible - n_beyond
     if model.rings:
-        return model.longest_call - 1 - (max_draft + 1 if max_draft else 0)
+        return model.longest_call - 1 - (n_beyond if n_beyond > 1 else 0)
     return batch.max_length
 
 

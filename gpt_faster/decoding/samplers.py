@@ -1,8 +1,8 @@
 """The sampler of a device: sampling.Sampler's tokens, by less work.
 
-On a CPU, where nothing of it is traced, a step looks at what its rows ask for: at few of the
-likeliest tokens, where all that may stay are among them. On a GPU a compiled step draws in one
-kernel, where it may. Both stand for Sampler's functions as long as these are what they were.
+On a CPU, unless it is traced, a step looks at what its rows ask for: at few of the likeliest
+tokens, where all that may stay are among them. On a GPU a compiled step draws in one kernel, where
+it may. Both stand for Sampler's functions as long as these are what they were.
 
     sampler = build_sampler(model, [SamplingParams()] * B, generator)
 """
@@ -51,8 +51,8 @@ class ShortlistSampler(Sampler):
         self.known = functions_of(self) if is_known(self) else None
 
     def runs_as_read(self) -> bool:
-        """Is something of sampling.py not what this class stands for?"""
-        return functions_of(self) != self.known
+        """Is it traced, or is something of sampling.py not what this class stands for?"""
+        return is_compiling() or functions_of(self) != self.known
 
     def observe(self, token: Tensor) -> None:
         if self.runs_as_read():

@@ -4,7 +4,7 @@ cache still holds.
 It drives a generate.Batch. No HTTP, no files, no flags: cli/batch.py gives it a list, server/ what
 comes in while it runs.
 
-    slots = Slots(SlotBatch(model, sampler, steps)); slots.waiting.append(Task(sequence, params))
+    slots = Slots(RowsBatch(model, sampler, steps)); slots.waiting.append(Task(sequence, params))
     for task, slot, token_id, about in slots.run(): task.sequence.push(token_id)
 """
 
@@ -22,7 +22,6 @@ from generate import Batch, NotFinite, Sequence, read_late, to_device
 from gpt_faster.decoding.request_sampler import GREEDY
 from gpt_faster.layers.recurrent import max_rewind
 from sampling import SamplingParams
-from speculate import SpeculativeBatch
 
 # ---- The device's side --------------------------------------------------------------------------
 
@@ -56,34 +55,6 @@ def n_common(a: list[int], b: list[int]) -> int:
     return next(i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
 
 
-class SlotBatch(RowsBatch):
-    """A Batch whose rows keep their cache while they wait.
-
-    A step of all rows writes in each, at its position. Of a row that is not in use that is position
-    0, where the next sequence would find it; here it is the place behind what is worth keeping.
-    """
-
-    def __init__(self, *args):
-        self.parked = None
-        super().__init__(*args)
-        self.parked = [0] * self.n_row
-
-    def park(self, row: int, n_kept: int) -> None:
-        """The row waits, and the first n_kept positions of its cache stay."""
-        self.parked[row] = n_kept
-        self.end(row)
-
-    def _set_pos(self) -> None:
-        if self.parked is None:
-            return super()._set_pos()
-        in_use = self.length
-        self.length = [n or parked for n, parked in zip(in_use, self.parked)]
-        super()._set_pos()
-        self.length = in_use
-        in_use = to_device([int(n > 0) for n in in_use], self.device)
-        self.in_use = in_use.view_as(self.pos)
-
-
 class Logprobs(NamedTuple):
     """Of one token: its own, and the likeliest ids with theirs. None: nothing came before it."""
 
@@ -108,10 +79,7 @@ class Worker:
         """Its sequence is over, or waits for its next chunk; reset: it asks for nothing now."""
         if reset:
             self.batch.sampler.begin(row, [], GREEDY)
-        if isinstance(self.batch, SlotBatch):
-            self.batch.park(row, n_kept)
-        else:
-            self.batch.end(row)
+        self.batch.end(row, n_kept)
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:
@@ -203,10 +171,12 @@ class Slots:
     fed the tokens that they had, so that their samplers are where they were.
     """
 
-    def __init__(self, batch: Batch, between: int | None = None, call: Callable | None = None):
+    def __init__(self, batch: Batch, between: int | None = None, call: Callable | None = None,
+                 reuse: bool = False):
         """between: at most so many prompt tokens between two steps of those that run; None: all.
 
-        call(name, *args) does what Worker's method of this name does, on all ranks.
+        call(name, *args) does what Worker's method of this name does, on all ranks; reuse: go on
+        from what a row's cache still holds, where a prompt begins like it.
         """
         self.batch, self.between = batch, between
         self.worker = Worker(batch)
@@ -218,9 +188,7 @@ class Slots:
         self.n_written = [0] * batch.n_row         # positions that a ring may have given away
         self.used_at = [0] * batch.n_row           # by a count of uses: the oldest goes first
         self.n_use = 0
-        drafts = isinstance(batch, SpeculativeBatch)
-        self.n_beyond = len(batch.accept_counts) if drafts else 1    # written behind the last token
-        self.reuses = drafts or isinstance(batch, SlotBatch)
+        self.reuse = reuse
         self.max_rewind = max_rewind(batch.model)  # walks all modules: a millisecond
 
     def reusable(self, slot: int, n_same: int) -> int:
@@ -233,8 +201,8 @@ class Slots:
         if self.max_rewind is not None:
             reaches = n_behind <= self.max_rewind + 1
         else:
-            reaches = not model.rings or n_behind <= model.longest_call - 1 - self.n_beyond
-        return n_same if reaches and self.reuses else 0
+            reaches = not model.rings or n_behind <= model.longest_call - 1 - self.batch.n_beyond
+        return n_same if reaches and self.reuse else 0
 
     def n_waiting(self) -> int:
         return len(self.waiting) + sum(map(len, self.suspects))
@@ -285,7 +253,7 @@ class Slots:
                     n_fed = max(0, min(len(ids), task.n_drawn) - 1)
                     self.kept[slot] = task.sequence.prompt_ids + ids[:n_fed]
                     self.n_written[slot] = max(self.n_written[slot],
-                                               len(self.kept[slot]) + self.n_beyond)
+                                               len(self.kept[slot]) + self.batch.n_beyond)
                 if not keep:
                     self.kept[slot] = []
                 self.call("park", slot, len(self.kept[slot]), self.between is not None)
@@ -393,7 +361,7 @@ class Slots:
             task = owners[slot]
             task.n_done = len(prompt)
             self.kept[slot] = prompt
-            self.n_written[slot] = max(self.n_written[slot], len(prompt) + self.n_beyond)
+            self.n_written[slot] = max(self.n_written[slot], len(prompt) + self.batch.n_beyond)
             if slot in whole:
                 self.running[slot] = self.beginning.pop(slot)
             else:

@@ -47,7 +47,7 @@ class Http:
 
     def __init__(self, session, engine: Engine, metrics: Metrics):
         self.model, self.engine, self.metrics = Model(session), engine, metrics
-        self.args = session.args
+        self.options = session.options
         self.loop = None                           # of this side's thread, once it runs
         # One request at a time is prepared, and beside it one that may take seconds.
         self.short, self.long = asyncio.Lock(), asyncio.Lock()
@@ -121,7 +121,7 @@ class Http:
         of our origin, but the Host header names the site. Without --allowed_hosts only a server on
         loopback knows its names: the others may have any. A client that is no browser may send
         none."""
-        allowed = self.args.allowed_hosts or []
+        allowed = self.options.allowed_hosts or []
         if not self.loopback and not allowed:
             return None
         for header, value in scope["headers"]:
@@ -133,10 +133,10 @@ class Http:
 
     def is_allowed(self, scope) -> bool:
         """In constant time. The page and /health are for everyone: they say nothing."""
-        if not self.args.api_key or scope["path"] in ("/", "/health"):
+        if not self.options.api_key or scope["path"] in ("/", "/health"):
             return True
         sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, b"Bearer " + self.args.api_key.encode())
+        return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
 
     def refuse(self, request, error: Refused) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
@@ -188,11 +188,11 @@ class Http:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused(415, "Content-Type: application/json is needed")
-        limit, parts, n = int(self.args.max_body_mb * 1e6), [], 0
+        limit, parts, n = int(self.options.max_body_mb * 1e6), [], 0
         async for part in request.stream():
             n += len(part)
             if n > limit:
-                raise Refused(413, f"the body is larger than {self.args.max_body_mb:g} MB")
+                raise Refused(413, f"the body is larger than {self.options.max_body_mb:g} MB")
             parts.append(part)
         return b"".join(parts)
 
@@ -205,7 +205,7 @@ class Http:
         self.model.check_name(asked.model)
         if self.engine.draining:
             raise self.stopping()
-        if self.engine.load()[1] >= self.args.max_queue + self.engine.slots.batch.n_row:
+        if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
             raise self.busy()
         may_take_long = len(body) > LONG_BODY or asks_for_grammar(asked)
         async with self.long if may_take_long else self.short:
@@ -214,7 +214,7 @@ class Http:
             except RecursionError:
                 raise Refused(400, "the body is nested too deeply") from None
         answer, pieces = shape(self.model, asked, work), asyncio.Queue()
-        deadline = time.monotonic() + self.args.request_timeout
+        deadline = time.monotonic() + self.options.request_timeout
         tasks = work.tasks if work.n_new else []   # of an echo alone nothing runs
         jobs = [Job(task, i, pieces.put_nowait, deadline) for i, task in enumerate(tasks)]
         try:
@@ -229,7 +229,7 @@ class Http:
         return await self.whole(request, answer, jobs, pieces)
 
     def busy(self) -> Refused:
-        return Refused(429, f"{self.args.max_queue} answers wait already: try again soon",
+        return Refused(429, f"{self.options.max_queue} answers wait already: try again soon",
                        "rate_limit_error", code="queue_full", retry_after=2)
 
     def stopping(self) -> Refused:
@@ -362,7 +362,7 @@ def serve(session, slots, listening) -> None:
     """HTTP in a thread, the model in this one, until SIGTERM or Ctrl-C; then what runs is ended."""
     metrics = Metrics()
     metrics.slots.set(slots.batch.n_row)
-    engine = Engine(slots, session.args.max_queue, metrics)
+    engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), Http(session, engine, metrics)
     config = uvicorn.Config(http.app, log_level="warning", access_log=False, lifespan="off",
                             server_header=False, timeout_keep_alive=30)
@@ -388,7 +388,7 @@ def serve(session, slots, listening) -> None:
     http.loopback = is_loopback(host)
     thread.start()
     started.wait(30)
-    warn_if_open(host, session.args.api_key)
+    warn_if_open(host, session.options.api_key)
     shown = f"[{host}]" if ":" in host else host
     log(f"Serving {http.model.name} on http://{shown}:{port} ({slots.batch.n_row} slots of "
         f"{http.model.limit} positions)")

@@ -13,18 +13,22 @@ import time
 import tp
 from generate import add_model_flags, add_sampling_flags, add_speed_flags, number, pick_device
 from gpt_faster.cli import flags
-from gpt_faster.cli.common import Help, Parser, guarded, pick_dtype
-from gpt_faster.cli.session import Session, open_model, pick_engine
-from gpt_faster.decoding.engines import build_speculative, build_steps
+from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.options import Options
 from gpt_faster.decoding.grammar import Grammars
 from gpt_faster.decoding.ranks import as_rank, run_on_rank_0
 from gpt_faster.decoding.request_sampler import build_request_sampler
-from gpt_faster.decoding.slots import SlotBatch, Slots
+from gpt_faster.decoding.slots import Slots
+from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
+from gpt_faster.loading import open_model
+from gpt_faster.runtime import Runtime
+from sampling import Sampler
 from tp import local_device
 
 INSTALL = "pip install -r requirements-serve.txt"
 ROWS, LENGTH = 8, 4096                             # where the flags say nothing
+WARM = 1024                                        # positions that it is compiled for at the start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,13 +69,11 @@ def build_parser() -> Parser:
     speed = p.add_argument_group("speed")
     add_speed_flags(speed)
     flags.add_speed(speed)
-    p.set_defaults(prompt=[], prompts_file=None, output=None, json=False, profile=None, stop=[],
-                   ignore_eos=False, max_new_tokens=None)
     return p
 
 
-def check(args) -> None:
-    """ValueError where flags contradict each other."""
+def checked(args: Options) -> Options:
+    """With the number of rows. ValueError where flags contradict each other."""
     drafting = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
         raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
@@ -86,7 +88,7 @@ def check(args) -> None:
                          "key, or leave it out (unset the variable) to serve without one")
     if args.random:
         raise ValueError("--random has no tokenizer, so nothing to serve")
-    args.batch_size = args.batch_size or (1 if drafting else ROWS)
+    return args.replaced(batch_size=args.batch_size or (1 if drafting else ROWS))
 
 
 def import_http():
@@ -99,30 +101,28 @@ def import_http():
 
 
 def run(argv: list[str] | None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    check(args)
+    options = checked(Options.parse(build_parser(), argv))
     http = import_http()
-    listening = listen(args.host, args.port) if tp.rank() == 0 else None   # before the long load
-    device = pick_device(local_device(args.device))
-    engine = pick_engine(args, device)
+    listening = None                               # before the long load
+    if tp.rank() == 0:
+        listening = listen(options.host, options.port)
+    device = pick_device(local_device(options.device))
+    native.set_activation_bits(options.activation_bits)
+    engine = pick_engine(device, options.engine, options.compile or options.compile_prefill)
     if engine == "compile" and device.type == "cpu":
         native.start_building()
     start = time.perf_counter()
-    source, tokenizer = open_model(args.checkpoint_path, None, args.adapter)
-    parser.set_defaults(**source.defaults)
-    args = parser.parse_args(argv)
-    check(args)
-    context = source.cfg.context
-    args.max_seq_length = args.max_seq_length or min(LENGTH, context)
-    if args.max_seq_length > context:
-        raise ValueError(f"--max_seq_length {args.max_seq_length} exceeds the model's context of "
-                         f"{context}")
-    dtype = pick_dtype(args.dtype, device, source.cfg)
-    session = ServerSession(args, source, tokenizer, [], device, dtype, engine, start)
+    source, tokenizer = open_model(options.checkpoint_path, None, options.adapter)
+    options, context = options.over(source.defaults), source.cfg.context
+    length = options.max_seq_length or min(LENGTH, context)
+    if length > context:
+        raise ValueError(f"--max_seq_length {length} exceeds the model's context of {context}")
+    options = options.replaced(max_seq_length=length)
+    dtype = pick_dtype(options.dtype, device, source.cfg)
+    session = ServerSession(options, source, tokenizer, device, dtype, engine, start)
     if tp.rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)          # rank 0 says when it is over
-    slots = Slots(session.batch, session.model.longest_call)
+    slots = Slots(session.batch, session.model.longest_call, reuse=True)
 
     def call(name, *call_args):
         try:
@@ -152,28 +152,27 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-class ServerSession(Session):
+class ServerSession(Runtime):
     """A model whose rows take what comes, each with parameters of its own."""
 
-    def build(self, draft, params) -> None:
-        args, grammars = self.args, []
+    def __init__(self, options: Options, source, tokenizer, device, dtype, engine: str,
+                 start: float):
+        self._grammars = None
+        super().__init__(options, source, tokenizer, device, dtype, engine,
+                         n_row=options.batch_size, longest=WARM, start=start,
+                         speculate=options.speculate,
+                         rewinds=1)                # the last token may be read late
+        self.eos_ids = set(self.source.eos_ids)
 
-        def find():
-            if not grammars:
-                eos_ids = self.source.eos_ids or self.tokenizer.eos_ids
-                grammars.append(Grammars(self.tokenizer, eos_ids, self.model.cfg.vocab_size))
-            return grammars[0]
+    def grammars(self) -> Grammars:
+        """Made when the first request needs it."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.eos_ids, self.model.cfg.vocab_size)
+        return self._grammars
 
+    def make_sampler(self) -> Sampler:
         def matcher_of(params):
             spec = getattr(params, "grammar", None)
-            return find().matcher(spec) if spec else None
+            return self.grammars().matcher(spec) if spec else None
 
-        self.grammars = find                       # made when the first request needs it
-        self.changes_over = False
-        self.generator = self.new_generator()
-        sampler = build_request_sampler(self.model, self.n_rows, self.generator, matcher_of)
-        steps = build_steps(self.model, self.engine, args.compile_prefill)
-        self.plain = self.batch = SlotBatch(self.model, sampler, steps)
-        if self.drafter:
-            self.batch = build_speculative(self.model, sampler, steps, self.engine, self.k,
-                                           bool(args.speculate_k), draft)
+        return build_request_sampler(self.model, self.n_row, self.generator, matcher_of)

@@ -42,15 +42,16 @@ class Model:
     """What the server knows of its model."""
 
     def __init__(self, session):
-        self.session, self.args, self.tokenizer = session, session.args, session.tokenizer
+        self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
         self.limit = session.length
         self.n_vocab = session.model.cfg.vocab_size
-        self.name = self.args.served_name or session.source.path.name
+        self.name = self.options.served_name or session.source.path.name
         self.card = dict(id=self.name, object="model", created=int(time.time()),
                          owned_by="gpt-faster", max_model_len=self.limit)
         template = self.tokenizer.chat_template
         self.knows_tools = detect(template) is not None
-        self.form = FORMATS[self.args.tool_format] if self.args.tool_format else detect(template)
+        named = self.options.tool_format
+        self.form = FORMATS[named] if named else detect(template)
         self.thinks = "<think>" in (template or "")
         self.pieces = None                         # bytes of each token
         longest = max(len((self.tokenizer.piece(i) or "").encode())
@@ -80,9 +81,9 @@ class Model:
             raise Refused(400, "top_logprobs needs logprobs", param="top_logprobs")
         tools = self.tools(asked)
         messages = [as_dict(message) for message in asked.messages]
-        if self.args.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, dict(role="system", content=self.args.system_prompt))
-        more = {**(self.args.chat_template_kwargs or {}), **(asked.chat_template_kwargs or {})}
+        if self.options.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, dict(role="system", content=self.options.system_prompt))
+        more = {**(self.options.chat_template_kwargs or {}), **(asked.chat_template_kwargs or {})}
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in more:
                 raise Refused(400, f"chat_template_kwargs cannot replace {name}",
@@ -266,7 +267,7 @@ class Model:
 
     def params(self, asked: Request, grammar, n_top: int | None) -> RequestParams:
         """What the request says, and where it is silent the flags."""
-        stated = {name: getattr(self.args, name)
+        stated = {name: getattr(self.options, name)
                   for name in RANGES if name not in ("seed", "top_n_sigma")}
         for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
             if (value := getattr(asked, name)) is not None:

@@ -7,14 +7,14 @@ this user and root may write.
 """
 
 import atexit
-import fcntl
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DAY = 24 * 3600                                    # seconds
@@ -100,15 +100,22 @@ def digest(text: str) -> str:
 
 
 def remove_partials(home: Path) -> None:
-    """Those whose process was killed: nobody has locked their data any more."""
+    """Those whose process was killed: nobody holds their lock any more."""
     for folder in home.glob(".partial*"):
-        with suppress(OSError):                    # another process has it, or removed it
-            if not (folder / "data").exists():
-                folder.rmdir()
-                continue
-            with open(folder / "data", "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), being_written(folder):         # else another process has it
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def being_written(folder: Path) -> Iterator[None]:
+    """While this process writes into the folder, or removes it. OSError: another one does."""
+    from filelock import FileLock  # takes 10 ms, and is seldom needed
+    path = folder.with_name(f"lock{folder.name}")
+    with FileLock(path, blocking=False):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)           # not every version of filelock does it
 
 
 def remove_unused(home: Path, pattern: str, days: int = 30) -> None:

@@ -7,7 +7,6 @@ used for the longest time go first. A file that is not as it was written is made
     tensors = load(key) or save(key, tensors)
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -97,10 +96,9 @@ def save(key: str, tensors: dict[str, Tensor]) -> None:
         if end > max_bytes():
             return
         partial = Path(tempfile.mkdtemp(prefix=".partial", dir=home))
-        with open(partial / "data", "wb") as file:
-            with suppress(OSError):                # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)   # while it is locked it is being written
-            _write(file, tensors, where, end)
+        with disk.being_written(partial):
+            with open(partial / "data", "wb") as file:
+                _write(file, tensors, where, end)
             index = dict(stamp=_stamp(partial / "data"), tensors=where)
             (partial / "index.json").write_text(json.dumps(index))
             for path in partial.iterdir():

@@ -36,7 +36,7 @@ from gpt_faster.cli.common import Parser, guarded  # noqa: E402
 from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
-from gpt_faster.decoding.slots import SlotBatch, Slots, Task  # noqa: E402
+from gpt_faster.decoding.slots import RowsBatch, Slots, Task  # noqa: E402
 from gpt_faster.formats.quantized import quantized  # noqa: E402
 from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
@@ -90,7 +90,7 @@ def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     model = runner.model
     model.setup_cache(N_SLOTS, LENGTH, 64)
     sampler = build_request_sampler(model, N_SLOTS, torch.Generator(), lambda params: None)
-    slots = Slots(SlotBatch(model, sampler, runner.steps), between=64)
+    slots = Slots(RowsBatch(model, sampler, runner.steps), between=64, reuse=True)
     for todo in (iter(range(n)), iter(range(min(n, AGAIN)))):
         numbers = {}
 
@@ -130,7 +130,7 @@ def conversation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     def note(line):
         nonlocal n_forgotten
         n_forgotten += "forgotten" in line
-    chat = Chat(runner.tokenizer, answer, LENGTH - n_new, engines.rewind(batch, 0), note)
+    chat = Chat(runner.tokenizer, answer, LENGTH - n_new, engines.rewind(batch), note)
     for turns in (range(n), range(min(n, AGAIN))):
         for i in turns:
             chat.turn(words(i, 3 + i % 9))

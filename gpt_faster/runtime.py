@@ -1,0 +1,227 @@
+"""A model that is loaded, compiled and warm, with the batch that runs it: what the commands and the
+server stand on.
+
+Owns how much memory that takes, what drafts for the model, and how it gets warm. Of the options it
+reads those of model and speed. It knows no prompts, no HTTP, and nothing of who asks.
+
+    class Session(Runtime):                        # says how its rows are sampled
+        def make_sampler(self): return build_sampler(self.model, rows, self.generator)
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import quantize
+import tp
+from generate import bucket, log, peak_memory, weight_bytes
+from gpt_faster.decoding.draft_length import DraftLengthController
+from gpt_faster.decoding.engines import (
+    RecomputeBatch,
+    build_speculative,
+    build_steps,
+    measure_drafts,
+    warm_up,
+)
+from gpt_faster.decoding.mtp import MAX_DRAFT, hidden_bytes
+from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.devices import free_memory
+from gpt_faster.formats import quantized
+from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
+from gpt_faster.formats.hub import resolve
+from gpt_faster.formats.load import count_parameters, n_bytes
+from gpt_faster.kernels.compile import will_change_over
+from gpt_faster.layers.embedding import has_learned_positions
+from gpt_faster.loading import load, load_shard, open_model
+from model import cache_bytes
+from sampling import Sampler
+from tokenizer import differ
+from tp import n_local
+
+
+class Runtime:
+    """A model as the options want it: loaded and warm.
+
+    batch: what runs; plain: the same without drafts; drafter: the name of what drafts, or None.
+    """
+
+    def __init__(self, options, source, tokenizer, device: torch.device, dtype: torch.dtype,
+                 engine: str, *, n_row: int, longest: int, start: float,
+                 prompts: list[list[int]] = ([0],), speculate: str | None = None,
+                 acceptance: float = 1.0, rewinds: int = 0, waits: bool = True):
+        """n_row: rows of the batch; longest: positions that are needed of the model's context.
+
+        start: when loading began; prompts: it gets warm for such ones; speculate: as the option;
+        acceptance: a share of right drafts: lengths of drafts that would not pay with it are left
+        out; rewinds: how far a text may go back beside what drafts do; waits: for the compiler,
+        where it runs already, else the text may begin uncompiled.
+        """
+        self.options, self.tokenizer, self.device, self.engine = options, tokenizer, device, engine
+        self.dtype, self.n_row, self.speculate = dtype, n_row, speculate
+        limit = options.max_seq_length or source.cfg.context
+        self.length = options.max_seq_length or bucket(min(longest, limit), limit, 32)
+        n_cache_rows = 0 if engine == "recompute" else n_row
+        draft_source = self.open_draft(source)
+        self.source = source = quantized.as_flagged(source, options, device)
+        self.drafter = speculate or (draft_source and draft_source.path.name)
+        self.k = self.max_draft(draft_source)
+        chunk = max(options.prefill_chunk, self.k + 1 if self.drafter else 0)
+        max_rejected = (self.k if self.drafter else 0) + rewinds
+        check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
+                     max_rejected)
+
+        load_one = partial(load_shard, kernels=False) if engine == "torch_compile" else load
+        self.model = load_one(source, dtype, device)
+        if isinstance(draft_source, AssistantCheckpoint):
+            load_one = AssistantCheckpoint.load
+        draft = draft_source and load_one(draft_source, dtype, device)
+        self.load_s, self.compile_s = time.perf_counter() - start, 0.0
+        self.describe_model()
+
+        self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
+        start = time.perf_counter()
+        self.changes_over = not waits and engine == "compile" and will_change_over(self.model)
+        self.build(draft)
+        log(f"Engine: {engine}")
+        if self.changes_over:
+            log("Compiling beside the text, which begins uncompiled")
+        elif engine in ("torch_compile", "compile", "cuda_graph"):
+            self.compile(prompts, longest)
+            self.compile_s = time.perf_counter() - start
+            log(f"Compilation time: {self.compile_s:.2f} seconds")
+        if self.drafter and not options.speculate_k:
+            self.measure(len(prompts[0]) + 1, acceptance)
+
+    def make_sampler(self) -> Sampler:
+        """Of all rows, for whatever may come."""
+        raise NotImplementedError
+
+    # ---- Drafts ---------------------------------------------------------------------------------
+
+    def open_draft(self, source):
+        """The checkpoint that drafts, or None. ValueError where its vocabulary is another one."""
+        options, speculate = self.options, self.speculate
+        if speculate in ("int8", "int4"):
+            if options.random:
+                raise ValueError(f"--speculate {speculate} drafts with a copy of the model, and "
+                                 "--random makes no two alike")
+            return quantized.quantized(source, speculate, device=self.device)
+        if speculate == "mtp" and not source.mtp:
+            raise ValueError(f"--speculate mtp: {source.path} has no head that drafts (mtp.* "
+                             "tensors, or a layer that num_nextn_predict_layers counts): try "
+                             "--speculate ngram")
+        if speculate == "mtp":
+            return quantized.as_flagged(source, options, self.device).mtp()
+        if not options.draft_checkpoint_path:
+            return None
+        path = resolve(options.draft_checkpoint_path)
+        if is_assistant(path):
+            return self.open_drafter_of_gemma(path, source)
+        draft, other = open_model(options.draft_checkpoint_path)
+        if difference := differ(self.tokenizer, other):
+            raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
+        return draft
+
+    def open_drafter_of_gemma(self, path: Path, source) -> AssistantCheckpoint:
+        """ValueError where it cannot draft for this model, or not on this device."""
+        draft, cfg = open_assistant(path), source.cfg
+        if (draft.cfg.backbone_dim, draft.cfg.vocab_size) != (cfg.dim, cfg.vocab_size):
+            raise ValueError(f"{path} drafts for models {draft.cfg.backbone_dim} wide with "
+                             f"{draft.cfg.vocab_size} tokens, and {source.path} is {cfg.dim} wide "
+                             f"with {cfg.vocab_size}")
+        if tp.world() > 1:
+            raise ValueError(f"{path}: Gemma 4's drafter runs in one process, not on several ranks")
+        if self.device.type != "cpu" and self.engine in ("compile", "cuda_graph"):
+            raise ValueError(f"{path}: on a GPU Gemma 4's drafter needs --engine kv_cache")
+        return draft
+
+    def max_draft(self, draft) -> int:
+        """How many tokens to draft at most. ValueError where they do not fit."""
+        length = self.length
+        longest = {"ngram": 8, "mtp": MAX_DRAFT}.get(self.speculate, 5)
+        k = self.options.speculate_k or min(longest, length - 1)
+        if self.drafter and k >= length:
+            raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
+        if draft and has_learned_positions(draft.cfg) and length > draft.cfg.context:
+            raise ValueError(f"{draft.path} knows {draft.cfg.context} positions, and {length} are "
+                             "asked for: give a smaller --max_seq_length")
+        return k
+
+    # ---- What runs ------------------------------------------------------------------------------
+
+    def build(self, draft) -> None:
+        options = self.options
+        self.generator = torch.Generator(self.device).manual_seed(options.seed)
+        sampler = self.make_sampler()
+        steps = build_steps(self.model, self.engine, options.compile_prefill,
+                            not self.changes_over)
+        if self.engine == "recompute":
+            self.plain = self.batch = RecomputeBatch(self.model, sampler, steps, self.length)
+            return
+        self.plain = self.batch = RowsBatch(self.model, sampler, steps)
+        if self.drafter:
+            self.batch = build_speculative(self.model, sampler, steps, self.engine, self.k,
+                                           bool(options.speculate_k), draft)
+
+    def compile(self, prompts: list[list[int]], longest: int) -> None:
+        """Warm up for prompts like these, and for at most `longest` positions."""
+        shortest = min(map(len, prompts))
+        prompts = (list(prompts) * self.n_row)[:self.n_row]
+        longest = min(longest + (self.k if self.drafter else 0), self.length)
+        warm_up(self.batch, prompts, range(shortest + 1, longest))
+
+    def measure(self, n: int, acceptance: float) -> None:
+        """What drafting costs here, after n tokens."""
+        costs = measure_drafts(self.batch, n)
+        pace = DraftLengthController(self.batch.draft_length.lengths, costs, acceptance)
+        self.batch.draft_length = pace
+        text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
+        log(f"Drafting {text}" + ("" if pace.lengths else ": disabled"))
+
+    # ---- What is said of it ---------------------------------------------------------------------
+
+    def describe_model(self) -> None:
+        self.total_bytes, self.read_bytes = weight_bytes(self.model)
+        scheme = quantize.describe(self.source)
+        log(f"{self.source.path.name}: {count_parameters(self.source.cfg) / 1e6:.0f}M "
+            f"parameters, {scheme + ', ' if scheme else ''}{str(self.dtype)[6:]}, "
+            f"{self.total_bytes / 1e6:.0f} MB on {self.device}"
+            f"{',' + on_each_rank() if tp.world() > 1 else ''}")
+        log(f"Time to load model: {self.load_s:.2f} seconds")
+
+    def about(self) -> dict:
+        """What --json says beside the text and its figures."""
+        linears, head = quantize.schemes(self.source)
+        drafts = {}
+        if self.drafter:
+            drafts = dict(speculate=self.drafter, speculate_k=self.k, **self.batch.accept_stats())
+        return dict(
+            load_s=self.load_s, compile_s=self.compile_s,
+            peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
+            quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
+            batch_size=self.options.batch_size, seed=self.options.seed, **drafts,
+            device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
+
+
+def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
+                 max_rejected: int) -> None:
+    """State what will be allocated. ValueError where it exceeds what is free."""
+    sources = [tp.shard(source) for source in sources if source]
+    free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
+    weights = sum(n_bytes(source, dtype, device) for source in sources)
+    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
+                for source in sources) + hidden_bytes(sources, length, dtype)
+    need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
+            f"({rows} x {length} positions){on_each_rank()}")
+    log(f"Memory: {need}")
+    if weights + cache > free:
+        no_drafts = ", or no drafts" if len(sources) > 1 else ""
+        raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
+                         f"{device}: try --quantize, a smaller --max_seq_length or --batch_size"
+                         f"{no_drafts}")
+
+
+def on_each_rank() -> str:
+    return f" on each of {tp.world()} ranks" if tp.world() > 1 else ""
