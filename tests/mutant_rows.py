@@ -195,8 +195,8 @@ NAMED = [
     # ---- Slots -----------------------------------------------------------------------------------
     Mutant("slot-leaks", "gpt_faster/decoding/slots.py", "for slots in (self.running, self.beginning):", "for slots in (self.running,):",
            "tests/test_serve.py::test_a_request_that_raises_takes_no_other_with_it"),
-    Mutant("last-token-taken-for-cached", "gpt_faster/decoding/slots.py", "task.sequence.prompt_ids + ids[:n_fed]",
-           "task.sequence.prompt_ids + ids", CONVERSATION),
+    Mutant("last-token-taken-for-cached", "gpt_faster/decoding/slots.py", "generation.prompt_ids + ids[:n_fed]",
+           "generation.prompt_ids + ids", CONVERSATION),
     Mutant("row-reused-after-an-error", "gpt_faster/decoding/slots.py", "                if not keep:\n                    self.kept[slot] = []\n",
            "", CONVERSATION),
     Mutant("prefix-reused-without-looking", "gpt_faster/decoding/slots.py", "n_same = min(n_common(self.kept[slot], ids), len(ids) - 1)",
@@ -205,13 +205,13 @@ NAMED = [
            "n_behind <= 2 * model.longest_call", GIVEN_AWAY),
     Mutant("state-reused-too-far-back", "gpt_faster/decoding/slots.py", "reaches = n_behind <= self.max_rewind + 1",
            "reaches = n_behind <= self.max_rewind + 2", GIVEN_AWAY),
-    Mutant("logprobs-of-another-rows-token", "gpt_faster/decoding/slots.py", "self.worker.logprobs(slot, int(token[slot]), task.n_top)",
-           "self.worker.logprobs(slot, int(token[0]), task.n_top)", "tests/test_serve.py::test_logprobs_are_the_models"),
+    Mutant("logprobs-of-another-rows-token", "gpt_faster/decoding/slots.py", "self.worker.logprobs(slot, int(token[slot]), generation.n_top)",
+           "self.worker.logprobs(slot, int(token[0]), generation.n_top)", "tests/test_serve.py::test_logprobs_are_the_models"),
     Mutant("logprobs-of-a-prompt-not-shifted", "gpt_faster/decoding/slots.py", "following = ids[at + 1:at + 1 + len(piece)]",
            "following = ids[at:at + len(piece)]", "tests/test_serve.py::test_logprobs_are_the_models"),
 
     # ---- The server ------------------------------------------------------------------------------
-    Mutant("max-tokens-one-more", "gpt_faster/server/prepare.py", "stops, max(1, n_new))", "stops, max(1, n_new) + (n_new < room))",
+    Mutant("max-tokens-one-more", "gpt_faster/server/prepare.py", "stops, max(1, n_new), own,", "stops, max(1, n_new) + (n_new < room), own,",
            "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
            "tests/test_serve.py::test_stop_n_seed_echo"),
     Mutant("finish-reason", "gpt_faster/server/answers.py", 'and reason == "stop" else reason', 'and reason == "stop" else "stop"',
@@ -220,7 +220,7 @@ NAMED = [
     Mutant("stream-drops-what-was-held-back", "gpt_faster/server/answers.py", "            deltas += parser.finish()\n", "            pass\n",
            "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
            "tests/test_serve.py::test_chat_whole_and_streamed"),
-    Mutant("pieces-that-waited-are-lost", "gpt_faster/server/engine.py", "text=before.text + piece.text", "text=piece.text",
+    Mutant("pieces-that-waited-are-lost", "gpt_faster/server/engine.py", "text=before.text + event.text", "text=event.text",
            "tests/test_serve.py::test_tokens_come_together_but_the_first_and_the_last_at_once"),
     Mutant("answers-share-a-seed", "gpt_faster/server/prepare.py", "(params.seed + i - allowed.minimum)", "(params.seed - allowed.minimum)",
            "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "

@@ -20,6 +20,7 @@ from gpt_faster import loading
 from gpt_faster.cli import batch
 from gpt_faster.decoding import engines, slots
 from gpt_faster.decoding.samplers import build_sampler
+from gpt_faster.decoding.slots import Generation
 from gpt_faster.kernels.cpu.layers import use_operations
 from gpt_faster.text.english import english_text
 from model import Ring, cache_bytes, n_slots
@@ -44,14 +45,14 @@ def alone(model, ids, n_new, how=GREEDY):
 
 def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY, kind=None):
     """-> the new ids of each prompt, and the slots in which they were. kind of batch: else as on a CPU."""
-    rows = {Sequence(NullTokenizer(), ids, max_new=n): i for i, (ids, n) in enumerate(work)}
-    out = {}
+    asked = [Generation(NullTokenizer(), ids, max_new=n) for ids, n in work]
+    where = {}
     slots = make_batch(model, [how] * n_slots, steps=steps)
     slots = kind(model, slots.sampler, steps) if kind else slots
-    for row, slot, begun, first, end in batch.serve(slots, rows):
-        assert row.finish_reason == "length" and begun <= first <= end
-        out[rows[row]] = row.ids, slot
-    return [out[i][0] for i in range(len(work))], [out[i][1] for i in range(len(work))]
+    for done, slot in batch.serve(slots, asked):
+        assert done.finish_reason == "length" and done.begun_s <= done.first_s <= done.last_s
+        where[done] = slot
+    return [each.ids for each in asked], [where[each] for each in asked]
 
 
 # ---- The model: rings ----------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
 
     def far(tokens, not_finite=None):
         for ids, tag in read_late(((token.as_subclass(Far), tag) for token, tag in tokens), not_finite):
-            n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.sequence.finish_reason))
+            n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.finish_reason))
             yield ids, tag
     monkeypatch.setattr(slots, "read_late", far)
     monkeypatch.setattr(generate, "read_late", far)

@@ -19,7 +19,7 @@ from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gpt_faster.cli import evaluate
 from gpt_faster.decoding import request_sampler
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.quantization import calibrate
@@ -137,8 +137,8 @@ def test_in_a_server_s_slots_only_that_row_fails(model, kind):
         else:
             sampler = request_sampler.build_request_sampler(model, 3, torch.Generator(), lambda params: None)
         slots = Slots(RowsBatch(model, sampler), between=64, reuse=True)
-        tasks = [Task(Sequence(NullTokenizer(), ids, max_new=8 if i else 4), None if kind == "sampler" else request_sampler.GREEDY)
-                 for i, ids in enumerate(prompts)]
+        params = None if kind == "sampler" else request_sampler.GREEDY
+        tasks = [Generation(NullTokenizer(), ids, max_new=8 if i else 4, params=params) for i, ids in enumerate(prompts)]
         slots.waiting.extend(tasks)
         failed = []
         weight = model.layers[1].attn.wo.weight
@@ -146,18 +146,14 @@ def test_in_a_server_s_slots_only_that_row_fails(model, kind):
         with torch.no_grad():
             for event in slots.run():
                 if event.error:
-                    assert isinstance(event.error, NotFinite) and event.token_id is None
-                    failed.append(tasks.index(event.task))
-                    slots.drop(event.task)
+                    assert isinstance(event.error, NotFinite)
+                    failed.append(tasks.index(event.generation))
                     weight.copy_(kept)
                     continue
-                event.task.sequence.push(event.token_id)
-                if event.task.sequence.finish_reason:
-                    slots.drop(event.task)
-                if value is not None and event.task is tasks[1] and len(event.task.sequence.ids) == 3:
+                if value is not None and event.generation is tasks[1] and len(tasks[1].ids) == 3:
                     for layer in model.layers:             # as a token whose activations overflow leaves it
                         layer.attn.cache.v[event.slot, :, 1] = value
-        return [task.sequence.ids for task in tasks], failed
+        return [task.ids for task in tasks], failed
     plain, failed = answers()
     assert not failed
     broken, failed = answers(torch.nan)

@@ -508,18 +508,22 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
 def test_the_queue_has_the_length_that_was_asked_for(ours):
     """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
-    from gpt_faster.server.engine import Busy, Engine, Job
+    from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
+    from gpt_faster.server.engine import Busy, Delivery, Engine
     from gpt_faster.server.metrics import Metrics
+    from tokenizer import NullTokenizer
     model = ours("llama3")
     model.setup_cache(2, 32, 8)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8, reuse=True)
+
+    def some(i):
+        return Generation(NullTokenizer(), [1], params=GREEDY, about=Delivery(i, None, 1e9))
     for pieces in ([1] * 6, [4, 2], [6]):
         engine = Engine(slots, 4, Metrics())
         for n in pieces:
-            engine.submit([Job(Task(None, GREEDY), i, None, 1e9) for i in range(n)])
+            engine.submit([some(i) for i in range(n)])
         with pytest.raises(Busy):
-            engine.submit([Job(Task(None, GREEDY), 0, None, 1e9)])
+            engine.submit([some(0)])
         assert len(engine.inbox) == 6
 
 
@@ -579,36 +583,32 @@ def test_bad_flags(capfd):
 
 # ---- The slots, without HTTP ---------------------------------------------------------------------
 
-def sequences(prompts, n):
-    from generate import Sequence
+def asked(prompts, n, params=None):
+    from gpt_faster.decoding.request_sampler import GREEDY
+    from gpt_faster.decoding.slots import Generation
     from tokenizer import NullTokenizer
-    return [Sequence(NullTokenizer(), ids, max_new=n) for ids in prompts]
+    return [Generation(NullTokenizer(), ids, max_new=n, params=params or GREEDY) for ids in prompts]
 
 
-def run_slots(slots, tasks):
-    """-> each task's error, or None; whoever ends is dropped, as an engine does."""
+def run_slots(slots, generations):
+    """-> each one's error, or None."""
     errors, looks = {}, itertools.count()
 
     def count():
         assert next(looks) < 1000, "it never ends: a slot is not free"
     slots.arrivals = count
-    slots.waiting.extend(tasks)
+    slots.waiting.extend(generations)
     for event in slots.run():
         if event.error:
-            errors[event.task] = event.error
-            slots.drop(event.task, keep=False)
-            continue
-        event.task.sequence.push(event.token_id)
-        if event.task.sequence.finish_reason:
-            slots.drop(event.task)
-    return [errors.get(task) for task in tasks]
+            errors[event.generation] = event.error
+    return [errors.get(each) for each in generations]
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_5_text"])
 def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
-    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import build_request_sampler
+    from gpt_faster.decoding.slots import RowsBatch, Slots
     model, g = ours(name), torch.Generator().manual_seed(3)
 
     def some(n):
@@ -618,32 +618,32 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     expected = [plain(model, ids, 6) for ids in prompts]
     model.setup_cache(2, 48, 4)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
-    tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 6)]
+    tasks = asked(prompts, 6)
     assert run_slots(slots, tasks) == [None] * 9
-    assert [task.sequence.ids for task in tasks] == expected
+    assert [task.ids for task in tasks] == expected
     assert name != "llama3" or sum(task.n_reused for task in tasks) > 20
     assert not slots.running and not slots.beginning
 
 
 def test_slots_go_on_from_a_state(ours):
     """A conversation that goes on as it was computes what is new only; one that was changed begins anew."""
-    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import build_request_sampler
+    from gpt_faster.decoding.slots import RowsBatch, Slots
     model = ours("qwen3_5_text")
     turns, said = [[5, 6, 7, 8, 9], [3, 4], [8, 1, 2]], []
     model.setup_cache(2, 64, 4, max_rejected=1)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
     tasks = []
     for turn in turns:
-        tasks += [Task(sequence, GREEDY) for sequence in sequences([said + turn], 6)]
+        tasks += asked([said + turn], 6)
         assert run_slots(slots, tasks[-1:]) == [None]
         assert tasks[-1].n_reused == max(0, len(said) - 1)                   # the last token was never fed
-        said = said + turn + tasks[-1].sequence.ids
+        said = said + turn + tasks[-1].ids
     changed = [*said[:9], 77, *said[10:]]
-    tasks += [Task(sequence, GREEDY) for sequence in sequences([changed], 6)]
+    tasks += asked([changed], 6)
     assert run_slots(slots, tasks[-1:]) == [None] and tasks[-1].n_reused == 0
     for task in tasks:
-        assert task.sequence.ids == plain(model, task.sequence.prompt_ids, 6)
+        assert task.ids == plain(model, task.prompt_ids, 6)
 
 
 def plain(model, ids, n):
@@ -652,8 +652,8 @@ def plain(model, ids, n):
 
 
 def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
-    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import build_request_sampler
+    from gpt_faster.decoding.slots import RowsBatch, Slots
     model = ours("llama3")
     prompts = [[1, 2, 3, 4, 5], [66] * 4, [7, 8, 9]]
     expected = [plain(model, ids, 5) for ids in prompts]
@@ -666,33 +666,35 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
             raise RuntimeError("no")
         return prefill(rows, prompts, *more)
     monkeypatch.setattr(batch, "prefill", fails)
-    tasks = [Task(sequence, GREEDY) for sequence in sequences(prompts, 5)]
+    tasks = asked(prompts, 5)
     errors = run_slots(Slots(batch, between=5), tasks)
     assert [bool(e) for e in errors] == [False, True, False]
-    assert [tasks[i].sequence.ids for i in (0, 2)] == [expected[0], expected[2]]
+    assert [tasks[i].ids for i in (0, 2)] == [expected[0], expected[2]]
 
 
 def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting(ours):
     """Between the slots' last look at who waits, and the engine's own."""
-    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
-    from gpt_faster.server.engine import Engine, Job
+    from gpt_faster.decoding.request_sampler import build_request_sampler
+    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.server.engine import Delivery, Engine
     from gpt_faster.server.metrics import Metrics
     model, prompts = ours("llama3"), [[1, 2, 3], [7, 8, 9]]
     expected = [plain(model, ids, 4) for ids in prompts]
     model.setup_cache(1, 32, 8)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
     engine = Engine(slots, 4, Metrics())
-    jobs = [Job(Task(sequence, GREEDY), 0, None, time.monotonic() + 60) for sequence in sequences(prompts, 4)]
+    work = asked(prompts, 4)
+    for each in work:
+        each.about = Delivery(0, None, time.monotonic() + 60)
     run, ended = slots.run, []
 
     def run_and_then_it_comes():
         yield from run()
         if not ended:
-            engine.submit(jobs[1:])
+            engine.submit(work[1:])
         ended.append(True)
     slots.run = run_and_then_it_comes
-    engine.submit(jobs[:1])
+    engine.submit(work[:1])
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     end = time.monotonic() + 20
@@ -700,20 +702,20 @@ def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting
         time.sleep(0.01)
     engine.drain()
     thread.join(5)
-    assert [job.task.sequence.ids for job in jobs] == expected and not thread.is_alive()
+    assert [each.ids for each in work] == expected and not thread.is_alive()
 
 
 def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypatch):
     """By a clock that goes 15 ms further with each token."""
-    from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+    from gpt_faster.decoding.request_sampler import build_request_sampler
+    from gpt_faster.decoding.slots import RowsBatch, Slots
     from gpt_faster.server import engine as module
     from gpt_faster.server.metrics import Metrics
     model, clock, delivered = ours("llama3"), [100.0], []
     model.setup_cache(1, 32, 8)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
-    engine = module.Engine(slots, 4, Metrics(), lambda pieces: delivered.extend(
-        (p.text, len(p.job.task.sequence.ids)) for p in pieces))
+    engine = module.Engine(slots, 4, Metrics(), lambda events: delivered.extend(
+        (e.text, len(e.generation.ids)) for e in events))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     run = slots.run
 
@@ -723,12 +725,14 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
             yield event
     slots.run = slowly
     prompts = [[1, 2, 3], [7, 8, 9, 1]]
-    asked = sequences(prompts, 9)
-    engine.submit([module.Job(Task(sequence, GREEDY), 0, None, 1e9) for sequence in asked])
+    work = asked(prompts, 9)
+    for each in work:
+        each.about = module.Delivery(0, None, 1e9)
+    engine.submit(work)
     engine.drain()
     engine.run()
-    assert [sequence.ids for sequence in asked] == [plain(model, ids, 9) for ids in prompts]
-    assert "".join(text for text, _ in delivered) == "".join(sequence.text for sequence in asked)
+    assert [each.ids for each in work] == [plain(model, ids, 9) for ids in prompts]
+    assert "".join(text for text, _ in delivered) == "".join(each.text for each in work)
     assert [n for _, n in delivered] == 2 * [1, 5, 9]
 
 

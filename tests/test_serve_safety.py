@@ -5,6 +5,7 @@ The server of a tiny model runs in this process, without sockets: its routes are
 
 import asyncio
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -22,12 +23,12 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
 from checkpoint import sampling_values
-from generate import Sequence, n_common_end
+from generate import n_common_end
 from gpt_faster.cli import batch, flags
 from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
 from gpt_faster.formats.shapes import of_random_weights
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import native
@@ -270,21 +271,15 @@ def answers(model, prompts, failing=None, n_row=6, n_new=8):
     if failing:
         sampler.processors.append(failing)
     slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
-    tasks = [Task(Sequence(NullTokenizer(), ids, max_new=n_new), KINDS[i % len(KINDS)], 2 if KINDS[i % len(KINDS)].logprobs else None)
-             for i, ids in enumerate(prompts)]
+    tasks = [Generation(NullTokenizer(), ids, max_new=n_new, params=kind, n_top=2 if kind.logprobs else None)
+             for ids, kind in zip(prompts, itertools.cycle(KINDS))]
     slots.waiting.extend(tasks)
     failed, logprobs = set(), {task: [] for task in tasks}
     for event in slots.run():
         if event.error:
-            failed.add(event.task)
-            slots.drop(event.task, keep=False)
-            continue
-        event.task.sequence.push(event.token_id)
-        if event.logprobs:
-            logprobs[event.task].append(event.logprobs.own)
-        if event.task.sequence.finish_reason:
-            slots.drop(event.task)
-    return [None if task in failed else (task.sequence.ids, logprobs[task]) for task in tasks], slots
+            failed.add(event.generation)
+        logprobs[event.generation] += [p.own for _, p in event.logprobs]
+    return [None if task in failed else (task.ids, logprobs[task]) for task in tasks], slots
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
@@ -321,7 +316,7 @@ def test_a_task_that_leaves_while_it_is_fed_its_tokens_again_leaves_a_right_cach
     sampler = build_request_sampler(model, 6, None, lambda params: None)
     sampler.processors.append(Failing(5))
     slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
-    tasks = [Task(Sequence(NullTokenizer(), ids, max_new=20), GREEDY) for ids in ([101, 102, 103], [105, 106], [104, BAD])]
+    tasks = [Generation(NullTokenizer(), ids, max_new=20, params=GREEDY) for ids in ([101, 102, 103], [105, 106], [104, BAD])]
     slots.waiting.extend(tasks)
     left = tasks[0]
 
@@ -329,23 +324,16 @@ def test_a_task_that_leaves_while_it_is_fed_its_tokens_again_leaves_a_right_cach
         if left.n_known and left.n_drawn == 2 and left in slots.running.values():
             slots.drop(left)
     slots.arrivals = leaves
-    for event in slots.run():
-        if event.error:
-            slots.drop(event.task, keep=False)
-            continue
-        event.task.sequence.push(event.token_id)
-        if event.task.sequence.finish_reason:
-            slots.drop(event.task)
-    assert left.sequence.finish_reason is None and len(left.sequence.ids) >= 5 and left.n_drawn == 2
-    assert left.sequence.prompt_ids + left.sequence.ids[:1] in slots.kept
-    again = Task(Sequence(NullTokenizer(), left.sequence.prompt_ids + left.sequence.ids, max_new=6), GREEDY)
-    expected = answers(model_copy(model), [again.sequence.prompt_ids], n_row=1, n_new=6)[0][0][0]
+    for _ in slots.run():
+        pass
+    assert left.finish_reason is None and len(left.ids) >= 5 and left.n_drawn == 2
+    assert left.prompt_ids + left.ids[:1] in slots.kept
+    again = Generation(NullTokenizer(), left.prompt_ids + left.ids, max_new=6, params=GREEDY)
+    expected = answers(model_copy(model), [again.prompt_ids], n_row=1, n_new=6)[0][0][0]
     slots.waiting.append(again)
-    for event in slots.run():
-        event.task.sequence.push(event.token_id)
-        if event.task.sequence.finish_reason:
-            slots.drop(event.task)
-    assert again.sequence.ids == expected and again.n_reused > 0
+    for _ in slots.run():
+        pass
+    assert again.ids == expected and again.n_reused > 0
 
 
 def model_copy(model):

@@ -1,5 +1,6 @@
 """What mutants survived all other tests (tests/mutants.py), room by room: one small test for each."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,8 @@ from helpers import GREEDY, make_batch
 from generate import Sequence, Steps, decode_one_token, generate
 from gpt_faster.decoding.request_sampler import GREEDY as GREEDY_REQUEST
 from gpt_faster.decoding.request_sampler import RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import RowsBatch, Slots, Task
+from gpt_faster.decoding.slots import Event, Generation, RowsBatch, Slots
 from gpt_faster.server.answers import ChatAnswer
-from gpt_faster.server.engine import Piece
 from gpt_faster.server.parsing import FORMATS, AnswerParser
 from gpt_faster.server.prepare import Model, Work
 from sampling import Sampler, SamplingParams, keep_top_k
@@ -134,14 +134,19 @@ def answers(model, *prompts, keep=True):
     """One after another in one slot -> each one's new ids, and how many of its prompt's tokens were in the cache."""
     model.setup_cache(1, 64, 8)
     slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
-    tasks = [Task(Sequence(NullTokenizer(), ids, max_new=5), GREEDY_REQUEST) for ids in prompts]
+    tasks = [Generation(NullTokenizer(), ids, max_new=5, params=GREEDY_REQUEST) for ids in prompts]
+
+    def fails_at_its_end(token_id, task):
+        Generation.push(task, token_id)
+        if task.finish_reason:
+            raise RuntimeError("an odd id")
     for task in tasks:
+        if not keep:
+            task.push = partial(fails_at_its_end, task=task)
         slots.waiting.append(task)
-        for event in slots.run():
-            task.sequence.push(event.token_id)
-            if task.sequence.finish_reason:
-                slots.drop(task, keep)
-    return [(task.sequence.ids, task.n_reused) for task in tasks]
+        for _ in slots.run():
+            pass
+    return [(task.ids, task.n_reused) for task in tasks]
 
 
 def test_a_conversation_goes_on_from_all_but_its_last_token(ours):
@@ -173,12 +178,12 @@ def test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away(ours, nam
 def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
     """The text ends in what may begin a call: it is held back until the answer's end, and then said."""
     tools = [dict(type="function", function=dict(name="f"))]
-    task = SimpleNamespace(sequence=SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3]), n_reused=0)
+    task = SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3], n_reused=0, about=SimpleNamespace(index=0))
     work = Work([task], 1, 1, parsers=[AnswerParser(FORMATS["hermes"], tools)])
     asked = SimpleNamespace(stream=stream, stream_options=None, logprobs=None)
-    answer, job = ChatAnswer(SimpleNamespace(name="m"), asked, work), SimpleNamespace(index=0)
-    choices = [event["choices"][0] for piece in (Piece(job, "Look: <tool"), Piece(job, "_ca", finish_reason=reason))
-               for event in answer.add(piece)]
+    answer = ChatAnswer(SimpleNamespace(name="m"), asked, work)
+    choices = [sent["choices"][0] for event in (Event(task, text="Look: <tool"), Event(task, text="_ca", finish_reason=reason))
+               for sent in answer.add(event)]
     if stream:
         assert "".join(choice["delta"].get("content", "") for choice in choices) == "Look: <tool_ca"
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [reason]
@@ -192,5 +197,5 @@ def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
                             params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None)
     asked = SimpleNamespace(stop=None, stream=None, stream_options=None, n=2, ignore_eos=None)
     for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
-        tasks = Model.work(model, asked, [[1, 2, 3]], limit, None, None).tasks
-        assert [task.sequence.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
+        tasks = Model.work(model, asked, [[1, 2, 3]], limit, None, None).generations
+        assert [task.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]

@@ -27,7 +27,7 @@ from gpt_faster.decoding.engines import (
     warm_up,
 )
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.formats.mtp import MTPHead
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
@@ -171,16 +171,15 @@ class Engine:
     def serve(self, prompts: list[list[int]], max_new_tokens: list[int], n_slots: int) -> dict:
         """Different prompts, n_slots at a time -> a peer's answer to that: ids, total_s, request_s,
         first_s, all but the first a figure for each prompt in its order."""
-        index = {}
-        for i, (prompt, n_new) in enumerate(zip(prompts, max_new_tokens)):
-            index[Sequence(self.tokenizer, prompt, max_new=n_new)] = i
+        work = [Generation(self.tokenizer, prompt, max_new=n_new)
+                for prompt, n_new in zip(prompts, max_new_tokens)]
         start = time.perf_counter()
-        results = list(batch.serve(self.batch, index))
+        for _ in batch.serve(self.batch, work):
+            pass
         total_s = time.perf_counter() - start
-        results.sort(key=lambda result: index[result.sequence])
-        return dict(ids=[r.sequence.ids for r in results], total_s=total_s,
-                    request_s=[r.end_s - r.begun_s for r in results],
-                    first_s=[r.first_s - r.begun_s for r in results])
+        return dict(ids=[each.ids for each in work], total_s=total_s,
+                    request_s=[each.last_s - each.begun_s for each in work],
+                    first_s=[each.first_s - each.begun_s for each in work])
 
     def cache_bytes(self) -> int:
         """Of a head that drafts the weights too."""

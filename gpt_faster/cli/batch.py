@@ -13,22 +13,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from checkpoint import lock
 from generate import (
     Batch,
     NotFinite,
-    Sequence,
     check_length,
     log,
     random_prompt,
     sampling_params,
     synthetic_length,
 )
-from gpt_faster.decoding.slots import Slots, Task
+from gpt_faster.decoding.slots import Generation, Slots
 from gpt_faster.text.chat_template import encode_chat
-from sampling import RANGES, SamplingParams
+from sampling import RANGES
 
 # ---- Requests -----------------------------------------------------------------------------------
 
@@ -46,15 +44,6 @@ class Request:
     sampling: dict = field(default_factory=dict)
     shown: str = ""
     n_random: int | None = None
-
-
-class Job(NamedTuple):
-    """A request, its ids, how many new ones it may have, and how they are sampled."""
-
-    request: Request
-    ids: list[int]
-    n_new: int
-    params: SamplingParams
 
 
 def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
@@ -138,8 +127,9 @@ def own_value(name: str, value):
         raise ValueError(f'"{name}": {e}') from None
 
 
-def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
-    """ValueError where a request has no tokens, or `limit` positions no room for a new one."""
+def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int) -> Generation:
+    """`about` is the request. ValueError where it has no tokens, or `limit` positions no room for a
+    new one."""
     messages = request.messages
     if messages is None and request.n_random is not None:
         ids = random_prompt(request.n_random, cfg, args.seed)
@@ -163,52 +153,37 @@ def encode(request: Request, tokenizer, cfg, args, limit: int) -> Job:
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
-    return Job(request, ids, n_new, sampling_params(args, **request.sampling))
+    return Generation(tokenizer, ids, eos_ids, args.stop, n_new,
+                      sampling_params(args, **request.sampling), about=request)
 
 
-def encode_all(requests: list[Request], *about) -> tuple[list[Job], list[str]]:
-    """-> what can run, and complaints about the others. about: encode()'s other arguments."""
-    jobs, complaints = [], []
+def encode_all(requests: list[Request], *more) -> tuple[list[Generation], list[str]]:
+    """-> what can run, and complaints about the others. more: encode()'s other arguments."""
+    work, complaints = [], []
     for request in requests:
         try:
-            jobs.append(encode(request, *about))
+            work.append(encode(request, *more))
         except ValueError as e:
             complaints.append(f"{request.where}: {e}")
-    return jobs, complaints
+    return work, complaints
 
 
 # ---- Slots --------------------------------------------------------------------------------------
 
-class Done(NamedTuple):
-    """A sequence that has ended, its slot, and when it began, had its first token and ended."""
+def serve(batch: Batch, work: Iterable[Generation]) -> Iterator[tuple[Generation, int]]:
+    """Run them through the rows of a batch, and yield each as it ends, with its slot.
 
-    sequence: Sequence
-    slot: int
-    begun_s: float
-    first_s: float
-    end_s: float
-
-
-def serve(batch: Batch, sequences: Iterable[Sequence],
-          params: dict[Sequence, SamplingParams] | None = None) -> Iterator[Done]:
-    """Run sequences through the rows of a batch, and yield each as it ends.
-
-    A row whose sequence has ended takes the next one; params: how each is sampled, None: all as
-    the batch's rows are. NotFinite where a row's logits are no numbers: `sequence` says which.
+    A row whose text has ended takes the next one. NotFinite where a row's logits are no numbers:
+    `generation` says whose.
     """
-    slots, first = Slots(batch), {}
-    slots.waiting.extend(Task(sequence, params[sequence] if params else None)
-                         for sequence in sequences)
-    for task, slot, token_id, _, error in slots.run():
-        now, sequence = time.perf_counter(), task.sequence
-        if error:
-            error.sequence = sequence
-            raise error
-        first.setdefault(sequence, now)
-        sequence.push(token_id)
-        if sequence.finish_reason:
-            slots.drop(task)
-            yield Done(sequence, slot, task.begun_s, first[sequence], now)
+    slots = Slots(batch)
+    slots.waiting.extend(work)
+    for event in slots.run():
+        if event.error:
+            event.error.generation = event.generation
+            raise event.error
+        if event.finish_reason:
+            yield event.generation, event.slot
 
 
 # ---- Results ------------------------------------------------------------------------------------
@@ -256,15 +231,15 @@ class Results:
         self.file.truncate(end)                    # without a line that was cut short
         return ids
 
-    def write(self, job: Job, **result) -> None:
+    def write(self, request: Request, **result) -> None:
         line = json.dumps(result)
         if self.file:
             self._append(f"{line}\n".encode())
         if self.as_json:
             print(line, flush=True)
         elif not self.file:
-            i = job.request.id
-            self.texts[i] = f"--- {i} ---\n{job.request.shown}{result['text']}"
+            i = request.id
+            self.texts[i] = f"--- {i} ---\n{request.shown}{result['text']}"
             while self.waiting and self.waiting[0] in self.texts:
                 print(self.texts.pop(self.waiting.popleft()), flush=True)
 
@@ -284,30 +259,29 @@ class Results:
                 print(self.texts[i], flush=True)
 
 
-def run(jobs: dict[Sequence, Job], batch: Batch, results: Results) -> bool:
+def run(work: list[Generation], batch: Batch, results: Results) -> bool:
     """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
-    results.waiting.extend(job.request.id for job in jobs.values())
+    results.waiting.extend(generation.about.id for generation in work)
     start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
-    params = {sequence: job.params for sequence, job in jobs.items()}
     try:
-        for sequence, slot, begun_s, first_s, end_s in serve(batch, jobs, params):
-            job, n = jobs[sequence], len(sequence.ids)
+        for done, slot in serve(batch, work):
+            request, n = done.about, len(done.ids)
             n_tokens += n
-            speeds.append(n / (end_s - begun_s))
+            speeds.append(n / (done.last_s - done.begun_s))
             results.write(
-                job, id=job.request.id, slot=slot, prompt=job.request.prompt,
-                messages=job.request.messages, text=sequence.text, prompt_ids=job.ids,
-                new_ids=sequence.ids, finish_reason=sequence.finish_reason,
-                ttft_s=first_s - begun_s,
-                decode_tok_s=(n - 1) / (end_s - first_s) if n > 1 else None)
+                request, id=request.id, slot=slot, prompt=request.prompt,
+                messages=request.messages, text=done.text, prompt_ids=done.prompt_ids,
+                new_ids=done.ids, finish_reason=done.finish_reason,
+                ttft_s=done.first_s - done.begun_s,
+                decode_tok_s=(n - 1) / (done.last_s - done.first_s) if n > 1 else None)
     except KeyboardInterrupt:
         interrupted = True
     except NotFinite as e:
         results.close()
-        raise ValueError(f"{jobs[e.sequence].request.where}: {e}") from None
+        raise ValueError(f"{e.generation.about.where}: {e}") from None
     results.close()
     seconds = time.perf_counter() - start
-    log(f"{len(speeds)} of {len(jobs)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
+    log(f"{len(speeds)} of {len(work)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
         f"{n_tokens / seconds:.2f} tok/s in all, "
         f"{statistics.median(speeds) if speeds else 0:.2f} per prompt (median)")
     return interrupted

@@ -34,6 +34,7 @@ from gpt_faster.decoding.logits_processors import TokenMask
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0
 from gpt_faster.decoding.samplers import build_sampler
+from gpt_faster.decoding.slots import Generation
 from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
@@ -70,7 +71,8 @@ def run(argv: list[str] | None) -> int:
         raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
                          f"{source.cfg.context}")
     requests = [request for request in requests if request.id not in finished]
-    work, more = batch.encode_all(requests, tokenizer, source.cfg, options, limit)
+    eos_ids = set() if options.ignore_eos else set(source.eos_ids)
+    work, more = batch.encode_all(requests, tokenizer, source.cfg, eos_ids, options, limit)
     complaints += more
     if complaints and not many:
         raise ValueError(complaints[0])
@@ -83,19 +85,18 @@ def run(argv: list[str] | None) -> int:
     speculate, acceptance = options.speculate, 1.0         # that drafts may reach if asked for
     if source.mtp and flags.may_draft(options) and from_rank_0(lambda: drafts_by_default(source)):
         speculate, acceptance = "mtp", PUBLISHED_ACCEPTANCE
-    if not many and work and work[0].n_new < options.max_new_tokens:
-        log(f"note: at most {work[0].n_new} new tokens, to stay within {limit} positions")
+    if not many and work and work[0].max_new < options.max_new_tokens:
+        log(f"note: at most {work[0].max_new} new tokens, to stay within {limit} positions")
 
     session = Session(options, source, tokenizer, work, device, dtype, engine, start, speculate,
                       acceptance)
-    for request in [job.request for job in work if job.request.n_random is not None]:
+    for request in [each.about for each in work if each.about.n_random is not None]:
         log(f"note: {request.where} {request.prompt}: a synthetic prompt of so many random tokens "
             "(--prompts_file reads digits as text)")
     if options.interactive:
         return talk(session)
     if many:
-        jobs = {session.sequence(job.ids, job.n_new): job for job in work}
-        interrupted = batch.run(jobs, session.batch, results)
+        interrupted = batch.run(work, session.batch, results)
         return 130 if interrupted else 1 if complaints else 0
     return show_samples(session, work[0])
 
@@ -134,24 +135,24 @@ class Session(Runtime):
     """The model for these prompts (none: a conversation), all with the options' sampling or their
     own."""
 
-    def __init__(self, options, source, tokenizer, work: list[batch.Job], device: torch.device,
+    def __init__(self, options, source, tokenizer, work: list[Generation], device: torch.device,
                  dtype: torch.dtype, engine: str, start: float, speculate: str | None,
                  acceptance: float):
         self.work = work
-        ends = [len(job.ids) + job.n_new for job in work] or [4096]        # a conversation
+        ends = [len(each.prompt_ids) + each.max_new for each in work] or [4096]    # a conversation
         n_row = min(options.batch_size, len(work)) if flags.many(options) else options.batch_size
         needs_figures = options.json or options.profile or options.compile_prefill
         drafts = speculate or options.draft_checkpoint_path
         super().__init__(
             options, source, tokenizer, device, dtype, engine, n_row=n_row, longest=max(ends),
-            start=start, prompts=[job.ids for job in work] or [[0]], speculate=speculate,
+            start=start, prompts=[each.prompt_ids for each in work] or [[0]], speculate=speculate,
             acceptance=acceptance, rewinds=int(not work),      # it may read its last token late
             waits=bool(needs_figures or drafts))
         self.eos_ids = set() if options.ignore_eos else set(self.source.eos_ids)
 
     def make_sampler(self) -> Sampler:
         rows = [sampling_params(self.options)] * self.n_row
-        later = [job.params for job in self.work]
+        later = [each.params for each in self.work]
         sampler = build_sampler(self.model, rows, self.generator, later)
         if self.options.json_schema:
             self.constrain(sampler)
@@ -205,21 +206,21 @@ def talk(session: Session) -> int:
     return 0
 
 
-def show_samples(session: Session, job: batch.Job) -> int:
+def show_samples(session: Session, asked: Generation) -> int:
     """--num_samples times, one prompt in --batch_size rows."""
-    options, request, ids = session.options, job.request, job.ids
+    options, request, ids = session.options, asked.about, asked.prompt_ids
     shown = "" if options.random else request.shown
     if options.json or options.batch_size > 1:
         shown = None
     speeds, interrupted = [], False
     for i in range(options.num_samples):
-        sequences = [session.sequence(ids, job.n_new) for _ in range(options.batch_size)]
+        sequences = [session.sequence(ids, asked.max_new) for _ in range(options.batch_size)]
         with traced(options.profile if i == options.num_samples - 1 else None):
-            tokens = session.tokens([ids] * len(sequences), job.n_new)
+            tokens = session.tokens([ids] * len(sequences), asked.max_new)
             times, interrupted = follow(tokens, sequences, shown, session.batch)
         f = session.figures(times, len(ids), sequences)
         if options.compare and not interrupted:
-            interrupted = compare(session, job, f)
+            interrupted = compare(session, asked, f)
         for j, sequence in enumerate(sequences):
             if options.json:
                 print(json.dumps(dict(
@@ -236,12 +237,12 @@ def show_samples(session: Session, job: batch.Job) -> int:
     return 130 if interrupted else 0
 
 
-def compare(session: Session, job: batch.Job, f: dict) -> bool:
+def compare(session: Session, asked: Generation, f: dict) -> bool:
     """The same without drafts: puts the speedup into f -> whether Ctrl-C ended it."""
-    tokens = session.tokens([job.ids], job.n_new, draft=False)
-    sequences = [session.sequence(job.ids, job.n_new)]
+    tokens = session.tokens([asked.prompt_ids], asked.max_new, draft=False)
+    sequences = [session.sequence(asked.prompt_ids, asked.max_new)]
     times, interrupted = follow(tokens, sequences, None, session.plain)
-    plain = session.figures(times, len(job.ids), sequences, draft=False)
+    plain = session.figures(times, len(asked.prompt_ids), sequences, draft=False)
     f["speedup"] = None
     if f["decode_tok_s"] and plain["decode_tok_s"]:
         f["speedup"] = f["decode_tok_s"] / plain["decode_tok_s"]

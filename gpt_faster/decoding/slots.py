@@ -4,14 +4,14 @@ cache still holds.
 It drives a generate.Batch. No HTTP, no files, no flags: cli/batch.py gives it a list, server/ what
 comes in while it runs.
 
-    slots = Slots(RowsBatch(model, sampler, steps)); slots.waiting.append(Task(sequence, params))
-    for task, slot, token_id, about in slots.run(): task.sequence.push(token_id)
+    slots = Slots(RowsBatch(model, sampler, steps))
+    slots.waiting.append(Generation(tokenizer, ids, eos_ids, max_new=100))
+    for event in slots.run(): print(event.text, end="")
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -130,45 +130,53 @@ class Worker:
 
 # ---- The plan -----------------------------------------------------------------------------------
 
-@dataclass(eq=False)
-class Task:
-    """A sequence, and how it is run. n_top: of how many likeliest tokens logprobs are wanted, None:
-    of none at all; prompt_too: also the prompt's."""
+class Generation(Sequence):
+    """One text: its prompt, how it is sampled and where it ends, what has come of it so far, and
+    how far it is in the slots."""
 
-    sequence: Sequence
-    params: SamplingParams | None = None
-    n_top: int | None = None
-    prompt_too: bool = False
-    begun_s: float = 0.0                           # when it got its slot
-    n_done: int = 0                                # prompt tokens in the cache
-    n_reused: int = 0                              # of which it found there
-    n_drawn: int = 0                               # tokens of the answer since it began
-    n_known: int = 0                               # of which an earlier run gave the same
-    begins_alone: bool = False                     # a prefill that it shared raised
-    is_suspect: bool = False                       # a step that it shared raised
-    failed: bool = False                           # its logits were no numbers
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
+                 stops: list[str] = (), max_new: int | None = None,
+                 params: SamplingParams | None = None, n_top: int | None = None,
+                 prompt_too: bool = False, about=None):
+        """params: None: as the batch's rows are; n_top: of how many likeliest tokens logprobs are
+        wanted, None: of none at all; prompt_too: also the prompt's; about: the caller's own."""
+        super().__init__(tokenizer, prompt_ids, eos_ids, stops, max_new)
+        self.params, self.n_top, self.prompt_too, self.about = params, n_top, prompt_too, about
+        self.begun_s = self.first_s = self.last_s = 0.0    # got its slot, first and last token
+        self.prompt_logprobs = []
+        self.n_done = 0                            # prompt tokens in the cache
+        self.n_reused = 0                          # of which it found there
+        self.n_drawn = 0                           # tokens of the answer since it began
+        self.n_known = 0                           # of which an earlier run gave the same
+        self.begins_alone = False                  # a prefill that it shared raised
+        self.is_suspect = False                    # a step that it shared raised
 
 
 class Event(NamedTuple):
-    """A task's next token, and its logprobs if it wanted some; or what went wrong with it."""
+    """What a token added to a generation, or several; or what went wrong with it, which ends it.
 
-    task: Task
-    slot: int
-    token_id: int | None
-    logprobs: Logprobs | None = None
-    error: Exception | None = None
+    text: to show now, perhaps none, as it may begin a stop string; logprobs: of each token, with
+    its id, where they are wanted.
+    """
+
+    generation: Generation
+    slot: int | None = None
+    text: str = ""
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    finish_reason: str | None = None
+    error: Exception | str | None = None
 
 
 class Slots:
-    """Which task is in which row. run() goes on for ever where more may come, else until all end.
+    """Which generation is in which row. run() goes on for ever where more may come, else until all
+    end.
 
-    waiting: the tasks that have no row yet, the next one first; running: slot -> task.
+    waiting: those that have no row yet, the next one first; running: slot -> generation.
 
-    A call that raises fails the task that was in it. If several were, it is not known whose fault
-    that is, nor what became of their caches, so they begin anew: after a prefill each in one of its
-    own, after a step each half of them with nobody else, until a task that fails is alone. They are
-    fed the tokens that they had, so that their samplers are where they were.
+    A call that raises fails the generation that was in it. If several were, it is not known whose
+    fault that is, nor what became of their caches, so they begin anew: after a prefill each in one
+    of its own, after a step each half of them with nobody else, until one that fails is alone. They
+    are fed the tokens that they had, so that their samplers are where they were.
     """
 
     def __init__(self, batch: Batch, between: int | None = None, call: Callable | None = None,
@@ -183,7 +191,7 @@ class Slots:
         self.call = call or (lambda name, *args: getattr(self.worker, name)(*args))
         self.arrivals = lambda: None               # called before each look at who waits
         self.waiting, self.running, self.beginning = deque(), {}, {}
-        self.suspects = deque()                    # groups of tasks, each to be run by itself
+        self.suspects = deque()                    # groups of generations, each to be run by itself
         self.kept = [[] for _ in range(batch.n_row)]           # ids that each row's cache holds
         self.n_written = [0] * batch.n_row         # positions that a ring may have given away
         self.used_at = [0] * batch.n_row           # by a count of uses: the oldest goes first
@@ -212,46 +220,45 @@ class Slots:
                 if slot not in self.running and slot not in self.beginning]
 
     def admit(self) -> None:
-        """Give tasks that wait a free slot: the one whose cache begins like the prompt."""
+        """Give generations that wait a free slot: the one whose cache begins like the prompt."""
         free, waiting = self.free(), self.waiting
         in_use = [*self.running.values(), *self.beginning.values()]
         while self.suspects and not self.suspects[0]:          # all have left
             self.suspects.popleft()
-        if self.suspects and in_use or any(task.is_suspect for task in in_use):
+        if self.suspects and in_use or any(generation.is_suspect for generation in in_use):
             return
         if self.suspects:
             waiting = deque(self.suspects.popleft())
         while free and waiting:
-            task = waiting.popleft()
-            ids, n_reused = task.sequence.prompt_ids, {}
+            generation = waiting.popleft()
+            ids, n_reused = generation.prompt_ids, {}
             for slot in free:                      # the last token is always run: it gives the next
                 n_same = min(n_common(self.kept[slot], ids), len(ids) - 1)
-                n_reused[slot] = 0 if task.prompt_too else self.reusable(slot, n_same)
+                n_reused[slot] = 0 if generation.prompt_too else self.reusable(slot, n_same)
             slot = max(free, key=lambda s: (n_reused[s], -self.used_at[s]))
             free.remove(slot)
-            task.n_done = task.n_reused = n_reused[slot]
-            self.kept[slot] = self.kept[slot][:task.n_done]
-            if not task.n_done:
+            generation.n_done = generation.n_reused = n_reused[slot]
+            self.kept[slot] = self.kept[slot][:generation.n_done]
+            if not generation.n_done:
                 self.n_written[slot] = 0
             self.n_use += 1
             self.used_at[slot] = self.n_use
-            task.begun_s = time.perf_counter()
-            self.beginning[slot] = task
+            generation.begun_s = time.perf_counter()
+            self.beginning[slot] = generation
 
-    def drop(self, task: Task, keep: bool = True) -> None:
+    def drop(self, generation: Generation, keep: bool = True) -> None:
         """It is over, wherever it was; its slot is free. keep: what its cache holds is right."""
-        keep = keep and not task.failed
         for waiting in (self.waiting, *self.suspects):
-            if task in waiting:
-                waiting.remove(task)
+            if generation in waiting:
+                waiting.remove(generation)
         for slots in (self.running, self.beginning):
-            for slot in [slot for slot, other in slots.items() if other is task]:
+            for slot in [slot for slot, other in slots.items() if other is generation]:
                 begun = slots is self.running
                 del slots[slot]
                 if begun:                          # the last token was never fed
-                    ids = task.sequence.ids
-                    n_fed = max(0, min(len(ids), task.n_drawn) - 1)
-                    self.kept[slot] = task.sequence.prompt_ids + ids[:n_fed]
+                    ids = generation.ids
+                    n_fed = max(0, min(len(ids), generation.n_drawn) - 1)
+                    self.kept[slot] = generation.prompt_ids + ids[:n_fed]
                     self.n_written[slot] = max(self.n_written[slot],
                                                len(self.kept[slot]) + self.batch.n_beyond)
                 if not keep:
@@ -259,25 +266,40 @@ class Slots:
                 self.call("park", slot, len(self.kept[slot]), self.between is not None)
 
     def run(self) -> Iterator[Event]:
-        """Each token as it is known, of tasks that have not ended. The caller pushes it, and drops
-        the task that it ends."""
+        """What each token adds, as it is known. Who ends has left its slot by then."""
         not_finite = self.batch.sampler.not_finite
         for ids, (owners, logprobs, failed) in read_late(self._tokens(), not_finite):
-            for slot, task in owners.items():
+            for slot, generation in owners.items():
                 if failed:
-                    yield Event(task, slot, None, error=failed)
+                    yield self._failed(generation, slot, failed)
+                elif self.running.get(slot) is not generation:
+                    continue                       # its row went on meanwhile
                 elif ids[slot] is None:
-                    if self.running.get(slot) is task:
-                        yield self._not_finite(task, slot)
-                elif self.running.get(slot) is task:           # else its row went on meanwhile
-                    yield Event(task, slot, ids[slot], logprobs.get(slot))
+                    # masked positions count 0 times a value, which NaN outlives
+                    self.call("clear", slot)
+                    error = NotFinite(f"slot {slot}", self.batch.model.dtype)
+                    yield self._failed(generation, slot, error)
+                else:
+                    yield self._taken(generation, slot, ids[slot], logprobs.get(slot))
 
-    def _not_finite(self, task: Task, slot: int) -> Event:
-        """Its row's cache is cleared: masked positions count 0 times a value, which NaN outlives.
-        """
-        task.failed = True
-        self.call("clear", slot)
-        return Event(task, slot, None, error=NotFinite(f"slot {slot}", self.batch.model.dtype))
+    def _taken(self, generation: Generation, slot: int, token_id: int,
+               logprobs: Logprobs | None) -> Event:
+        generation.last_s = time.perf_counter()
+        generation.first_s = generation.first_s or generation.last_s
+        try:
+            text = generation.push(token_id)
+        except Exception as e:                     # whatever a tokenizer does with odd ids
+            if self.between is None:
+                raise
+            return self._failed(generation, slot, e)
+        if generation.finish_reason:
+            self.drop(generation)
+        about = ((token_id, logprobs),) if logprobs else ()
+        return Event(generation, slot, text, about, generation.finish_reason)
+
+    def _failed(self, generation: Generation, slot: int, error: Exception) -> Event:
+        self.drop(generation, keep=False)
+        return Event(generation, slot, error=error)
 
     def _tokens(self) -> Iterator[tuple]:
         """Each call's tokens, whose they are, and their logprobs."""
@@ -294,7 +316,7 @@ class Slots:
                 yield from self._guarded(self._step)
 
     def _guarded(self, run: Callable) -> Iterator[tuple]:
-        """A call that raises ends the task that was in it, or begins several anew."""
+        """A call that raises ends the generation that was in it, or begins several anew."""
         owners = {}
         try:
             result = run(owners)
@@ -309,57 +331,57 @@ class Slots:
         if result is not None:
             yield result
 
-    def _separate(self, owners: dict[int, Task]) -> None:
+    def _separate(self, owners: dict[int, Generation]) -> None:
         """After a call that raised: they begin anew, and not together."""
         stepped = []
-        for slot, task in owners.items():
+        for slot, generation in owners.items():
             self.kept[slot], self.n_written[slot] = [], 0
             self.call("park", slot, 0, True)
-            task.n_known = max(task.n_known, len(task.sequence.ids))
-            task.n_done = task.n_reused = task.n_drawn = 0
+            generation.n_known = max(generation.n_known, len(generation.ids))
+            generation.n_done = generation.n_reused = generation.n_drawn = 0
             if slot in self.running:
                 del self.running[slot]
-                task.is_suspect = True
-                stepped.append(task)
+                generation.is_suspect = True
+                stepped.append(generation)
             else:
-                task.begins_alone = True
+                generation.begins_alone = True
         half = len(stepped) // 2
         self.suspects.extendleft([stepped[half:], stepped[:half]])
 
-    def _begin_some(self, owners: dict[int, Task]) -> tuple | None:
+    def _begin_some(self, owners: dict[int, Generation]) -> tuple | None:
         """Of the prompts, as many tokens as one call may have; those that end give a token."""
         first = next(iter(self.beginning.values()))
-        budget = self.between or sum(len(t.sequence.prompt_ids) for t in self.beginning.values())
+        budget = self.between or sum(len(t.prompt_ids) for t in self.beginning.values())
         longest = 0
-        for slot, task in self.beginning.items():  # which have as many tokens in the cache
-            n = len(task.sequence.prompt_ids) - task.n_done
-            if task.n_done != first.n_done or task.prompt_too != first.prompt_too:
+        for slot, generation in self.beginning.items():  # which have as many tokens in the cache
+            n = len(generation.prompt_ids) - generation.n_done
+            if generation.n_done != first.n_done or generation.prompt_too != first.prompt_too:
                 continue
-            if owners and (first.begins_alone or task.begins_alone):
+            if owners and (first.begins_alone or generation.begins_alone):
                 continue
             padded = max(longest, min(n, budget)) * (len(owners) + 1)
             if owners and (padded > budget or first.prompt_too):
                 continue                           # a shorter one may fit
             longest = max(longest, min(n, budget))
-            owners[slot] = task
+            owners[slot] = generation
         n_cached = first.n_done
         if first.prompt_too:
             return self._score_prompt(owners)
-        ends = {slot: min(len(task.sequence.prompt_ids), n_cached + budget)
-                for slot, task in owners.items()}
-        whole = {slot for slot, end in ends.items() if end == len(owners[slot].sequence.prompt_ids)}
+        ends = {slot: min(len(generation.prompt_ids), n_cached + budget)
+                for slot, generation in owners.items()}
+        whole = {slot for slot, end in ends.items() if end == len(owners[slot].prompt_ids)}
         return self._prefill(owners, ends, whole, n_cached)
 
     def _prefill(self, owners, ends: dict[int, int], whole: set[int], n_cached: int):
         """From n_cached to its end in each row; whole: whose prompts end there."""
-        prompts = [task.sequence.prompt_ids[:ends[slot]] for slot, task in owners.items()]
-        params = [task.params if slot in whole else GREEDY for slot, task in owners.items()]
+        prompts = [generation.prompt_ids[:ends[slot]] for slot, generation in owners.items()]
+        params = [each.params if slot in whole else GREEDY for slot, each in owners.items()]
         if all(p is None for p in params):
             params = None                          # as the batch's rows are
         token = self.call("prefill", list(owners), prompts, n_cached, params)
         for slot, prompt in zip(list(owners), prompts):
-            task = owners[slot]
-            task.n_done = len(prompt)
+            generation = owners[slot]
+            generation.n_done = len(prompt)
             self.kept[slot] = prompt
             self.n_written[slot] = max(self.n_written[slot], len(prompt) + self.batch.n_beyond)
             if slot in whole:
@@ -369,30 +391,30 @@ class Slots:
                 del owners[slot]
         return self._drawn(token, owners) if owners else None
 
-    def _score_prompt(self, owners: dict[int, Task]):
+    def _score_prompt(self, owners: dict[int, Generation]):
         """One prompt whose own logprobs are wanted, whole; then its last token once more."""
-        [(slot, task)] = owners.items()
-        ids = task.sequence.prompt_ids
-        task.prompt_logprobs = self.call("prompt_logprobs", slot, ids, task.n_top)
+        [(slot, generation)] = owners.items()
+        ids = generation.prompt_ids
+        generation.prompt_logprobs = self.call("prompt_logprobs", slot, ids, generation.n_top)
         return self._prefill(owners, {slot: len(ids)}, {slot}, len(ids) - 1)
 
-    def _step(self, owners: dict[int, Task]) -> tuple:
+    def _step(self, owners: dict[int, Generation]) -> tuple:
         owners.update(self.running)
         token = self.call("step")
         return self._drawn(token, owners)
 
-    def _drawn(self, token: Tensor, owners: dict[int, Task]) -> tuple:
+    def _drawn(self, token: Tensor, owners: dict[int, Generation]) -> tuple:
         """A call's tokens, whose they are, and their logprobs; without those that are known."""
         new = {}
-        for slot, task in owners.items():
-            if task.n_drawn < task.n_known:
-                self.call("set_token", slot, task.sequence.ids[task.n_drawn])
+        for slot, generation in owners.items():
+            if generation.n_drawn < generation.n_known:
+                self.call("set_token", slot, generation.ids[generation.n_drawn])
             else:
-                new[slot] = task
-            task.n_drawn += 1
+                new[slot] = generation
+            generation.n_drawn += 1
         return token, (new, self._logprobs(token, new), None)
 
-    def _logprobs(self, token: Tensor, owners: dict[int, Task]) -> dict[int, Logprobs]:
+    def _logprobs(self, token: Tensor, owners: dict[int, Generation]) -> dict[int, Logprobs]:
         """Of those that want them: this reads the device."""
-        return {slot: self.worker.logprobs(slot, int(token[slot]), task.n_top)
-                for slot, task in owners.items() if task.n_top is not None}
+        return {slot: self.worker.logprobs(slot, int(token[slot]), generation.n_top)
+                for slot, generation in owners.items() if generation.n_top is not None}

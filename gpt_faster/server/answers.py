@@ -1,15 +1,14 @@
 """Answers in OpenAI's shapes: whole, or as events while the text comes.
 
     answer = ChatAnswer(model, asked, work)
-    events = answer.begin(); events += answer.add(piece); events += answer.end()
-    body = answer.whole()                          # after the pieces, where nothing streams
+    events = answer.begin(); events += answer.add(event); events += answer.end()
+    body = answer.whole()                          # after all of them, where nothing streams
 """
 
 import secrets
 import time
 
-from gpt_faster.decoding.slots import Logprobs
-from gpt_faster.server.engine import Piece
+from gpt_faster.decoding.slots import Event, Logprobs
 from gpt_faster.server.prepare import Model, Work
 from gpt_faster.server.protocol import Request
 
@@ -23,7 +22,7 @@ class Answer:
         self.model, self.asked, self.work = model, asked, work
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.reasons = [task.sequence.finish_reason for task in work.tasks]
+        self.reasons = [each.finish_reason for each in work.generations]
 
     def event(self, choices: list[dict], **more) -> dict:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.model.name,
@@ -37,11 +36,11 @@ class Answer:
         return bool(self.asked.stream and options and options.include_usage)
 
     def usage(self) -> dict:
-        tasks = self.work.tasks
-        firsts = tasks[::self.work.n_choices]      # a prompt's answers share it
-        n_prompt = sum(len(task.sequence.prompt_ids) for task in firsts)
-        n_new = sum(len(task.sequence.ids) for task in tasks) if self.work.n_new else 0
-        n_cached = sum(task.n_reused for task in firsts)
+        generations = self.work.generations
+        firsts = generations[::self.work.n_choices]      # a prompt's answers share it
+        n_prompt = sum(len(each.prompt_ids) for each in firsts)
+        n_new = sum(len(each.ids) for each in generations) if self.work.n_new else 0
+        n_cached = sum(each.n_reused for each in firsts)
         return dict(prompt_tokens=n_prompt, completion_tokens=n_new, total_tokens=n_prompt + n_new,
                     prompt_tokens_details=dict(cached_tokens=n_cached))
 
@@ -61,29 +60,29 @@ class ChatAnswer(Answer):
     def __init__(self, *args):
         super().__init__(*args)
         self.kind = "chat.completion.chunk" if self.asked.stream else "chat.completion"
-        self.messages = [dict(role="assistant", content=None) for _ in self.work.tasks]
-        self.logprobs = [[] for _ in self.work.tasks]
+        self.messages = [dict(role="assistant", content=None) for _ in self.work.generations]
+        self.logprobs = [[] for _ in self.work.generations]
 
     def begin(self) -> list[dict]:
         return [self.event([dict(index=i, delta=dict(role="assistant", content=""),
                                  logprobs=None, finish_reason=None)])
                 for i in range(len(self.messages))]
 
-    def add(self, piece: Piece) -> list[dict]:
-        i, parser = piece.job.index, self.work.parsers[piece.job.index]
-        deltas = parser.push(piece.text) if piece.text else []
-        if piece.finish_reason:
+    def add(self, event: Event) -> list[dict]:
+        i, parser = event.generation.about.index, self.work.parsers[event.generation.about.index]
+        deltas = parser.push(event.text) if event.text else []
+        if event.finish_reason:
             deltas += parser.finish()
         logprobs = None
-        if piece.logprobs:
-            logprobs = [self.logprob(*token) for token in piece.logprobs]
+        if event.logprobs:
+            logprobs = [self.logprob(*token) for token in event.logprobs]
             self.logprobs[i] += logprobs
             logprobs = dict(content=logprobs, refusal=None)
         for delta in deltas:
             self.collect(self.messages[i], delta)
         if not self.asked.stream:
-            if piece.finish_reason:
-                self.reasons[i] = self.reason(i, piece.finish_reason)
+            if event.finish_reason:
+                self.reasons[i] = self.reason(i, event.finish_reason)
             return []
         if logprobs and not deltas:
             deltas = [dict(content="")]
@@ -92,8 +91,8 @@ class ChatAnswer(Answer):
             events.append(self.event([dict(index=i, delta=delta, logprobs=logprobs,
                                            finish_reason=None)]))
             logprobs = None
-        if piece.finish_reason:
-            reason = self.reason(i, piece.finish_reason)
+        if event.finish_reason:
+            reason = self.reason(i, event.finish_reason)
             events.append(self.event([dict(index=i, delta={}, logprobs=None,
                                            finish_reason=reason)]))
         return events
@@ -130,10 +129,10 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.texts = ["" for _ in self.work.tasks]
-        self.offsets = [0 for _ in self.work.tasks]
+        self.texts = ["" for _ in self.work.generations]
+        self.offsets = [0 for _ in self.work.generations]
         self.logprobs = [None if self.asked.logprobs is None else blank()
-                         for _ in self.work.tasks]
+                         for _ in self.work.generations]
         self.begun = set()
 
     def prompt(self, i: int) -> str:
@@ -144,10 +143,10 @@ class CompletionAnswer(Answer):
         if i in self.begun or not self.asked.echo:
             return "", None
         self.begun.add(i)
-        task, logprobs = self.work.tasks[i], None
+        task, logprobs = self.work.generations[i], None
         if self.asked.logprobs is not None:
             logprobs = blank()
-            for token_id, p in zip(task.sequence.prompt_ids, task.prompt_logprobs):
+            for token_id, p in zip(task.prompt_ids, task.prompt_logprobs):
                 self.put(logprobs, i, token_id, p)
         return self.prompt(i), logprobs
 
@@ -162,24 +161,24 @@ class CompletionAnswer(Answer):
         to["text_offset"].append(self.offsets[i])
         self.offsets[i] += len(text)
 
-    def add(self, piece: Piece) -> list[dict]:
-        i = piece.job.index
+    def add(self, event: Event) -> list[dict]:
+        i = event.generation.about.index
         text, logprobs = self.start(i)
         if self.asked.max_tokens != 0:             # else it was run for the prompt's logprobs
-            text += piece.text
-            if piece.logprobs:
+            text += event.text
+            if event.logprobs:
                 logprobs = logprobs or blank()
-            for token in piece.logprobs:
+            for token in event.logprobs:
                 self.put(logprobs, i, *token)
         self.texts[i] += text
         for key, values in (logprobs or {}).items():
             self.logprobs[i][key] += values
-        if piece.finish_reason:
-            self.reasons[i] = piece.finish_reason
-        if not self.asked.stream or not (text or logprobs or piece.finish_reason):
+        if event.finish_reason:
+            self.reasons[i] = event.finish_reason
+        if not self.asked.stream or not (text or logprobs or event.finish_reason):
             return []
         return [self.event([dict(index=i, text=text, logprobs=logprobs,
-                                 finish_reason=piece.finish_reason)])]
+                                 finish_reason=event.finish_reason)])]
 
     def end(self) -> list[dict]:
         events = []

@@ -28,8 +28,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from generate import log
+from gpt_faster.decoding.slots import Event, Generation
 from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
-from gpt_faster.server.engine import Busy, Draining, Engine, Job, Piece
+from gpt_faster.server.engine import Busy, Delivery, Draining, Engine
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import Model
 from gpt_faster.server.protocol import ChatRequest, CompletionRequest, Refused, parse
@@ -69,11 +70,11 @@ class Http:
 
     # ---- Between the threads --------------------------------------------------------------------
 
-    def deliver(self, pieces: list[Piece]) -> None:
+    def deliver(self, events: list[Event]) -> None:
         """What some steps gave, to those who wait for it. Called in the model's thread."""
         def send():
-            for piece in pieces:
-                piece.job.send(piece)
+            for event in events:
+                event.generation.about.send(event)
         with suppress(RuntimeError):               # the loop has been closed: nobody waits
             self.loop.call_soon_threadsafe(send)
 
@@ -213,20 +214,21 @@ class Http:
                 work = await asyncio.to_thread(prepare, asked)
             except RecursionError:
                 raise Refused(400, "the body is nested too deeply") from None
-        answer, pieces = shape(self.model, asked, work), asyncio.Queue()
+        answer, events = shape(self.model, asked, work), asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
-        tasks = work.tasks if work.n_new else []   # of an echo alone nothing runs
-        jobs = [Job(task, i, pieces.put_nowait, deadline) for i, task in enumerate(tasks)]
+        asked_for = work.generations if work.n_new else []     # of an echo alone nothing runs
+        for i, generation in enumerate(asked_for):
+            generation.about = Delivery(i, events.put_nowait, deadline)
         try:
-            self.engine.submit(jobs)
+            self.engine.submit(asked_for)
         except Busy:
             raise self.busy() from None
         except Draining:
             raise self.stopping() from None
         if asked.stream:
-            events = self.stream(answer, jobs, pieces)
-            return Events(events, lambda: self.engine.cancel(jobs))
-        return await self.whole(request, answer, jobs, pieces)
+            return EventStream(self.stream(answer, asked_for, events),
+                               lambda: self.engine.cancel(asked_for))
+        return await self.whole(request, answer, asked_for, events)
 
     def busy(self) -> Refused:
         return Refused(429, f"{self.options.max_queue} answers wait already: try again soon",
@@ -235,50 +237,52 @@ class Http:
     def stopping(self) -> Refused:
         return Refused(503, "the server is stopping", "server_error", retry_after=10)
 
-    async def whole(self, request, answer, jobs: list[Job], pieces: asyncio.Queue) -> Response:
+    async def whole(self, request, answer, asked_for: list[Generation],
+                    events: asyncio.Queue) -> Response:
         async def gone():
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        leaving, left = asyncio.ensure_future(gone()), set(jobs)
+        leaving, left = asyncio.ensure_future(gone()), set(asked_for)
         try:
             while left:
-                waiting = asyncio.ensure_future(pieces.get())
+                waiting = asyncio.ensure_future(events.get())
                 await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if not waiting.done():
                     waiting.cancel()
                     raise ClientDisconnect
-                piece = waiting.result()
-                if piece.error:
-                    raise failure(piece.error)
-                answer.add(piece)
-                if piece.finish_reason:
-                    left.discard(piece.job)
+                event = waiting.result()
+                if event.error:
+                    raise failure(event.error)
+                answer.add(event)
+                if event.finish_reason:
+                    left.discard(event.generation)
             return JSONResponse(answer.whole())
         finally:
             leaving.cancel()
             if left:
                 self.engine.cancel(list(left))
 
-    async def stream(self, answer, jobs: list[Job], pieces: asyncio.Queue) -> AsyncIterator[str]:
+    async def stream(self, answer, asked_for: list[Generation],
+                     events: asyncio.Queue) -> AsyncIterator[str]:
         """Server-sent events. Whoever closes the connection ends the answers within a step."""
-        left = set(jobs)
+        left = set(asked_for)
         yield sse(*answer.begin())
         while left:
-            events = []
-            for piece in [await pieces.get(), *rest(pieces)]:
-                events += answer.add(piece)
-                if piece.error:
-                    yield sse(*events, dict(error=failure(piece.error).error))
+            sent = []
+            for event in [await events.get(), *rest(events)]:
+                sent += answer.add(event)
+                if event.error:
+                    yield sse(*sent, dict(error=failure(event.error).error))
                     return
-                if piece.finish_reason:
-                    left.discard(piece.job)
-            if events:
-                yield sse(*events)                 # in one packet
+                if event.finish_reason:
+                    left.discard(event.generation)
+            if sent:
+                yield sse(*sent)                   # in one packet
         yield sse(*answer.end()) + "data: [DONE]\n\n"
 
 
-class Events(StreamingResponse):
+class EventStream(StreamingResponse):
     """A stream of server-sent events; however it ends, even before it began, `ended` is called."""
 
     def __init__(self, events: AsyncIterator[str], ended: Callable):

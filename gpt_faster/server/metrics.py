@@ -27,17 +27,17 @@ class Metrics:
         self.between = make(Histogram, "time_between_tokens_seconds",
                             "from a token to the next", buckets=SECONDS)
 
-    def token(self, job, now: float) -> None:
-        """A job's next token came now."""
+    def token(self, generation, now: float) -> None:
+        """A generation's next token came now."""
+        delivery = generation.about
         self.new_tokens.inc()
-        if job.first:
-            self.between.observe(now - job.last)
+        if delivery.last:
+            self.between.observe(now - delivery.last)
         else:
-            job.first = now
-            self.first.observe(now - job.submitted)
-            self.prompt_tokens.inc(len(job.task.sequence.prompt_ids))
-            self.cached_tokens.inc(job.task.n_reused)
-        job.last = now
+            self.first.observe(now - delivery.submitted)
+            self.prompt_tokens.inc(len(generation.prompt_ids))
+            self.cached_tokens.inc(generation.n_reused)
+        delivery.last = now
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

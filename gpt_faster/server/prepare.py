@@ -1,8 +1,8 @@
-"""From a request to tasks: its prompt's ids, its parameters, its grammar.
+"""From a request to generations: its prompt's ids, its parameters, its grammar.
 
 Refused says what is wrong. It knows the tokenizer and the flags; no HTTP, no device.
 
-    work = Model(session).prepare_chat(asked)      # a Work; its tasks go to server/engine.py
+    work = Model(session).prepare_chat(asked)      # its generations go to server/engine.py
 """
 
 import json
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from checkpoint import Unforeseen
-from generate import Sequence, log
+from generate import log
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
-from gpt_faster.decoding.slots import Task
+from gpt_faster.decoding.slots import Generation
 from gpt_faster.server.parsing import FORMATS, AnswerParser, detect, forced, instructions
 from gpt_faster.server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
 from gpt_faster.text.chat_template import TemplateError, encode_chat
@@ -31,7 +31,7 @@ ANY_OBJECT = '{"type": "object"}'
 class Work:
     """A request's answers, in their order; prompts: the text of each prompt, to echo."""
 
-    tasks: list[Task]
+    generations: list[Generation]
     n_new: int
     n_choices: int
     prompts: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Model:
         thinks = self.thinks and grammar is None
         one_call = asked.parallel_tool_calls is False
         work.parsers = [AnswerParser(self.form, tools, thinks, inside, one_call)
-                        for _ in work.tasks]
+                        for _ in work.generations]
         return work
 
     def opens_thinking(self, ids: list[int]) -> bool:
@@ -213,7 +213,7 @@ class Model:
                           "server runs", param="logprobs")
         if n_top is not None:
             self.token_bytes(0)                    # made here, where nobody waits for the loop
-        params, n, tasks = self.params(asked, grammar, n_top), asked.n or 1, []
+        params, n, made = self.params(asked, grammar, n_top), asked.n or 1, []
         for ids in prompts:
             self.check_prompt(ids)
             room = self.limit - len(ids)
@@ -225,13 +225,13 @@ class Model:
             for i in range(n):
                 own = params if params.seed is None else seeded(params, i)
                 eos_ids = set() if asked.ignore_eos else self.session.eos_ids
-                sequence = Sequence(self.tokenizer, ids, eos_ids, stops, max(1, n_new))
-                tasks.append(Task(sequence, own, n_top, echo and n_top is not None))
+                made.append(Generation(self.tokenizer, ids, eos_ids, stops, max(1, n_new), own,
+                                       n_top, echo and n_top is not None))
         if limit == 0 and n_top is None:           # nothing to run: the prompt alone
-            for task in tasks:
-                task.sequence.finish_reason = "length"
-            return Work(tasks, 0, n)
-        return Work(tasks, 1, n)
+            for generation in made:
+                generation.finish_reason = "length"
+            return Work(made, 0, n)
+        return Work(made, 1, n)
 
     def check_bytes(self, param: str, texts: list[str]) -> None:
         """Refused before it is tokenized: no token stands for more bytes than the longest one."""

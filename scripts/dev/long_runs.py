@@ -36,7 +36,7 @@ from gpt_faster.cli.common import Parser, guarded  # noqa: E402
 from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
-from gpt_faster.decoding.slots import RowsBatch, Slots, Task  # noqa: E402
+from gpt_faster.decoding.slots import Generation, RowsBatch, Slots  # noqa: E402
 from gpt_faster.formats.quantized import quantized  # noqa: E402
 from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
@@ -76,13 +76,12 @@ def words(i: int, n: int) -> str:
     return " ".join(TEXT[at:at + 500].split()[1:n + 1])
 
 
-def new_task(runner: Runner, i: int) -> Task:
+def new_generation(runner: Runner, i: int) -> Generation:
     ids = runner.tokenizer.encode(words(i, 2 + i % 9))
     params = PARAMS[i % len(PARAMS)]
     params = replace(params, seed=i if params.temperature else None)
-    task = Task(Sequence(runner.tokenizer, ids, max_new=1 + i % 8), params)
-    task.n_top = 3 if params.logprobs else None
-    return task
+    return Generation(runner.tokenizer, ids, max_new=1 + i % 8, params=params,
+                      n_top=3 if params.logprobs else None, about=i)
 
 
 def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
@@ -92,25 +91,24 @@ def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     sampler = build_request_sampler(model, N_SLOTS, torch.Generator(), lambda params: None)
     slots = Slots(RowsBatch(model, sampler, runner.steps), between=64, reuse=True)
     for todo in (iter(range(n)), iter(range(min(n, AGAIN)))):
-        numbers = {}
+        live = set()
 
-        def arrive(todo=todo, numbers=numbers):
+        def arrive(todo=todo, live=live):
             while len(slots.waiting) < N_SLOTS and (i := next(todo, None)) is not None:
-                task = new_task(runner, i)
-                numbers[task] = i
-                slots.waiting.append(task)
+                slots.waiting.append(new_generation(runner, i))
+                live.add(slots.waiting[-1])
         slots.arrivals = arrive
         for event in slots.run():
-            task = event.task
+            generation = event.generation
             if event.error:
                 raise event.error
-            task.sequence.push(event.token_id)
-            leaves = numbers[task] % 17 == 16 and len(task.sequence.ids) == 2
-            if task.sequence.finish_reason or leaves:
-                slots.drop(task)
-                yield numbers.pop(task), task.sequence.ids
-        if numbers or slots.waiting or len(slots.free()) != N_SLOTS:
-            raise RuntimeError(f"{N_SLOTS - len(slots.free())} slots and {len(numbers)} requests "
+            leaves = generation.about % 17 == 16 and len(generation.ids) == 2
+            if event.finish_reason or leaves:
+                slots.drop(generation)
+                live.discard(generation)
+                yield generation.about, generation.ids
+        if live or slots.waiting or len(slots.free()) != N_SLOTS:
+            raise RuntimeError(f"{N_SLOTS - len(slots.free())} slots and {len(live)} requests "
                                "are lost")
 
 
