@@ -348,6 +348,8 @@ class Sampler(nn.Module):
         A function of the row's seed, the position and the token: the same however a step is run,
         in any company. draft: of a model that drafts.
         """
+        if self.all_greedy:                        # there is nothing to draw
+            return torch.ones(1, 1, device=self.seeds.device)
         if ids is None:
             ids = torch.arange(self.n_vocab, device=self.seeds.device)
         return exponential(uniform(self.seeds[rows], self.counter(pos.view(-1, 1), draft) + ids))

@@ -64,7 +64,7 @@ class Runtime:
         self.length = options.max_seq_length or bucket(min(longest, limit), limit, 32)
         n_cache_rows = 0 if engine == "recompute" else n_row
         draft_source = self.open_draft(source)
-        self.source = source = quantized.as_flagged(source, options, device)
+        self.source = source = self.rounded(source)
         self.drafter = speculate or (draft_source and draft_source.path.name)
         self.k = self.max_draft(draft_source)
         chunk = max(options.prefill_chunk, self.k + 1 if self.drafter else 0)
@@ -98,6 +98,12 @@ class Runtime:
         """Of all rows, for whatever may come."""
         raise NotImplementedError
 
+    def rounded(self, source):
+        """As --quantize and its companions say."""
+        options = self.options
+        return quantized.rounded(source, options.quantize, options.groupsize,
+                                 options.quantize_head, self.device)
+
     # ---- Drafts ---------------------------------------------------------------------------------
 
     def open_draft(self, source):
@@ -113,7 +119,7 @@ class Runtime:
                              "tensors, or a layer that num_nextn_predict_layers counts): try "
                              "--speculate ngram")
         if speculate == "mtp":
-            return quantized.as_flagged(source, options, self.device).mtp()
+            return self.rounded(source).mtp()
         if not options.draft_checkpoint_path:
             return None
         path = resolve(options.draft_checkpoint_path)

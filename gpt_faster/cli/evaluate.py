@@ -21,13 +21,13 @@ import torch
 from generate import NotFinite, bucket, log, number, pick_device, weight_bytes
 from gpt_faster.cli import batch
 from gpt_faster.cli.common import Help, Parser, guarded
-from gpt_faster.cli.flags import add_activation_bits, add_adapter
+from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_quantize
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.devices import pick_dtype, pick_engine
-from gpt_faster.formats import quantized
+from gpt_faster.formats.quantized import rounded
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render
@@ -331,7 +331,7 @@ def build_parser() -> Parser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
         help="auto: generate.py's, but without --compile float32 on a CPU that lacks bfloat16")
-    quantized.add_flags(add)
+    add_quantize(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
     add("--max_seq_length", type=number(int, 2),
         help="positions to use; default: the model's context, for perplexity 1024 at most")
@@ -374,7 +374,7 @@ def run(argv: list[str] | None = None) -> int:
         manager = load_tasks(args)
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
-    source = quantized.as_flagged(source, args, device)
+    source = rounded(source, args.quantize, args.groupsize, args.quantize_head, device)
     model = load(source, dtype, device)
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)

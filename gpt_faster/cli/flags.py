@@ -13,8 +13,8 @@ from pathlib import Path
 from generate import PREFILL_CHUNK, SAMPLING, check_output, number
 from generate import add_flags as add_core_flags
 from gpt_faster.cli.common import Help, Parser
-from gpt_faster.formats import quantized
 from gpt_faster.formats.shapes import SHAPES
+from quantize import MODES, add_choices
 
 CHECKPOINTS = ("a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
                "default: the model that scripts/quickstart.sh fetched")
@@ -47,7 +47,7 @@ def add_model(group) -> None:
         help="a known shape with random weights and no files, for speed trials with an integer "
              "--prompt: " + ", ".join(SHAPES))
     add_adapter(add)
-    quantized.add_flags(add)
+    add_quantize(add)
     add("--max_seq_length", type=number(int, 2),
         help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
              "the kinds dynamic and longrope takes its factors for this length")
@@ -97,6 +97,13 @@ def add_output(group) -> None:
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
     add("--output", type=Path, metavar="FILE",
         help="append one JSON object per prompt to FILE; what is there already is not run again")
+
+
+def add_quantize(add) -> None:
+    """For every command that loads a model."""
+    add("--quantize", choices=MODES,
+        help="round the weights while loading, without a file; GPTQ is quantize.py's")
+    add_choices(add)
 
 
 def add_adapter(add) -> None:

@@ -1,7 +1,7 @@
 """quantize.py's rounding of a checkpoint, and what only some checkpoints and commands add to it.
 
 A file's own four bits, which stay as they are; GPTQ's solver; linears with a scheme of their own;
-random weights; the flags.
+random weights.
 
 The solver needs the order from the first layer to the last: the checkpoint's tensors are sorted so,
 and whoever writes or loads takes them one after another.
@@ -15,7 +15,7 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor
-from quantize import LINEARS, MODES, Scheme, add_choices, describe, scheme_named
+from quantize import LINEARS, Scheme, describe, scheme_named
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
@@ -120,20 +120,11 @@ def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
     return f"note: {rounded}; {kept}" if n_own else f"note: {rounded}"
 
 
-# ---- Flags --------------------------------------------------------------------------------------
-
-def add_flags(add: Callable) -> None:
-    """For every command that loads a model."""
-    add("--quantize", choices=MODES,
-        help="round the weights while loading, without a file; GPTQ is quantize.py's")
-    add_choices(add)
-
-
-def as_flagged(source: Checkpoint, args, device) -> Checkpoint:
-    """What --quantize and its companions ask for."""
-    if args.quantize is None:
+def rounded(source: Checkpoint, mode: str | None, groupsize: int, head: str, device) -> Checkpoint:
+    """What --quantize and its companions ask for, with a line about it; mode None: nothing."""
+    if mode is None:
         return source
-    new = quantized(source, args.quantize, args.groupsize, args.quantize_head, device)
-    if text := note(source, args.quantize, args.groupsize):
+    new = quantized(source, mode, groupsize, head, device)
+    if text := note(source, mode, groupsize):
         print(text, file=sys.stderr, flush=True)
     return new
