@@ -15,11 +15,11 @@ from commands import PYTHON
 from conftest import ROOT, SMOLLM2
 from helpers import GREEDY
 
-from generate import Batch, Sequence, generate
+from generate import Batch, generate
 from gpt_faster.cli import batch as batches
 from gpt_faster.decoding import engines
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.loading import load_model as load_path
@@ -64,11 +64,11 @@ class Runs:
     def company(self, n_slots=4, order=1):
         """Through slots that are refilled; order: -1 is the last one first."""
         self.model.setup_cache(n_slots, LENGTH, LENGTH)
-        rows = {Sequence(NullTokenizer(), ids, max_new=self.n_new): i for i, ids in list(enumerate(self.prompts))[::order]}
+        rows = [Generation(NullTokenizer(), ids, max_new=self.n_new) for ids in self.prompts]
         slots = RowsBatch(self.model, build_sampler(self.model, [self.how] * n_slots), self.steps)
-        for _ in batches.serve(slots, rows):
+        for _ in batches.serve(slots, rows[::order]):
             pass
-        return [row.ids for row in sorted(rows, key=rows.get)]
+        return [row.ids for row in rows]
 
     def other_company(self):
         return self.company(3, -1)
@@ -131,10 +131,10 @@ def test_a_generator_for_all_rows(tiny_runs):
     model.setup_cache(3, 40, 32)
 
     def drawn(prompts, params):
-        rows = {Sequence(NullTokenizer(), ids, max_new=12): i for i, ids in enumerate(prompts)}
+        rows = [Generation(NullTokenizer(), ids, max_new=12) for ids in prompts]
         sampler = build_sampler(model, [params] * 3, torch.Generator().manual_seed(1))
         list(batches.serve(RowsBatch(model, sampler), rows))
-        return [row.ids for row in sorted(rows, key=rows.get)]
+        return [row.ids for row in rows]
     assert drawn(prompts, params) == drawn(prompts, params)
     assert drawn(prompts[::-1], params)[::-1] != drawn(prompts, params)
     own = SamplingParams(1.5, seed=4)

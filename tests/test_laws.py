@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "model": set(), "sampling": set(), "quantize": {"checkpoint", "model", "tokenizer"}, "checkpoint": {"model", "quantize", "sampling"},
     "tokenizer": {"checkpoint"}, "tp": {"checkpoint", "model"}, "speculate": {"generate", "sampling", "tp"},
 }
+LATE = {("storage", "kernels")}                    # its notes; known_sources' digests are made without torch
 HOUSE = ROOT / "gpt_faster"
 MODULES = [*ROOT.glob("*.py"), *HOUSE.rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -50,13 +51,14 @@ def ours(name):
 def imports(path):
     """Names of the modules imported, ours as MAY_IMPORT has them, and whether each is at the top of the file."""
     tree = ast.parse(path.read_text())
+    at_top = set(map(id, tree.body))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((ours(a.name), node in tree.body) for a in node.names)
+            yield from ((ours(a.name), id(node) in at_top) for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module == "gpt_faster":
-            yield from ((a.name, node in tree.body) for a in node.names)
+            yield from ((a.name, id(node) in at_top) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield ours(node.module), node in tree.body
+            yield ours(node.module), id(node) in at_top
 
 
 def test_the_root_is_the_core_and_the_commands():
@@ -77,7 +79,7 @@ def test_imports_point_downward():
         for module, top in imports(path):
             if module in MAY_IMPORT and module != owner:
                 assert module in MAY_IMPORT[owner] or (main and not top), f"{path} imports {module}"
-                assert top or main, f"{path} imports {module} late"
+                assert top or main or (owner, module) in LATE, f"{path} imports {module} late"
         assert "sys.path" not in path.read_text(), path
 
 
