@@ -12,9 +12,8 @@ import transformers
 from conftest import SMOLLM2
 
 import generate
-from gpt_faster import loading
+from gpt_faster import devices, loading
 from gpt_faster.bench.engines import share_weights
-from gpt_faster.cli import common
 from gpt_faster.cli import evaluate as evaluation
 from gpt_faster.decoding import engines, slots
 from gpt_faster.quantization.calibration_text import calibration_text
@@ -62,7 +61,7 @@ def sliding(model, ids, window, stride):
 
 @pytest.mark.parametrize("has_bf16, dtype", [(True, "bfloat16"), (False, "float32")])
 def test_scoring_is_in_what_the_cpu_multiplies(capsys, monkeypatch, has_bf16, dtype):
-    monkeypatch.setattr(common, "has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(devices, "has_bf16", lambda: has_bf16)
     argv = ["-m", SMOLLM2, "--device", "cpu", "--perplexity", "pydoc", "--limit", 9, "--json"]
     assert json.loads(run(capsys, *argv)[1])["dtype"] == dtype
     assert json.loads(run(capsys, *argv, "--dtype", "bfloat16")[1])["dtype"] == "bfloat16"
