@@ -123,7 +123,8 @@ sys.path[:0] = sys.argv[1:]
 from pathlib import Path
 from gpt_faster.kernels import digest
 import source
-for path in sorted(Path(sys.argv[1]).glob("*/*.py")):
+root = Path(sys.argv[1])
+for path in sorted([*root.glob("*/*.py"), *root.glob("gpt_faster/*/**/*.py")]):
     print(path, digest.source_digest(path.read_text()))
 print(digest.digest(digest, digest.Line, digest.digest, source.Config, source.Config.method))
 """
