@@ -399,10 +399,15 @@ class Sampler(nn.Module):
         if shortlist is not None and not self.top_k[rows].all():
             mass = [((t - best) / cool).logsumexp(-1, keepdim=True) for t in (logits, everything)]
             probs = probs * (mass[0] - mass[1]).exp()          # of the whole vocabulary's
+        cut_short = None
         for name, keep in self.filters.items():
             value = getattr(self, name)[rows]
             stays = keep(probs, value, self.most_k) if name == "top_k" else keep(probs, value)
+            if name == "top_k" and shortlist is not None:
+                cut_short = stays[:, -1:] & (value > 0)        # its mass is not all of the top k's
             probs = renormalized(probs, stays, value == getattr(NEUTRAL, name))
+        if cut_short is not None:
+            probs[:, -1:] = torch.where(cut_short, 1.0, probs[:, -1:])
         return probs, ids
 
     def sample(self, logits: Tensor, rows, pos: Tensor) -> Tensor:

@@ -130,6 +130,8 @@ NAMED = [
            "(weight.cumsum(-1) < limit)[..., 1:]", "tests/test_sampling.py"),
     Mutant("top-p-of-many-one-too-few", "sampling.py", "(weight * (bits > middle))", "(weight * (bits >= middle))", "tests/test_sampling.py"),
     Mutant("shortlist-that-is-too-short", "gpt_faster/decoding/samplers.py", "if not probs[:, -1].any():", "if True:", "tests/test_sampling.py"),
+    Mutant("shortlist-without-all-that-tie", "sampling.py", "cut_short = stays[:, -1:] & (value > 0)", "cut_short = stays[:, -1:] & (value < 0)",
+           "tests/test_sampling.py"),
     Mutant("mass-of-the-shortlist-alone", "sampling.py", "probs = probs * (mass[0] - mass[1]).exp()", "pass", "tests/test_sampling.py"),
     Mutant("noise-of-every-position", "sampling.py", "return (2 * pos + draft) *", "return (0 * pos + draft) *", "tests/test_sampling.py"),
     Mutant("draft-noise-is-the-targets", "sampling.py", "return (2 * pos + draft) *", "return (2 * pos) *", "tests/test_sampling.py"),

@@ -964,15 +964,19 @@ def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
 ], ids=lambda edit: edit[1])
 def test_a_cpus_sampler_is_what_sampling_is(edit, when, monkeypatch):
     """Rows of each kind, drawn by the edited core and by what stands for it, made before the edit or after."""
-    rows = [SamplingParams(0.8, 20, 0.9, seed=1), SamplingParams(1.0, 0, 0.8, seed=2), SamplingParams(seed=3), SamplingParams(0)]
-    logits, every, pos = torch.randn(4, 160) * 3, slice(None), torch.tensor([9])
+    rows = [SamplingParams(0.8, 20, 0.9, seed=1), SamplingParams(1.0, 0, 0.8, seed=2), SamplingParams(seed=3), SamplingParams(0, seed=4)]
+    torch.manual_seed(0)
+    logits = torch.randn(4, 160)
+
+    def drawn(sampler):
+        return torch.cat([sampler.sample(logits, slice(None), torch.tensor([pos])) for pos in range(8)], 1)
     made = [kind(rows, 160) for kind in (Sampler, ShortlistSampler)]
-    plain = made[0].sample(logits, every, pos)
-    assert torch.equal(made[1].sample(logits, every, pos), plain)
+    plain = drawn(made[0])
+    assert torch.equal(drawn(made[1]), plain)
     monkeypatch.setattr(*edit)
     if when == "after":
         made = [kind(rows, 160) for kind in (Sampler, ShortlistSampler)]
-    edited, got = (one.sample(logits, every, pos) for one in made)
+    edited, got = map(drawn, made)
     assert torch.equal(got, edited) and not torch.equal(edited, plain)
 
 

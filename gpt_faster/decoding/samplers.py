@@ -37,9 +37,11 @@ def is_known(sampler: Sampler) -> bool:
 
 def functions_of(sampler: Sampler) -> list:
     """The same, to compare: what is found there now."""
-    names = "sample", "processed", "distribution", "noise", "observe"
-    return [*(getattr(Sampler, name) for name in names), sampling.draw, *sampler.filters.values(),
-            *sampler.logit_filters.values()]
+    methods = "sample", "processed", "distribution", "noise", "counter", "observe"
+    functions = "draw", "renormalized", "keep_likeliest", "uniform", "exponential"
+    return [*(getattr(Sampler, name) for name in methods),
+            *(getattr(sampling, name) for name in functions),
+            *sampler.filters.values(), *sampler.logit_filters.values()]
 
 
 class ShortlistSampler(Sampler):
