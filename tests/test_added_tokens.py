@@ -147,3 +147,14 @@ def test_structured_output_knows_their_bytes(sp_model, tmp_path):  # noqa: F811
 def test_what_cannot_be_is_refused(sp_model, tmp_path, files, said):  # noqa: F811
     with pytest.raises(ValueError, match=said):
         tokenizer_files.load(written(sp_model, tmp_path, **files))
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_a_token_that_gets_another_id_is_said(tmp_path, capsys, number):
+    """Of a tokenizer.json that lacks it: the library gives it the next id, and only another one than stated is a note."""
+    from tokenizers import Tokenizer, models
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(added_tokens_decoder=decoder({"<|im_end|>": number}))))
+    tokenizer_files.load(tmp_path)
+    said = capsys.readouterr().err
+    assert ("the added token" in said and "is 2, not 7" in said) if number == 7 else "added token" not in said

@@ -199,3 +199,13 @@ def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
     for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
         tasks = Model.work(model, asked, [[1, 2, 3]], limit, None, None).generations
         assert [task.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
+
+
+def test_json_is_a_call_only_where_the_models_format_says_so():
+    tools = [dict(type="function", function=dict(name="f"))]
+    text = '{"name": "f", "arguments": {}, "parameters": {}}'
+    for name, form in FORMATS.items():
+        parser = AnswerParser(form, tools)
+        deltas = [*parser.push(text), *parser.finish()]
+        is_call = any("tool_calls" in delta for delta in deltas)
+        assert is_call == (name in ("llama", "gemma")), name
