@@ -1,1 +1,1 @@
-"""What the commands are made of: flags, sessions, devices, batches of prompts, chat."""
+"""What a command line needs and nobody else: flags, options, prompts in a file, chat, reports."""

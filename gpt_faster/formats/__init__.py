@@ -1,1 +1,1 @@
-"""Outside formats: files, families' names and configs, tokenizers."""
+"""Checkpoints of others: files, families' names and configs, quantized weights, LoRA."""

@@ -143,10 +143,10 @@ class CompletionAnswer(Answer):
         if i in self.begun or not self.asked.echo:
             return "", None
         self.begun.add(i)
-        task, logprobs = self.work.generations[i], None
+        generation, logprobs = self.work.generations[i], None
         if self.asked.logprobs is not None:
             logprobs = blank()
-            for token_id, p in zip(task.prompt_ids, task.prompt_logprobs):
+            for token_id, p in zip(generation.prompt_ids, generation.prompt_logprobs):
                 self.put(logprobs, i, token_id, p)
         return self.prompt(i), logprobs
 
