@@ -57,6 +57,9 @@ def start(**group) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **group)
+    for stream in (sys.stdout, sys.stderr):        # under torchrun's python -u a line would be two
+        if hasattr(stream, "reconfigure"):         # writes, with another rank's between them
+            stream.reconfigure(line_buffering=True, write_through=False)
     if rank():
         sys.stdout = sys.stderr = nowhere()
     if os.environ.get("OMP_NUM_THREADS") == "1":   # torchrun's default

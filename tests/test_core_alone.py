@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,28 @@ def test_a_rank_says_why_it_failed(folder, directories):
     status, _, stderr = command(broken, "generate.py", "--checkpoint_path", directories("llama3"), "--prompt", "t1", launcher=launcher)
     assert status != 0 and "rank 1: its own fault\n" in stderr, stderr
     assert "another rank ended" in stderr and "broken/generate.py" not in stderr, stderr
+
+
+def test_a_line_of_a_rank_is_one_write(folder):
+    """torchrun starts python -u, whose print is two writes: two ranks' lines ran into each other.
+
+    A packet of this socket is one write."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "import sys, tp; tp.start(); print('a line', file=sys.__stderr__); tp.end()"
+    ranks = []
+    for rank in range(2):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = dict(environment(folder), RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        ranks.append((ours, subprocess.Popen([sys.executable, "-u", "-c", code], cwd=folder, env=env, stderr=theirs)))
+        theirs.close()
+    for ours, process in ranks:
+        assert process.wait(60) == 0
+        writes = []
+        while packet := ours.recv(1 << 16):
+            writes.append(packet)
+        assert b"a line\n" in writes, writes
 
 
 def test_two_ranks(folder, directories):
