@@ -399,6 +399,8 @@ TESTS = (
     ("gpt_faster/formats/hub_quantized.py", "tests/test_dequantize.py"),
     ("gpt_faster/formats/lora.py", "tests/test_lora.py"),
     ("gpt_faster/formats/mtp.py", "tests/test_mtp.py"),
+    ("gpt_faster/layers/mtp_head.py", "tests/test_mtp.py"),
+    ("gpt_faster/layers/gemma4_assistant.py", "tests/test_gemma4.py"),
     ("gpt_faster/formats/assistant.py", "tests/test_gemma4.py"),
     ("gpt_faster/formats/lazy.py", "tests/test_lazy.py tests/test_tp.py::test_narrow tests/test_formats.py"),
     ("gpt_faster/formats/pth.py", "tests/test_pth.py tests/test_formats.py"),

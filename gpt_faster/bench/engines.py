@@ -28,10 +28,10 @@ from gpt_faster.decoding.engines import (
 )
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch
-from gpt_faster.formats.mtp import MTPHead
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
+from gpt_faster.layers.mtp_head import MTPHead
 from model import Transformer
 from sampling import Sampler, SamplingParams
 

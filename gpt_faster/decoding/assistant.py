@@ -1,4 +1,4 @@
-"""Drafts by Gemma 4's own drafter (formats/assistant.py), which reads the model's keys.
+"""Drafts by Gemma 4's own drafter (layers/gemma4_assistant.py), which reads the model's keys.
 
 It needs the model's hidden state before the last token: the model's calls are listened to where
 they end. It has no cache, and nothing of a prompt to read.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tp
 from generate import bucket
-from gpt_faster.formats.assistant import Assistant
+from gpt_faster.layers.gemma4_assistant import Assistant
 from model import Transformer
 from sampling import Sampler
 from speculate import draw_draft, joined

@@ -28,8 +28,6 @@ from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs
 from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
-from gpt_faster.formats.assistant import Assistant
-from gpt_faster.formats.mtp import MTPHead
 from gpt_faster.kernels.compile import (
     WhileAsRead,
     as_one_graph,
@@ -41,6 +39,8 @@ from gpt_faster.kernels.compile import (
     will_change_over,
 )
 from gpt_faster.kernels.cuda.graph import CudaGraph
+from gpt_faster.layers.gemma4_assistant import Assistant
+from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.layers.recurrent import max_rewind
 from model import Transformer
 from sampling import Sampler

@@ -1,4 +1,4 @@
-"""Drafts by the head that a checkpoint has for it (formats/mtp.py): one layer beside the model's.
+"""Drafts by a checkpoint's own head (layers/mtp_head.py): one layer beside the model's.
 
 The head reads the model's hidden states, which the model keeps by position, and has a KV cache of
 its own. Slot p of it is for the token at p + 1 and the hidden state at p; so what is rejected is
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import tp
 from generate import bucket
-from gpt_faster.formats.mtp import HeadConfig, MTPHead
 from gpt_faster.kernels.cpu.linears import OPERATIONS, OperationsLinear, is_packed
+from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
 from model import Transformer
 from sampling import Sampler
 from speculate import draw_draft, joined

@@ -19,10 +19,11 @@ from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.hub_quantized import dequantized
-from gpt_faster.formats.mtp import HEAD_NAMES, MTPHead, has_experts, head_config, split_head
+from gpt_faster.formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from gpt_faster.formats.names import OUR_NAMES
 from gpt_faster.formats.raw import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch
+from gpt_faster.layers.mtp_head import MTPHead
 
 
 def read_hf(directory: Path, weights: str) -> RawCheckpoint:

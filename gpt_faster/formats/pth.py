@@ -8,7 +8,7 @@ from pathlib import Path
 import checkpoint
 from checkpoint import brief, lazy_tensors
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
-from gpt_faster.formats.mtp import HEAD_NAMES, HeadConfig, MTPHead, split_head
+from gpt_faster.formats.mtp import HEAD_NAMES, split_head
 from gpt_faster.formats.names import OUR_NAMES
 from gpt_faster.formats.raw import RawCheckpoint
 from gpt_faster.formats.schema import build, check_config
@@ -19,6 +19,7 @@ from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.moe import MoEVariant, moe_of
+from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
 from gpt_faster.layers.norms import LogitCap, NormVariant
 from gpt_faster.layers.per_layer import PerLayer
 from gpt_faster.layers.rope import RopeVariant, rope_of

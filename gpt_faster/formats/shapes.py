@@ -10,7 +10,8 @@ from torch import Tensor, bfloat16
 
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from gpt_faster.formats.config import config_from_hf
-from gpt_faster.formats.mtp import MTPHead, head_config
+from gpt_faster.formats.mtp import head_config
+from gpt_faster.layers.mtp_head import MTPHead
 from model import ModelConfig, Rope, Transformer
 
 
