@@ -34,9 +34,11 @@ TESTS = ("--all", "--kernels", "-m", "kernels", "tests")
 
 def current() -> dict[str, dict[str, str]]:
     quantized = *linear.EXCHANGED, *linear.stands_for()
-    methods = [*as_read.methods_of(Transformer).values(),      # are asked for one by one
-               *as_read.methods_of(ExpertLinear).values()]
-    modules = map(importlib.import_module, MODULES)
+    modules = list(map(importlib.import_module, MODULES))
+    models = {kind for module in modules for kind in vars(module).values()
+              if isinstance(kind, type) and issubclass(kind, Transformer)}
+    methods = [method for kind in (*models, ExpertLinear)      # are asked for one by one
+               for method in as_read.methods_of(kind).values()]
     reached = as_read.all_of_core(modules, [*quantized, *methods])
     return dict(names=dict(sorted(reached.names.items())),
                 sources=dict(sorted(reached.sources.items())))
