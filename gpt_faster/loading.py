@@ -28,6 +28,7 @@ from gpt_faster.kernels.digest import digest, digest_with_imports
 from gpt_faster.storage import disk, kept_tensors
 from gpt_faster.text.tokenizer_files import load_for
 from model import Transformer
+from quantize import describe
 from tokenizer import NullTokenizer
 
 WORTH_KEEPING = 0.5                                # seconds that making them took
@@ -35,17 +36,19 @@ SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 
 def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16,
-               scheme: str | None = None, head: str = "int8", adapter: str | None = None) -> tuple:
+               scheme: str | None = None, head: str = "int8", adapter: str | None = None,
+               engine: str = "compile") -> tuple:
     """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
 
     scheme: int8, int4-g32, …: round the weights while loading, and the head as int8, int4 or none.
-    adapter: a LoRA's path or hub name. FileNotFoundError, ValueError or OSError say in one line
-    what was found and what to do.
+    adapter: a LoRA's path or hub name. engine: what will run the model: compile, torch_compile, or
+    kv_cache, which is uncompiled; the layout of quantized weights depends on it.
+    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source, tokenizer = open_model(path, adapter=adapter)
     if scheme:
         source = quantized.quantized(source, scheme, head=head, device=device)
-    return load(source, dtype, device), source, tokenizer
+    return load(source, dtype, device, engine), source, tokenizer
 
 
 def open_model(path: str | None = None, shape: str | None = None, adapter: str | None = None):
@@ -63,34 +66,46 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
     return source, load_for(source)
 
 
-def load(source: Checkpoint, dtype: torch.dtype, device) -> Transformer:
+def load(source: Checkpoint, dtype: torch.dtype, device,
+         engine: str = "compile") -> Transformer:
     """This rank's part of a model, with weights that were kept, or to be kept."""
-    key = key_of(source, dtype, torch.device(device))
+    packed = is_packed_for(engine, device, source)
+    key = key_of(source, dtype, torch.device(device), packed)
     kept = key and kept_tensors.load(key)
     if kept:
-        return reading.load_model(source, dtype, device, kept)
+        return reading.load_model(source, dtype, device, kept, packed)
     start = time.perf_counter()
-    model = load_shard(source, dtype, device)
+    model = load_shard(source, dtype, device, engine)
     if key and time.perf_counter() - start > WORTH_KEEPING:
         tensors = dict(model.named_parameters(remove_duplicate=False))
         threading.Thread(target=kept_tensors.save, args=(key, tensors)).start()
     return model
 
 
-def load_shard(source, dtype: torch.dtype, device, kernels: bool = True) -> Transformer:
+def load_shard(source, dtype: torch.dtype, device, engine: str = "compile") -> Transformer:
     """This rank's part of a model, joined to the others'; alone, the whole. Nothing is kept.
 
-    kernels: ready for ours; else as the core's load_model() gives it, for torch.compile alone.
+    For the engine torch_compile it is as the core's load_model() gives it.
     """
-    model = reading.load_model(tp.shard(source), dtype, device, packed=kernels)
-    if kernels:
+    packed = is_packed_for(engine, device, source)
+    model = reading.load_model(tp.shard(source), dtype, device, packed=packed)
+    if engine != "torch_compile":
         use_fused_attention(model)
     return tp.parallelize(model, source.cfg.vocab_size)
 
 
+def is_packed_for(engine: str, device, source: Checkpoint) -> bool:
+    """Do quantized weights get a kernel's layout while they are loaded? Else they stay as on disk:
+    PyTorch's compiler takes them so, and a CPU's compile_steps() packs them itself."""
+    if engine == "torch_compile" or engine == "compile" and torch.device(device).type == "cpu":
+        return False
+    return bool(describe(source))
+
+
 # ---- Weights that are kept ----------------------------------------------------------------------
 
-def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str | None:
+def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device,
+           packed: bool) -> str | None:
     """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted, or in a
     cache that is not to be used."""
     tensors = source.tensors.values()
@@ -107,7 +122,8 @@ def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device) -> str 
     except (OSError, TypeError):                   # a function of a user's, without source code
         return None
     return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
-                             torch.backends.cpu.get_cpu_capability(), torch.__version__, makers)))
+                             packed, torch.backends.cpu.get_cpu_capability(), torch.__version__,
+                             makers)))
 
 
 def files_of(path: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open
 from gpt_faster.formats.hub import resolve
 from gpt_faster.formats.load import count_parameters, n_bytes
 from gpt_faster.kernels.compile import will_change_over
+from gpt_faster.kernels.cpu import native
 from gpt_faster.layers.embedding import has_learned_positions
 from gpt_faster.loading import load, load_shard, open_model
 from model import cache_bytes
@@ -72,7 +73,9 @@ class Runtime:
         check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
                      max_rejected)
 
-        load_one = partial(load_shard, kernels=False) if engine == "torch_compile" else load
+        begins_uncompiled = not waits and engine == "compile" and native.is_building()
+        runs_first = "kv_cache" if begins_uncompiled else engine
+        load_one = partial(load_shard if engine == "torch_compile" else load, engine=runs_first)
         self.model = load_one(source, dtype, device)
         if isinstance(draft_source, AssistantCheckpoint):
             load_one = AssistantCheckpoint.load

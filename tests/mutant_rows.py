@@ -346,7 +346,7 @@ NAMED = [
            "tests/test_eval.py::test_each_token_is_scored_once_and_disjoint_windows_lose_their_first"),
     Mutant("kept-weights-of-another-dtype", "gpt_faster/loading.py", "asked, source.quantization, str(dtype),",
            "asked, source.quantization, '',", "tests/test_kept_weights.py::test_what_they_depend_on"),
-    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "torch.__version__, makers)))", "torch.__version__)))",
+    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "makers)))", ")))",
            "tests/test_kept_weights.py::test_what_they_depend_on"),
     Mutant("library-of-other-sources", "gpt_faster/kernels/cpu/native.py", "repr((code, OPTIONS,", "repr((OPTIONS,",
            "tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),

@@ -50,19 +50,20 @@ def logits(model):
 @torch.no_grad()
 @pytest.mark.parametrize("scheme, head", [(None, None), ("int8", "int8"), ("int4", "int8"), ("int4", "none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_model_without_reading_it(families, home, at_once, monkeypatch, scheme, head, dtype):
+@pytest.mark.parametrize("engine", ["compile", "kv_cache"])
+def test_the_same_model_without_reading_it(families, home, at_once, monkeypatch, scheme, head, dtype, engine):
     for name in ("llama3", "gemma2", "qwen3_moe", "gpt2"):
         directory, _ = families(name)
         source = read_checkpoint(directory)
         if scheme:
             source = quantized(source, scheme, 32, head)
-        first = loading.load(source, dtype, "cpu")
+        first = loading.load(source, dtype, "cpu", engine)
         expected = logits(first)
         n = len(sets(home))
         with monkeypatch.context() as m:
             m.setattr(loading, "code", lambda code=loading.code(): code)
             m.setattr(loading, "load_shard", None)    # no other way
-            again = loading.load(source, dtype, "cpu")
+            again = loading.load(source, dtype, "cpu", engine)
         assert len(sets(home)) == n
         assert torch.equal(logits(again), expected)
         assert [n for n, _ in again.named_parameters()] == [n for n, _ in first.named_parameters()]
@@ -166,11 +167,11 @@ def test_the_oldest_go_first_and_the_full_disk_keeps_nothing(families, home, at_
 
 
 def test_random_weights_and_ranks_are_not_kept(home, families, monkeypatch):
-    assert loading.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu")) is None
+    assert loading.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu"), False) is None
     source = read_checkpoint(families("llama3")[0])
-    assert loading.key_of(source, torch.float32, torch.device("cuda")) is None
+    assert loading.key_of(source, torch.float32, torch.device("cuda"), False) is None
     monkeypatch.setattr(loading.tp, "world", lambda: 2)
-    assert loading.key_of(source, torch.float32, torch.device("cpu")) is None
+    assert loading.key_of(source, torch.float32, torch.device("cpu"), False) is None
 
 
 def test_limits(monkeypatch, home, capsys):

@@ -37,7 +37,9 @@ from gpt_faster.decoding import engines
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import fill, leaves_of, quantized
 from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import products as kernels
+from gpt_faster.kernels.cpu.linears import OperationsLinear
 from gpt_faster.kernels.cpu.products import INT4_CPU, INT8_CPU
 from gpt_faster.kernels.linear import PackedExpertLinear, PackedLinear, kernel_for
 from gpt_faster.kernels.moe import expert_rows
@@ -47,7 +49,7 @@ from gpt_faster.quantization import calibrate, refine
 from gpt_faster.quantization import solve as gptq
 from gpt_faster.text.english import english_text
 from model import ExpertLinear
-from quantize import Int4, Int8, QuantizedExperts, describe, pack_nibbles, schemes
+from quantize import Int4, Int8, QuantizedExperts, QuantizedLinear, describe, pack_nibbles, schemes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -1123,8 +1125,38 @@ def test_quantizing_over_its_own_source(capsys, model):
 
 
 def test_load_model_from_python(model):
-    quantized, source, _ = loading.load_model(str(model), scheme="int4-g32", head="none")
+    """The layout is the engine's: packed once, by who multiplies."""
+    quantized, source, _ = loading.load_model(str(model), scheme="int4-g32", head="none", engine="kv_cache")
     assert schemes(source) == ("int4-g32", "none") and quantized.layers[0].attn.wo.kernel is INT4_CPU
+    as_on_disk, *_ = loading.load_model(str(model), scheme="int4-g32", head="none")
+    assert type(as_on_disk.layers[0].attn.wo) is QuantizedLinear
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("mode, head", [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none")])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "deepseek_v3", "gpt2"])
+def test_compiled_from_the_layout_on_disk(families, name, mode, head, dtype):
+    """As from the uncompiled kernels' layout; what the operations do not take has that one afterwards."""
+    source = quantized_source(families, name, mode, head)
+    models = [loading.load(source, dtype, "cpu", engine) for engine in ("compile", "kv_cache")]
+    for model in models:
+        compile_model(model)
+    one, other = (lengths_of(model) for model in models)
+    assert all(map(torch.equal, one, other))
+    kinds = [{n: type(m) for n, m in model.named_modules()} for model in models]
+    assert kinds[0] == kinds[1] and QuantizedLinear not in kinds[0].values()
+
+
+@torch.no_grad()
+def test_a_hooked_linear_is_packed_by_nobody(families):
+    source = quantized_source(families, "llama3", "int8", "int8")
+    model = loading.load(source, BF16, "cpu")
+    seen = []
+    model.layers[0].ffn.down.register_forward_hook(lambda *args: seen.append(1))
+    compile_model(model)
+    lengths_of(model, (7,))
+    assert seen and type(model.layers[0].ffn.down) is QuantizedLinear and type(model.layers[1].ffn.down) is OperationsLinear
 
 
 def test_quantized_prefill_and_padding_compiled_away(capsys, model):

@@ -66,7 +66,7 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     plain_weights_of = dict(weights_of)            # as PyTorch alone multiplies by them
     for engine, scheme in schemes_of_engines:
         if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
-            plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, kernels=False)
+            plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, engine=engine)
     cases = []
     for engine, scheme in schemes_of_engines:
         weights = (plain_weights_of if engine == "torch_compile" else weights_of)[scheme]

@@ -42,11 +42,11 @@ def is_scheme(name: str) -> bool:
 
 
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
-                 drafts: bool = False, kernels: bool = True) -> Weights:
+                 drafts: bool = False, engine: str = "kv_cache") -> Weights:
     """A checkpoint's weights on the device, quantized unless the scheme is none.
 
-    drafts: with a head that drafts, of random weights where the checkpoint has none; kernels: see
-    loading.py.
+    drafts: with a head that drafts, of random weights where the checkpoint has none; engine: the
+    first that runs them, see loading.py.
     """
     name = source.path.name
     model = head = None
@@ -60,9 +60,9 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
         n_sharing = n_local() if device.type == "cpu" else 1
         if size > free_memory(device) / n_sharing:
             raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
-        model = load_shard(stored, dtype, device, kernels)
+        model = load_shard(stored, dtype, device, engine)
         if drafts:
-            head = load_shard(head_of(source, scheme, device), dtype, device)
+            head = load_shard(head_of(source, scheme, device), dtype, device, engine)
     except torch.OutOfMemoryError as e:
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")

@@ -1,10 +1,12 @@
 """Linears and the embedding in a kernel's layout, and the linear whose single row is a matvec.
 
-Of a blank model quantize.py's quantized linears are exchanged for these, as long as quantize.py is
-as the kernels know it. The loader fills their tensors as they lie on disk; pack() then gives them
-the kernel's layout.
+A model's quantized linears are exchanged for these, as long as quantize.py is as the kernels know
+it: where it is known that this kernel is to run, while the model is loaded, so that no second copy
+is in memory. The loader fills the tensors as they lie on disk; pack() then gives them the kernel's
+layout.
 
     use_packed_linears(model, dtype, device)       # between put_quantized_linears() and loading
+    pack_linears(model)                            # or later, on a CPU
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_faster.kernels import private
-from gpt_faster.kernels.as_read import unknown_functions
+from gpt_faster.kernels.as_read import unknown_functions, unknown_hook, unknown_override
 from gpt_faster.kernels.cpu.products import INT4_CPU, INT8_CPU
 from gpt_faster.kernels.cuda.matvec import MOST_ROWS, matvec
 from gpt_faster.kernels.cuda.products import INT4_CUDA, INT8_CUDA, has_kernels
@@ -31,6 +33,7 @@ from quantize import (
     Scheme,
     dequantize,
 )
+from tp import share, shared_by
 
 EXCHANGED = (QuantizedLinear, QuantizedExperts, QuantizedEmbedding)
 # the methods that the kernels stand for
@@ -153,14 +156,20 @@ class PackedEmbedding(nn.Module):
 
 # ---- In place of quantize.py's ------------------------------------------------------------------
 
-def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
-    """Exchange the quantized linears of a blank model for packed ones. In place.
+def is_quantized(module: nn.Module) -> bool:
+    """Is it one of quantize.py's linears, as they lie on disk?"""
+    return type(module) in (QuantizedLinear, QuantizedExperts)
 
-    dtype: of the activations. Where quantize.py or a scheme is not as the kernels know it, its
-    linears stay as they are, and a note says why.
+
+def use_packed_linears(model: nn.Module, dtype: torch.dtype, device, filled: bool = False) -> None:
+    """Exchange the quantized linears of a model for packed ones. In place.
+
+    dtype: of the activations; filled: the weights are loaded already. Where quantize.py or a scheme
+    is not as the kernels know it, its linears stay as they are, and a note says why; so does a
+    linear that has a hook or a method of its own.
     """
-    quantized = [(name, m) for name, m in model.named_modules()
-                 if type(m) in (QuantizedLinear, QuantizedExperts)]
+    quantized = [(name, m) for name, m in model.named_modules() if is_quantized(m)
+                 and not (unknown_hook(m, name) or unknown_override(m, name))]
     if not quantized:
         return
     if what := unknown_functions(stands_for({type(linear) for _, linear in quantized})):
@@ -172,12 +181,22 @@ def use_packed_linears(model: nn.Module, dtype: torch.dtype, device) -> None:
             continue
         kind = PackedLinear if type(linear) is QuantizedLinear else PackedExpertLinear
         packed = kind.of(linear, kernel)
+        if forward := shared_by(linear):
+            share(packed, forward)
         model.set_submodule(name, packed)
-        if name == "head" and type(model.embed) is QuantizedEmbedding:
-            methods = methods_of(model.embed)
-            model.embed = PackedEmbedding(packed, packed.scales, dtype)
-            model.embed.stands_for = methods
-            packed.embeddings = (model.embed,)
+        for where, embed in list(model.named_modules()):
+            if type(embed) is QuantizedEmbedding and embed.weight is linear.weight:
+                new = PackedEmbedding(packed, packed.scales, dtype)
+                new.stands_for = methods_of(embed)
+                packed.embeddings = (new,)
+                model.set_submodule(where, new)
+        if filled:
+            packed.pack()
+
+
+def pack_linears(model: nn.Module) -> None:
+    """The same of a loaded model on a CPU: what runs uncompiled. In place, linear by linear."""
+    use_packed_linears(model, model.dtype, "cpu", filled=True)
 
 
 def methods_of(module: nn.Module) -> tuple[tuple[type, str], ...]:

@@ -19,6 +19,7 @@ from gpt_faster.kernels.cpu.linears import (
     OperationsLinear,
     arguments,
     fits_leaves,
+    has_leaves,
     is_packed,
     on_disk,
     shape_of,
@@ -40,8 +41,8 @@ def fits_experts(moe: nn.Module) -> bool:
 
 def fits_head_matrices(module: nn.Module) -> bool:
     """Is it an ExpertLinear without bias, whatever its scheme, that the operations know?"""
-    is_quantized = isinstance(module, PackedLinear) and len(module.shape) == 3
-    if not is_quantized and not isinstance(module, ExpertLinear):
+    is_matrices = has_leaves(module) and len(module.shape) == 3
+    if not is_matrices and not isinstance(module, ExpertLinear):
         return False
     return module.bias is None and fits_leaves(module)
 

@@ -12,8 +12,13 @@ from torch import nn
 
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import fits_experts
-from gpt_faster.kernels.cpu.linears import fits_linear, fits_norm, norm_struct, shape_of
-from gpt_faster.kernels.linear import PackedLinear
+from gpt_faster.kernels.cpu.linears import (
+    fits_linear,
+    fits_norm,
+    has_leaves,
+    norm_struct,
+    shape_of,
+)
 from gpt_faster.layers.block import norm_behind
 from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.moe import BesideMoE, RoutedMoE, softmax
@@ -26,7 +31,7 @@ MOST_BLOCK_ROWS = 32                               # of any CPU's layout
 
 def is_feed_forward(ffn: nn.Module) -> bool:
     linears = [getattr(ffn, name, None) for name in (name_of_up(ffn), "down")]
-    if not all(isinstance(linear, nn.Linear | PackedLinear) for linear in linears):
+    if not all(isinstance(linear, nn.Linear) or has_leaves(linear) for linear in linears):
         return False
     even = name_of_up(ffn) == "up" or shape_of(linears[0])[0] % (2 * MOST_BLOCK_ROWS) == 0
     return even and activation_of(ffn) is not None and all(map(fits_linear, linears))

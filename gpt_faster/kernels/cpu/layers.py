@@ -36,11 +36,12 @@ from gpt_faster.kernels.cpu.linears import (
 )
 from gpt_faster.kernels.cpu.mixers import FEW, mixer_of
 from gpt_faster.kernels.guard import Guard, Outside, Stead, undo
-from gpt_faster.kernels.linear import PackedEmbedding, methods_of
+from gpt_faster.kernels.linear import PackedEmbedding, methods_of, pack_linears
 from gpt_faster.layers.block import ParallelBlock, norm_behind
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
 from model import MoE
+from quantize import QuantizedEmbedding
 from tp import of_all, share, shared_by
 
 NARROW = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden", "end_hidden"}
@@ -395,8 +396,10 @@ def use_operations(model: nn.Module) -> bool:
         is_dtype = model.dtype not in DTYPES
         what = f"in {str(model.dtype)[6:]}" if is_dtype else "with such an output layer"
         private.note(f"on a CPU a model {what} runs uncompiled")
+        pack_linears(model)
         return False
     if not native.is_available():
+        pack_linears(model)
         return False
     if what := unknown_packed(model):
         raise RuntimeError(f"{what} after weights were packed for it: exchange it before the model "
@@ -410,6 +413,7 @@ def use_operations(model: nn.Module) -> bool:
         private.note(f"{in_words(found.all())}: {which(found, nothing, known)} as it is read, "
                      "uncompiled")
     if nothing:
+        pack_linears(model)
         if guard:
             guard.begin([])
         return False
@@ -417,6 +421,7 @@ def use_operations(model: nn.Module) -> bool:
     for layer, halves in zip(model.layers, known):
         pack_modules(layer, halves)
     pack_beside(model, found)
+    pack_linears(model)                            # of what runs as it is read
     put_layers(model, guard, known, found)
     if not found.before and Enter.fits(model):
         model.embed_inputs = Enter(guard, model)
@@ -510,8 +515,8 @@ def use_packed_head(model: nn.Module) -> None:
         share(model.head, forward)
     scales = model.head.scales                     # in fp32, as operations read them
     for name, embed in list(model.named_modules()):
-        is_embedding = isinstance(embed, nn.Embedding | PackedEmbedding)
-        if is_embedding and getattr(embed, "weight", None) is old.weight:
+        kinds = nn.Embedding | PackedEmbedding | QuantizedEmbedding
+        if isinstance(embed, kinds) and getattr(embed, "weight", None) is old.weight:
             scales = getattr(embed, "scales", None) if scales is None else scales
             new = OperationsEmbedding(model.head, scales, model.dtype)
             new.stands_for = methods_of(embed)

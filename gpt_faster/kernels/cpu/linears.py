@@ -8,11 +8,19 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from gpt_faster.kernels.as_read import unknown_functions
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.products import unpack_int4_cpu, unpack_int8_cpu
-from gpt_faster.kernels.linear import PackedEmbedding, PackedLinear, methods_of
+from gpt_faster.kernels.linear import (
+    PackedEmbedding,
+    PackedLinear,
+    is_quantized,
+    methods_of,
+    stands_for,
+)
 from gpt_faster.kernels.plain import Kernel
 from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, Scale, WideNorm
+from quantize import Int4, Int8
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -91,14 +99,21 @@ def is_packed(linear: nn.Module) -> bool:
 
 def shape_of(linear: nn.Module) -> torch.Size:
     """[(E,) out, in]"""
-    return linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape
+    return linear.shape if has_leaves(linear) else linear.weight.shape
+
+
+def has_leaves(linear: nn.Module) -> bool:
+    """Is it quantized, or packed?"""
+    return isinstance(linear, PackedLinear) or is_quantized(linear)
 
 
 def on_disk(linear: nn.Module) -> tuple:
     """A linear's or experts' weight [(E,) out, in], scales and zeros as they lie on disk."""
-    if not isinstance(linear, PackedLinear):
+    if not has_leaves(linear):
         return linear.weight, None, None
     weight, scales, zeros = linear.leaves()
+    if is_quantized(linear):
+        return weight, scales, zeros
     if linear.kernel.name == "int8 cpu":
         return unpack_int8_cpu(weight), scales, None
     if linear.kernel.name == "int4 cpu" and zeros is None:
@@ -113,8 +128,12 @@ def fits_leaves(linear: nn.Module) -> bool:
     """Can native.pack_weight() lay out what on_disk() gives, or is it done? Reads no weight."""
     if is_packed(linear):
         return True
-    if not isinstance(linear, PackedLinear):
+    if not has_leaves(linear):
         return linear.weight.dtype in DTYPES
+    if is_quantized(linear):
+        fits_groups = linear.shape[-1] % 32 == 0 and (linear.scheme.groupsize or 32) % 32 == 0
+        return (fits_groups and type(linear.scheme) in (Int8, Int4)
+                and not unknown_functions(stands_for({type(linear)})))
     packed_int4 = linear.kernel.name == "int4 cpu" and linear.zeros is None
     n_in, scales, group = linear.shape[-1], linear.scales, 32
     if packed_int4 or linear.zeros is not None:
@@ -125,7 +144,7 @@ def fits_leaves(linear: nn.Module) -> bool:
 
 def fits_linear(linear: nn.Module) -> bool:
     """Can packed() do it, or is it done?"""
-    alone = type(linear) is nn.Linear or isinstance(linear, PackedLinear) and len(linear.shape) == 2
+    alone = type(linear) is nn.Linear or has_leaves(linear) and len(linear.shape) == 2
     return alone and fits_leaves(linear) and fits_bias(linear)
 
 
