@@ -242,7 +242,7 @@ def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point or dtype.itemsize < 2 or new.isfinite().all():
         return new
     if not rows.isfinite().all():
-        raise ValueError(f"{name} has weights that are infinite or no numbers (NaN)")
+        raise ValueError(f"{name} has NaN or infinite weights")
     largest = rows.abs().max().item()
     raise ValueError(f"{name} has weights up to {largest:.3g}, above {str(dtype)[6:]}'s range: use "
                      "--dtype bfloat16")

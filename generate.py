@@ -1,7 +1,7 @@
-"""Generate text: prefill the prompts, then decode a token at a time. Also the command.
+"""Generate text: prefill the prompts, then decode one token at a time. Also the command.
 
-It composes the other files: no file formats and no math of its own. The whole command, which reads
-every format and has fast kernels, is gpt_faster/cli/session.py: it calls what is here.
+Composes the other files; has no file formats and no math of its own. The full command, with every
+format and the fast kernels, is gpt_faster/cli/session.py and calls the functions below.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from weakref import ref
 
 if __name__ == "__main__" and (Path(__file__).parent / "gpt_faster/cli/start.py").exists():
-    # The whole command: it adds to the flags below and calls the functions below.
+    # The full command: it extends the flags below and calls the functions below.
     from gpt_faster.cli.start import generate
     sys.exit(generate())
 
@@ -43,7 +43,7 @@ from tokenizer import Detokenizer, differ, load_for
 def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
     """Run prompts [b, T]; sample one token per row from the logits at index `last` [b, 1].
 
-    batch_idx [b]: which rows of the cache these are; None: all.
+    batch_idx [b]: the cache rows of these prompts; None: all.
     """
     logits = model(tokens, pos, last, kv_len, batch_idx)
     rows = slice(None) if batch_idx is None else batch_idx
@@ -55,7 +55,7 @@ def prefill(model, tokens, pos, last, kv_len, sampler, batch_idx) -> Tensor:
 def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
     """token [B, 1] at pos [1] or [B, 1] -> the next token [B, 1].
 
-    kv_len: positions to attend to. Traced whole on a GPU: no Python state and no prints in here.
+    kv_len: cache entries to attend to. Traced as one graph on a GPU: no Python state, no prints.
     """
     logits = model(token, pos, 1, kv_len)
     sampler.note(logits[:, -1])
@@ -63,72 +63,73 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
 
 
 class Steps(NamedTuple):
-    """The two steps, compiled or not; pad: round prompts up, so that few lengths are compiled."""
+    """The two steps, compiled or not. pad: round prompt lengths up, so that few are compiled."""
 
     prefill: Callable = prefill
     decode: Callable = decode_one_token
     pad: bool = False
-    min_kv_len: int = 256                          # a step attends to at least so many positions
+    min_kv_len: int = 256                          # a decode step attends to at least this many
+                                                   # entries: fewer graphs
 
 
 def compile_steps(model: Transformer, compile_prefill: bool = False) -> Steps:
-    """The engine torch_compile: what is read here, through PyTorch's compiler and nothing else.
+    """The engine torch_compile: the code of this file and model.py, through torch.compile alone.
 
-    On a GPU a step is one CUDA graph. All layers are traced, one after another: a large model takes
-    a minute or two to compile, the first time.
+    On a GPU a step becomes one CUDA graph. All layers are traced in sequence: compiling a large
+    model takes a minute or two the first time.
     """
     first = CompiledStep(prefill, mode=None, dynamic=True) if compile_prefill else prefill
     return Steps(first, CompiledStep(decode_one_token), pad=compile_prefill)
 
 
 class CompiledStep:
-    """A step compiled whole.
+    """A step compiled as one graph.
 
-    A CUDA graph's next replay overwrites what this one gave: that is cloned. What hooks are given
-    would be overwritten too, so a model that has some goes without a graph.
+    The next replay of a CUDA graph overwrites the outputs of this one, so they are cloned. Tensors
+    that a hook keeps would be overwritten too, so a model with hooks runs without a CUDA graph.
     """
 
     def __init__(self, step: Callable, mode: str | None = "reduce-overhead", **options):
-        torch._dynamo.config.recompile_limit = 64              # one for each kv_len
-        torch._dynamo.config.skip_nnmodule_hook_guards = False     # hooks that come later count
+        torch._dynamo.config.recompile_limit = 64              # one per kv_len
+        torch._dynamo.config.skip_nnmodule_hook_guards = False     # notice hooks added later
         self.graph = torch.compile(step, mode=mode, fullgraph=True, **options)
         self.without_graph = torch.compile(step, fullgraph=True, **options)
         self.kinds, self.hooked = set(), False
-        self.looked_at = None                      # which models, when so many hooks had been made
-        self.known = []                            # methods and hooks, as they were last
+        self.checked = None                        # hook counter and models at the last check
+        self.known = []                            # methods and global hooks at the last call
 
     def __call__(self, *args):
         models = [arg for arg in args if isinstance(arg, nn.Module)]
         now = RemovableHandle.next_id, *map(ref, models)
-        if now != self.looked_at:
-            self.looked_at = now
-            self._look_at(models)
+        if now != self.checked:
+            self.checked = now
+            self._check(models)
         of_all = hooks_of_all()
         known = [*methods_of(self.kinds), *of_all]
-        if self.known and known != self.known:     # PyTorch's compiler looks at these once
+        if self.known and known != self.known:     # torch.compile does not guard on these
             torch.compiler.reset()
         self.known = known
         step = self.without_graph if self.hooked or of_all else self.graph
-        given = step(*args)
-        if isinstance(given, Tensor):
-            return given.clone()
-        return tuple(t if t is None else t.clone() for t in given)
+        output = step(*args)
+        if isinstance(output, Tensor):
+            return output.clone()
+        return tuple(t if t is None else t.clone() for t in output)
 
-    def _look_at(self, models: list[nn.Module]) -> None:
+    def _check(self, models: list[nn.Module]) -> None:
         modules = [m for model in models for m in model.modules()]
         self.kinds.update(map(type, modules))
         self.hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def methods_of(kinds: set[type]) -> list:
-    """What the classes of a model have now, in their bases too; torch's own are left out."""
+    """The current attributes of these classes and their bases, without torch's own classes."""
     classes = {base for kind in kinds for base in kind.__mro__
                if not base.__module__.startswith("torch.")}
     return [f for base in classes for f in vars(base).values()]
 
 
 def hooks_of_all() -> list:
-    """Those that are called of every module."""
+    """Global module hooks."""
     hooks = [value for name, value in vars(nn.modules.module).items() if name.endswith("_hooks")]
     return [hook for of_all in hooks if isinstance(of_all, dict) for hook in of_all.values()]
 
@@ -136,39 +137,40 @@ def hooks_of_all() -> list:
 # ---- The loop -----------------------------------------------------------------------------------
 
 def bucket(n: int, limit: int, minimum: int = 256) -> int:
-    """n rounded up to a power of two: attention reads the live cache only, in few shapes."""
+    """Round n up to a power of two, so that attention reads the used part of the cache in few
+    shapes."""
     return min(limit, max(minimum, 1 << (n - 1).bit_length()))
 
 
 class Batch:
-    """Sequences that are generated side by side, each in a row of the model's KV cache."""
+    """Sequences that are generated together, each in one row of the KV cache."""
 
-    n_beyond = 1                                   # positions that may be written behind a text
+    n_beyond = 1                                   # cache positions written past a sequence's end
 
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
-        """The model has a cache for as many rows as the sampler (Transformer.setup_cache)."""
+        """The model's cache must have as many rows as the sampler (Transformer.setup_cache)."""
         self.model, self.sampler, self.steps = model, sampler, steps
         self.device = sampler.seeds.device
         self.n_row = sampler.n_row
         self.max_length = model.max_seq_length
         self.chunk = model.longest_call            # prompt tokens per call of the model
-        self.length = [0] * self.n_row             # tokens in each row's cache; 0: not in use
-        self.kept = [0] * self.n_row               # of a row not in use: positions that stay
+        self.length = [0] * self.n_row             # tokens in each row's cache; 0: row not in use
+        self.kept = [0] * self.n_row               # of a row not in use: positions to preserve
         self.token = to_device([[0]] * self.n_row, self.device)
         self._set_pos()
 
     @torch.inference_mode()
     def prefill(self, rows: list[int], prompts: list[list[int]], n_cached: int = 0,
                 params: list[SamplingParams] | None = None) -> Tensor:
-        """Begin a new sequence in each of `rows` -> their first tokens, in those rows of [B, 1].
+        """Begin a new sequence in each of `rows` -> [B, 1], with their first tokens in those rows.
 
-        n_cached: prompt tokens that are in the cache already; params: None keeps the rows' own.
+        n_cached: prompt tokens already in the cache. params: None keeps the rows' parameters.
         """
         prompt_of = dict(zip(rows, prompts))
         for i, (row, prompt) in enumerate(prompt_of.items()):
             self.sampler.begin(row, prompt, params[i] if params else None)
             self.length[row] = len(prompt)
-        max_tokens = 0 if self.steps.pad else self.chunk       # padded: one by one, in few shapes
+        max_tokens = 0 if self.steps.pad else self.chunk       # padded: one row per call
         for group in group_by_length(prompt_of, max_tokens, self.n_row):
             tokens = pad_batch([prompt_of[row] for row in group], self.device)
             first = self._run_prompts(group, tokens, n_cached)
@@ -179,9 +181,9 @@ class Batch:
         return self.token
 
     def _run_prompts(self, rows: list[int], tokens: Tensor, n_cached: int = 0) -> Tensor:
-        """tokens [b, W], padded on the right -> the token after each row's end [b, 1].
+        """tokens [b, W], padded on the right -> the token after each row's last, [b, 1].
 
-        Padding is written at the row's next position, and overwritten by the next token.
+        Padding is written at the row's next position and overwritten by the next token.
         """
         lengths = [self.length[row] for row in rows]
         longest = max(lengths)
@@ -191,9 +193,9 @@ class Batch:
         if rows == list(range(self.n_row)):
             batch_idx = None
             if longest == min(lengths):
-                stop = end[0]                      # one pos [T] for all
+                stop = end[0]                      # one pos [T] for all rows
         token = tokens[:, :1]
-        for at in range(n_cached, longest, self.chunk):        # rows end in different chunks
+        for at in range(n_cached, longest, self.chunk):        # rows may end in different chunks
             T = min(longest - at, self.chunk)
             width, kv_len = T, at + T
             if self.steps.pad:
@@ -209,7 +211,7 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> Tensor:
-        """One more token for every row, without a host sync -> [B, 1]."""
+        """Decode one token for every row -> [B, 1], without a host sync."""
         self.sampler.observe(self.token)
         kv_len = self.kv_len(max(self.length) + 1)
         args = self.token, self.pos, kv_len, self.sampler
@@ -218,19 +220,19 @@ class Batch:
         return self.token
 
     def kv_len(self, n: int) -> int:
-        """Positions to attend to where n are in use: few different numbers."""
+        """Cache entries to attend to when n are in use, rounded up to few distinct values."""
         return bucket(n, self.max_length, self.steps.min_kv_len)
 
     def advance(self, n: int) -> None:
-        """Every row in use has n more tokens in the cache."""
+        """Record n more tokens in the cache of every row in use."""
         self.length = [length + n if length else 0 for length in self.length]
         self.pos = self.pos.add(self.in_use, alpha=n)
 
     def end(self, row: int, n_kept: int = 0) -> None:
-        """The row's sequence is over: its tokens mean nothing until the next one begins.
+        """End the row's sequence: its tokens are meaningless until prefill() begins a new one.
 
-        n_kept: positions of its cache that stay as they are. A step writes in each row, in one that
-        is not in use behind these.
+        n_kept: cache positions to preserve. A step writes to every row; in a row that is not in use
+        it writes behind these.
         """
         self.length[row], self.kept[row] = 0, n_kept
         self._set_pos()
@@ -245,11 +247,11 @@ class Batch:
 
 def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
              n_cached: int = 0) -> Iterator[Tensor]:
-    """Yield max_new_tokens times the next token of each row, [B, 1]. Stop by leaving the loop.
+    """Yield the next token of each row, [B, 1], max_new_tokens times. Stop by leaving the loop.
 
-    prompts: ids, a prompt for each of the first rows of the batch, of any lengths; n_cached: prompt
-    tokens that are in the cache already. A row ends where the cache is full: what it gives from
-    then on means nothing. ValueError where all rows would end, or a prompt alone fills it.
+    prompts: token ids of any lengths, one prompt for each of the first rows of the batch; n_cached:
+    prompt tokens already in the cache. A row ends when its cache is full; its tokens after that are
+    meaningless. ValueError if every row would end early, or a prompt alone fills the cache.
     """
     lengths, limit = [len(prompt) for prompt in prompts], batch.max_length
     for n, n_new in ((min(lengths), max_new_tokens), (max(lengths), 1)):
@@ -264,7 +266,7 @@ def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
 
 
 def pad_batch(prompts: list[list[int]], device) -> Tensor:
-    """[B, W]; shorter rows are padded on the right."""
+    """Token ids -> [B, W], padded on the right."""
     W = max(map(len, prompts))
     rows = [ids + [0] * (W - len(ids)) for ids in prompts]
     return to_device(rows, device)
@@ -289,28 +291,28 @@ def group_by_length(prompt_of: dict[int, list[int]], max_tokens: int, n_row: int
 
 
 def to_device(values: list, device: torch.device) -> Tensor:
-    """torch.tensor(values) there. A GPU copies pinned memory when it comes to it."""
+    """torch.tensor(values) on the device; pinned, so that the copy to a GPU does not wait."""
     t = torch.tensor(values)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
-# ---- What comes out: ids on the host, text, when it ends -----------------------------------------
+# ---- Output: token ids on the host, text, stop conditions ----------------------------------------
 
 class NotFinite(ValueError):
-    """A row's logits are no numbers, so that none of its tokens means anything."""
+    """A row's logits are NaN or infinite, so its tokens are meaningless."""
 
     def __init__(self, what: str, dtype: torch.dtype):
         why = "a weight is damaged, or the model needs --dtype float32"
         if dtype == torch.float16:
-            why = "it exceeds float16's range, use --dtype bfloat16 or float32"
-        super().__init__(f"{what}: logits that are infinite or no numbers (NaN): {why}")
+            why = "activations exceed float16's range, use --dtype bfloat16 or float32"
+        super().__init__(f"{what}: the logits are NaN or infinite: {why}")
 
 
 def read_late(tokens: Iterable[tuple[Tensor, object]], not_finite: Tensor | None = None
               ) -> Iterator[tuple[list[int | None], object]]:
-    """(token [B, 1], tag) -> (ids, tag). A GPU computes the next token while we read the last.
+    """(token [B, 1], tag) -> (ids, tag), one step late: a GPU computes the next token meanwhile.
 
-    not_finite: the sampler's, [B, 1]; the id of a row whose logits were none is None.
+    not_finite: Sampler.not_finite [B, 1]; a row with invalid logits gets the id None.
     """
     waiting = deque()
     for token, tag in tokens:
@@ -327,7 +329,7 @@ def read_late(tokens: Iterable[tuple[Tensor, object]], not_finite: Tensor | None
 
 
 def _on_host(t: Tensor) -> Tensor:
-    """Its values here, once what was asked of the GPU so far is done."""
+    """Copy to pinned memory without waiting; valid once the GPU has done its work so far."""
     host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
     return host.copy_(t, non_blocking=True)
 
@@ -342,7 +344,7 @@ def _read(token: Tensor, flags: Tensor | None, copied, tag) -> tuple[list[int | 
 
 
 def n_common_end(text: str, stop: str) -> int:
-    """How many characters of `stop`, but not all, the text ends with."""
+    """Length of the longest proper prefix of `stop` that the text ends with."""
     start = max(0, len(text) - len(stop) + 1)
     at = text.find(stop[0], start)
     while at >= 0:
@@ -353,10 +355,10 @@ def n_common_end(text: str, stop: str) -> int:
 
 
 class Sequence:
-    """One sequence of a batch: collects its new ids and text, knows when to stop.
+    """One sequence of a batch: collects new token ids and text, and decides when to stop.
 
-    finish_reason: "stop", an end-of-sequence token or a stop string, "length", after max_new ids,
-    or what finish() was told; None: not yet.
+    finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new tokens), or
+    the argument of finish(); None while it runs.
     """
 
     def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
@@ -366,7 +368,7 @@ class Sequence:
         self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
 
     def push(self, token_id: int) -> str:
-        """-> text to show now. What may turn out to be the beginning of a stop string waits."""
+        """Add a token -> the text to show now. A possible start of a stop string is held back."""
         if self.finish_reason:
             return ""
         self.ids.append(token_id)
@@ -381,14 +383,14 @@ class Sequence:
         return self._show(len(self.text) - n_begun)
 
     def finish(self, reason: str) -> str:
-        """-> what was still held back."""
+        """End the sequence -> the text that was held back."""
         if self.finish_reason is None:
             self._add(self.detokenizer.flush())
             self.finish_reason = self.finish_reason or reason
         return self._show(len(self.text))
 
     def _add(self, text: str) -> None:
-        """Text behind the other; a stop string in it ends both."""
+        """Append text; end the sequence before a stop string."""
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += text
         found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
@@ -402,11 +404,11 @@ class Sequence:
 
 def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
            batch: Batch | None = None) -> tuple[list[float], bool]:
-    """Run one generation to its end: rows collect, and the first one's text streams to stdout.
+    """Run a generation to its end, streaming the text of rows[0] to stdout.
 
-    shown: what to print before it; None: print nothing. batch: what generates; NotFinite names a
-    row whose logits are no numbers. -> the time before the first step and after each token, and
-    whether Ctrl-C ended it.
+    shown: text to print first; None: print nothing. batch: where the tokens come from; if a row's
+    logits are not finite, NotFinite names it. -> the times before the first step and after each
+    token, and whether Ctrl-C ended the generation.
     """
     def show(text):
         if shown is not None:
@@ -439,11 +441,11 @@ def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
 # ---- Figures ------------------------------------------------------------------------------------
 
 def figures(times: list[float], n_prompt: int, n_new: list[int], read_bytes: int) -> dict:
-    """Speeds from `follow`'s times: prefill ends with the first token, decode is what comes after.
+    """Speeds from follow()'s times. Prefill ends with the first token; the rest is decoding.
 
-    n_prompt: tokens of all prompts; n_new: new ones of each row, of which some end early.
-    decode_tok_s is per row; bandwidth_gb_s counts the weights that each step reads, 1e9 bytes;
-    read_bytes=0: a step gives more than a token.
+    n_prompt: tokens of all prompts; n_new: new tokens of each row. decode_tok_s is per row.
+    bandwidth_gb_s (1e9 bytes) counts the weights that each step reads; read_bytes 0: leave it out,
+    since a step may give several tokens.
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
     decode_s = times[-1] - times[1] if len(times) > 2 else 0
@@ -456,7 +458,7 @@ def figures(times: list[float], n_prompt: int, n_new: list[int], read_bytes: int
 
 
 def describe(f: dict) -> str:
-    """figures() in a line."""
+    """figures() as one line of text."""
     if f["ttft_s"] is None:
         return "no token"
     line = f"time to first token {f['ttft_s']:.3f} s, prefill {f['prefill_tok_s']:.1f} tok/s"
@@ -469,7 +471,8 @@ def describe(f: dict) -> str:
 
 
 def weight_bytes(model: Transformer) -> tuple[int, int]:
-    """All weights, and those that one row's step reads: active experts, no lone embedding."""
+    """Bytes of all weights, and of those that a one-row step reads: only the active experts, and no
+    embedding unless it is tied."""
     def size(parameters):
         return sum(p.numel() * p.element_size() for p in parameters)
 
@@ -483,7 +486,7 @@ def weight_bytes(model: Transformer) -> tuple[int, int]:
 
 
 def summarize(batch, speeds: list[float], where: str = "") -> None:
-    """gpt-fast's last lines; speeds: of the samples; where: behind the memory that was used."""
+    """Log gpt-fast's last lines. speeds: tok/s of the samples; where: suffix of the memory line."""
     log("==========")
     rounds = sum(getattr(batch, "accept_counts", ()))
     if rounds:
@@ -496,12 +499,12 @@ def summarize(batch, speeds: list[float], where: str = "") -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: what a GPU's allocator handed out at most, or the whole process's peak on a CPU."""
+    """Peak bytes allocated on a GPU, or the process's peak resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":                            # ru_maxrss begins with the parent's
+    if sys.platform == "linux":                            # ru_maxrss starts at the parent's value
         stated = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        if stated:                                         # not in every sandbox
+        if stated:                                         # missing in some sandboxes
             return 1024 * int(stated[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
@@ -513,7 +516,7 @@ def log(line: str) -> None:
 
 @contextmanager
 def traced(path: Path | None):
-    """Write a Chrome trace of what happens within, of each rank its own; None: do not."""
+    """Context manager that writes a Chrome trace, one file per rank. path None: no trace."""
     if path is None:
         yield
         return
@@ -522,13 +525,13 @@ def traced(path: Path | None):
     path = trace_file(path)
     path.unlink(missing_ok=True)
     trace.export_chrome_trace(str(path))
-    if not path.is_file():                                 # it only logs that it could not
+    if not path.is_file():                                 # torch only logs a failure
         raise OSError(f"{path}: the trace could not be written")
     log(f"Trace written to {path}")
 
 
 def trace_file(path: Path) -> Path:
-    """FILE.json of --profile FILE, another one for each rank."""
+    """The file of --profile FILE: FILE.json, FILE.rank1.json, …"""
     rank = f".rank{tp.rank()}" if tp.rank() else ""
     return path.with_name(path.name.removesuffix(".json") + rank + ".json")
 
@@ -537,9 +540,9 @@ def trace_file(path: Path) -> Path:
 
 def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
                scheme: str | None = None, head: str = "int8") -> tuple:
-    """A path or hub name -> this rank's model, the checkpoint, the tokenizer.
+    """A path or hub name -> the model (this rank's part), the checkpoint, the tokenizer.
 
-    scheme: int8, int4-g32, …: round the weights while loading, and the head as int8, int4 or none.
+    scheme: int8, int4-g32, …: quantize the weights while loading; head: int8, int4 or none.
     FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
     """
     source = open_checkpoint(path)
@@ -558,9 +561,9 @@ CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub
 
 
 def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dict:
-    """gpt-fast's flags and a few more -> their groups by name, for gpt_faster/cli/flags.py.
+    """Add gpt-fast's flags and a few more -> the argument groups by name.
 
-    checkpoints: which kinds the command reads, for --help.
+    checkpoints: the kinds of checkpoint that the command reads, for --help.
     """
     names = "model", "text", "sampling", "speed", "output"
     groups = {name: p.add_argument_group(name) for name in names}
@@ -569,20 +572,20 @@ def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dic
     add_sampling_flags(groups["sampling"])
     add_speed_flags(groups["speed"])
     add_output_flags(groups["output"])
-    groups["sampling"].add_argument(               # which serve.py does not offer
+    groups["sampling"].add_argument(               # not a flag of serve.py
         "--top_n_sigma", type=SAMPLING["top_n_sigma"], default=0.0,
-        help="only tokens whose logits are at most so many standard deviations below the best; "
-             "0: all")
+        help="only tokens whose logits are at most this many standard deviations below the "
+             "maximum; 0: all")
     return groups
 
 
 def add_model_flags(group, checkpoints: str) -> None:
-    """Of every command that loads a model."""
+    """Flags of every command that loads a model."""
     add = group.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help=checkpoints)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-        help="of weights and arithmetic; auto: bfloat16, or float16 on a GPU without it")
+        help="dtype of weights and activations; auto: bfloat16, or float16 on a GPU without it")
 
 
 def add_text_flags(group) -> None:
@@ -590,36 +593,41 @@ def add_text_flags(group) -> None:
     add("--prompt", action="append", default=[],
         help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
              f"default: {HELLO}")
-    add("--max_new_tokens", type=number(int, 1), default=200, help="new tokens at most")
-    add("--num_samples", type=number(int, 1), default=1, help="samples, one after another")
+    add("--max_new_tokens", type=number(int, 1), default=200,
+        help="maximum number of new tokens")
+    add("--num_samples", type=number(int, 1), default=1,
+        help="number of samples, generated one after another")
     add("--batch_size", type=number(int, 1), default=1,
-        help="copies of the prompt side by side; of several prompts, how many run at a time")
+        help="one prompt: copies that are generated together; several prompts: how many run at "
+             "a time")
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text appears (repeatable)")
-    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+        help="stop before this text (repeatable)")
+    add("--ignore_eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def add_sampling_flags(group) -> None:
     add = group.add_argument
     add("--temperature", type=SAMPLING["temperature"], default=0.8, help="0: greedy")
-    add("--top_k", type=SAMPLING["top_k"], default=200, help="only the k likeliest tokens; 0: all")
+    add("--top_k", type=SAMPLING["top_k"], default=200,
+        help="only the k most likely tokens; 0: all")
     add("--top_p", type=SAMPLING["top_p"], default=1.0,
-        help="only the likeliest tokens that together make up this probability")
+        help="only the most likely tokens whose probabilities sum to this")
     add("--min_p", type=SAMPLING["min_p"], default=0.0,
-        help="only tokens at least this fraction as likely as the likeliest")
+        help="only tokens at least this fraction as likely as the most likely one")
     add("--repetition_penalty", type=SAMPLING["repetition_penalty"], default=1.0,
-        help="above 1 makes tokens that already appeared less likely")
-    add("--seed", type=SAMPLING["seed"], default=1234, help="of the random draws")
+        help="above 1: make tokens that already appeared less likely")
+    add("--seed", type=SAMPLING["seed"], default=1234, help="seed of the random draws")
 
 
 def add_speed_flags(group) -> None:
-    """Of every command that generates text."""
+    """Flags of every command that generates text."""
     add = group.add_argument
     add("--compile", action="store_true", help="compile the decode step")
     add("--compile_prefill", action="store_true", help="compile prefill too; implies --compile")
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that drafts tokens")
-    add("--speculate_k", type=number(int, 1), metavar="K", help="how many tokens to draft (5)")
+        help="draft model: a smaller model with the same vocabulary")
+    add("--speculate_k", type=number(int, 1), metavar="K",
+        help="number of tokens to draft per step (5)")
 
 
 def add_output_flags(group) -> None:
@@ -649,13 +657,13 @@ SAMPLING = {name: number(*allowed) for name, allowed in RANGES.items()}
 
 
 def sampling_params(args, **overrides) -> SamplingParams:
-    """What the flags say, but where a request says something else."""
-    names = SAMPLING.keys() - {"seed"}             # --seed is of all rows together
+    """Sampling parameters of the flags, with the overrides of a request."""
+    names = SAMPLING.keys() - {"seed"}             # --seed seeds all rows together
     return SamplingParams(**{**{name: getattr(args, name) for name in names}, **overrides})
 
 
 def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
-    """What --prompt says. ValueError where it has no tokens, or some that the model has not."""
+    """Token ids of --prompt. ValueError if it is empty, too long, or has ids out of range."""
     n = synthetic_length(prompt)
     if n is not None:
         return random_prompt(n, cfg, seed)
@@ -663,19 +671,19 @@ def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
     if not ids or not prompt:
         raise ValueError("the prompt is empty: give it some text")
     if max(ids) >= cfg.vocab_size:
-        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
-                         "tokens: they do not belong together")
+        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
+                         f"{cfg.vocab_size} tokens, so this tokenizer belongs to another model")
     check_length(len(ids), cfg.context, "the model's context")
     return ids
 
 
 def synthetic_length(text: str) -> int | None:
-    """Of --prompt 512, gpt-fast's synthetic prompt."""
+    """The length of gpt-fast's synthetic prompt, --prompt 512; None: the prompt is text."""
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
 
 
 def random_prompt(n: int, cfg, seed: int) -> list[int]:
-    """n random ids. ValueError where they are none, or too many for the model."""
+    """n random token ids. ValueError if n is less than 1 or exceeds the model's context."""
     if n < 1:
         raise ValueError(f"{n}: a synthetic prompt needs at least 1 token")
     check_length(n, cfg.context, "the model's context")
@@ -686,29 +694,29 @@ def random_prompt(n: int, cfg, seed: int) -> list[int]:
 def check_length(n: int, limit: int, what: str) -> None:
     if n >= limit:
         raise ValueError(f"the prompt has {n} tokens and {what} is {limit}, which leaves no room "
-                         "for a new one: shorten the prompt")
+                         "for new tokens: shorten the prompt")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command of the core alone -> its exit status; bad input is a line on stderr, and 2."""
-    if hasattr(sys.stdout, "reconfigure"):         # a terminal may know fewer characters
+    """The command of the core alone -> exit status. Bad input: one line on stderr, status 2."""
+    if hasattr(sys.stdout, "reconfigure"):         # the terminal may not be UTF-8
         sys.stdout.reconfigure(errors="replace")
     try:
         return run(argv)
-    except BrokenPipeError:                        # the reader of our output left
+    except BrokenPipeError:                        # the reader of stdout is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         log("interrupted")
         return 130
     except Exception as e:
-        sys.stderr = sys.__stderr__                # of ranks above 0 it was nowhere
+        sys.stderr = sys.__stderr__                # ranks above 0 had it redirected to nowhere
         what = first_line(e, 1000)
         foreseen = isinstance(e, OSError | ValueError | ImportError | Unforeseen)
         if not foreseen and not is_out_of_memory(e):
             if tp.world() == 1 or not isinstance(e, RuntimeError):
                 raise
-            what = f"another rank ended, or it does not answer: {what}"
+            what = f"another rank ended or does not answer: {what}"
         log(f"rank {tp.rank()}: {what}" if tp.rank() else f"generate.py: error: {what}")
         return 2
     finally:
@@ -719,8 +727,8 @@ def run(argv: list[str] | None) -> int:
     tp.start()
     parser = argparse.ArgumentParser(
         description="Generate text from an open-weight transformer. Text goes to stdout, "
-                    "everything else to stderr. The sampling values of the model's own "
-                    "generation_config.json stand in for the defaults.",
+                    "everything else to stderr. Sampling defaults come from the model's "
+                    "generation_config.json, if it has one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -731,7 +739,7 @@ def run(argv: list[str] | None) -> int:
     model, source, tokenizer = load_model(args.checkpoint_path, device, dtype)
     draft = load_draft(args, tokenizer, dtype, device)
     log(f"Time to load model: {time.perf_counter() - start:.2f} seconds")
-    parser.set_defaults(**source.defaults)         # the model's, where the user is silent
+    parser.set_defaults(**source.defaults)         # the model's, for flags that are not given
     args = parser.parse_args(argv)
 
     prompts = args.prompt or [HELLO]
@@ -742,7 +750,7 @@ def run(argv: list[str] | None) -> int:
     wanted = max(map(len, ids)) + args.max_new_tokens
     longest = min(wanted, source.cfg.context)
     if longest < wanted:
-        log(f"note: at most {longest} positions are used, which is the model's context")
+        log(f"note: the context is limited to {longest} tokens, the model's maximum")
     batch = build_batch(args, model, draft, len(groups[0]), longest)
     eos_ids = set() if args.ignore_eos else set(source.eos_ids)
     speeds, interrupted = [], False
@@ -761,24 +769,24 @@ def run(argv: list[str] | None) -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """auto is the first accelerator. ValueError names the devices that this machine has."""
+    """auto: the first accelerator, else the CPU. ValueError lists this machine's devices."""
     kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
     here = [kind for kind, module in kinds.items() if module.is_available()] + ["cpu"]
     kind, _, index = (here[0] if name == "auto" else name).partition(":")
     count = kinds[kind].device_count() if kind in ("cuda", "xpu") else 1
     if kind not in here or (index and not (index.isdigit() and int(index) < count)):
-        raise ValueError(f"no device '{name}' on this machine, which has: {', '.join(here)}")
+        raise ValueError(f"device '{name}' not found; available: {', '.join(here)}")
     device = torch.device(kind, int(index)) if index else torch.device(kind)
     if kind == "cuda" and index:
-        torch.cuda.set_device(device)                      # streams, events and graphs follow it
+        torch.cuda.set_device(device)                      # for streams, events and graphs
     return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16, or float16 on a GPU without it. ValueError where such a GPU is to have it."""
+    """auto: bfloat16, or float16 on a GPU without it. ValueError if bfloat16 is given there."""
     old_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if name == "bfloat16" and old_gpu:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bfloat16: "
+        raise ValueError(f"{torch.cuda.get_device_name(device)} does not support bfloat16: "
                          "use --dtype float16 or float32")
     if name == "auto":
         name = "float16" if old_gpu else "bfloat16"
@@ -786,28 +794,28 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check(args) -> None:
-    """ValueError where flags contradict each other."""
+    """ValueError if flags contradict each other."""
     if args.checkpoint_path is None:
-        raise ValueError(f"--checkpoint_path is needed: {CHECKPOINTS}")
+        raise ValueError(f"--checkpoint_path is required: {CHECKPOINTS}")
     if args.speculate_k and not args.draft_checkpoint_path:
-        raise ValueError("--speculate_k needs --draft_checkpoint_path")
+        raise ValueError("--speculate_k requires --draft_checkpoint_path")
     if args.draft_checkpoint_path and args.batch_size > 1:
-        raise ValueError("--draft_checkpoint_path is for one row: it cannot be combined with "
-                         "--batch_size")
+        raise ValueError("--draft_checkpoint_path cannot be combined with --batch_size: "
+                         "speculation runs one sequence")
     check_output(args)
 
 
 def check_output(args) -> None:
-    """ValueError where what is to end the text, or the place of a trace, cannot be."""
+    """ValueError if --stop is empty or the file of --profile cannot be written."""
     if not all(args.stop):
-        raise ValueError("--stop needs some text")
+        raise ValueError("--stop must not be empty")
     if args.profile and (trace_file(args.profile).is_dir()
                          or not args.profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {args.profile}: a file in a directory that exists is needed")
+        raise ValueError(f"--profile {args.profile}: expected a file in an existing directory")
 
 
 def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | None:
-    """The model that drafts. ValueError where it has another vocabulary."""
+    """The draft model. ValueError if its vocabulary differs."""
     if args.draft_checkpoint_path is None:
         return None
     draft, source, other = load_model(args.draft_checkpoint_path, device, dtype)
@@ -818,7 +826,7 @@ def load_draft(args, tokenizer, dtype: torch.dtype, device) -> Transformer | Non
 
 def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
                 length: int) -> Batch:
-    """What the flags ask for, compiled or not, with a model that drafts or without."""
+    """A batch as the flags ask for it: compiled or not, speculative if there is a draft model."""
     device, k = model.freq.device, min(args.speculate_k or 5, length - 1)
     model.setup_cache(n_row, length, max(PREFILL_CHUNK, k + 1), max_rejected=k if draft else 0)
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -837,7 +845,7 @@ def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
         n_new = min(k + 3, length - 1)
         for _ in generate(batch, [[0]] * n_row, n_new):
             pass
-        generator.manual_seed(args.seed)           # what this drew and drafted does not count
+        generator.manual_seed(args.seed)           # undo the draws of the warm-up
         if draft:
             batch.accept_counts = [0] * len(batch.accept_counts)
         log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
@@ -846,9 +854,9 @@ def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
 
 def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], names: list[str],
          tokenizer, eos_ids: set[int]) -> tuple[dict, bool]:
-    """Generate a text for each prompt, and print it -> its figures, and whether Ctrl-C ended it.
+    """Generate and print a text for each prompt -> the figures, and whether Ctrl-C ended it.
 
-    names: printed above the texts, where there are several.
+    names: headings, printed if there are several texts.
     """
     n_new = [min(args.max_new_tokens, batch.max_length - len(prompt)) for prompt in ids]
     sequences = [Sequence(tokenizer, prompt, eos_ids, args.stop, n)
@@ -864,6 +872,6 @@ def show(args, batch: Batch, prompts: list[str], ids: list[list[int]], names: li
                    read_bytes), interrupted
 
 
-if __name__ == "__main__":                         # without gpt_faster/cli/ beside it
-    sys.modules["generate"] = sys.modules["__main__"]      # speculate imports it: one module
+if __name__ == "__main__":                         # only without gpt_faster/
+    sys.modules["generate"] = sys.modules["__main__"]      # speculate.py imports generate
     sys.exit(main())

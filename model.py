@@ -1,10 +1,9 @@
 """The transformer: config, RoPE, norms, attention and its cache, feed-forward, experts, blocks.
 
-It knows the math and nothing else: no file paths, no family names, no ranks, no quantization, no
-sampling, no compiler. A Llama, Mistral, Mixtral or Qwen is read here whole. What these do not have
-is a part of another kind, which the config names: a small frozen object whose make() gives the
-module that stands in place of the one here (gpt_faster/layers/ has such objects; one of your own
-works too).
+Owns the math and nothing else: no file paths, family names, ranks, quantization, sampling or
+compiler. This file is all of a Llama, Mistral, Mixtral or Qwen. Other families replace single
+modules: the config holds a small frozen object, and its make() builds the module that replaces the
+one here (gpt_faster/layers/ has such objects; your own works too).
 
     model = Transformer(cfg)                       # every family, one class
     model.setup_cache(batch_size=1, length=256)
@@ -22,22 +21,24 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: the base, and how its frequencies are stretched to a longer context.
+    """Rotary embedding: the base, and how its frequencies are scaled for a longer context.
 
-    As transformers' modeling_rope_utils, where "dynamic" follows the sequence's length.
+    The same formulas as transformers' modeling_rope_utils; "dynamic" depends on the cache length.
     """
 
     theta: float = 10000.0
     kind: str = "default"                          # default | linear | dynamic | llama3 | yarn
     factor: float = 1.0
-    low_freq_factor: float = 1.0                   # llama3, yarn (beta_slow, beta_fast): waves that
-    high_freq_factor: float = 4.0                  # turn less often than low in the original
-    original_context: int = 8192                   # context are stretched, more than high kept
-    truncate: bool = True                          # yarn: round the ends of the ramp in between
-    amplitude: float = 1.0                         # of cos and sin (yarn)
+    # llama3, yarn (beta_slow, beta_fast): a frequency with fewer than low_freq_factor rotations in
+    # the original context is divided by factor; one with more than high_freq_factor is unchanged.
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    truncate: bool = True                          # yarn: round the ends of the ramp to integers
+    amplitude: float = 1.0                         # yarn: scale of cos and sin
 
     def frequencies(self, head_dim: int, length: int = 0) -> Tensor:
-        """Radians per position, fp32 [H / 2] on CPU, for sequences of `length` at most."""
+        """Radians per position, fp32 [H / 2] on the CPU, for sequences of up to `length`."""
         freq = self.unstretched(head_dim, length)
         if self.kind == "linear":
             return freq / self.factor
@@ -49,7 +50,7 @@ class Rope:
         return freq
 
     def unstretched(self, n: int, length: int) -> Tensor:
-        """The plain frequencies of n entries of a head [n / 2]."""
+        """The frequencies before scaling, for n rotated dimensions: [n / 2]."""
         theta = self.theta
         if self.kind == "dynamic" and length > self.original_context:
             stretched = self.factor * length / self.original_context - self.factor + 1
@@ -58,17 +59,17 @@ class Rope:
         return 1.0 / theta ** exponent
 
     def amplitudes(self, head_dim: int) -> Tensor:
-        """What cos and sin are multiplied by, [H / 2] on CPU."""
+        """Scale of cos and sin, [H / 2] on the CPU."""
         return torch.full((head_dim // 2,), float(self.amplitude), device="cpu")
 
     def _llama3(self, freq: Tensor) -> Tensor:
-        turns = self.original_context * freq / (2 * math.pi)   # over the original context
+        turns = self.original_context * freq / (2 * math.pi)   # rotations in the original context
         low, high = self.low_freq_factor, self.high_freq_factor
         unchanged = ((turns - low) / (high - low)).clamp(0, 1)
         return unchanged * freq + (1 - unchanged) * freq / self.factor
 
     def _yarn(self, freq: Tensor) -> Tensor:
-        """As llama3, but a ramp over the index."""
+        """Like llama3, with the ramp linear in the index instead of the frequency."""
         n = 2 * len(freq)
 
         def index_of(turns):
@@ -86,12 +87,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """How many experts, of what width, and how their outputs are weighed."""
+    """Experts: how many, how wide, and how the router weights them."""
 
     n_expert: int
     n_active: int                                  # experts per token
-    expert_dim: int                                # width of each
-    norm_topk_prob: bool = True                    # the active experts' probabilities sum to 1
+    expert_dim: int                                # feed-forward width of each expert
+    norm_topk_prob: bool = True                    # scale the active experts' weights to sum to 1
 
     def make(self, cfg: "ModelConfig") -> nn.Module:
         return MoE(cfg)
@@ -99,62 +100,61 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The math and nothing else: no names, no paths, no batch size, no scheme."""
+    """The math and nothing else: no names, paths, batch size or quantization."""
 
     dim: int
     n_layer: int
     n_head: int
     n_kv_head: int
-    head_dim: int                                  # explicit: Qwen3 and Gemma are not dim // n_head
+    head_dim: int                                  # explicit: not dim // n_head in Qwen3 and Gemma
     ffn_dim: int
     vocab_size: int
     context: int                                   # longest sequence the model was trained for
     norm_eps: float = 1e-5
-    qk_norm: bool = False                          # normalize each head before RoPE (Qwen3)
-    tied: bool = False                             # the head is the embedding, transposed
+    qk_norm: bool = False                          # RMSNorm of each q and k head (Qwen3)
+    tied: bool = False                             # the output layer shares the embedding's weight
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     rope: tuple[Rope, ...] = (Rope(),)             # tiled over layers
     window: tuple[int | None, ...] = (None,)       # tiled over layers; None = full attention
-    sparse: tuple[bool, ...] = (False,)            # tiled over layers: a mixture of experts?
+    sparse: tuple[bool, ...] = (False,)            # tiled over layers: True = mixture of experts
     moe: MoEConfig | None = None
-    # What makes another part in place of the one below; None: nothing does.
-    norm: object | None = None                     # RMSNorm over the model's width
-    attention: object | None = None                # Attention
-    mixer: tuple = (None,)                         # the same, tiled over layers, and comes first
-    ffn: object | None = None                      # FeedForward
-    block: object | None = None                    # Block
-    after_embed: tuple = ()                        # what embeddings go through, in order
-    per_layer: object | None = None                # what each layer is given of the tokens
-    logit_cap: object | None = None                # what logits go through
+    # Objects whose make() builds a replacement for a module of this file; None: no replacement.
+    norm: object | None = None                     # replaces RMSNorm over dim
+    attention: object | None = None                # replaces Attention in all layers
+    mixer: tuple = (None,)                         # the same, tiled over layers; wins
+    ffn: object | None = None                      # replaces FeedForward
+    block: object | None = None                    # replaces Block
+    after_embed: tuple = ()                        # modules applied to the embeddings, in order
+    per_layer: object | None = None                # per-layer embeddings (Gemma 4)
+    logit_cap: object | None = None                # module applied to the logits
 
 
 def at(layer: int, tiled: tuple):
-    """A layer's own entry of what is tiled over layers."""
+    """A layer's entry of a tuple that is tiled over layers."""
     return tiled[layer % len(tiled)]
 
 
 def made(kind, plain: type, *args) -> nn.Module:
-    """The plain part, or what stands in its place where the config has an object that makes one."""
+    """plain(*args), or the replacement that the config's object `kind` makes."""
     return plain(*args) if kind is None else kind.make(*args)
 
 
 def layer_config(cfg: ModelConfig, layer: int) -> ModelConfig:
-    """What the parts of a layer read: the model's config, perhaps with widths of the layer's own.
-    """
+    """The config of one layer: the model's, unless the block gives layers different widths."""
     return cfg if cfg.block is None else cfg.block.config_of(cfg, layer)
 
 
 # ---- Positions ----------------------------------------------------------------------------------
 
 def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
-    """True where a query at `pos` may look: prefill, chunks, decode and drafts alike.
+    """The attention mask, the same for prefill, chunks, decoding and draft verification.
 
-    pos [T] or [B, T], key [S] or [B, S], the positions of queries and keys -> [T, S] or
-    [B, 1, T, S], to broadcast over heads. A cache entry beyond the query's position may hold any
-    finite numbers: it is masked until it is overwritten.
+    pos [T] or [B, T] and key [S] or [B, S]: the positions of queries and keys -> True where a query
+    may attend, [T, S] or [B, 1, T, S] to broadcast over heads. A cache entry past the query's
+    position may hold any finite values: it is masked until it is overwritten.
     """
     key, query = key[..., None, :], pos[..., None]
     mask = key <= query
@@ -164,7 +164,8 @@ def visible(pos: Tensor, key: Tensor, window: int | None = None) -> Tensor:
 
 
 def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
-    """pos [T] or [B, T], freq, amplitude [R, H / 2] -> each RoPE's cos and sin [(B, 1,) T, H/2]."""
+    """pos [T] or [B, T]; freq, amplitude [R, H/2] -> cos and sin of each of R RoPEs, each
+    [(B, 1,) T, H/2]."""
     angles = (pos[..., None, None].float() * freq).unbind(-2)              # R of [(B,) T, H/2]
     if pos.dim() == 2:
         angles = [a[:, None] for a in angles]      # broadcast over heads
@@ -175,7 +176,7 @@ def cos_sin(pos: Tensor, freq: Tensor, amplitude: Tensor) -> list[Tensor]:
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + H/2) of x [B, heads, T, H] by the angles of [(B, 1,) T, H/2]."""
+    """Apply RoPE to the pairs (i, i + H/2) of x [B, heads, T, H]; cos, sin [(B, 1,) T, H/2]."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -183,7 +184,7 @@ def rotate(x, cos, sin):
 # ---- Norm, cache, attention ---------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
-    """In fp32 whatever the model's dtype, the weight too: an offset folds into it exactly."""
+    """Computed in fp32. The weight is fp32 too, so Gemma's 1 + w is folded in without rounding."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -197,14 +198,14 @@ class RMSNorm(nn.Module):
 
 
 def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
-    """Rows of the cache [B, 1], to index it together with slot [B, T]."""
+    """Cache rows [B, 1], to index the cache together with slot [B, T]."""
     if batch_idx is None:
         batch_idx = torch.arange(len(slot), device=slot.device)
     return batch_idx[:, None]
 
 
 class KVCache(nn.Module):
-    """Keys and values of the positions so far, in preallocated [B, K, S, H]."""
+    """Preallocated keys and values, [B, K, S, H] each."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device):
         super().__init__()
@@ -213,9 +214,9 @@ class KVCache(nn.Module):
             self.register_buffer(name, zeros, persistent=False)
 
     def forward(self, slot, k, v, kv_len, batch_idx):
-        """Write k, v [B, K, T, H] into slot [T] or [B, T]; return the first kv_len of each.
+        """Write k, v [B, K, T, H] into slot [T] or [B, T]; return the first kv_len entries.
 
-        batch_idx [B]: into and of which rows of the cache; None: all.
+        batch_idx [B]: the cache rows to write and read; None: all.
         """
         if slot.dim() == 1:
             self.k[:, :, slot] = k
@@ -229,10 +230,10 @@ class KVCache(nn.Module):
 
 
 def n_slots(window: int | None, length: int, longest_call: int) -> int:
-    """Cache slots of a layer. A window's are a ring, in which position p is at p mod n_slots.
+    """Cache slots of a layer. With a window they are a ring: position p is stored at p mod n_slots.
 
-    One call's tokens, padding and rejected drafts among them, must not overwrite a key that its
-    first query still sees:
+    The tokens of one call, including padding and rejected drafts, must not overwrite a key that
+    the call's first query attends to:
 
         window 3, calls of 2: 4 slots    | 4 5 2 3 |    4 and 5 replaced 0 and 1; 4 sees 2, 3, 4
     """
@@ -240,7 +241,7 @@ def n_slots(window: int | None, length: int, longest_call: int) -> int:
 
 
 class Ring(nn.Module):
-    """Which position each slot of a window's layers has: the same in all of them."""
+    """The position stored in each slot of a ring. All layers with the same window share one."""
 
     def __init__(self, batch_size: int, n_slot: int, device):
         super().__init__()
@@ -248,7 +249,8 @@ class Ring(nn.Module):
         self.register_buffer("slot_positions", positions, persistent=False)
 
     def forward(self, pos, kv_len, batch_idx):
-        """pos [T] or [B, T] -> its slots, and the positions in the first kv_len slots [B, S]."""
+        """pos [T] or [B, T] -> slots of the same shape, and the positions that the first kv_len
+        slots hold, [B, S]."""
         slot = pos % self.slot_positions.shape[1]
         if slot.dim() == 1:
             self.slot_positions[:, slot] = pos
@@ -268,11 +270,11 @@ class SDPA(nn.Module):
     def forward(self, q, k, v, mask):
         """q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H]."""
         shape = q.shape
-        if shape[2] == 1:                          # heads that share keys are queries side by side:
-            q = q.view(shape[0], k.shape[1], -1, shape[3])     # three times faster on a CPU
+        if shape[2] == 1:                          # GQA: the heads of a group become queries of
+            q = q.view(shape[0], k.shape[1], -1, shape[3])     # one head, 3 times faster on a CPU
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale,
                                            enable_gqa=q.shape[1] != k.shape[1])
-        return y.reshape(shape)                    # efficient attention's strides are not a view's
+        return y.reshape(shape)                    # view() rejects the efficient kernel's strides
 
 
 class Attention(nn.Module):
@@ -286,10 +288,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(h, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.attend = SDPA(h**-0.5)
-        self.cache = None                          # without one, a call sees its own keys only
+        self.cache = None                          # None: attend to this call's keys only
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:
-        """For n_slot positions; batch_size 0 removes it."""
+        """Allocate n_slot positions; batch_size 0 removes the cache."""
         shape = batch_size, self.split[1] // self.head_dim, n_slot, self.head_dim
         self.cache = KVCache(shape, dtype, device) if batch_size else None
 
@@ -327,9 +329,9 @@ class FeedForward(nn.Module):
 
 @torch.library.custom_op("gpt_faster::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows [ends[e-1], ends[e]) of x [M, in] by weight[e] [out, in] -> [M, out], on the device.
+    """Multiply rows [ends[e-1], ends[e]) of x [M, in] by weight[e] [out, in] -> [M, out].
 
-    An operator of our own only because torch traces F.grouped_mm in bfloat16 and no other dtype.
+    A custom op because torch.compile traces F.grouped_mm in bfloat16 only.
     """
     return F.grouped_mm(x, weight.mT, offs=ends)
 
@@ -350,8 +352,8 @@ class ExpertLinear(nn.Module):
     def forward(self, x, ids, ends):
         """x [M, in], each row for the expert in ids [M] -> [M, out].
 
-        ends [E]: the rows are sorted by expert, those of e end there. None: they are few, and each
-        reads its own expert's weights.
+        ends [E]: the rows are sorted by expert, and expert e's rows end at ends[e]. None: few rows
+        in any order; each reads its expert's weights.
         """
         if ends is None:
             y = self.each_row(x, ids)
@@ -364,9 +366,10 @@ class ExpertLinear(nn.Module):
 
 
 class MoE(nn.Module):
-    """The router picks n_active experts for each token, whose outputs are summed by probability.
+    """The router picks n_active experts per token and sums their outputs, weighted by probability.
 
-    Softmax over the router's top k equals softmax over all, top k, normalized: one form for both.
+    Softmax over the top k logits equals softmax over all, then top k, renormalized: this form
+    serves both.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -383,16 +386,16 @@ class MoE(nn.Module):
         self.activation = swiglu
 
     def route(self, x):
-        """x [n, D] -> each token's experts' weights, fp32, and ids [n, n_active]."""
+        """x [n, D] -> the weights (fp32) and ids of each token's experts, [n, n_active] each."""
         prob, ids = self.router(x).float().softmax(-1).topk(self.n_active)
         if self.norm_topk_prob:
             prob = prob / prob.sum(-1, keepdim=True)
         return prob, ids
 
     def takes_rows_one_by_one(self, x, n_row: int) -> bool:
-        """Whether n_row rows each read their own expert; x [B, T, D].
+        """True if each of n_row rows reads its expert's weights, without sorting; x [B, T, D].
 
-        On a GPU a decode step does: grouped_mm may wait for it, which no CUDA graph can record.
+        A decode step on a GPU does: grouped_mm may synchronize, which a CUDA graph cannot record.
         """
         return x.device.type != "cpu" and x.shape[1] == 1
 
@@ -400,14 +403,14 @@ class MoE(nn.Module):
         return self.routed(x, *self.route(x.flatten(0, 1))).view_as(x)
 
     def routed(self, x, prob, ids):
-        """x [B, T, D], route()'s -> what the experts give, [n, D]."""
+        """x [B, T, D], prob and ids of route() -> the weighted sum of the experts, [n, D]."""
         flat = x.flatten(0, 1)                                             # [n, D]
         prob, ids = prob.flatten(), ids.flatten()                          # [M], M = n * n_active
         if self.takes_rows_one_by_one(x, len(ids)):
             order = torch.arange(len(ids), device=x.device)
             y = self.experts(flat[order // self.n_active], ids, None)
         else:
-            ids, order = ids.sort(stable=True)     # each expert once, over all of its tokens
+            ids, order = ids.sort(stable=True)     # one product per expert, over all its tokens
             expert = torch.arange(self.n_expert, device=x.device)
             ends = torch.searchsorted(ids, expert, right=True, out_int32=True)
             y = self.experts(flat[order // self.n_active], ids, ends)
@@ -415,7 +418,7 @@ class MoE(nn.Module):
         return (y.float() * prob[:, None]).unflatten(0, (-1, self.n_active)).sum(1).type_as(x)
 
     def experts(self, x, ids, ends):
-        """x [M, D], a row for each pair of a token and its expert -> [M, D]; see ExpertLinear."""
+        """x [M, D], a row for each (token, expert) pair -> [M, D]; ids, ends as in ExpertLinear."""
         hidden = self.activation(self.gate(x, ids, ends), self.up(x, ids, ends))
         return self.down(hidden, ids, ends)
 
@@ -424,7 +427,7 @@ class MoE(nn.Module):
 
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int, earlier: nn.ModuleList):
-        """earlier: the blocks before this one, for attention that shares their keys."""
+        """earlier: the blocks before this one; attention may share their keys (Gemma 4)."""
         super().__init__()
         self.attn_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.attn = mixer(cfg, layer, earlier)
@@ -437,7 +440,7 @@ class Block(nn.Module):
 
 
 def mixer(cfg: ModelConfig, layer: int, earlier: nn.ModuleList) -> nn.Module:
-    """What exchanges information between positions."""
+    """The layer's attention, or what replaces it."""
     kind = at(layer, cfg.mixer) or cfg.attention
     return Attention(cfg) if kind is None else kind.make(cfg, earlier)
 
@@ -449,13 +452,13 @@ def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """tokens -> logits. Weights may be on the meta device until they are loaded."""
+    """tokens -> logits. Weights stay on the meta device until they are loaded."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
         self.dtype = torch.get_default_dtype()                 # of activations and the cache
-        blank = torch.empty(cfg.vocab_size, cfg.dim)           # Embedding's init takes 1 s on meta
+        blank = torch.empty(cfg.vocab_size, cfg.dim)           # nn.Embedding() takes 1 s on meta
         self.embed = nn.Embedding.from_pretrained(blank)
         self.after_embed = tuple(part.name for part in cfg.after_embed)
         for part in cfg.after_embed:
@@ -469,35 +472,35 @@ class Transformer(nn.Module):
         if cfg.tied:
             self.head.weight = self.embed.weight
         self.cap = made(cfg.logit_cap, nn.Identity)
-        self.ropes = tuple(dict.fromkeys(cfg.rope))            # distinct ones, in order
+        self.ropes = tuple(dict.fromkeys(cfg.rope))            # without duplicates, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
         self.register_buffer("freq", self.frequencies(), persistent=False)
         amplitude = [rope.amplitudes(cfg.head_dim) for rope in self.ropes]
         self.register_buffer("amplitude", padded(amplitude), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
-        self.rings = nn.ModuleDict()                           # window -> Ring
-        self.hidden = None                         # set by a drafter: [1, S, D], which records the
-                                                   # last layer's output at each position
+        self.rings = nn.ModuleDict()                           # str(window) -> Ring
+        self.hidden = None                         # set by an MTP drafter: a [1, S, D] buffer that
+                                                   # records the last layer's output
 
     def frequencies(self, length: int = 0) -> Tensor:
-        """Each RoPE's, for sequences of `length` at most: [R, H / 2], fp32, never on meta."""
+        """The frequencies of each RoPE, for sequences of up to `length`: fp32 [R, H / 2]."""
         return padded([rope.frequencies(self.cfg.head_dim, length) for rope in self.ropes])
 
-    @torch.inference_mode(False)                   # normal tensors, even if the caller is in it
+    @torch.inference_mode(False)                   # normal tensors even in an inference_mode caller
     def setup_cache(self, batch_size: int, length: int, longest_call: int | None = None,
                     device=None, max_rejected: int = 0) -> None:
         """Allocate the KV cache for `length` positions; batch_size 0 removes it.
 
-        longest_call: no call will have more tokens (None: any may), so that layers with a window
-        need only a ring of slots; max_rejected: how many of a call's tokens may turn out not to
-        count (drafts), so that layers with a state can go back as far. RoPE whose frequencies
-        depend on the sequence's length takes this one from now on.
+        longest_call: the most tokens that one call will have (None: any number); layers with a
+        window then need only a ring of slots. max_rejected: the most tokens of a call that may be
+        rejected (drafts); recurrent layers keep states to go back that far. Dynamic RoPE uses
+        `length` from now on.
         """
         cfg, device = self.cfg, device or self.freq.device
         self.max_batch_size = batch_size
         self.max_seq_length = length
         self.longest_call = min(longest_call or length, length)
-        with torch.inference_mode(self.freq.is_inference()):   # in place: graphs know where it is
+        with torch.inference_mode(self.freq.is_inference()):   # in place: graphs hold its address
             self.freq.copy_(self.frequencies(length))
         size = {w: n_slots(w, length, self.longest_call) for w in cfg.window}
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
@@ -508,15 +511,15 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
                 kv_len: int | None = None, batch_idx: Tensor | None = None) -> Tensor:
-        """Logits of the positions in `logits_to_keep`, in fp32.
+        """tokens [B, T] -> fp32 logits [B, n, V] of the positions in logits_to_keep.
 
-        tokens [B, T]; pos [T] or [B, T], the absolute position of each token; logits_to_keep: of
-        the last n only, or of the indices [B, n] into T (right-padded rows end at different
-        places); kv_len: attend to the first kv_len positions only, which must be all so far;
-        batch_idx [B]: which rows of the cache these are, if not all. -> [B, n, V]
+        pos [T] or [B, T]: the absolute position of each token. logits_to_keep: the last n
+        positions, or indices [B, n] into T (right-padded rows end at different places). kv_len:
+        attend only to the first kv_len cache entries; must cover every position written so far.
+        batch_idx [B]: the cache rows of these sequences; None: all.
         """
         kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
-        if batch_idx is not None:                  # each row its own slots of the cache
+        if batch_idx is not None:                  # each row has its own slots
             pos = pos.expand(len(batch_idx), -1)
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
@@ -538,8 +541,8 @@ class Transformer(nn.Module):
 
     def embed_inputs(self, tokens: Tensor, pos: Tensor, kv_len: int,
                      batch_idx: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What the first layer takes [B, T, D], each RoPE's cos, sin, each window's slot, mask,
-        and perhaps what each layer is given of the tokens.
+        """Embedding lookup, RoPE tables, masks: x [B, T, D]; cos, sin of each RoPE; slot, mask of
+        each window; per-layer embeddings [B, T, L, P], if any.
         """
         x = self.embed_tokens(tokens, pos)                                 # [B, T, D]
         shared = cos_sin(pos, self.freq, self.amplitude)
@@ -553,7 +556,8 @@ class Transformer(nn.Module):
         return x, *shared
 
     def layer_inputs(self, shared: list[Tensor]) -> list[tuple]:
-        """embed_inputs()'s, from the second on -> each layer's (rope, slot, mask, and its own)."""
+        """The outputs of embed_inputs() after x -> the inputs of each layer: rope, slot, mask, and
+        its per-layer embedding, if any."""
         cfg, pairs = self.cfg, list(zip(shared[::2], shared[1::2]))
         own = [t.unbind(2) for t in shared[2 * len(pairs):]]
         ropes = dict(zip(self.ropes, pairs))
@@ -562,18 +566,18 @@ class Transformer(nn.Module):
                 for i in range(cfg.n_layer)]
 
     def unembed(self, x: Tensor) -> Tensor:
-        """What the last layer gives [B, n, D] -> logits [B, n, V], fp32."""
+        """The last layer's output [B, n, D] -> fp32 logits [B, n, V]."""
         return self.cap(self.head(self.norm(x)).float())
 
 
 def padded(rows: list[Tensor]) -> Tensor:
-    """Rows of equal length, or the shorter ones filled with zeros, as one tensor."""
+    """Stack 1-D tensors as rows, the shorter ones padded with zeros."""
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype,
                 max_rejected: int = 0) -> int:
-    """What setup_cache will allocate for the layers."""
+    """Bytes that setup_cache() will allocate for the layers."""
     with torch.device("meta"):
         model = Transformer(cfg)
         model.dtype = dtype

@@ -1,13 +1,13 @@
-"""Quantized weights: schemes, rounding, the linears that use them, a checkpoint's rounding.
+"""Quantization: schemes, rounding, quantized linears, quantizing a checkpoint.
 
-A scheme is one object: the tensors it stores (its leaves), how weights become these and back, and
-the product with them. A checkpoint is rounded while it is read. Knows no files and no families;
-gpt_faster/kernels/linear.py exchanges the linears for ones with quicker products. On disk, G being
-the group size:
+A scheme is one object: the tensors it stores (its leaves), quantization, dequantization and the
+product. A checkpoint is quantized while it is read. Knows no files and no families;
+gpt_faster/kernels/linear.py replaces the linears by ones with faster kernels. On disk, with group
+size G:
 
     int8     weight int8  [out, in]     scales [out]                 w = code * scale
     int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
-             a byte holds two neighbouring codes, the first one in its low half
+             a byte holds two adjacent codes, the first one in the low nibble
 
     python quantize.py --checkpoint_path org/name --mode int4 --groupsize 32
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and (Path(__file__).parent / "gpt_faster/cli/start.py").exists():
-    # The whole command: it adds to the flags below, and calls the functions below.
+    # The full command: it extends the flags below and calls the functions below.
     from gpt_faster.cli.start import quantize
     sys.exit(quantize())
 
@@ -34,35 +34,35 @@ from model import ExpertLinear, grouped_mm
 if TYPE_CHECKING:                                  # these files import this one
     from checkpoint import Checkpoint, LazyTensor
 
-LEAVES = ("weight", "scales", "zeros")             # what a scheme may store of a linear
-MODES = ("int8", "int4")                           # schemes without their group size
+LEAVES = ("weight", "scales", "zeros")             # tensors that a scheme may store for a linear
+MODES = ("int8", "int4")                           # scheme names without group size
 GROUPSIZES = (32, 64, 128, 256)
-# not MoE routers: they are tiny, and sensitive to rounding
+# no MoE routers: they are tiny, and sensitive to rounding
 LINEARS = re.compile(r"\.(w\w+|[qkv]|gate|up|down)\.weight$")
 
 
 # ---- Schemes ------------------------------------------------------------------------------------
 
 class Scheme:
-    """How the weights [..., out, in] of a linear are stored, rounded and multiplied by.
+    """How the weights [..., out, in] of a linear are stored, rounded and multiplied.
 
-    A leaf has the axes of the weights, or all but the last: then it serves a whole row. Slicing the
-    weights' input axis slices each leaf at the same fraction, so ranks shard both alike.
+    A leaf has the axes of the weight, or all but the last: one value per row. Slicing the weight's
+    input axis slices each leaf at the same fraction, so TP can shard leaves like weights.
     """
 
     name: str                                      # "int8", "int4-g32"
-    groupsize: int | None = None                   # weights of a row that share a scale; None: all
-    suffix = ""                                    # of a file's name, after the mode
-    serves_embedding = False                       # can rows be looked up?
+    groupsize: int | None = None                   # weights that share a scale; None: a whole row
+    suffix = ""                                    # of the file name, after the mode
+    serves_embedding = False                       # True if an embedding can look up its rows
 
     def leaves(self, shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Weights of this shape -> shape and dtype of each leaf."""
+        """Shape and dtype of each leaf, for weights of this shape."""
 
     def fits(self, n_in: int) -> bool:
-        """Can rows of n_in weights be stored?"""
+        """True if rows of n_in weights can be stored."""
 
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
-        """Rows [n, in] -> their leaves, rounded to nearest."""
+        """Rows [n, in] -> leaves, rounded to nearest."""
 
     def dequantize(self, weight, scales, zeros, dtype) -> Tensor:
         return dequantize(weight, scales, zeros, dtype)
@@ -92,7 +92,7 @@ class Int8(Scheme):
         return {"weight": self.codes(w, scales), "scales": scales}
 
     def scales(self, w: Tensor) -> Tensor:
-        """In bfloat16, so that every dtype a model runs in has the same numbers."""
+        """Stored in bfloat16, so that the values are the same in every dtype."""
         return (w.abs().amax(-1) / 127).clamp(min=1e-20).bfloat16()
 
     def codes(self, w: Tensor, scales: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Int8(Scheme):
 
 @dataclass(frozen=True)
 class Int4(Scheme):
-    """A scale and a zero for each `groupsize` neighbouring weights of a row."""
+    """A scale and a zero for each group of `groupsize` adjacent weights of a row."""
 
     groupsize: int = 32
 
@@ -129,19 +129,19 @@ class Int4(Scheme):
         return self.pack(self.codes(groups, scale, zero).flatten(-2), scale, zero)
 
     def grid(self, groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Groups [..., G] -> scale and zero [...]. importance [G]: how much an error counts."""
+        """Groups [..., G] -> scale and zero [...]. importance [G]: weights of squared errors."""
         return best_grid(groups, importance)
 
     def codes(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """w [..., n], scale and zero [...] -> 0 to 15 [..., n], as floating-point numbers."""
+        """w [..., n], scale and zero [...] -> codes 0 to 15 [..., n], as floats."""
         return ((w - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15)
 
     def values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """What codes [..., n] stand for."""
+        """Dequantize codes [..., n]."""
         return (codes - 8) * scale[..., None] + zero[..., None]
 
     def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
-        """codes [..., in], scale and zero [..., in/G] -> the leaves."""
+        """codes [..., in], scale and zero [..., in/G] -> leaves."""
         return {"weight": pack_nibbles(codes), "scales": scale.bfloat16(),
                 "zeros": zero.bfloat16()}
 
@@ -150,7 +150,7 @@ SCHEMES = {s.name: s for s in (Int8(), *(Int4(size) for size in GROUPSIZES))}
 
 
 def scheme_named(text: str, groupsize: int = 32) -> Scheme:
-    """ "int8", "int4-g64", or "int4" with this group size. ValueError lists the names."""
+    """ "int8", "int4-g64", or "int4" with this group size. ValueError lists the valid names."""
     if text == "int4":
         return Int4(groupsize)
     if text not in SCHEMES:
@@ -159,7 +159,7 @@ def scheme_named(text: str, groupsize: int = 32) -> Scheme:
 
 
 def scheme_of(shapes: dict[str, tuple[int, ...]], n_in: int | None = None) -> Scheme | None:
-    """The scheme whose leaves have these shapes, None for plain weights; n_in: their inputs."""
+    """The scheme whose leaves have these shapes; None: not quantized. n_in: the input width."""
     if "scales" not in shapes:
         return None
     if "zeros" not in shapes:
@@ -172,9 +172,9 @@ def scheme_of(shapes: dict[str, tuple[int, ...]], n_in: int | None = None) -> Sc
 
 
 def scheme_at(tensors: "dict[str, LazyTensor]", x: str, n_in: int | None = None) -> Scheme | None:
-    """The scheme of the linear `x` ("layers.0.attn.wq"), None if it is not quantized.
+    """The scheme of the linear `x` ("layers.0.attn.wq"); None: not quantized.
 
-    n_in: its inputs, if known. ValueError where its tensors do not fit each other.
+    n_in: its input width, if known. ValueError if its tensors do not match each other.
     """
     leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
     try:
@@ -183,19 +183,18 @@ def scheme_at(tensors: "dict[str, LazyTensor]", x: str, n_in: int | None = None)
         raise ValueError(f"{x}.{e}") from None
 
 
-# ---- Rounding, and what the codes stand for -----------------------------------------------------
+# ---- Quantize, dequantize -----------------------------------------------------------------------
 
-SHRINK = (1.0, 0.92, 0.84, 0.76, 0.66)             # of the range from min to max
-AT_ONCE = 1 << 16                                  # weights: temporaries stay in a core's cache
+SHRINK = (1.0, 0.92, 0.84, 0.76, 0.66)             # fractions of the range from min to max
+AT_ONCE = 1 << 16                                  # weights: temporaries fit in a core's cache
 
 
 def best_grid(groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Groups [..., G] -> the scale and zero [...] that cost the least squared error.
+    """Groups [..., G] -> the scale and zero [...] with the least squared error.
 
-    w = (code - 8) * scale + zero. importance [G]: how much an error of each weight counts. Tries
-    the range from the smallest to the largest weight and somewhat shorter ones, and each of these
-    grids once more after least squares have fitted it to its codes. Computed in fp32; scales and
-    zeros are numbers that bfloat16 has.
+    w = (code - 8) * scale + zero. importance [G]: weights of the squared errors. Tries the range
+    from min to max and some shorter ones, each also after a least-squares fit to its codes.
+    Computed in fp32; scales and zeros are rounded to bfloat16.
     """
     rows = groups.reshape(-1, groups.shape[-1])
     count = importance if importance is not None else rows.new_ones(rows.shape[-1])
@@ -216,18 +215,18 @@ def _best_grid_of(w: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _try_grid(w, count, scale, zero, best):
-    """-> the codes, and the better of this grid and the best so far: (error, scale, zero)."""
+    """Return the codes, and the better of this grid and the best so far: (error, scale, zero)."""
     codes = ((w - zero[:, None]) / scale[:, None]).round_().clamp_(-8, 7)
     error = (codes * scale[:, None]).add_(zero[:, None]).sub_(w).square_() @ count
     if best is None:
         return codes, (error, scale, zero)
-    better = error < best[0]                       # never of what is no number
+    better = error < best[0]                       # False for NaN
     pairs = zip((error, scale, zero), best)
     return codes, tuple(torch.where(better, new, old) for new, old in pairs)
 
 
 def _least_squares(w, count, codes, scale, zero):
-    """The scale and zero that fit these codes best; those given, where all codes are the same."""
+    """The least-squares scale and zero for these codes; unchanged where all codes are equal."""
     total = count.sum()
     code_mean, w_mean = codes @ count / total, w @ count / total
     spread = codes - code_mean[:, None]
@@ -243,7 +242,7 @@ def _as_bfloat16(t: Tensor) -> Tensor:
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """Codes 0 to 15 [..., in] -> bytes [..., in/2], the first of two neighbours low."""
+    """Codes 0 to 15 [..., in] -> bytes [..., in/2], the first code in the low nibble."""
     return q[..., ::2].to(torch.uint8) | q[..., 1::2].to(torch.uint8) << 4
 
 
@@ -252,7 +251,7 @@ def unpack_nibbles(weight: Tensor) -> Tensor:
 
 
 def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
-    """The weights [..., out, in] that the codes stand for, computed in fp32."""
+    """The weights [..., out, in], computed in fp32."""
     if zeros is None:
         return (weight.float() * scales[..., None].float()).to(dtype)
     q = unpack_nibbles(weight).float().unflatten(-1, (scales.shape[-1], -1)) - 8
@@ -262,8 +261,8 @@ def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> T
 def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """x [M, in] -> [M, out].
 
-    One row, compiled: Inductor fuses all of it into one pass over the codes. Else the weights are
-    dequantized first.
+    Compiled, with one row, Inductor fuses this into one pass over the codes. Otherwise the weights
+    are dequantized first.
     """
     if not (torch.compiler.is_compiling() and x.shape[0] == 1):
         return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
@@ -277,10 +276,10 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> 
 # ---- The modules --------------------------------------------------------------------------------
 
 class QuantizedLinear(nn.Module):
-    """A Linear [out, in] whose tensors are a scheme's leaves, as they lie on disk."""
+    """A Linear [out, in] that stores a scheme's leaves in the layout on disk."""
 
     def __init__(self, like: nn.Linear | ExpertLinear, scheme: Scheme, dtype: torch.dtype):
-        """Blank, on the meta device; dtype: of the activations."""
+        """Created on the meta device. dtype: of the activations."""
         super().__init__()
         self.shape = like.weight.shape
         self.bias = like.bias
@@ -305,7 +304,7 @@ class QuantizedExperts(QuantizedLinear):
     """An ExpertLinear [E, out, in], quantized."""
 
     def forward(self, x, ids, ends):
-        """x [M, in], each row for the expert in ids [M] -> [M, out]; ends as ExpertLinear's."""
+        """x [M, in], each row for the expert in ids [M] -> [M, out]; ends as in ExpertLinear."""
         if ends is None:
             leaves = (t if t is None else t[ids] for t in self.leaves())
             w = self.scheme.dequantize(*leaves, torch.float32)             # [M, out, in]
@@ -316,7 +315,7 @@ class QuantizedExperts(QuantizedLinear):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding that shares the weight of an int8 head."""
+    """An embedding that shares the weight of an int8 output layer."""
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
         super().__init__()
@@ -330,9 +329,9 @@ class QuantizedEmbedding(nn.Module):
 
 def put_quantized_linears(model: nn.Module, scheme_for: Callable[[str], Scheme | None],
                           dtype: torch.dtype) -> None:
-    """Exchange the linears of a blank model for which scheme_for(their name) gives a scheme.
+    """Replace the linears of a meta-device model for whose name scheme_for() returns a scheme.
 
-    A scheme at "embed" is that of a matrix that is embedding and head in one.
+    A scheme for "embed" means a tied matrix: embedding and output layer.
     """
     shared = scheme_for("embed")
     for name, module in list(model.named_modules()):
@@ -344,16 +343,16 @@ def put_quantized_linears(model: nn.Module, scheme_for: Callable[[str], Scheme |
         model.embed = QuantizedEmbedding(model.head, dtype)
 
 
-# ---- Rounding a checkpoint while it is read -----------------------------------------------------
+# ---- Quantizing a checkpoint while it is read ---------------------------------------------------
 
 def quantized(source: "Checkpoint", mode: str, groupsize: int = 32, head: str = "int8",
               device="cpu") -> "Checkpoint":
-    """The checkpoint with codes and scales for weights, rounded on `device` as they are read.
+    """The checkpoint with quantized weights, rounded on `device` as they are read.
 
-    mode: int8, one scale per row; int4, a scale and a zero per `groupsize` weights of a row, or
-    int4-g64 and the like. head: none, int8 or int4, of the output; where it is the embedding too,
-    int8 serves both and int4 is a copy for the output.
-    ValueError where weights are quantized already, or the group size does not divide their inputs.
+    mode: int8 (one scale per row), int4 (a scale and a zero per `groupsize` weights of a row), or
+    int4-g64 etc. head: none, int8 or int4 for the output layer. If it is tied to the embedding,
+    int8 serves both, and int4 is a copy for the output layer.
+    ValueError if weights are quantized already, or the group size does not divide the input width.
     """
     refuse_quantized(source)
     schemes = schemes_for(source, mode, groupsize, head)
@@ -363,11 +362,11 @@ def quantized(source: "Checkpoint", mode: str, groupsize: int = 32, head: str = 
 
 def refuse_quantized(source: "Checkpoint") -> None:
     if scheme := describe(source):
-        raise ValueError(f"{source.path} is quantized already ({scheme}): start from the original")
+        raise ValueError(f"{source.path} is already quantized ({scheme}): use the original model")
 
 
 def schemes_for(source: "Checkpoint", mode: str, groupsize: int, head: str) -> dict[str, Scheme]:
-    """The tensors to quantize -> how; arguments as quantized()'s. Not those that are already."""
+    """The scheme of each tensor that is to be quantized; arguments as in quantized()."""
     done = {f"{name.removesuffix('.scales')}.weight" for name in source.tensors
             if name.endswith(".scales")}
     schemes = {name: scheme_named(mode, groupsize) for name in source.tensors
@@ -381,10 +380,10 @@ def schemes_for(source: "Checkpoint", mode: str, groupsize: int, head: str) -> d
 
 def with_leaves(source: "Checkpoint", schemes: dict[str, Scheme],
                 leaves_of: Callable) -> "dict[str, LazyTensor]":
-    """The checkpoint's tensors with leaves_of(tensor, scheme) in place of those in `schemes`.
+    """The checkpoint's tensors, those in `schemes` replaced by leaves_of(tensor, scheme).
 
-    From the first layer to the last, as GPTQ needs them.
-    ValueError where a group size does not divide the inputs.
+    In the order of the layers, as GPTQ needs them. ValueError if a group size does not divide the
+    input width.
     """
     everything = dict(source.tensors)
     if "head.weight" in schemes and "head.weight" not in everything:   # tied
@@ -416,16 +415,16 @@ def _check_groups(tensors: "dict[str, LazyTensor]", schemes: dict[str, Scheme]) 
 
 
 def rounded_leaves(t: "LazyTensor", scheme: Scheme, device="cpu") -> "list[LazyTensor]":
-    """X.weight, X.scales, … in place of a tensor X.weight."""
+    """A tensor X.weight -> X.weight, X.scales, …"""
     return lazy_leaves(t, scheme, RoundedRows(t, scheme, device).read)
 
 
 def lazy_leaves(t: "LazyTensor", scheme: Scheme, read: Callable) -> "list[LazyTensor]":
-    """The leaves of t, made by read(leaf, a, b) of its rows a to b."""
+    """The leaves of t. read(leaf, a, b) makes a leaf of rows a to b of t."""
     def lazy(leaf, shape, dtype):
         row = shape[2:] if len(shape) > 2 else shape[1:]
 
-        def read_rows(a, b):                       # of experts' scales one row is many of t's
+        def read_rows(a, b):                       # a row of experts' scales is many rows of t
             times = t.n_row // leaf_tensor.n_row
             return read(leaf, times * a, times * b).view(b - a, *row)
         name = f"{t.name.removesuffix('.weight')}.{leaf}"
@@ -435,15 +434,16 @@ def lazy_leaves(t: "LazyTensor", scheme: Scheme, read: Callable) -> "list[LazyTe
 
 
 class RoundedRows:
-    """Rounds row blocks of a tensor. Each block is rounded once and gives all its leaves.
+    """Quantizes a tensor in blocks of rows. Each block is rounded once for all of its leaves.
 
-    The other leaves of a block of codes are kept until they are read, in blocks of any size. Any
-    other order of reading gives the same numbers, and rounds again.
+    Reading a block of codes keeps the other leaves of the block until they are read, in blocks of
+    any size. Any other order of reading gives the same values, and rounds again.
     """
 
     def __init__(self, t: "LazyTensor", scheme: Scheme, device):
         self.tensor, self.scheme, self.device = t, scheme, device
-        self.rows_kept = {}                        # leaf -> a buffer of all rows; which are there
+        self.rows_kept = {}                        # leaf -> a buffer of all rows, and a mask of
+                                                   # those that are filled
 
     def read(self, leaf: str, a: int, b: int) -> Tensor:
         buffer, there = self.rows_kept.get(leaf, (None, None))
@@ -456,8 +456,8 @@ class RoundedRows:
         leaves = self.scheme.quantize(self.tensor.read_rows(a, b).to(self.device))
         for other, rows in leaves.items():
             if other != "weight" and not rows.isfinite().all():
-                raise ValueError(f"{self.tensor.name} has weights that are infinite or no numbers")
-            if other != "weight" and leaf == "weight":     # codes are large: rounded again
+                raise ValueError(f"{self.tensor.name} has NaN or infinite weights")
+            if other != "weight" and leaf == "weight":     # codes are too large to keep
                 self._keep(other, a, b, rows.cpu())
         return leaves[leaf].cpu()
 
@@ -472,7 +472,7 @@ class RoundedRows:
 
 
 def schemes(source: "Checkpoint") -> tuple[str, str]:
-    """Of the linears and of the head, as the tensors say: "none", "int8", "int4-g32", …"""
+    """Schemes of the linears and of the output layer: "none", "int8", "int4-g32", …"""
     linears, head = {}, {}
     for name in source.tensors:
         x, _, leaf = name.rpartition(".")
@@ -483,7 +483,7 @@ def schemes(source: "Checkpoint") -> tuple[str, str]:
 
 
 def describe(source: "Checkpoint") -> str:
-    """schemes() in words, and how they were found; "" if nothing is quantized."""
+    """schemes() as text, and "by GPTQ" where it applies; "" if nothing is quantized."""
     linears, head = schemes(source)
     by = " by GPTQ" if (source.quantization or {}).get("gptq") else ""
     return "" if (linears, head) == ("none", "none") else f"{linears}{by}, head {head}"
@@ -493,26 +493,27 @@ def describe(source: "Checkpoint") -> str:
 
 def add_flags(p: argparse.ArgumentParser, checkpoints: str, modes: tuple[str, ...] = MODES,
               mode_help: str = "") -> None:
-    """gpt-fast's flags; checkpoints: which the command reads, for --help."""
+    """Add gpt-fast's flags. checkpoints: the kinds that the command reads, for --help."""
     add = p.add_argument
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help=checkpoints)
     add("--mode", choices=modes, default="int8",
-        help="int8: a scale for each row; int4: a scale and a zero for each group" + mode_help)
+        help="int8: one scale per row; int4: a scale and a zero per group" + mode_help)
     add_choices(add)
-    add("--label", default="", help="put into the default file name: model_LABELint8.pth")
+    add("--label", default="", help="part of the default file name: model_LABELint8.pth")
 
 
 def add_choices(add: Callable) -> None:
-    """For every command that rounds weights."""
+    """Flags of every command that quantizes."""
     add("--groupsize", type=int, choices=GROUPSIZES, default=32,
-        help="int4: weights of a row that share a scale")
+        help="int4: number of weights that share a scale")
     add("--quantize_head", choices=["none", *MODES], default="int8",
-        help="the output layer; int8 also serves the embedding where both are one matrix")
+        help="scheme of the output layer; int8 also serves a tied embedding")
 
 
 def write(source: "Checkpoint", output: Path, load_tokenizer: Callable,
           dtype: torch.dtype | None = None, quiet: bool = False) -> None:
-    """A .pth that works alone: with the tokenizer, unless its files are beside it."""
+    """Write a self-contained .pth: it includes the tokenizer unless its files are in the same
+    directory."""
     from checkpoint import save_checkpoint
     files, state = source.tokenizer, None
     if not isinstance(files, Path) or files.resolve() != output.parent.resolve():
@@ -535,7 +536,7 @@ def run(argv: list[str] | None) -> int:
     add_flags(parser, "a Hugging Face directory, a .pth, or a hub name org/name")
     args = parser.parse_args(argv)
     if args.checkpoint_path is None:
-        raise ValueError("--checkpoint_path is needed")
+        raise ValueError("--checkpoint_path is required")
     path = resolve(args.checkpoint_path)
     suffix = scheme_named(args.mode, args.groupsize).suffix
     output = output_path(path, f"model_{args.label}{args.mode}{suffix}.pth")
@@ -546,7 +547,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command of the core alone -> its exit status; bad input is one line on stderr, and 2."""
+    """The command of the core alone -> exit status. Bad input: one line on stderr, status 2."""
     from checkpoint import Unforeseen, first_line
     try:
         return run(argv)
@@ -557,6 +558,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-if __name__ == "__main__":                         # without gpt_faster/cli/ beside it
-    sys.modules["quantize"] = sys.modules["__main__"]      # checkpoint.py imports it: one module
+if __name__ == "__main__":                         # only without gpt_faster/
+    sys.modules["quantize"] = sys.modules["__main__"]      # checkpoint.py imports quantize
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""From logits to tokens: each row's parameters, the filters, and the draw.
+"""Logits to tokens: sampling parameters of each row, the filters, and the draw.
 
-It knows neither the model nor the tokenizer. Rows of one batch may differ in every parameter:
-these are tensors, so that a compiled step serves any of them. To add a filter, give SamplingParams
-a field whose default changes nothing, RANGES its values, and FILTERS the function that says which
-tokens stay; LOGIT_FILTERS, where it needs logits and not probabilities. What depends on the tokens
-so far is a logits processor, as RepetitionPenalty.
+Knows neither the model nor the tokenizer. Every parameter may differ between the rows of a batch:
+parameters are tensors, so one compiled step serves all values. To add a filter, add a field with a
+neutral default to SamplingParams, its range to RANGES, and a function that returns which tokens
+stay to FILTERS, or to LOGIT_FILTERS if it needs logits instead of probabilities. A filter that
+depends on earlier tokens is a logits processor, like RepetitionPenalty.
 
     sampler = Sampler([SamplingParams(temperature=0.8)] * B, n_vocab)
     token = sampler(logits)                        # [B, V] -> [B, 1], without a host sync
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 
 class Range(NamedTuple):
-    """The values that a parameter may have."""
+    """The range of a parameter."""
 
     kind: type
     minimum: float
     maximum: float
-    above: bool = False                            # the minimum itself is not allowed
+    above: bool = False                            # the minimum itself is excluded
 
     def check(self, value):
-        """-> the value. ValueError says what it may be."""
+        """Return the value. ValueError states the range."""
         is_enough = value > self.minimum if self.above else value >= self.minimum
         if not (is_enough and value <= self.maximum):          # NaN is neither
             least = f"{'above' if self.above else 'at least'} {self.minimum}"
@@ -35,7 +35,7 @@ class Range(NamedTuple):
         return value
 
     def of(self, value):
-        """A number as JSON has it -> the value, of `kind`. ValueError says what it may be."""
+        """A JSON number -> a value of type `kind`. ValueError states the range."""
         is_one = type(value) in (int, float) and value - value == 0        # inf and NaN are not
         if not is_one or self.kind is int and value != int(value):
             what = "an integer" if self.kind is int else "a number"
@@ -43,8 +43,8 @@ class Range(NamedTuple):
         return self.kind(self.check(value))
 
 
-# Flags, JSON lines, requests and a model's generation_config.json ask this table. Its values fit
-# into fp32 and int64, and leave the logits finite.
+# Used for flags, JSON lines, HTTP requests and generation_config.json. All values fit in fp32 and
+# int64 and keep the logits finite.
 RANGES = {
     "temperature": Range(float, 0, 1e6),
     "top_k": Range(int, 0, 1 << 30),
@@ -58,9 +58,9 @@ RANGES = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample a row. Defaults are neutral: the model's own distribution.
+    """Sampling parameters of one row. The defaults are neutral: the model's own distribution.
 
-    ValueError names a value that is not in its range.
+    ValueError names a value that is out of range.
     """
 
     temperature: float = 1.0                       # 0: greedy
@@ -68,7 +68,7 @@ class SamplingParams:
     top_p: float = 1.0                             # 1: off; arXiv 1904.09751
     min_p: float = 0.0                             # 0: off; arXiv 2407.01082
     repetition_penalty: float = 1.0                # 1: off; arXiv 1909.05858
-    seed: int | None = None                        # of this row alone; None: the batch's generator
+    seed: int | None = None                        # of this row; None: from the batch's generator
     top_n_sigma: float = 0.0                       # 0: off; arXiv 2411.07641
 
     def __post_init__(self):
@@ -86,11 +86,11 @@ NEUTRAL = SamplingParams()
 
 
 # ---- Filters: probs [B, C] and each row's parameter [B, 1] -> True where a token stays ----------
-# At least one must stay in every row. probs sum to 1 over what the filters before have kept; they
-# are of all tokens or, in descending order, of the likeliest. Parameters [1, 1] are of all rows.
+# Each row must keep at least one token. probs are renormalized after every filter. They cover the
+# whole vocabulary or a shortlist in descending order. A parameter [1, 1] applies to all rows.
 
 def keep_top_k(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """The k likeliest, and all that tie with the last. 0: all; most: what top_k is at most."""
+    """The k most likely tokens, and all that tie with the last. 0: all. most: the largest top_k."""
     if most > MOST_SORTED:
         return keep_likeliest(probs, torch.ones_like(probs), top_k) | (top_k == 0)
     ordered = probs.topk(min(most, probs.shape[-1])).values
@@ -99,7 +99,8 @@ def keep_top_k(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The fewest likeliest that have top_p together, and all that tie with the last. 1: all."""
+    """The fewest most likely tokens whose probabilities sum to top_p, and all that tie with the
+    last. 1: all."""
     return keep_likeliest(probs, probs, top_p) | (top_p >= 1)
 
 
@@ -108,20 +109,20 @@ def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 FILTERS = {"top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p}  # in this order
-MOST_SORTED = 4096                                 # of more tokens a sort takes longer than halving
+MOST_SORTED = 4096                                 # for more tokens bisection is faster than a sort
 
 
 def keep_likeliest(probs: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
-    """The tokens whose likelier ones have less than limit [B, 1] of the weights [B, C] together: of
-    tokens that tie all stay or none."""
+    """Keep a token if the weights [B, C] of all more likely tokens sum to less than limit [B, 1].
+    Tokens that tie are kept or dropped together."""
     if probs.shape[-1] <= MOST_SORTED:
         ordered, order = probs.sort(-1, descending=True)
         weight = weight.gather(-1, order)
         n_more = (weight.cumsum(-1) - weight < limit)[..., 1:].sum(-1, keepdim=True)   # than one
         return probs >= ordered.gather(-1, n_more)
-    bits = probs.contiguous().view(torch.int32)    # in the order of the positive floats themselves
+    bits = probs.contiguous().view(torch.int32)    # positive floats sort like their bit patterns
     low, high = torch.zeros_like(bits[..., :1]), bits.amax(-1, keepdim=True)
-    for _ in range(31):                            # halvings of all that the last one's may be
+    for _ in range(31):                            # bisect the bit pattern of the last kept token
         middle = low + (high - low) // 2
         stays = (weight * (bits > middle)).sum(-1, keepdim=True) < limit
         low = torch.where(stays, low, middle + 1)
@@ -130,17 +131,17 @@ def keep_likeliest(probs: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
 
 
 def renormalized(probs: Tensor, stays: Tensor, is_off: Tensor) -> Tensor:
-    """Without the tokens that do not stay. is_off [B, 1]: rows that are left as they are."""
+    """Drop the tokens where `stays` is False. is_off [B, 1]: rows to leave unchanged."""
     kept = probs * stays
     return torch.where(is_off, probs, kept / kept.sum(-1, keepdim=True))
 
 
-# ---- Filters that see logits [B, V]: after the processors, before the temperature ----------------
+# ---- Filters of logits [B, V]: after the processors, before the temperature ----------------------
 
 def keep_top_n_sigma(logits: Tensor, n: Tensor) -> Tensor:
-    """Those at most n standard deviations below the best; n [B, 1], 0: all.
+    """The tokens at most n standard deviations below the maximum; n [B, 1], 0: all.
 
-    The deviation is that of the logits that are finite: what a grammar forbids does not count.
+    The standard deviation excludes logits of -inf, which a grammar sets.
     """
     allowed = logits > -torch.inf
     count = allowed.sum(-1, keepdim=True)
@@ -153,34 +154,33 @@ def keep_top_n_sigma(logits: Tensor, n: Tensor) -> Tensor:
 LOGIT_FILTERS = {"top_n_sigma": keep_top_n_sigma}
 
 
-# ---- Logits processors: what a row's tokens so far do to its logits ------------------------------
+# ---- Logits processors: they change logits by the tokens so far ----------------------------------
 
 class Processor(nn.Module):
-    """Keeps state for each row. One of your own is appended to sampler.processors before anything
-    is compiled.
+    """Keeps a state for each row. Append your own to sampler.processors before compiling.
 
-    begin() is called for a new sequence in a row, observe() after each token, forward(logits, rows,
-    draft_tokens) on the logits of some rows. One that says with use() which rows need it may be
-    left out where none of these does; one that does not is always called.
+    begin() is called for a new sequence in a row, observe() after each token, and forward(logits,
+    rows, draft_tokens) on the logits of some rows. A processor that calls use() may be skipped when
+    none of the rows in a call needs it; one that never does is always called.
     """
 
     def __init__(self):
         super().__init__()
-        self.users = None                          # rows that need it; None: all
+        self.users = None                          # rows that need this processor; None: all
 
     def use(self, row: int, needed: bool) -> None:
         self.users = self.users or set()
         (self.users.add if needed else self.users.discard)(row)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
-        """A new sequence in this row."""
+        """A new sequence begins in this row."""
 
     def observe(self, token: Tensor) -> None:
-        """token [B, 1] has been generated."""
+        """token [B, 1] was generated."""
 
 
 class RepetitionPenalty(Processor):
-    """Makes the tokens of prompt and answer less likely."""
+    """Makes tokens of the prompt and the generated text less likely."""
 
     def __init__(self, n_row: int, n_vocab: int, device):
         super().__init__()
@@ -194,14 +194,14 @@ class RepetitionPenalty(Processor):
         self.penalty[row] = params.repetition_penalty
         seen = torch.zeros(self.seen.shape[1], dtype=torch.bool, pin_memory=self.seen.is_cuda)
         seen[prompt] = True
-        self.seen[row].copy_(seen, non_blocking=True)          # pinned: a GPU is not waited for
+        self.seen[row].copy_(seen, non_blocking=True)          # pinned: no sync with the GPU
 
     def observe(self, token: Tensor) -> None:
         self.seen.scatter_(1, token, True)
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
-        """logits [b, V] of these rows. Or, when one row's drafts are verified, [T, V]: the last
-        place has seen all of draft_tokens [1, k] too, each place before it one less."""
+        """logits [b, V] of these rows. When the drafts of one row are verified, [T, V]: the last
+        position follows all of draft_tokens [1, k], and each earlier position one fewer."""
         seen = self.seen[rows]
         if draft_tokens is not None:
             seen = seen | (counts_so_far(draft_tokens, *logits.shape) > 0)
@@ -211,8 +211,8 @@ class RepetitionPenalty(Processor):
 
 
 def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
-    """How often each place [n_place, V] has seen each of draft_tokens [1, k]: the last place all,
-    each place before it one less."""
+    """Counts [n_place, V] of the draft_tokens [1, k] before each position: the last position has
+    all of them before it, and each earlier position one fewer."""
     one_hot = F.one_hot(draft_tokens[0], n_vocab)
     return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]
 
@@ -220,49 +220,50 @@ def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
 # ---- The draw -----------------------------------------------------------------------------------
 
 def draw(probs: Tensor, ids: Tensor | None, noise: Tensor) -> Tensor:
-    """argmax(p / Exp(1)) is a draw from p: no multinomial, no sync. -> token ids [B, 1].
+    """Draw token ids [B, 1] from probs: argmax(p / Exp(1)) is distributed as p and needs no sync.
 
-    noise [B, C]: of the candidates, whose token ids these are; None: all tokens.
+    ids [B, C]: the token ids of the candidates; None: the whole vocabulary. noise [B, C]: Exp(1).
     """
     winner = (probs / noise).argmax(-1, keepdim=True)
     return winner if ids is None else ids.gather(-1, winner)
 
 
 def exponential(uniform: Tensor) -> Tensor:
-    """Exp(1) of numbers uniform in [0, 1), never zero: 0 / 0 would win every race."""
+    """Uniform in [0, 1) -> Exp(1). Never zero, since 0 / 0 = NaN would win argmax."""
     return (-torch.log1p(-uniform)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """Random numbers in [0, 1) that are a function of both, int64: SplitMix64 (Steele et al., "Fast
-    splittable pseudorandom number generators", 2014). So no generator has a state that a compiled
-    step, another row or another order of calls would change."""
+    """Counter-based random numbers: seed and counter, int64 -> [0, 1). SplitMix64 (Steele et al.,
+    "Fast splittable pseudorandom number generators", 2014). It has no state, so compiled steps,
+    other rows and the order of calls do not change the result."""
     x = (seed + counter) * -7046029254386353131    # 0x9E3779B97F4A7C15, from the golden ratio
     x = (x ^ shifted(x, 30)) * -4658895280553007687            # 0xBF58476D1CE4E5B9
     x = (x ^ shifted(x, 27)) * -7723592293110705685            # 0x94D049BB133111EB
     bits = (x ^ shifted(x, 31)) & (1 << 63) - 1
-    return (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)   # fine steps near 0
+    return (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)   # full resolution near 0
 
 
 def shifted(x: Tensor, n: int) -> Tensor:
-    """To the right, and zeros come in."""
+    """Logical right shift."""
     return x >> n & (1 << 64 - n) - 1
 
 
-COLUMNS = ("temperature", *FILTERS, *LOGIT_FILTERS)        # tensors [B, 1]: a value for each row
+COLUMNS = ("temperature", *FILTERS, *LOGIT_FILTERS)        # stored as tensors [B, 1]
 
 
 class Sampler(nn.Module):
-    """The sampling of a batch: each row's parameters, its seed, and its logits processors.
+    """Samples a batch: the parameters and seed of each row, and the logits processors.
 
-    What a step computes is fixed here, by `rows` and whatever may come `later`: the filters that
-    some row uses, whether all rows are greedy, whether some are.
+    The traced step is fixed at construction: it has the filters that `rows` or `later` use, and
+    knows whether all or some of them are greedy. List in `later` any parameters a row may get
+    afterwards.
     """
 
-    @torch.inference_mode(False)                   # ordinary tensors even if the caller is in it
+    @torch.inference_mode(False)                   # normal tensors even in an inference_mode caller
     def __init__(self, rows: list[SamplingParams], n_vocab: int, device="cpu",
                  generator: torch.Generator | None = None, later: list[SamplingParams] = ()):
-        """generator: gives a seed to each sequence that brings none."""
+        """generator: draws the seed of each sequence whose parameters have none."""
         super().__init__()
         known = [*rows, *later]
         n_row = len(rows)
@@ -281,7 +282,7 @@ class Sampler(nn.Module):
             column = [[float(getattr(p, name))] for p in rows]
             self.register_buffer(name, torch.tensor(column, device=device))
         self.register_buffer("seeds", torch.zeros(n_row, 1, dtype=torch.int64, device=device))
-        self.register_buffer("not_finite", torch.zeros(n_row, 1, device=device))   # see note()
+        self.register_buffer("not_finite", torch.zeros(n_row, 1, device=device))   # set by note()
         self.processors = nn.ModuleList()
         if any(p.repetition_penalty != 1 for p in known):
             penalty = RepetitionPenalty(n_row, n_vocab, device)
@@ -290,9 +291,9 @@ class Sampler(nn.Module):
             self._seed(row)
 
     def begin(self, row: int, prompt: list[int], params: SamplingParams | None = None) -> None:
-        """A new sequence in this row. params: None keeps those of the last one.
+        """Begin a new sequence in this row. params: None keeps the row's parameters.
 
-        ValueError where they need what `rows` and `later` did not announce.
+        ValueError if params need a filter, penalty or top_k that `rows` and `later` did not list.
         """
         if params is not None:
             self._check(params)
@@ -328,43 +329,44 @@ class Sampler(nn.Module):
                 raise ValueError(f"no row was to have {name}: {params}")
 
     def note(self, logits: Tensor, rows=slice(None)) -> None:
-        """Remember on the device which of these rows have logits [b, V] that are none.
+        """Record on the device which of these rows have invalid logits [b, V].
 
-        not_finite [B, 1]: 0 for a row whose logits have all been numbers, or -inf for some tokens;
-        NaN from then on where one was infinite or NaN, or all were -inf. Read where tokens are.
+        not_finite [B, 1] is 0 as long as a row's logits are finite, or -inf for some tokens. It
+        becomes NaN for good once a logit is NaN or +inf, or all are -inf. The caller reads it
+        together with the tokens.
         """
         best = logits.amax(-1, keepdim=True)
         self.not_finite[rows] += best - best       # inf - inf is NaN
 
     def observe(self, token: Tensor) -> None:
-        """token [B, 1] has been generated."""
+        """token [B, 1] was generated."""
         for processor in self.processors:
             processor.observe(token)
 
     def noise(self, rows, pos: Tensor, ids: Tensor | None = None, draft: bool = False) -> Tensor:
-        """Exp(1) for the tokens that may follow pos [1] or [b, 1] in these rows: of ids [b, C], or
-        of all [b, V].
+        """Exp(1) noise for the candidates ids [b, C], or the whole vocabulary [b, V], that may
+        follow pos [1] or [b, 1] in these rows.
 
-        A function of the row's seed, the position and the token: the same however a step is run,
-        in any company. draft: of a model that drafts.
+        A function of the row's seed, the position and the token id, so it does not depend on the
+        engine or on other rows. draft: noise for the draft model.
         """
-        if self.all_greedy:                        # there is nothing to draw
+        if self.all_greedy:                        # nothing to draw
             return torch.ones(1, 1, device=self.seeds.device)
         if ids is None:
             ids = torch.arange(self.n_vocab, device=self.seeds.device)
         return exponential(uniform(self.seeds[rows], self.counter(pos.view(-1, 1), draft) + ids))
 
     def chance(self, pos: Tensor) -> Tensor:
-        """In [0, 1), of row 0, for each of pos [k]: is a draft accepted there?"""
+        """Uniform in [0, 1) for row 0 at each of pos [k]: decides if the draft is accepted."""
         return uniform(self.seeds[0], self.counter(pos, True) + self.n_vocab)
 
     def counter(self, pos: Tensor, draft: bool) -> Tensor:
-        """Where the tokens of a position are counted from: far from those of any other."""
+        """The counter of token 0 at a position, far from the counters of all other positions."""
         return (2 * pos + draft) * 0x632BE59BD9B4E019
 
     def processed(self, logits: Tensor, rows=slice(None),
                   draft_tokens: Tensor | None = None) -> Tensor:
-        """logits [b, V] of these rows behind the processors and the filters that see logits.
+        """Apply the processors and the logit filters to logits [b, V] of these rows.
 
         draft_tokens: see RepetitionPenalty.
         """
@@ -376,13 +378,12 @@ class Sampler(nn.Module):
 
     def distribution(self, logits: Tensor, rows=slice(None),
                      shortlist: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """processed() logits [b, V] of these rows -> probs [b, C] of the candidates, and their ids;
-        None: all tokens.
+        """processed() logits [b, V] of these rows -> probs [b, C] of the candidates and their token
+        ids; ids None: the whole vocabulary.
 
-        Greedy is one token of probability 1. The order is transformers': temperature, top-k, top-p,
-        min-p. shortlist: only so many of the likeliest are looked at, of rows that are not greedy.
-        The caller finds out whether all that may stay are among them: the last one's probability
-        is 0 then.
+        A greedy row has one token of probability 1. Temperature, top-k, top-p and min-p are applied
+        in transformers' order. shortlist: consider only this many of the most likely tokens; no row
+        may be greedy. The shortlist was long enough if its last probability is 0.
         """
         if self.all_greedy:
             ids = logits.argmax(-1, keepdim=True)
@@ -394,29 +395,30 @@ class Sampler(nn.Module):
             best = logits.argmax(-1, keepdim=True)
             one_hot = torch.full_like(logits, -torch.inf).scatter(1, best, 0.0)
             logits = torch.where(temperature == 0, one_hot, logits)
-        best, cool = logits.amax(-1, keepdim=True), temperature.clamp(min=1e-20)
+        best = logits.amax(-1, keepdim=True)
+        cool = temperature.clamp(min=1e-20)
         probs = torch.softmax((logits - best) / cool, dim=-1)  # tiny temperatures too
         if shortlist is not None and not self.top_k[rows].all():
             mass = [((t - best) / cool).logsumexp(-1, keepdim=True) for t in (logits, everything)]
-            probs = probs * (mass[0] - mass[1]).exp()          # of the whole vocabulary's
+            probs = probs * (mass[0] - mass[1]).exp()          # normalize by the whole vocabulary
         cut_short = None
         for name, keep in self.filters.items():
             value = getattr(self, name)[rows]
             stays = keep(probs, value, self.most_k) if name == "top_k" else keep(probs, value)
             if name == "top_k" and shortlist is not None:
-                cut_short = stays[:, -1:] & (value > 0)        # its mass is not all of the top k's
+                cut_short = stays[:, -1:] & (value > 0)        # ties with the k-th are missing
             probs = renormalized(probs, stays, value == getattr(NEUTRAL, name))
         if cut_short is not None:
             probs[:, -1:] = torch.where(cut_short, 1.0, probs[:, -1:])
         return probs, ids
 
     def sample(self, logits: Tensor, rows, pos: Tensor) -> Tensor:
-        """logits [b, V] of these rows, after pos [1] or [b, 1] -> token [b, 1]."""
+        """logits [b, V] of these rows at pos [1] or [b, 1] -> the next token [b, 1]."""
         probs, ids = self.distribution(self.processed(logits, rows), rows)
         return ids if self.all_greedy else draw(probs, ids, self.noise(rows, pos, ids))
 
     def forward(self, logits: Tensor, rows=slice(None), pos: Tensor | None = None) -> Tensor:
-        """As sample(). pos None: each call stands for the next position."""
+        """Like sample(). pos None: each call counts as the next position."""
         if pos is None:
             pos = torch.tensor([self.n_call], device=self.seeds.device)
             self.n_call += 1

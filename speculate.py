@@ -1,9 +1,9 @@
 """Speculative decoding (arXiv 2211.17192): draft some tokens cheaply, verify them all in one call.
 
-The output is what plain decoding would give: greedily the same tokens, else draws from the same
-distribution. A SpeculativeBatch is a generate.Batch of one row. What drafts (a model here, look-up
-in decoding/ngram.py) and how many tokens (always as many here, by their cost in
-decoding/draft_length.py) it is given.
+The output equals plain decoding: the same tokens if greedy, else draws from the same distribution.
+SpeculativeBatch is a generate.Batch of one row. It takes a drafter (here a draft model; n-gram
+lookup is in decoding/ngram.py) and a policy for the draft length (here fixed; adaptive in
+decoding/draft_length.py).
 
     batch = SpeculativeBatch(model, sampler, steps, ModelDrafter(draft), FixedLength(5), 5)
 """
@@ -20,12 +20,12 @@ import tp
 from generate import Batch, CompiledStep, Steps, bucket, to_device
 from sampling import Sampler, draw
 
-# ---- What is accepted ---------------------------------------------------------------------------
+# ---- Verification -------------------------------------------------------------------------------
 
 def token_probs(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
-    """What a distribution, probs [T, C] and their token ids, gives to tokens [T, m] -> [T, m].
+    """The probabilities [T, m] of tokens [T, m] under dist: probs [T, C] and token ids [T, C].
 
-    ids None: the candidates are the vocabulary. tokens None: all of the vocabulary is asked for.
+    ids None: probs cover the whole vocabulary. tokens None: return the whole vocabulary, [T, V].
     """
     probs, ids = dist
     if ids is None and tokens is None:
@@ -41,11 +41,12 @@ def token_probs(dist: tuple, tokens: Tensor | None, n_vocab: int) -> Tensor:
 
 def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
            noise: Callable, n_vocab: int) -> tuple[Tensor, Tensor]:
-    """draft_tokens [1, k] -> tokens [1, k + 1] and n []: n drafts and one more token count.
+    """draft_tokens [1, k] -> tokens [1, k + 1] and n []: the first n + 1 tokens are valid.
 
-    target: the distributions at k + 1 places; draft: those that the k drafts were drawn from. A
-    draft x is kept with probability min(1, p(x) / q(x)), for chance [k] uniform in [0, 1); the
-    first that is not is replaced by a draw from max(0, p - q), for noise(ids) as sampling.py's.
+    target: the model's distributions p at k + 1 positions; draft: the distributions q that the k
+    drafts were drawn from. Draft x is accepted with probability min(1, p(x) / q(x)), decided by
+    chance [k], uniform in [0, 1). The first rejected draft is replaced by a draw from max(0, p - q)
+    with noise(ids), see Sampler.noise().
     """
     p, ids = target                                                        # [k + 1, C]
     x = draft_tokens.T                                                     # [k, 1]
@@ -55,7 +56,7 @@ def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
     accepted = p_draft > chance[:, None] * q_draft                         # [k, 1]
     n = accepted[:, 0].int().cumprod(0).sum()
     rest = (p[:-1] - token_probs(draft, at_drafts[1], n_vocab)).clamp(min=0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:-1])       # rounding left nothing
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:-1])       # p = q up to rounding
     rest = torch.cat((rest, p[-1:]))
     row = n.view(1)
     own_ids = None if ids is None else ids[row]
@@ -65,7 +66,7 @@ def accept(target: tuple, draft: tuple, draft_tokens: Tensor, chance: Tensor,
 
 
 def verify(model, token, drafts, probs, ids, pos, kv_len, sampler) -> tuple:
-    """token [1, 1] at pos [1] and drafts [1, k] after it -> accept()'s."""
+    """Run token [1, 1] at pos [1] and the drafts [1, k] that follow it -> accept()'s result."""
     n = drafts.shape[1] + 1
     tokens = torch.cat((token, drafts), dim=1)
     places = pos + torch.arange(n, device=pos.device)
@@ -74,7 +75,7 @@ def verify(model, token, drafts, probs, ids, pos, kv_len, sampler) -> tuple:
     target = sampler.distribution(sampler.processed(logits, every, drafts))
     accepted, count = accept(target, (probs, ids), drafts, sampler.chance(places[:-1]),
                              partial(sampler.noise, every, pos), sampler.n_vocab)
-    best = logits.amax(-1)                         # of the places that count
+    best = logits.amax(-1)                         # for Sampler.note(): valid positions only
     place = torch.arange(n, device=pos.device)
     sampler.note(torch.where(place <= count, best - best, 0)[None])
     return accepted, count
@@ -83,42 +84,43 @@ def verify(model, token, drafts, probs, ids, pos, kv_len, sampler) -> tuple:
 # ---- Drafts -------------------------------------------------------------------------------------
 
 def draft_one_token(model, token, pos, kv_len, drafts, sampler, n_vocab) -> tuple:
-    """token [1, 1] at pos [1], behind drafts [1, k] -> the next one, and what it was drawn from."""
+    """Draft one more token after `drafts` [1, k] and token [1, 1] at pos [1]; return it with the
+    distribution it was sampled from."""
     logits = model(token, pos, 1, kv_len)[:, -1, :n_vocab]
     logits = F.pad(logits, (0, n_vocab - logits.shape[-1]), value=-torch.inf)
     return draw_draft(logits, pos, drafts, sampler)
 
 
 def draw_draft(logits: Tensor, pos: Tensor, drafts: Tensor, sampler: Sampler) -> tuple:
-    """logits [1, V] after pos [1], behind drafts [1, k] -> a token [1, 1], and what it was drawn
-    from."""
+    """Sample a draft [1, 1] from logits [1, V] at pos [1], after drafts [1, k]; return it with its
+    distribution."""
     every = slice(None)
     probs, ids = sampler.distribution(sampler.processed(logits, every, drafts))
     return draw(probs, ids, sampler.noise(every, pos, ids, draft=True)), probs, ids
 
 
 def joined(dists: list[tuple], n_vocab: int) -> tuple[Tensor, Tensor | None]:
-    """Distributions of one place each -> of all places, with candidates or over all tokens."""
+    """Concatenate distributions of one position each, over the whole vocabulary if they differ."""
     probs, ids = zip(*dists)
-    if len({p.shape for p in probs}) > 1:          # few candidates here, all tokens there
+    if len({p.shape for p in probs}) > 1:          # some are shortlists
         dense = [token_probs(dist, None, n_vocab) for dist in dists]
         return torch.cat(dense), None
     return torch.cat(probs), None if ids[0] is None else torch.cat(ids)
 
 
 class ModelDrafter:
-    """A smaller model drafts. It has a KV cache of its own, and catches up with what it lacks."""
+    """Drafts with a smaller model. It has its own KV cache and first reads the tokens it lacks."""
 
     min_kv_len = 256
 
     def __init__(self, model, step: Callable = draft_one_token, max_rejected: int = 16):
-        """step: draft_one_token, compiled or not. max_rejected: how many of its cached tokens may
-        turn out not to count, at a verification or with a new prompt."""
+        """step: draft_one_token, compiled or not. max_rejected: how many cached tokens of the draft
+        model may be discarded, by a verification or a new prompt."""
         self.model, self.step, self.max_rejected = model, step, max_rejected
-        self.n_cached = 0                          # tokens of the history in its cache
+        self.n_cached = 0                          # tokens of the sequence in its cache
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """A new prompt, whose first n_same tokens are those of the last one."""
+        """Begin a new prompt that shares its first n_same tokens with the last sequence."""
         cache = self.model.max_batch_size, self.model.max_seq_length
         if cache != (1, max_length):
             self.model.setup_cache(1, max_length, chunk, None, self.max_rejected)
@@ -129,11 +131,11 @@ class ModelDrafter:
         return None
 
     def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
-        """What follows the first n tokens of history -> tokens [1, k], probs [k, C] and ids."""
+        """Draft k tokens after the first n of history -> tokens [1, k], probs [k, C] and ids."""
         model, n_vocab = self.model, sampler.n_vocab
-        known = history.clamp(max=model.cfg.vocab_size - 1)    # it may know fewer
+        known = history.clamp(max=model.cfg.vocab_size - 1)    # its vocabulary may be smaller
         pos = torch.arange(n + k, device=history.device)
-        if n - self.n_cached > 2:                  # more than what a full acceptance leaves
+        if n - self.n_cached > 2:                  # more than after a full acceptance: prefill
             for at in range(self.n_cached, n - 1, model.longest_call):
                 end = min(at + model.longest_call, n - 1)
                 model(known[:, at:end], pos[at:end], 1, end)
@@ -147,14 +149,14 @@ class ModelDrafter:
             kv_len = bucket(at + 1, model.max_seq_length, self.min_kv_len)
             args = token, pos[at:at + 1], kv_len, drafts, sampler, n_vocab
             token, *dist = self.step(model, *args)
-            if at >= n - 1:                        # else it only catches up
+            if at >= n - 1:                        # earlier tokens only fill the cache
                 drafts[:, at - n + 1] = tp.broadcast(token)[:, 0]
                 dists.append(dist)
         self.n_cached = n + k - 1                  # all but the last draft
         return drafts, *joined(dists, n_vocab)
 
     def accepted(self, n: int, at: int | None) -> None:
-        """Of the last drafts those hold that are among the first n tokens."""
+        """The first n tokens of the sequence are final; drafts past them were rejected."""
         self.n_cached = min(self.n_cached, n)
 
 
@@ -165,7 +167,7 @@ class FixedLength:
 
     def __init__(self, k: int):
         self.k = k
-        self.lengths = [k]                         # that may come
+        self.lengths = [k]                         # all possible draft lengths
 
     def begin(self) -> None:
         pass
@@ -180,13 +182,13 @@ class FixedLength:
 # ---- The batch ----------------------------------------------------------------------------------
 
 class SpeculativeBatch(Batch):
-    """One sequence, whose tokens come in rounds of drafting and verifying."""
+    """One sequence, generated in rounds of drafting and verification."""
 
     def __init__(self, model, sampler: Sampler, steps: Steps, drafter, draft_length,
                  max_draft: int, verify: Callable = verify):
-        """max_draft: what draft_length may ask for at most; verify: the function, compiled or not.
+        """max_draft: the longest draft; verify: the function above, compiled or not.
 
-        ValueError where such calls do not fit into the cache.
+        ValueError if max_draft + 1 tokens exceed the longest call that the cache was set up for.
         """
         super().__init__(model, sampler, steps)
         if max_draft >= self.chunk:
@@ -194,8 +196,8 @@ class SpeculativeBatch(Batch):
         self.drafter, self.draft_length = drafter, draft_length
         self.verify, self.n_beyond = verify, max_draft + 1
         self.history = self.token.new_zeros(1, self.max_length + max_draft + 1)
-        self.accept_counts = [0] * (max_draft + 1)             # [n]: rounds that kept n drafts
-        self.ready = deque()                       # tokens that step() has not given yet
+        self.accept_counts = [0] * (max_draft + 1)             # [n]: rounds that accepted n drafts
+        self.ready = deque()                       # accepted tokens not yet returned by step()
 
     def prefill(self, rows, prompts, n_cached=0, params=None) -> Tensor:
         prompt = prompts[0]
@@ -207,7 +209,7 @@ class SpeculativeBatch(Batch):
 
     @torch.inference_mode()
     def step(self) -> Tensor:
-        """The next token [1, 1], of the last round or of a new one, which reads the device once."""
+        """The next token [1, 1]. A new round, when one is needed, reads the device once."""
         self.sampler.observe(self.token)
         if not self.ready:
             self.ready.extend(self._round())
@@ -215,7 +217,7 @@ class SpeculativeBatch(Batch):
         return self.token
 
     def _round(self) -> list[Tensor]:
-        n = self.length[0] + 1                     # tokens known; the last one is not in the cache
+        n = self.length[0] + 1                     # the last token is not in the cache yet
         self.history[:, n - 1:n] = self.token
         k, draft = self.draft_length.next(), None
         if k and n + k <= self.max_length:
@@ -228,11 +230,11 @@ class SpeculativeBatch(Batch):
             args = self.pos, self.kv_len(n + k), self.sampler
             tokens, count = self.verify(self.model, self.token, *draft, *args)
         tokens, count = tp.broadcast(tokens), tp.broadcast(count)
-        self.history[:, n:n + tokens.shape[1]] = tokens        # beyond the count: to be replaced
+        self.history[:, n:n + tokens.shape[1]] = tokens        # past n_accepted: overwritten later
         n_accepted, at = 0, None
         if not self.draft_length.paused:
             at = self.drafter.find(self.history, n + 1 + count)
-        if at is not None:                         # one read for both
+        if at is not None:                         # one device read for both
             n_accepted, at = torch.stack((count, at)).tolist()
         elif draft is not None:
             n_accepted = int(count)
@@ -244,7 +246,7 @@ class SpeculativeBatch(Batch):
         return list(tokens[:, :n_accepted + 1].split(1, dim=1))
 
     def accept_stats(self) -> dict:
-        """How many rounds kept how many drafts."""
+        """Statistics of the accepted drafts."""
         return dict(accept_counts=self.accept_counts, rounds=sum(self.accept_counts),
                     mean_accepted=self.mean_accepted())
 
@@ -256,7 +258,7 @@ class SpeculativeBatch(Batch):
 
 def build_speculative(model, sampler: Sampler, steps: Steps, draft, k: int,
                       compiles: bool) -> SpeculativeBatch:
-    """Always k drafts by the model `draft`. compiles: by torch.compile, as `steps` are."""
+    """Speculation with a draft model and a fixed draft length k. compiles: use torch.compile."""
     step, check = draft_one_token, verify
     if compiles:
         step, check = CompiledStep(step), CompiledStep(check)

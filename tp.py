@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank runs a narrower model, with two all-reduces per layer.
 
-Owns which part of each tensor a rank holds, and where the ranks' results are summed or joined. It
-knows no packed layout and no model class; model.py knows nothing of ranks. With one process all of
-this does nothing.
+Owns which part of each tensor a rank holds, and where results are summed or concatenated across
+ranks. Knows no packed layout and no model class; model.py knows nothing of ranks. With one process
+everything here is a no-op.
 
     start()                                        # once, before anything is loaded
     model = parallelize(load_model(shard(source), dtype, device), source.cfg.vocab_size)
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from checkpoint import LazyTensor, layer_of, narrow
 from model import MoEConfig, layer_config
 
-# Which axis of a weight [out, in] the ranks share: the outputs of one matrix are the inputs of the
-# next, so that only what a branch of a block adds must be summed. Experts are [E, out, in].
+# The axis along which a weight [out, in] is split. The split outputs of one matrix are the split
+# inputs of the next, so each branch of a block needs one sum. Experts are [E, out, in].
 OUT, IN = -2, -1
 SPLIT = {"attn.wq": OUT, "attn.wk": OUT, "attn.wv": OUT, "attn.wo": IN,
          "ffn.gate": OUT, "ffn.up": OUT, "ffn.down": IN}
 KV = ("attn.wk", "attn.wv", "attn.k_norm")
-VOCABULARY = {"embed": OUT, "head": OUT}           # where the ranks can share it equally
-SHORT = 1 << 14                                    # numbers
+VOCABULARY = {"embed": OUT, "head": OUT}           # if its size is divisible
+SHORT = 1 << 14                                    # elements
 NAME = re.compile(r"(?:layers\.\d+\.)?(.+?)(?:\.(weight|bias|scales|zeros))?")
 
 
@@ -45,31 +45,31 @@ def world() -> int:
 
 
 def n_local() -> int:
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
 
 
 def start(**group) -> None:
-    """Join the processes that torchrun started, if it did; rank 0 alone writes to the terminal.
+    """Join the process group if torchrun started this process. Only rank 0 keeps its output.
 
-    group: arguments of init_process_group; by default the environment has what it needs.
+    group: arguments of init_process_group; by default it reads torchrun's environment.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **group)
-    for stream in (sys.stdout, sys.stderr):        # under torchrun's python -u a line would be two
-        if hasattr(stream, "reconfigure"):         # writes, with another rank's between them
+    for stream in (sys.stdout, sys.stderr):        # torchrun starts python -u, which writes a line
+        if hasattr(stream, "reconfigure"):         # in two parts: lines of ranks would mix
             stream.reconfigure(line_buffering=True, write_through=False)
     if rank():
         sys.stdout = sys.stderr = nowhere()
     if os.environ.get("OMP_NUM_THREADS") == "1":   # torchrun's default
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_local()))
-    random.seed(0)                                 # who draws an order draws the same, and
-    torch.manual_seed(0)                           # random weights are alike where all have them
+    random.seed(0)                                 # the same random order on all ranks, and
+    torch.manual_seed(0)                           # the same random weights where not split
 
 
 def end() -> None:
-    """Leave the other ranks: a process whose threads still listen to them may abort at its end."""
+    """Leave the process group; else its threads may abort the process at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -79,26 +79,26 @@ def nowhere():
 
 
 def local_device(name: str) -> str:
-    """auto and cuda are each rank's own GPU, where there are some."""
+    """On several ranks with GPUs, auto and cuda mean the GPU of LOCAL_RANK."""
     if world() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     return name
 
 
-# ---- What a rank holds --------------------------------------------------------------------------
+# ---- Sharding -----------------------------------------------------------------------------------
 
 def shard_config(cfg, n: int):
-    """The config of one of n ranks. ValueError where heads or widths cannot be shared by n.
+    """The config of one of n ranks. ValueError if heads or widths are not divisible.
 
-    Key/value heads fewer than ranks are held by several; a vocabulary that cannot be shared, by
-    all.
+    With fewer KV heads than ranks, several ranks hold the same head. A vocabulary that is not
+    divisible is replicated.
     """
     if not divides(cfg, n):
         widths = ", ".join(f"{name} of {width}" for name, width in shared_widths(cfg).items())
         possible = [str(m) for m in range(2, cfg.n_head + 1) if divides(cfg, m)]
         raise ValueError(
-            f"{n} ranks cannot share {cfg.n_head} query heads, {cfg.n_kv_head} key/value heads "
-            f"and a {widths}: possible are {', '.join(possible) or 'no number above 1'}")
+            f"{cfg.n_head} query heads, {cfg.n_kv_head} key/value heads and a {widths} cannot be "
+            f"split across {n} ranks; possible: {', '.join(possible) or 'only 1'}")
     n_vocab = cfg.vocab_size
     return replace(cfg, n_head=cfg.n_head // n, n_kv_head=max(1, cfg.n_kv_head // n),
                    ffn_dim=cfg.ffn_dim // n, moe=cfg.moe and shard_moe(cfg.moe, n),
@@ -108,19 +108,19 @@ def shard_config(cfg, n: int):
 
 
 def shard_moe(moe, n: int):
-    """Each rank has a part of every expert."""
+    """Each rank has a slice of every expert."""
     if type(moe) is MoEConfig:
         return replace(moe, expert_dim=moe.expert_dim // n)
     return moe.shard(n)
 
 
 def parts_in_place(cfg) -> dict[str, object]:
-    """The objects of a config that make parts of a layer in place of model.py's; None: its own."""
+    """The config's objects that replace modules of model.py, by field; None: not replaced."""
     return {name: getattr(cfg, name) for name in ("attention", "ffn", "block")}
 
 
 def split_of(cfg) -> dict[str, int]:
-    """Names of tensors in a layer -> the axis that the ranks share: model.py's, then the parts'."""
+    """Names of modules in a layer -> the axis along which their weights are split."""
     split = dict(SPLIT)
     for part in filter(None, (cfg.attention, *cfg.mixer)):
         split |= {f"attn.{name}": axis for name, axis in part.split.items()}
@@ -148,9 +148,9 @@ def divides(cfg, n: int) -> bool:
 
 
 def shard(source, n: int | None = None, me: int | None = None):
-    """The checkpoint of rank `me` of n (default: this one), nothing large read yet.
+    """The checkpoint of rank `me` of n (default: this rank). Reads no weights yet.
 
-    ValueError as shard_config(), and where a group of quantized weights would be cut.
+    ValueError as in shard_config(), and if a quantization group would be split.
     """
     n = n or world()
     me = rank() if me is None else me
@@ -177,22 +177,22 @@ def shard(source, n: int | None = None, me: int | None = None):
 
 
 def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTensor:
-    """The i-th of n parts along an axis of a weight, or of what belongs to it."""
-    if axis >= len(t.shape):                       # one for all inputs
-        if leaf == "bias" and i > 0:               # which is added once
+    """Slice i of n along an axis of a weight, or of its bias, scales or zeros."""
+    if axis >= len(t.shape):                       # no input axis: every rank keeps all of it
+        if leaf == "bias" and i > 0:               # a bias is added once, by rank 0
             return t.derived(lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t
     if t.shape[axis] % n:
-        raise ValueError(f"{t.name}: {n} ranks cannot share its {t.shape[axis]} groups of "
-                         "weights: use int8, or int4 with a smaller --groupsize")
+        raise ValueError(f"{t.name}: its {t.shape[axis]} quantization groups cannot be split "
+                         f"across {n} ranks: use int8, or int4 with a smaller --groupsize")
     size = t.shape[axis] // n
     return narrow(t, axis, i * size, (i + 1) * size)
 
 
-# ---- What the ranks sum and join: torch.compile traces these, but for a plain broadcast ---------
+# ---- Collectives: torch.compile traces them all except dist.broadcast ---------------------------
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of every rank's x. A short one on a CPU is gathered: gloo takes half as long."""
+    """The sum of x over ranks. Short tensors on a CPU are gathered: half the time with gloo."""
     if x.device.type == "cpu" and x.numel() <= SHORT:
         return all_gather(x).float().sum(0).to(x.dtype)
     total = x.clone()
@@ -201,7 +201,7 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Every rank's x, in the order of the ranks -> [n, *x.shape]"""
+    """x of every rank, in rank order -> [n, *x.shape]"""
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world())]
     dist.all_gather(parts, x)
@@ -209,10 +209,10 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def broadcast(x: Tensor) -> Tensor:
-    """Rank 0's tensor on every rank, so that all go the same way."""
+    """Rank 0's tensor on every rank, so that all ranks take the same branches."""
     if world() == 1:
         return x
-    if torch.compiler.is_compiling():              # it traces all_reduce, and no broadcast
+    if torch.compiler.is_compiling():              # dist.broadcast cannot be traced
         mine = x.clone() if rank() == 0 else torch.zeros_like(x)
         dist.all_reduce(mine)
         return mine
@@ -222,12 +222,12 @@ def broadcast(x: Tensor) -> Tensor:
 
 
 def join(y: Tensor) -> Tensor:
-    """Every rank's last axis, one after another: of a head whose vocabulary they share."""
+    """Concatenate the last axis of all ranks: the logits of a split vocabulary."""
     return torch.cat(all_gather(y).unbind(), dim=-1)
 
 
-# What stands in place of the forward of a module that the ranks share, so that its hooks, its
-# class's forward and its parts are whoever's: they see what all ranks give.
+# These replace the forward of a module whose weights are split. Hooks on the module, its class's
+# forward and its submodules stay the user's; hooks see the result over all ranks.
 
 def summed(module, *args) -> Tensor:
     return all_reduce(type(module).forward(module, *args))
@@ -241,37 +241,37 @@ OF_ALL = {summed: all_reduce, joined: join}
 
 
 def share(module: nn.Module, forward: Callable) -> None:
-    """forward: summed or joined."""
+    """Sum or concatenate the module's output across ranks; forward: summed or joined."""
     module.forward = MethodType(forward, module)
 
 
 def shared_by(module: nn.Module) -> Callable | None:
-    """summed or joined; None: each rank's own result counts."""
+    """summed or joined; None: the output is not combined across ranks."""
     forward = getattr(vars(module).get("forward"), "__func__", None)
     return forward if forward in OF_ALL else None
 
 
 def of_all(module: nn.Module, y: Tensor) -> Tensor:
-    """For a kernel in the module's place: what all ranks give, where this one gives y."""
+    """For a kernel that replaces the module: combine this rank's output y across ranks."""
     forward = shared_by(module)
     return y if forward is None else OF_ALL[forward](y)
 
 
 def check_shared(layers: nn.ModuleList) -> None:
-    """ValueError where an exchanged part of a layer would give this rank's result alone."""
+    """ValueError if a replaced module of a layer would not be summed across ranks."""
     for i, layer in enumerate(layers):
         for name in ("attn", "ffn"):
             part = getattr(layer, name)
             if not (shared_by(part) or any(map(shared_by, part.modules()))):
-                raise ValueError(f"layers.{i}.{name} or its forward was exchanged: nothing sums "
-                                 "what the ranks give; use tp.share(module, tp.summed)")
+                raise ValueError(f"layers.{i}.{name} or its forward was replaced, so its output is "
+                                 "not summed across ranks: use tp.share(module, tp.summed)")
 
 
 class RankEmbedding(nn.Module):
-    """Each rank looks its own tokens up, and has zeros for the others. Each call begins here, where
-    the layers are looked at.
+    """Each rank looks up its own tokens and has zeros for the others. Also checks the layers, since
+    every call of the model begins here.
 
-    n: tokens of a rank; None: each has all of them.
+    n: tokens per rank; None: every rank has the whole vocabulary.
     """
 
     def __init__(self, embed: nn.Module, layers: nn.ModuleList, n: int | None, me: int):
@@ -294,7 +294,7 @@ class RankEmbedding(nn.Module):
 
 
 def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
-    """Make a model of shard()'s weights one of several, which together have vocab_size tokens."""
+    """Connect a model with shard()'s weights to the other ranks. vocab_size: of the whole model."""
     if world() == 1:
         return model
 

@@ -128,14 +128,14 @@ def test_the_commands(folder, directories):
     status, text, stderr = command(folder, "generate.py", "--checkpoint_path", path, *prompt, "--draft_checkpoint_path",
                                    path / "model_int8.pth")
     assert status == 0 and "Acceptance probs: [" in stderr and "Mean Accepted: " in stderr, stderr
-    for arguments, words in (((), "--checkpoint_path is needed"), (("--checkpoint_path", folder / "none"), "no such file"),
+    for arguments, words in (((), "--checkpoint_path is required"), (("--checkpoint_path", folder / "none"), "no such file"),
                              (("--checkpoint_path", path, "--temperature", "-1"), "at least 0"),
                              (("--checkpoint_path", path, "--prompt", ""), "the prompt is empty"),
-                             (("--checkpoint_path", path, "--stop", ""), "--stop needs some text"),
-                             (("--checkpoint_path", path, "--device", "abacus"), "no device 'abacus' on this machine, which has: "),
-                             (("--checkpoint_path", path, "--profile", folder / "no/trace"), "a file in a directory that exists"),
-                             (("--checkpoint_path", path, "--speculate_k", "3"), "needs --draft_checkpoint_path"),
-                             (("--checkpoint_path", path, "--draft_checkpoint_path", path, "--batch_size", "2"), "is for one row"),
+                             (("--checkpoint_path", path, "--stop", ""), "--stop must not be empty"),
+                             (("--checkpoint_path", path, "--device", "abacus"), "device 'abacus' not found; available: "),
+                             (("--checkpoint_path", path, "--profile", folder / "no/trace"), "expected a file in an existing directory"),
+                             (("--checkpoint_path", path, "--speculate_k", "3"), "requires --draft_checkpoint_path"),
+                             (("--checkpoint_path", path, "--draft_checkpoint_path", path, "--batch_size", "2"), "speculation runs one sequence"),
                              (("--checkpoint_path", path, "--top_n_sigma", "-1"), "at least 0"),
                              (("--checkpoint_path", path, "--engine", "torch_compile"), "unrecognized arguments")):
         status, _, stderr = command(folder, "generate.py", *arguments)
@@ -175,7 +175,7 @@ def test_what_goes_wrong_is_a_line(folder, directories, tmp_path):
     assert status == 2 and len(stderr.splitlines()[-1]) > 20 and "Traceback" not in stderr, stderr
     (tmp_path / "trace.json").mkdir()
     status, _, stderr = command(folder, *common, "--profile", tmp_path / "trace")
-    assert status == 2 and "a file in a directory that exists" in stderr
+    assert status == 2 and "expected a file in an existing directory" in stderr
     line = f"cd {folder} && {sys.executable} {' '.join(map(repr, map(str, common)))} "
     for how, status in (("| cat > /dev/null", 0), ("| true", 141), (">&-", 0)):
         done = subprocess.run(["bash", "-c", f"{line} {how}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True,

@@ -282,7 +282,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     from tokenizers import Tokenizer, models
     Tokenizer(models.WordLevel({"a": 500}, unk_token="a")).save(str(llama / "tokenizer.json"))
     message = refused(capsys, "-m", llama, "--prompt", "a")
-    assert "the tokenizer gives id 500, but the model has 160 tokens" in message
+    assert "token id 500 is out of range: the model's vocabulary has 160 tokens" in message
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
@@ -310,9 +310,9 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--repetition_penalty", "0"], "must be at least 0.001, at most 1000, got 0"),
     (["--temperature", "1e308"], "must be at least 0, at most 1000000.0, got 1e308"),
     (["--top_k", "1" + "0" * 30], "at most 1073741824"), (["--seed", "1" + "0" * 30], "at most 9223372036854775807"),
-    (["--stop", ""], "--stop needs some text"),
-    (["--device", "abacus"], "no device 'abacus' on this machine, which has: "),
-    (["--device", "cpu:7"], "no device 'cpu:7'"),
+    (["--stop", ""], "--stop must not be empty"),
+    (["--device", "abacus"], "device 'abacus' not found; available: "),
+    (["--device", "cpu:7"], "device 'cpu:7' not found"),
     (["--dtype", "int4"], "invalid choice: 'int4'"),
     (["--activation_bits", "4"], "invalid choice: 4 (choose from 8, 16)"),
     (["--engine", "steam"], "invalid choice: 'steam'"),
@@ -322,7 +322,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--random", "stories15M", "-m", "x.pth", "--prompt", "4"], "--random and --checkpoint_path exclude each other"),
     (["--random", "stories15M"], "this model has no tokenizer: give --prompt an integer"),
     (["--frobnicate"], "unrecognized arguments"),
-    (["--profile", "/nowhere/trace"], "a file in a directory that exists is needed"),
+    (["--profile", "/nowhere/trace"], "expected a file in an existing directory"),
     (["-m", " "], "a path or name is empty: an unset variable?"),
     (["--interactive", "--json"], "--interactive cannot be combined with --json"),
     (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
@@ -333,7 +333,7 @@ def test_arguments(capsys, llama, argv, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu(capsys, llama):
-    assert "no device 'cuda' on this machine, which has: cpu" in refused(capsys, "-m", llama, "--device", "cuda")
+    assert "device 'cuda' not found; available: cpu" in refused(capsys, "-m", llama, "--device", "cuda")
     message = refused(capsys, "-m", llama, "--engine", "cuda_graph", "--device", "cpu")
     assert "needs an NVIDIA GPU" in message
 
@@ -345,7 +345,7 @@ def test_dtype_that_the_device_lacks(capsys, llama, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     message = refused(capsys, "-m", llama, "--device", "cuda", "--dtype", "bfloat16")
-    assert message == "Tesla T4 has no bfloat16: use --dtype float16 or float32"
+    assert message == "Tesla T4 does not support bfloat16: use --dtype float16 or float32"
     plain, gemma = (SHAPES[name]() for name in ("Llama-2-7B", "gemma-3-270m"))
     assert devices.pick_dtype("auto", torch.device("cuda"), plain) == torch.float16
     assert devices.pick_dtype("auto", torch.device("cuda"), gemma) == torch.float32

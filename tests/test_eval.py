@@ -312,7 +312,7 @@ def test_beginning_of_sequence_once(families, tmp_path):
     (["--perplexity", "pydoc", "--max_seq_length", "9000"], "--max_seq_length 9000 exceeds the model's context of 8192"),
     (["--perplexity", "pydoc", "--max_seq_length", "1"], "must be at least 2, got 1"),
     (["--perplexity", "pydoc", "--batch_size", "0"], "must be at least 1, got 0"),
-    (["--perplexity", "pydoc", "--device", "abacus"], "no device 'abacus'"),
+    (["--perplexity", "pydoc", "--device", "abacus"], "device 'abacus' not found"),
     (["--perplexity", "pydoc", "-m", "/nowhere/model.pth"], "no such file or directory"),
     (["--tasks", "local_chioce", "nonsense"], "no such task: local_chioce, nonsense (near: local_choice)"),
     (["--tasks", "local_choice", "--include_path", "/nowhere"], "--include_path /nowhere: no such directory"),

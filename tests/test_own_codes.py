@@ -91,9 +91,9 @@ def test_a_hub_model_in_four_bits_gets_the_rest(families):
         assert torch.equal(new.tensors[name].whole(), hub.tensors[name].whole())
     assert note(hub, "int4", 32) == f"note: {len(linears)} of {len(linears)} linears keep the four bits of their file"
     for mode in ("int8", "int4"):
-        with pytest.raises(ValueError, match="is quantized already .*: start from the original"):
+        with pytest.raises(ValueError, match="is already quantized .*: use the original model"):
             quantized(new if mode == "int4" else hub, mode)
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="is already quantized"):
         quantized(hub, "int4", 32, solver=lambda name: {})
 
 

@@ -1174,13 +1174,13 @@ def test_quantized_prefill_and_padding_compiled_away(capsys, model):
 def test_what_cannot_be_quantized(capsys, model, text):
     run(capsys, "-m", model)
     before = left(model)
-    assert "is quantized already (int8, head int8): start from the original" in refused(capsys, "-m", model / "model_int8.pth")
+    assert "is already quantized (int8, head int8): use the original model" in refused(capsys, "-m", model / "model_int8.pth")
     message = refused(capsys, "-m", model / "model_int8.pth", "--quantize", "int4", "--prompt", "9", "--max_new_tokens", 2, command=session.run)
-    assert "is quantized already (int8, head int8): start from the original" in message
+    assert "is already quantized (int8, head int8): use the original model" in message
     assert "invalid choice: 'int3'" in refused(capsys, "-m", model, "--mode", "int3")
     assert "invalid choice: 'int4-gptq'" in refused(capsys, "-m", model, "--quantize", "int4-gptq", command=session.run)
     assert "no such file or directory" in refused(capsys, "-m", "/nowhere/x.pth")
-    assert "no device 'abacus'" in refused(capsys, "-m", model, "--device", "abacus")
+    assert "device 'abacus' not found" in refused(capsys, "-m", model, "--device", "abacus")
     for command, flag in ((quantizing.run, ["--mode"]), (session.run, ["--prompt", "9", "--max_new_tokens", 2, "--quantize"])):
         message = refused(capsys, "-m", model, *flag, "int4", "--groupsize", "64", command=command)
         assert re.search(r"--groupsize 64 does not divide the 96 inputs of layers.\d.ffn.down.weight: 32 would do", message)

@@ -237,7 +237,7 @@ def test_what_is_quantized_is_refused(families):
     source = quantized(read_checkpoint(families("llama3")[0]), "int8")
     assert describe(source) == "int8, head int8"
     for mode in ("int8", "int4"):
-        with pytest.raises(ValueError, match=r"is quantized already \(int8, head int8\): start from the original"):
+        with pytest.raises(ValueError, match=r"is already quantized \(int8, head int8\): use the original model"):
             quantized(source, mode)
     with pytest.raises(ValueError, match="--groupsize 256 does not divide the 64 inputs of layers.*: 32 would do"):
         quantized(read_checkpoint(families("llama3")[0]), "int4", 256)

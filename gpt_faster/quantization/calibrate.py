@@ -233,7 +233,7 @@ class Solver:
         tensors = [self.source.tensors[p] for p in disk_names(f"{name}.weight")]
         weight = torch.cat([t.whole().to(self.device).float() for t in tensors], dim=-2)
         if not weight.isfinite().all():
-            raise ValueError(f"{name}.weight has weights that are infinite or no numbers")
+            raise ValueError(f"{name}.weight has NaN or infinite weights")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # experts or one
         hessian = shrunk(hessian, SHRINKAGE).view(square)
         # inputs that were all zero say nothing: all count alike, which is rounding to nearest
