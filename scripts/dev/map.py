@@ -313,13 +313,19 @@ def test_label(row: dict) -> str:
     return ", ".join(words)
 
 
-def with_best_peer(row: dict, rows: list[dict]) -> str:
-    """Speed relative to the fastest peer, bold if below 1; "–" if no peer ran."""
+def same_weights(row: dict, rows: list[dict]) -> list[dict]:
+    """The rows with this row's kind of weights."""
+    return [other for other in rows if other["quantization"] == row["quantization"]]
+
+
+def relative_to_best(row: dict, rows: list[dict]) -> str:
+    """Speed relative to the fastest peer, bold if below 1; "–" if no peer ran these weights."""
     from gpt_faster.bench import tables
-    peer = tables.best_peer(row, rows)
+    alike = same_weights(row, rows)
+    peer = tables.best_peer(row, alike)
     if not peer:
         return "–"
-    value = f"{tables.ratio(row, rows, peer):.2f}"
+    value = f"{tables.ratio(row, alike, peer):.2f}"
     return f"**{value}**" if float(value) < 1 else value
 
 
@@ -360,14 +366,14 @@ def figure_lines(result: dict, peers: list[str]) -> Iterator[dict[str, str]]:
     for row in result["rows"]:
         if row["engine"] in tables.PEER_NAMES or row["error"]:
             continue
-        alike = [r for r in result["rows"] if r["quantization"] == row["quantization"]]
+        alike = same_weights(row, result["rows"])
         others = {peer: tables.counterpart(row, alike, peer) for peer in peers}
         yield {"model": short_name(row["model"]), "test": test_label(row),
                "weights": weights_name(row), "engine": row["engine"],
                "gpt-faster": f"{row['tok_s']:.1f}",
                **{peer: f"{other['tok_s']:.1f}" if other else "–"
                   for peer, other in others.items()},
-               tables.BEST: with_best_peer(row, alike)}
+               tables.BEST: relative_to_best(row, alike)}
 
 
 def peer_version(row: dict) -> str:
@@ -379,13 +385,12 @@ def sources(machine: dict) -> str:
     """A sentence: commit and date of each entry of the suite, torch, memory bandwidth."""
     results, entries = machine["tables"], {}
     for entry, result in results.items():
-        entries.setdefault(measured(result), []).append(entry)
+        entries.setdefault(measured(result).removeprefix("measured "), []).append(entry)
     words = [source if len(entries) == 1 else f"{source} ({', '.join(names)})"
              for source, names in entries.items()]
-    text = "M" + " and ".join(words).replace(" and measured at ", " and at ").removeprefix("m")
     speeds = [result["bandwidth_gb_s"] for result in results.values()]
-    return (f"{text}; torch {machine['versions']['torch']}; memory bandwidth "
-            f"{min(speeds):.0f} to {max(speeds):.0f} GB/s.")
+    return (f"Measured {' and '.join(words)}; torch {machine['versions']['torch']}; memory "
+            f"bandwidth {min(speeds):.0f} to {max(speeds):.0f} GB/s.")
 
 
 def headline() -> str:
@@ -434,9 +439,9 @@ def peers() -> str:
     for entry, machine in itertools.product(entries, machines()):
         rows = machine["tables"].get(entry, {}).get("rows", [])
         for row in rows:
-            if row["engine"] not in tables.PEER_NAMES and not row["error"]:
+            if row["engine"] == "compile" and not row["error"]:
                 column = machine_name(machine), row["quantization"]
-                cells.setdefault(test_label(row), {})[column] = with_best_peer(row, rows)
+                cells.setdefault(test_label(row), {})[column] = relative_to_best(row, rows)
     lines = [f"| {tables.BEST} | {' | '.join(columns.values())} |",
              "|---" * (1 + len(columns)) + "|"]
     lines += [f"| {test} | " + " | ".join(row.get(column, "–") for column in columns) + " |"
