@@ -332,12 +332,12 @@ def write_coverage(data: Path) -> None:
             rows.append((name, len(statements), len(missing), ranges(missing)))
     total, missed = sum(row[1] for row in rows), sum(row[2] for row in rows)
     COVERAGE_PAGE.write_text(
-        "# Coverage\n\nStatements of each file that the exhaustive tier executes on a CPU, in all processes that tests "
-        "start: made by\n`bash scripts/test.sh --exhaustive --coverage` at " + git("rev-parse", "--short", "HEAD") + f" on "
-        f"{datetime.date.today()}, {os.cpu_count()} cores, {cpu_name()}. Triton's kernels are compiled code and do not "
-        "count;\nwhat stands for a GPU is executed by `scripts/dev/gpu_dryrun.sh` and on a GPU alone.\n\n"
-        f"In all: {total - missed} of {total}, {100 * (total - missed) // total} %.\n\n"
-        "| file | statements | executed | lines that no test executes |\n|---|---|---|---|\n" + "".join(
+        "# Coverage\n\nStatement coverage of the exhaustive tier on a CPU, with all subprocesses that tests start, written "
+        "by\n`bash scripts/test.sh --exhaustive --coverage` at " + git("rev-parse", "--short", "HEAD") + f" on "
+        f"{datetime.date.today()} ({os.cpu_count()} cores, {cpu_name()}). Triton kernels are\ncompiled and not counted; code "
+        "for GPUs runs only in `scripts/dev/gpu_dryrun.sh` and on a GPU.\n\n"
+        f"Total: {total - missed} of {total} statements, {100 * (total - missed) // total} %.\n\n"
+        "| file | statements | covered | lines not covered |\n|---|---|---|---|\n" + "".join(
             f"| `{name}` | {n} | {100 * (n - missing) // n} % | {where} |\n" for name, n, missing, where in rows))
 
 

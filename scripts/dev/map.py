@@ -1,17 +1,13 @@
-"""The generated parts of README.md and docs/: maps of the code, families, flags, figures.
+"""Generate the tables of README.md and docs/: code map, families, flags, benchmark results.
 
-How code is counted. A line of code holds a token other than a comment or a docstring; of a string
-that goes over several lines, each counts. Its characters run from its first such token to the end
-of its last: spaces between tokens count, indentation and a comment behind the code do not. By this
-rule the tree at commit 6195ad2 has 45 characters a line, and its core 44.
+Each table stands between two HTML comments in its page; --write skips a page without them.
 
-Families are what the tests are parametrized with, so this needs requirements-dev.txt.
+Lines of code exclude blank lines, comments and docstrings. The table of families is read from the
+tests, which need requirements-dev.txt.
 
-    python scripts/dev/map.py            # print the parts
-    python scripts/dev/map.py --core     # print the size of the core
-    python scripts/dev/map.py --write    # put the parts into their files
-    python scripts/dev/map.py --check    # a line for each part that is stale and each size that is
-                                         # over its limit, then exit status 1: for whoever publishes
+    python scripts/dev/map.py            # print all tables
+    python scripts/dev/map.py --write    # write them into their pages
+    python scripts/dev/map.py --check    # list outdated tables, untested families; status 1 if any
 """
 
 import argparse
@@ -23,10 +19,8 @@ import json
 import os
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import ages
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("model.py", "sampling.py", "generate.py", "speculate.py", "quantize.py", "tp.py",
@@ -49,106 +43,69 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
-def code_lines(source: str) -> dict[int, int]:
-    """Number of each line of code -> how many characters of code it holds."""
+def code_lines(source: str) -> set[int]:
+    """Line numbers that hold code."""
     docstrings = docstring_lines(ast.parse(source))
-    text = source.splitlines()
-    first, last = {}, {}
+    lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in NO_CODE or token.start[0] in docstrings:
-            continue
-        for n in range(token.start[0], token.end[0] + 1):
-            first.setdefault(n, token.start[1] if n == token.start[0] else 0)
-            last[n] = token.end[1] if n == token.end[0] else len(text[n - 1])
-    return {n: last[n] - first[n] for n in first}
+        if token.type not in NO_CODE and token.start[0] not in docstrings:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines
 
 
-def functions(source: str) -> dict[str, int]:
-    """Qualified name of each function and method -> its lines of code, those of inner ones too."""
-    lines = code_lines(source)
-
-    def walk(node, prefix):
-        for child in ast.iter_child_nodes(node):
-            name = prefix
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                name = f"{prefix}.{child.name}" if prefix else child.name
-                if not isinstance(child, ast.ClassDef):
-                    yield name, sum(child.lineno <= n <= child.end_lineno for n in lines)
-            yield from walk(child, name)
-
-    return dict(walk(ast.parse(source), ""))
+def count_lines(paths) -> int:
+    """Lines of code of these Python files together."""
+    return sum(len(code_lines(path.read_text())) for path in paths)
 
 
-def cpp_lines(path: Path) -> list[str]:
-    """Those of a C++ file that hold more than a comment, without indentation."""
-    lines = (line.split("//")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
+def count_cpp_lines(path: Path) -> int:
+    """Lines of a C++ file that hold more than a comment."""
+    return sum(bool(line.split("//")[0].strip()) for line in path.read_text().splitlines())
 
 
-class Size(NamedTuple):
-    lines: int
-    characters: float                                      # of code, on a line, on average
-    longest: str                                           # function, as file:name
-    longest_lines: int
-
-
-def size(paths) -> Size:
-    """Of these files together."""
-    widths, longest = [], ("", 0)
-    for path in paths:
-        source = path.read_text()
-        widths += code_lines(source).values()
-        for name, n in functions(source).items():
-            if n > longest[1]:
-                longest = (f"{path.name}:{name}", n)
-    return Size(len(widths), sum(widths) / max(len(widths), 1), *longest)
-
-
-def core_size() -> Size:
-    return size(ROOT / name for name in CORE)
-
-
-# ---- The parts ----------------------------------------------------------------------------------
+# ---- Code map -----------------------------------------------------------------------------------
 
 def title(path: Path) -> str:
-    """The first line of its docstring, or comment, which says what it owns. ValueError: none."""
+    """First line of the file's docstring, or of a C++ file. ValueError: no docstring."""
     if path.suffix != ".py":
         return path.read_text().splitlines()[0].removeprefix("// ").rstrip(".")
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     if not docstring:
-        raise ValueError(f"{path.relative_to(ROOT)} has no docstring that says what it owns")
+        raise ValueError(f"{path.relative_to(ROOT)} has no docstring; add one that says what the "
+                         "file owns")
     return docstring.splitlines()[0].rstrip(".")
 
 
 def cpp_files() -> list[Path]:
-    here = ROOT / "gpt_faster/kernels/cpu"
-    return [here / "run.cpp", *sorted(here.glob("*.h"))]
+    directory = ROOT / "gpt_faster/kernels/cpu"
+    return [directory / "run.cpp", *sorted(directory.glob("*.h"))]
 
 
 def rooms() -> list[Path]:
+    """The packages below gpt_faster/."""
     return sorted(p.parent for p in ROOT.glob("gpt_faster/**/__init__.py"))
 
 
-def closure(path: Path) -> set[Path]:
-    """The files of ours that it imports, itself among them, wherever in a file the import stands.
+def imported_files(path: Path) -> set[Path]:
+    """This file and all files of this repository that it imports, directly or not.
 
-    But what a file at the root calls only as a command: gpt_faster/cli/start.py.
+    Imports inside functions count, except gpt_faster.cli.start: only the commands call it.
     """
-    found, waiting = set(), [path]
-    while waiting:
-        path = waiting.pop()
-        if path in found:
+    files, queue = set(), [path]
+    while queue:
+        path = queue.pop()
+        if path in files:
             continue
-        found.add(path)
+        files.add(path)
         for name in imported_names(ast.parse(path.read_text())):
-            part = ROOT / (name.replace(".", "/") + ".py")
-            if part.exists() and name != "gpt_faster.cli.start":
-                waiting.append(part)
-    return found
+            module = ROOT / (name.replace(".", "/") + ".py")
+            if module.exists() and name != "gpt_faster.cli.start":
+                queue.append(module)
+    return files
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """Of modules, and of what is taken from a package, which may be one."""
+    """Imported modules; `from a import b` gives both a and a.b, since b may be a module."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -159,47 +116,41 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def core() -> str:
-    lines = ["| the core | lines | with all that it imports of ours | what it owns |",
+    """Two tables: files of the core, rooms."""
+    lines = ["| core file | lines | lines with all its imports | what it owns |",
              "|---|---|---|---|"]
     for name in CORE:
-        needed = closure(ROOT / name)
-        n_file, n_line = len(needed), size(needed).lines
-        lines.append(f"| `{name}` | {size([ROOT / name]).lines} | {n_line} in {n_file} "
-                     f"file{'s' if n_file > 1 else ''} | {title(ROOT / name)} |")
-    lines += ["", "| room | lines | what is in it |", "|---|---|---|"]
+        needed = imported_files(ROOT / name)
+        lines.append(f"| `{name}` | {count_lines([ROOT / name])} | {count_lines(needed)} in "
+                     f"{len(needed)} file{'s' if len(needed) > 1 else ''} | {title(ROOT / name)} |")
+    lines += ["", "| room | lines | what it owns |", "|---|---|---|"]
     for room in rooms():
-        n = size(room.glob("*.py")).lines
-        lines.append(f"| `{room.relative_to(ROOT)}/` | {n} | {title(room / '__init__.py')} |")
-    n = sum(len(cpp_lines(path)) for path in cpp_files())
-    lines.append(f"| `gpt_faster/kernels/cpu/` | {n} | C++: what layers do on a CPU |")
-    whole = core_size()
-    lines.append(f"\nThe core: {whole.lines} lines of code of {whole.characters:.1f} characters "
-                 f"on average; its longest function is `{whole.longest}`, {whole.longest_lines} "
-                 "lines.")
+        n_line = str(count_lines(room.glob("*.py")))
+        n_cpp = sum(count_cpp_lines(path) for path in cpp_files() if path.parent == room)
+        if n_cpp:
+            n_line += f" Python, {n_cpp} C++"
+        lines.append(f"| `{room.relative_to(ROOT)}/` | {n_line} "
+                     f"| {title(room / '__init__.py')} |")
+    lines.append(f"\nThe core has {count_lines(ROOT / name for name in CORE)} lines of code.")
     return "\n".join(lines) + "\n"
 
 
 def files() -> str:
-    lines = ["| file | lines | characters a line | longest function | what it owns |",
-             "|---|---|---|---|---|"]
+    """What each file owns."""
+    lines = ["| file | what it owns |", "|---|---|"]
     commands = sorted(p for p in ROOT.glob("*.py") if p.name not in CORE)
     inside = [p for room in rooms() for p in sorted(room.glob("*.py")) if p.name != "__init__.py"]
-    for path in [*(ROOT / name for name in CORE), *commands, *inside]:
-        s = size([path])
-        longest = f"`{s.longest.split(':')[1]}` {s.longest_lines}" if s.longest else "–"
-        lines.append(f"| `{path.relative_to(ROOT)}` | {s.lines} | {s.characters:.0f} | {longest} "
-                     f"| {title(path)} |")
-    for path in cpp_files():
-        code = cpp_lines(path)
-        lines.append(f"| `{path.relative_to(ROOT)}` | {len(code)} "
-                     f"| {sum(map(len, code)) / len(code):.0f} | – | {title(path)} |")
+    for path in [*(ROOT / name for name in CORE), *commands, *inside, *cpp_files()]:
+        lines.append(f"| `{path.relative_to(ROOT)}` | {title(path)} |")
     return "\n".join(lines) + "\n"
 
 
+# ---- Families and flags -------------------------------------------------------------------------
+
 def families() -> str:
-    """model_type, its models, and the variants that tests/ compares with transformers."""
+    """Each model_type: its models, and the variants that tests compare with transformers."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")   # its remarks on tiny configs
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")   # no warnings about tiny configs
     from test_dequantize import PACKED_FAMILIES
     from test_formats import ARCHITECTURES
     from test_gemma4 import GGUFS
@@ -239,7 +190,7 @@ def flag_row(action: argparse.Action) -> str:
 
 
 def flags() -> str:
-    """Every flag of the five commands, as their parsers have it."""
+    """Every flag of the five commands, read from their parsers."""
     sys.path[:0] = [str(ROOT)]
     lines = []
     for command, module in PARSERS.items():
@@ -253,10 +204,18 @@ def flags() -> str:
     return "\n".join(lines)
 
 
+# ---- Benchmark results --------------------------------------------------------------------------
+
+def measured(result: dict) -> str:
+    """Older results have no date."""
+    date = result.get("date")
+    return f"measured at {result['commit']}" + (f" on {date}" if date else "")
+
+
 def quality() -> str:
-    """Of benchmarks/quality.json, which scripts/dev/quality.py writes."""
+    """From benchmarks/quality.json, which scripts/dev/quality.py writes."""
     result = json.loads((ROOT / "benchmarks/quality.json").read_text())
-    lines = ["| model | weights | file, MB | process at its peak, MB | perplexity "
+    lines = ["| model | weights | file, MB | peak process memory, MB | perplexity "
              "| tok/s (min–max) | of bandwidth |", "|---" * 7 + "|"]
     for row in result["rows"]:
         lines.append(
@@ -270,27 +229,28 @@ def quality() -> str:
         f"\n`{result['command']}`: perplexity of the last fifth of Python {versions['python']}'s "
         f"documentation (`eval.py --perplexity pydoc`, windows of {row['window']} tokens, stride "
         f"{row['stride']}; {counts} tokens); compiled decoding, 200 tokens, medians of 7 "
-        f"interleaved runs on {result['threads']} {result['capability']} cores that read memory at "
-        f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}; "
-        f"commit {ages.dated(result)['commit']}.")
+        f"interleaved runs on {result['threads']} {result['capability']} cores, memory bandwidth "
+        f"{result['bandwidth_gb_s']:.1f} GB/s; torch {versions['torch']}; {measured(result)}.")
     return "\n".join(lines) + "\n"
 
 
-UNSEEN = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M", "gemma-3-270m-q4_k_m": "Gemma 3 270M",
-          "smol_dithered": "SmolLM2-135M, dithered", "gemma_dithered": "Gemma 3 270M, dithered",
-          "min-max-g32": "int4-g32, min and max", "min-max-g64": "int4-g64, min and max",
-          "smol.g64": "int4-gptq-g64", "gemma.g32": "int4-gptq-g32",
-          "smol_dithered.bits": "int4-gptq-g32, `--bits 5.65`",
-          "gemma_dithered.bits": "int4-gptq-g32, `--bits 6.2`"}
+NAMES = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M", "gemma-3-270m-q4_k_m": "Gemma 3 270M",
+         "smol_dithered": "SmolLM2-135M, dithered", "gemma_dithered": "Gemma 3 270M, dithered",
+         "min-max-g32": "int4-g32, min and max", "min-max-g64": "int4-g64, min and max",
+         "smol.g64": "int4-gptq-g64", "gemma.g32": "int4-gptq-g32",
+         "smol_dithered.bits": "int4-gptq-g32, `--bits 5.65`",
+         "gemma_dithered.bits": "int4-gptq-g32, `--bits 6.2`"}
+
+
+def short_name(text: str) -> str:
+    """A file or a scheme as the tables name it."""
+    stem = Path(text).name.removesuffix(".pth").removesuffix(".gguf")
+    return NAMES.get(stem, stem)
 
 
 def unseen() -> str:
-    """Of benchmarks/unseen.jsonl, which scripts/dev/unseen.sh prints."""
-    def name(text):
-        stem = Path(text).name.removesuffix(".pth").removesuffix(".gguf")
-        return UNSEEN.get(stem, stem)
-
-    texts = "english", "german", "python"
+    """From benchmarks/unseen.jsonl, which scripts/dev/unseen.sh prints."""
+    texts = ("english", "german", "python")
     printed = (ROOT / "benchmarks/unseen.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in printed]
     table = ["| model | weights | bits a weight | English | German | Python | KL | cloze, % |",
@@ -300,7 +260,7 @@ def unseen() -> str:
         if "weights" in line:
             rows.append(line)
             continue
-        what = Path(line["file"]).name if "file" in line else f"rows of {name(line['table'])}"
+        what = Path(line["file"]).name if "file" in line else f"rows of {short_name(line['table'])}"
         took.append(f"{what} {line['seconds']}")
         plain, worst = (next((r for r in rows if r["weights"].startswith(start)), None)
                         for start in ("bfloat16", "min-max"))
@@ -315,111 +275,183 @@ def unseen() -> str:
                     cells[-1] += f" ({undone / whole:.0%})"
             kl = "" if row is plain else ", ".join(f"{row[text]['kl']:.3f}" for text in texts)
             cloze = f"{row['cloze']['accuracy']:.1%} ± {row['cloze']['error']:.1%}".replace("%", "")
-            model = name(line["table"]) if row is plain else ""
-            table.append(f"| {model} | {name(row['weights'])} | {row['bits']:.2f} "
+            model = short_name(line["table"]) if row is plain else ""
+            table.append(f"| {model} | {short_name(row['weights'])} | {row['bits']:.2f} "
                          f"| {' | '.join(cells)} | {kl} | {cloze} |")
         rows = []
-    run = ages.dated(lines[-1] | {"command": "bash scripts/dev/unseen.sh"})
+    run = lines[-1]
     return "\n".join(table) + (
-        f"\n\n{run['machine']}, {run['threads']} threads, {run['capability']}, computed in "
-        f"{run['dtype']}; torch {run['versions']['torch']}; commit {run['commit']}. Seconds of "
-        f"each file and of each model's rows: {'; '.join(took)}.\n")
+        f"\n\n{machine_name(run)}, computed in {run['dtype']}; torch "
+        f"{run['versions']['torch']}; {measured(run)}. Seconds to make each file and each model's "
+        f"rows: {'; '.join(took)}.\n")
 
 
 def machines() -> list[dict]:
-    """What stands in each benchmarks/MACHINE.json of benchmark.py --suite, the newest first."""
-    values = [json.loads(path.read_text()) for path in sorted(ROOT.glob("benchmarks/*.json"))]
+    """The benchmarks/MACHINE.json files of benchmark.py --suite, newest first; `file`: its name."""
+    values = [json.loads(path.read_text()) | {"file": path.name}
+              for path in sorted(ROOT.glob("benchmarks/*.json"))]
     return sorted((v for v in values if "tables" in v), key=lambda v: v.get("date", ""),
                   reverse=True)
 
 
-def of_machine(machine: dict) -> str:
+def machine_name(machine: dict) -> str:
     return f"{machine['machine']}, {machine['threads']} threads, {machine['capability']}"
 
 
-def figures() -> str:
-    sys.path[:0] = [str(ROOT)]
+def weights_name(row: dict) -> str:
+    return row["dtype"] if row["quantization"] == "none" else row["quantization"]
+
+
+def test_label(row: dict) -> str:
+    """With the batch size and the number of ranks, if above 1."""
+    words = [row["test"]]
+    if row["batch"] > 1:
+        words.append(f"{row['batch']} slots" if row["test"].startswith("rq")
+                     else f"batch {row['batch']}")
+    if row.get("ranks", 1) > 1:
+        words.append(f"{row['ranks']} ranks")
+    return ", ".join(words)
+
+
+def same_weights(row: dict, rows: list[dict]) -> list[dict]:
+    """The rows with this row's kind of weights."""
+    return [other for other in rows if other["quantization"] == row["quantization"]]
+
+
+def relative_to_best(row: dict, rows: list[dict]) -> str:
+    """Speed relative to the fastest peer, bold if below 1; "–" if no peer ran these weights."""
     from gpt_faster.bench import tables
-    parts = []
-    for machine in machines():
-        parts.append(f"### {of_machine(machine)}\n")
-        parts += [f"**{title}**: `{result['command']}`\n\n{tables.table(ages.dated(result))}\n"
-                  for title, result in machine["tables"].items()]
-    return "\n".join(parts)
+    alike = same_weights(row, rows)
+    peer = tables.best_peer(row, alike)
+    if not peer:
+        return "–"
+    value = f"{tables.ratio(row, alike, peer):.2f}"
+    return f"**{value}**" if float(value) < 1 else value
+
+
+def figures() -> str:
+    """One table for each machine: a row for each test, kind of weights and engine of ours."""
+    sys.path[:0] = [str(ROOT)]
+    return "\n".join(f"### {machine_name(machine)}\n\n{figure_table(machine)}"
+                     for machine in machines())
+
+
+def figure_table(machine: dict) -> str:
+    from gpt_faster.bench.tables import PEER_NAMES
+    results = machine["tables"]
+    rows = [row for result in results.values() for row in result["rows"]]
+    ran = [peer for peer in PEER_NAMES
+           if any(row["engine"] == peer and row["tok_s"] for row in rows)]
+    lines = [line for result in results.values() for line in figure_lines(result, ran)]
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
+    common = [f"{name} {columns.pop(name)[0]}" for name in ("model", "engine")
+              if len(set(columns[name])) == 1]
+    if "model" in columns:                         # named once for consecutive rows
+        before = ["", *columns["model"]]
+        columns["model"] = [now if now != last else "" for last, now in zip(before, before[1:])]
+    text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    text += ["| " + " | ".join(cells) + " |" for cells in zip(*columns.values())]
+    versions = dict.fromkeys(peer_version(row) for row in rows
+                             if row["engine"] in ran and row.get("version"))
+    sentences = [sources(machine), *(f"{words[0].upper()}{words[1:]}." for words in common)]
+    if versions:
+        sentences.append(f"Peers: {'; '.join(versions)}.")
+    sentences.append(f"Full record: [{machine['file']}](../benchmarks/{machine['file']}).")
+    return "\n".join(text) + f"\n\n{' '.join(sentences)}\n"
+
+
+def figure_lines(result: dict, peers: list[str]) -> Iterator[dict[str, str]]:
+    """Cells by column, for each row of ours that ran; peers only with the same kind of weights."""
+    from gpt_faster.bench import tables
+    for row in result["rows"]:
+        if row["engine"] in tables.PEER_NAMES or row["error"]:
+            continue
+        alike = same_weights(row, result["rows"])
+        others = {peer: tables.counterpart(row, alike, peer) for peer in peers}
+        yield {"model": short_name(row["model"]), "test": test_label(row),
+               "weights": weights_name(row), "engine": row["engine"],
+               "gpt-faster": f"{row['tok_s']:.1f}",
+               **{peer: f"{other['tok_s']:.1f}" if other else "–"
+                  for peer, other in others.items()},
+               tables.BEST: relative_to_best(row, alike)}
+
+
+def peer_version(row: dict) -> str:
+    """Name and version alone: without instruction sets, weights and activations."""
+    return row["version"].split(" (")[0].split(": ")[0]
+
+
+def sources(machine: dict) -> str:
+    """A sentence: commit and date of each entry of the suite, torch, memory bandwidth."""
+    results, entries = machine["tables"], {}
+    for entry, result in results.items():
+        entries.setdefault(measured(result).removeprefix("measured "), []).append(entry)
+    words = [source if len(entries) == 1 else f"{source} ({', '.join(names)})"
+             for source, names in entries.items()]
+    speeds = [result["bandwidth_gb_s"] for result in results.values()]
+    return (f"Measured {' and '.join(words)}; torch {machine['versions']['torch']}; memory "
+            f"bandwidth {min(speeds):.0f} to {max(speeds):.0f} GB/s.")
 
 
 def headline() -> str:
-    """Six rows: decoding one sequence, in three kinds of weights, beside the peers of the run."""
+    """Decoding one sequence, with three kinds of weights; peers of the same run."""
     sys.path[:0] = [str(ROOT)]
     from gpt_faster.bench import tables
     lines = ["| model | weights | gpt-faster | llama.cpp | transformers | × llama.cpp |",
              "|---|---|---|---|---|---|"]
-    titles, sources = ("SmolLM2-135M", "Llama-1.1B"), []
-    machine = next(m for m in machines() if m["tables"].keys() >= set(titles))
-    for title in titles:
-        result = machine["tables"][title]
+    entries, notes = ("SmolLM2-135M", "Llama-1.1B"), []
+    machine = next(m for m in machines() if m["tables"].keys() >= set(entries))
+    for entry in entries:
+        result = machine["tables"][entry]
         rows = [row for row in result["rows"] if row["test"].startswith("tg")]
-        label = f"{title}, random weights" if "--random" in result["command"] else title
+        label = f"{entry}, random weights" if "--random" in result["command"] else entry
         for ours in rows:
             if ours["engine"] != "compile":
                 continue
             speeds = {row["engine"]: f"{row['tok_s']:.1f}" for row in rows
                       if row["quantization"] == ours["quantization"]}
-            plain = ours["quantization"] == "none"
-            lines.append(f"| {label} | {ours['dtype'] if plain else ours['quantization']} "
+            lines.append(f"| {label} | {weights_name(ours)} "
                          f"| **{ours['tok_s']:.1f}** | {speeds.get('llama.cpp', '–')} "
                          f"| {speeds.get('transformers', '–')} "
                          f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
-        old = " (older than the code)" if ages.age(result) else ""
-        sources.append(f"{title} {rows[0]['test']}, commit {result['commit']}{old}, medians of "
-                       f"{result['repetitions']}")
-    lines.append(f"\n{of_machine(machine)}, torch {machine['versions']['torch']}; "
-                 f"{'; '.join(sources)}.")
+        notes.append(f"{entry} {rows[0]['test']}, medians of {result['repetitions']}, "
+                     f"{measured(result)}")
+    lines.append(f"\n{machine_name(machine)}, torch {machine['versions']['torch']}; "
+                 f"{'; '.join(notes)}.")
     return "\n".join(lines) + "\n"
 
 
-def beside_the_best(result: dict) -> dict[tuple[str, str], str]:
-    """Test and kind of weights -> our speed times that of the best peer, bold if below 1."""
-    from gpt_faster.bench import tables
-    ratios = {}
-    for row in result["rows"]:
-        peer = tables.best_peer(row, result["rows"])
-        if row["engine"] in tables.PEER_NAMES or not peer or row["error"]:
-            continue
-        test = row["test"] + (f", {row['batch']} slots" if row["batch"] > 1 else "")
-        value = f"{tables.ratio(row, result['rows'], peer):.2f}"
-        ratios[test, row["quantization"]] = f"**{value}**" if float(value) < 1 else value
-    return ratios
-
-
 def peers() -> str:
-    """Our speed times that of the best peer in each row, by machines and kinds of weights."""
+    """Speed relative to the fastest peer: a row for each test, columns by machine and weights."""
     sys.path[:0] = [str(ROOT)]
+    from gpt_faster.bench import tables
     kinds = {"none": "bfloat16", "int8": "int8", "int4-g32": "int4"}
-    titles = ("Short prompts", "Long prompts", "Decoding", "Many prompts")
-    columns, cells, sources = {}, {}, []
+    entries = ("Short prompts", "Long prompts", "Decoding", "Many prompts")
+    columns, cells, notes = {}, {}, []
     for machine in machines():
-        found = [machine["tables"][title] for title in titles if title in machine["tables"]]
-        if not found:
+        results = [machine["tables"][entry] for entry in entries if entry in machine["tables"]]
+        if not results:
             continue
-        where, name = of_machine(machine), machine["capability"]
-        columns |= {(where, kind): words for kind, words in kinds.items()}
-        columns[where, "none"] = f"{name}: bfloat16"
-        old = ", older than the code" if any(ages.age(result) for result in found) else ""
-        commits = ", ".join(dict.fromkeys(result["commit"] for result in found))
-        sources.append(f"{name}: {commits}{old}")
-    for title, machine in itertools.product(titles, machines()):
-        result = machine["tables"].get(title)
-        for (test, kind), value in beside_the_best(result).items() if result else ():
-            cells.setdefault(test, {})[of_machine(machine), kind] = value
-    lines = [f"| × the best peer | {' | '.join(columns.values())} |",
+        column, name = machine_name(machine), machine["capability"]
+        columns |= {(column, kind): words for kind, words in kinds.items()}
+        columns[column, "none"] = f"{name}: bfloat16"
+        notes.append(f"{name} {', '.join(dict.fromkeys(map(measured, results)))}")
+    for entry, machine in itertools.product(entries, machines()):
+        rows = machine["tables"].get(entry, {}).get("rows", [])
+        for row in rows:
+            if row["engine"] == "compile" and not row["error"]:
+                column = machine_name(machine), row["quantization"]
+                cells.setdefault(test_label(row), {})[column] = relative_to_best(row, rows)
+    lines = [f"| {tables.BEST} | {' | '.join(columns.values())} |",
              "|---" * (1 + len(columns)) + "|"]
     lines += [f"| {test} | " + " | ".join(row.get(column, "–") for column in columns) + " |"
               for test, row in cells.items()]
-    return "\n".join(lines) + f"\n\n{'; '.join(sources)}.\n"
+    return "\n".join(lines) + f"\n\n{'; '.join(notes)}.\n"
 
 
-# Part -> where it stands, and what makes it.
+# ---- Pages --------------------------------------------------------------------------------------
+
+# Table -> its page, and the function that makes it.
 PARTS = {
     "headline": ("README.md", headline), "peers": ("README.md", peers), "core": ("README.md", core),
     "files": ("docs/design.md", files), "families": ("docs/models.md", families),
@@ -436,32 +468,33 @@ def end(name: str) -> str:
     return f"<!-- end of {name} -->"
 
 
-def split_page(name: str) -> tuple[str, str, str]:
-    """The file of a part: what stands before it, the part as it is stated, what stands behind."""
+def split_page(name: str) -> tuple[str, str, str] | None:
+    """A table's page: text before it, the table as written, text after it. None: no such table."""
     file, _ = PARTS[name]
-    before, rest = (ROOT / file).read_text().split(begin(name))
-    stated, after = rest.split(end(name))
-    return before, stated, after
+    before, mark, rest = (ROOT / file).read_text().partition(begin(name))
+    if not mark:
+        return None
+    written, after = rest.split(end(name))
+    return before, written, after
 
 
 def write(name: str) -> None:
-    file, make = PARTS[name]
-    before, _, after = split_page(name)
-    (ROOT / file).write_text(before + begin(name) + make() + end(name) + after)
+    page = split_page(name)
+    if page:
+        before, _, after = page
+        file, make = PARTS[name]
+        (ROOT / file).write_text(before + begin(name) + make() + end(name) + after)
 
 
 def is_fresh(name: str) -> bool:
-    """Whether a part is what would be written now, ages of tables too where there is a history."""
-    _, stated, _ = split_page(name)
+    """Whether the page has the table that --write would write, or none."""
+    page = split_page(name)
     _, make = PARTS[name]
-    now = make()
-    if ages.has_history():
-        return stated == now
-    return ages.without_ages(stated) == ages.without_ages(now)
+    return page is None or page[1] == make()
 
 
 def without_variant() -> list[str]:
-    """A line for each family that no test compares with transformers."""
+    """Families that no test compares with transformers."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from tiny import MODELS
 
@@ -471,30 +504,25 @@ def without_variant() -> list[str]:
 
 
 def check() -> list[str]:
-    """A line for each part that is stale, and each family without a test."""
-    stale = [f"{PARTS[name][0]}: the part '{name}' is stale, run: python scripts/dev/map.py --write"
-             for name in PARTS if not is_fresh(name)]
+    """Outdated tables, and families without a test."""
+    stale = [f"{PARTS[name][0]}: the table '{name}' is outdated, run: "
+             "python scripts/dev/map.py --write" for name in PARTS if not is_fresh(name)]
     return stale + without_variant()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--write", action="store_true", help="into their files, and not to stdout")
+    group.add_argument("--write", action="store_true", help="write the tables into their pages")
     group.add_argument("--check", action="store_true",
-                       help="only what is stale or has no test; exit status 1 if anything is")
-    group.add_argument("--core", action="store_true", help="only the size of the core")
+                       help="list outdated tables and untested families; exit status 1 if any")
     args = parser.parse_args()
-    if args.core:
-        s = core_size()
-        print(f"{s.lines} lines of code, {s.characters:.1f} characters a line, longest function "
-              f"{s.longest}, {s.longest_lines} lines")
-    elif args.check:
+    if args.check:
         complaints = check()
         for line in complaints:
             print(line)
         return int(bool(complaints))
-    elif args.write:
+    if args.write:
         for name in PARTS:
             write(name)
     else:
