@@ -64,8 +64,8 @@ BANDS = (
          Box("sampling.py", ("parameters, filters,", "the draw"), (8,)),
          Box("model.py", ("the transformer,", "its KV cache"), (7,))))),
 )
-RULE = ("Imports at the top of a file lead down or to the right; one exception: storage/ prints its "
-        "notes through kernels/.")
+RULE = ("Imports at the top of a file lead down or to the right; one exception: storage/ prints "
+        "its notes through kernels/.")
 PATH = (
     ("command line", "argv"), ("Options", "flags, defaults"), ("open_model", "config, tensors"),
     ("encode", "text to ids"), ("Runtime", "load, warm up"), ("Batch", "prefill, step"),
