@@ -77,7 +77,7 @@ def main():
     try:
         run(model)
     except ValueError as e:
-        assert "layers.1.ffn or its forward was exchanged" in str(e)
+        assert "layers.1.ffn or its forward was replaced" in str(e)
     else:
         raise AssertionError("a part that nothing sums")
     if tp.rank() == 0:

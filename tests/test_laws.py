@@ -16,6 +16,7 @@ import generate
 
 ROOT = Path(generate.__file__).parent
 sys.path.insert(0, str(ROOT / "scripts/dev"))
+import architecture_svg  # noqa: E402
 import map as readme_map  # noqa: E402
 
 ROOMS = ("bench", "cli", "decoding", "formats", "kernels", "layers", "quantization", "server", "storage", "text")
@@ -79,6 +80,21 @@ def test_imports_point_downward():
                 assert module in MAY_IMPORT[owner] or (main and not top), f"{path} imports {module}"
                 assert top or main or (owner, module) in LATE, f"{path} imports {module} late"
         assert "sys.path" not in path.read_text(), path
+
+
+def test_the_picture_of_the_architecture():
+    """docs/architecture.svg: what the script writes, with every room and core file, and its rule about imports holds."""
+    assert architecture_svg.FILE.read_text() == architecture_svg.svg(), "python scripts/dev/architecture_svg.py --write"
+    commands, rooms, core = ([[box.name.removesuffix(".py").strip("/") for box in row] for row in band.rows]
+                             for band in architecture_svg.BANDS)
+    assert {*sum(commands, [])} == {"generate", "quantize", *COMMANDS}
+    assert {*sum(rooms, [])} == {*ROOMS, "devices", "loading", "runtime"} and {*sum(core, [])} == {*CORE}
+    order = sum(rooms + core, [])                      # row by row, from the left
+    for path in MODULES:
+        owner = path.stem if path.parent in (ROOT, HOUSE) else path.relative_to(HOUSE).parts[0]
+        for module, top in imports(path) if owner in order else ():
+            if top and module in order and (owner, module) not in LATE:
+                assert order.index(module) >= order.index(owner), f"{path} imports {module}"
 
 
 def test_the_model_knows_only_the_math():

@@ -454,7 +454,7 @@ def peers() -> str:
 # Table -> its page, and the function that makes it.
 PARTS = {
     "headline": ("README.md", headline), "peers": ("README.md", peers), "core": ("README.md", core),
-    "files": ("docs/design.md", files), "families": ("docs/models.md", families),
+    "files": ("docs/architecture.md", files), "families": ("docs/models.md", families),
     "flags": ("docs/flags.md", flags), "quality": ("docs/quantization.md", quality),
     "unseen": ("docs/quantization.md", unseen), "figures": ("docs/benchmarks.md", figures),
 }
