@@ -21,8 +21,8 @@ import tp
 from checkpoint import Checkpoint
 from gpt_faster.formats import load as reading
 from gpt_faster.formats import quantized
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import open_checkpoint
-from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
 from gpt_faster.storage import disk, kept_tensors

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from checkpoint import save_checkpoint
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.text import tokenizer_files
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -170,7 +170,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def of_weights(root):
-    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("gpt_faster/formats/load.py", "gpt_faster/formats/quantized.py")))
+    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("gpt_faster/formats/load.py", "gpt_faster/formats/quantize_on_load.py")))
 
 
 def edit(path, old, new):

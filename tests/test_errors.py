@@ -17,8 +17,8 @@ from gpt_faster import devices
 from gpt_faster.cli import session
 from gpt_faster.formats import hub
 from gpt_faster.formats.gguf_file import read_gguf_header
+from gpt_faster.formats.known_shapes import SHAPES
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,8 @@ from test_families import close, our_logits, tokens
 from checkpoint import blank_model, load_part, save_checkpoint
 from gpt_faster.formats import load
 from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.known_shapes import SHAPES, random_checkpoint
 from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint, stays_outside
-from gpt_faster.formats.shapes import SHAPES, random_checkpoint
 from gpt_faster.layers.per_layer import FileTable
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.text.tokenizer_files import from_gguf

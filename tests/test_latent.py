@@ -8,7 +8,7 @@ import torch
 
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.layers.latent import Latent
 from model import cache_bytes
 

@@ -9,7 +9,7 @@ import torch
 from test_families import close, tokens
 
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS = {                                                  # what PEFT's config says beside the rank

@@ -26,7 +26,7 @@ from gpt_faster.decoding import engines, mtp
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats import load as load_module
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.compile import as_one_graph
 from gpt_faster.kernels.cpu.layers import OperationsLayer, uses_operations
 from gpt_faster.kernels.linear import PackedLinear

@@ -10,7 +10,7 @@ from checkpoint import Checkpoint, LazyTensor, save_checkpoint
 from gpt_faster.formats.gguf_int4 import BLOCKS, as_int4
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import leaves_of, note, quantized
+from gpt_faster.formats.quantize_on_load import leaves_of, note, quantized
 from gpt_faster.quantization.calibration_text import OPENINGS, REQUESTS, openings, written
 from quantize import dequantize, describe, scheme_named
 

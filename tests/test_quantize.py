@@ -34,9 +34,9 @@ from gpt_faster import devices, loading
 from gpt_faster.cli import common as cli
 from gpt_faster.cli import quantizing, session
 from gpt_faster.decoding import engines
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import fill, leaves_of, quantized
-from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.quantize_on_load import fill, leaves_of, quantized
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import products as kernels
 from gpt_faster.kernels.cpu.linears import OperationsLinear

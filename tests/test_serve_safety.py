@@ -29,7 +29,7 @@ from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
-from gpt_faster.formats.shapes import of_random_weights
+from gpt_faster.formats.known_shapes import of_random_weights
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import native
 from gpt_faster.server import main as serve

@@ -13,8 +13,8 @@ import tp
 from generate import log
 from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantized
+from gpt_faster.formats.known_shapes import random_head
 from gpt_faster.formats.load import count_parameters, n_bytes
-from gpt_faster.formats.shapes import random_head
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.loading import load_shard
 from model import ModelConfig, Transformer

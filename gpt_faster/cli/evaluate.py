@@ -27,7 +27,7 @@ from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.devices import pick_dtype, pick_engine
-from gpt_faster.formats.quantized import rounded
+from gpt_faster.formats.quantize_on_load import rounded
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render

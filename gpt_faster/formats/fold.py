@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpoint import LazyTensor, narrow, tensor_shapes
-from gpt_faster.formats.hub_quantized import unpacked_int4
+from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.lazy import cached, constant, index_select, offset, scaled, transpose
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_turning

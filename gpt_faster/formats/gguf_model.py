@@ -16,7 +16,7 @@ from gpt_faster.formats.gguf_file import read_gguf_tensors
 from gpt_faster.formats.lazy import constant
 from gpt_faster.formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from gpt_faster.formats.names import GGUF_DELTA_NAMES, Fused
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.schema import check_keys, is_number
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.text.end_tokens import gguf_end_ids

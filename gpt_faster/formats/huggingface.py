@@ -15,13 +15,13 @@ from checkpoint import (
     read_safetensors,
     reading,
 )
+from gpt_faster.formats.awq_gptq_fp8 import dequantized
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
-from gpt_faster.formats.hub_quantized import dequantized
 from gpt_faster.formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
 from gpt_faster.formats.names import OUR_NAMES
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch
 from gpt_faster.layers.mtp_head import MTPHead
 

@@ -32,15 +32,15 @@ from checkpoint import (
     some,
 )
 from gpt_faster.formats import lora
+from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.fold import fold
 from gpt_faster.formats.gguf_model import read_gguf
 from gpt_faster.formats.hub import check_finished, resolve
-from gpt_faster.formats.hub_quantized import unpacked_int4
 from gpt_faster.formats.huggingface import read_hf
 from gpt_faster.formats.meta import read_llama2c, read_meta
 from gpt_faster.formats.names import rename
 from gpt_faster.formats.pth import read_ours
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch
 from gpt_faster.kernels.linear import use_packed_linears
 from gpt_faster.layers.per_layer import FileTable, seen_by_gpu

@@ -9,7 +9,7 @@ from checkpoint import LazyTensor, brief, lazy_tensors, read_json, reading, some
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.lazy import concatenate
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.schema import check_keys
 from gpt_faster.formats.torch_file import read_torch
 

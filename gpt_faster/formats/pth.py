@@ -10,7 +10,7 @@ from checkpoint import brief, lazy_tensors
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
 from gpt_faster.formats.mtp import HEAD_NAMES, split_head
 from gpt_faster.formats.names import OUR_NAMES
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.schema import build, check_config
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import BlockVariant, Widths
