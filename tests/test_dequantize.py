@@ -541,5 +541,5 @@ def test_missing_partner(tensors, config, name):
 ])
 def test_shapes_that_do_not_fit(tensors, config, name, shape):
     other = torch.zeros(shape, dtype=tensors.get(name, torch.zeros(1)).dtype)
-    with pytest.raises(ValueError, match="shapes .* do not fit each other$"):
+    with pytest.raises(ValueError, match="shapes .* do not match$"):
         run(tensors | {name: other}, config)

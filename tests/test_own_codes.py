@@ -10,7 +10,7 @@ from checkpoint import Checkpoint, LazyTensor, save_checkpoint
 from gpt_faster.formats.gguf_int4 import BLOCKS, as_int4
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantize_on_load import leaves_of, note, quantized
+from gpt_faster.formats.quantize_on_load import note, quantize_tensor, quantized
 from gpt_faster.quantization.calibration_text import OPENINGS, REQUESTS, openings, written
 from quantize import dequantize, describe, scheme_named
 
@@ -66,7 +66,7 @@ def test_a_gguf_keeps_its_codes(families, kind, tmp_path):
     eight = {next(n for n in source.tensors if n.endswith("attn.wo.weight")): scheme_named("int8")}
     assert note(source, "int4", 32, others=eight) == f"note: {n - 1} of {n} linears keep the four bits of their file"
     name = next(n for n, t in source.tensors.items() if n.endswith("attn.wo.weight"))
-    wide = leaves_of(source.tensors[name], scheme_named("int4", 64))       # groups of 64: made of the numbers
+    wide = quantize_tensor(source.tensors[name], scheme_named("int4", 64))       # groups of 64: made of the numbers
     assert wide[1].shape[-1] == source.tensors[name].shape[-1] // 64 and wide[1].name.endswith(".scales")
 
 

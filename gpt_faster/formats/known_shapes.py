@@ -10,7 +10,7 @@ from torch import Tensor, bfloat16
 
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from gpt_faster.formats.config import config_from_hf
-from gpt_faster.formats.mtp import head_config
+from gpt_faster.formats.mtp import mtp_head_config
 from gpt_faster.layers.mtp_head import MTPHead
 from model import ModelConfig, Rope, Transformer
 
@@ -142,16 +142,16 @@ def random_checkpoint(name: str) -> Checkpoint:
     shapes = {k.lower(): k for k in SHAPES}
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
-    return of_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
+    return with_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
 
 
-def random_head(source: Checkpoint) -> Checkpoint:
+def random_mtp_head(source: Checkpoint) -> Checkpoint:
     """A head that drafts as one of this model could be, for how long it takes."""
     cfg = source.cfg
-    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)), MTPHead)
+    return with_random_weights(source.path, mtp_head_config(cfg, any(cfg.sparse)), MTPHead)
 
 
-def of_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
+def with_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
     tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=filler(n))
                for n, shape in tensor_shapes(cfg, kind).items()}
     return Checkpoint(path, cfg, tensors, kind=kind)

@@ -35,14 +35,14 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
         quantize.refuse_quantized(source)
 
     def leaves(t, scheme):
-        return leaves_of(t, scheme, device, solver if LINEARS.search(t.name) else None)
+        return quantize_tensor(t, scheme, device, solver if LINEARS.search(t.name) else None)
     tensors = quantize.with_leaves(source, schemes, leaves)
     made = dict(mode=mode, head=head, gptq=solver is not None)
     mtp = source.mtp and (lambda: quantized(source.mtp(), mode, groupsize, "none", device))
     return replace(source, tensors=tensors, quantization=made, mtp=mtp)
 
 
-def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
+def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
               solver: Callable | None = None) -> list[LazyTensor]:
     """X.weight, X.scales, … in place of a tensor X.weight. solver(name) -> all leaves at once."""
     x = t.name.removesuffix(".weight")
@@ -52,12 +52,12 @@ def leaves_of(t: LazyTensor, scheme: Scheme, device="cpu",
                 for leaf, kind in layout.items()]
     if solver:
         return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
-    if has_own_codes(t, scheme):
+    if has_int4_codes(t, scheme):
         return [replace(leaf, name=f"{x}.{n}") for n, leaf in zip(layout, t.packed.int4)]
     return quantize.rounded_leaves(t, scheme, device)
 
 
-def has_own_codes(t: LazyTensor, scheme: Scheme) -> bool:
+def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
     return bool(t.packed and t.packed.int4) and scheme.name == "int4-g32"
 
 
@@ -106,7 +106,7 @@ def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
     scheme, others = scheme_named(mode, groupsize), others or {}
     anew, n_own = {}, 0
     for name, t in linears.items():
-        own = not solved and name not in others and has_own_codes(t, scheme)
+        own = not solved and name not in others and has_int4_codes(t, scheme)
         if own or name.replace(".weight", ".scales") in source.tensors:
             n_own += 1
         elif t.packed and name not in others:
@@ -120,7 +120,7 @@ def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
     return f"note: {rounded}; {kept}" if n_own else f"note: {rounded}"
 
 
-def rounded(source: Checkpoint, mode: str | None, groupsize: int, head: str, device) -> Checkpoint:
+def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str, device) -> Checkpoint:
     """What --quantize and its companions ask for, with a line about it; mode None: nothing."""
     if mode is None:
         return source

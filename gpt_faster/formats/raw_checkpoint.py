@@ -11,5 +11,5 @@ class RawCheckpoint(checkpoint.RawCheckpoint):
     """Tensors by the names in the file, and how they differ from what the model takes."""
 
     folds: Folds | None = None                     # None: our own file, everything is folded
-    hub_quantized: bool = False                    # what is one matrix for us may be of two kinds
+    prequantized: bool = False                    # what is one matrix for us may be of two kinds
     mtp: "RawCheckpoint | None" = None             # of a head that drafts (mtp.py)

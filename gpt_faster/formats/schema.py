@@ -24,18 +24,18 @@ from gpt_faster.layers.rope import RopeVariant, n_turning
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, Rope, at, layer_config
 
-WIDEST, MOST_HEADS, MOST_EXPERTS = 1 << 22, 1 << 16, 1 << 14           # no product leaves 64 bits
-MOST_LAYERS, LONGEST, LARGEST = 1000, 1 << 31, 1e30
+MAX_WIDTH, MAX_HEADS, MAX_EXPERTS = 1 << 22, 1 << 16, 1 << 14           # no product leaves 64 bits
+MAX_LAYERS, MAX_CONTEXT, MAX_NUMBER = 1000, 1 << 31, 1e30
 
 
 # ---- config.json --------------------------------------------------------------------------------
 
-def _is_count(v, most=WIDEST):
+def _is_count(v, most=MAX_WIDTH):
     return type(v) is int and 0 <= v <= most
 
 
 def is_number(v):
-    return type(v) in (int, float) and -LARGEST <= v <= LARGEST
+    return type(v) in (int, float) and -MAX_NUMBER <= v <= MAX_NUMBER
 
 
 def _is_positive(v):
@@ -56,27 +56,27 @@ def _is_object(v):
 
 # what it is called, what is one, which keys are; all but the last of a kind's may be null
 KINDS = (
-    (f"a positive integer of at most {MOST_LAYERS}", lambda v: v != 0 and _is_count(v, MOST_LAYERS),
+    (f"a positive integer of at most {MAX_LAYERS}", lambda v: v != 0 and _is_count(v, MAX_LAYERS),
      "num_hidden_layers"),
-    (f"a positive integer of at most {WIDEST}", lambda v: v != 0 and _is_count(v),
+    (f"a positive integer of at most {MAX_WIDTH}", lambda v: v != 0 and _is_count(v),
      "hidden_size vocab_size"),
-    (f"a positive integer of at most {MOST_HEADS}", lambda v: v != 0 and _is_count(v, MOST_HEADS),
+    (f"a positive integer of at most {MAX_HEADS}", lambda v: v != 0 and _is_count(v, MAX_HEADS),
      "num_attention_heads"),
-    (f"an integer from 0 to {WIDEST}", _is_count,
+    (f"an integer from 0 to {MAX_WIDTH}", _is_count,
      "intermediate_size n_shared_experts q_lora_rank kv_lora_rank "
      "conv_L_cache num_kv_heads word_embed_proj_dim dim_model_base block_ff_dim block_multiple_of "
      "num_kv_shared_layers num_global_key_value_heads hidden_size_per_layer_input rotary_dim "
      "vocab_size_per_layer_input num_nextn_predict_layers num_mtp_layers num_ln_in_parallel_attn "
      "shared_expert_intermediate_size shared_intermediate_size full_attention_interval n_group "
      "topk_group backbone_hidden_size num_centroids centroid_intermediate_top_k"),
-    (f"an integer from 0 to {WIDEST}, or one for each layer",
+    (f"an integer from 0 to {MAX_WIDTH}, or one for each layer",
      lambda v: _is_count(v) or v != [] and _list_of(_is_count)(v),
      "moe_intermediate_size num_experts num_experts_per_tok num_shared_expert"),
-    (f"an integer from 0 to {MOST_HEADS}", lambda v: _is_count(v, MOST_HEADS),
+    (f"an integer from 0 to {MAX_HEADS}", lambda v: _is_count(v, MAX_HEADS),
      "num_key_value_heads head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim "
      "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
      "linear_conv_kernel_dim"),
-    (f"an integer from 0 to {LONGEST}", lambda v: _is_count(v, LONGEST),
+    (f"an integer from 0 to {MAX_CONTEXT}", lambda v: _is_count(v, MAX_CONTEXT),
      "max_position_embeddings original_max_position_embeddings sliding_window"),
     ("a number", is_number,
      "rope_theta rope_local_base_freq scale_emb scale_depth "
@@ -103,7 +103,7 @@ KINDS = (
 NEEDED = (                                         # what is not null either
     ("a whole number above 0", lambda v: _is_count(v) and v > 0,
      "decoder_sparse_step moe_layer_interval no_rope_layer_interval"),
-    ("a whole number", lambda v: type(v) is int and abs(v) <= WIDEST,
+    ("a whole number", lambda v: type(v) is int and abs(v) <= MAX_WIDTH,
      "max_window_layers first_k_dense_replace moe_layer_start_index moe_layer_end_index"),
     ("a number above 0", _is_positive, "qk_scale_factor output_multiplier"),
     ("a positive number", lambda v: is_number(v) and v >= 0, "rms_norm_eps"),
@@ -133,10 +133,10 @@ def _kind_of() -> tuple[dict, dict]:
 
 # ---- The config that is made of it, or that a .pth holds ----------------------------------------
 
-LIMITS = dict(n_layer=MOST_LAYERS, n_head=MOST_HEADS, n_kv_head=MOST_HEADS, n_k_head=MOST_HEADS,
-              n_v_head=MOST_HEADS, k_dim=MOST_HEADS, v_dim=MOST_HEADS, n_expert=MOST_EXPERTS,
-              n_active=MOST_EXPERTS, context=LONGEST, original_context=LONGEST,
-              growth_from=LONGEST)
+LIMITS = dict(n_layer=MAX_LAYERS, n_head=MAX_HEADS, n_kv_head=MAX_HEADS, n_k_head=MAX_HEADS,
+              n_v_head=MAX_HEADS, k_dim=MAX_HEADS, v_dim=MAX_HEADS, n_expert=MAX_EXPERTS,
+              n_active=MAX_EXPERTS, context=MAX_CONTEXT, original_context=MAX_CONTEXT,
+              growth_from=MAX_CONTEXT)
 
 
 def build(cls: type, stated, **parts):
@@ -152,9 +152,9 @@ def check_types(made) -> None:
         value = getattr(made, name)
         if not _is_a(value, hint):
             raise ValueError(f"{name} is {brief(value)}, expected {_spelled(hint)}")
-        if isinstance(value, int) and not 0 <= value <= LIMITS.get(name, WIDEST):
+        if isinstance(value, int) and not 0 <= value <= LIMITS.get(name, MAX_WIDTH):
             raise ValueError(f"{name} is {brief(value)}, expected 0 to "
-                             f"{LIMITS.get(name, WIDEST)}")
+                             f"{LIMITS.get(name, MAX_WIDTH)}")
 
 
 @cache
@@ -174,7 +174,7 @@ def _is_a(value, hint) -> bool:
         return type(value) is tuple and all(_is_a(v, one) for v in value)
     if hint is float:
         return type(value) in (int, float) and not math.isnan(value) and (
-            math.isinf(value) or abs(value) <= LARGEST)
+            math.isinf(value) or abs(value) <= MAX_NUMBER)
     if hint is int:
         return type(value) is int
     return isinstance(value, hint)

@@ -20,15 +20,15 @@ from tokenizer import (
 )
 
 Backend = TokenizersBackend | SentencePieceBackend
-SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
-FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
+ESCAPE = "\ufdd0"                                  # not a character, by Unicode's promise
+FIRST_PLACEHOLDER = 0xf0000                               # of the characters that stand for tokens
 
 
 class TemplateError(ValueError):
     """A template that does not render these messages."""
 
 
-class Refused(TemplateError):
+class TemplateRefusal(TemplateError):
     """What a template says by raise_exception()."""
 
 
@@ -42,7 +42,7 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
         return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
-    except Refused:
+    except TemplateRefusal:
         raise
     except Exception as e:                         # its expressions may raise anything
         raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
@@ -56,7 +56,7 @@ def _compiled(template: str):
     from gpt_faster.text.sandbox import LimitedEnvironment
 
     def raise_exception(message):
-        raise Refused(f"the chat template refuses: {message}")
+        raise TemplateRefusal(f"the chat template refuses: {message}")
 
     class Generation(jinja2.ext.Extension):    # marks answers for training: only its inside
         tags = {"generation"}
@@ -74,42 +74,42 @@ def _compiled(template: str):
     return environment.from_string(template)
 
 
-class Shield:
-    """Replaces special tokens in a message by signs that no text has, and brings them back."""
+class SpecialTokenEscaper:
+    """Replaces special tokens in a message by placeholders that no text has, and brings them back."""
 
     def __init__(self, names: list[str]):
         self.names = names
-        self.signs = {name: SHIELD + chr(FIRST_SIGN + i) for i, name in enumerate(names)}
+        self.placeholders = {name: ESCAPE + chr(FIRST_PLACEHOLDER + i) for i, name in enumerate(names)}
         self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
-    def hide(self, value):
+    def escape(self, value):
         """In a text, and in all texts of a list or an object."""
         if isinstance(value, list):
-            return [self.hide(x) for x in value]
+            return [self.escape(x) for x in value]
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(x) for key, x in value.items()}
+            return {self.escape(key): self.escape(x) for key, x in value.items()}
         if not isinstance(value, str):
             return value
-        return self.pattern.sub(lambda match: self.signs[match[0]], value.replace(SHIELD, ""))
+        return self.pattern.sub(lambda match: self.placeholders[match[0]], value.replace(ESCAPE, ""))
 
-    def bring_back(self, text: str) -> str:
-        return re.sub(SHIELD + "(.)", lambda match: self.names[ord(match[1]) - FIRST_SIGN], text)
+    def unescape(self, text: str) -> str:
+        return re.sub(ESCAPE + "(.)", lambda match: self.names[ord(match[1]) - FIRST_PLACEHOLDER], text)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[dict], /, **more) -> list[int]:
     """The ids of render(), in which special tokens are the template's: a message's are text."""
     names, special = special_tokens(tokenizer.backend)
-    shield = Shield(names)
-    messages = shield.hide(messages)
-    more = {key: shield.hide(value) if key == "tools" else value for key, value in more.items()}
+    escaper = SpecialTokenEscaper(names)
+    messages = escaper.escape(messages)
+    more = {key: escaper.escape(value) if key == "tools" else value for key, value in more.items()}
     text = render(tokenizer, messages, **more).encode("utf-8", "replace").decode()
-    if SHIELD not in text:
+    if ESCAPE not in text:
         return tokenizer.encode(text, bos=False)
     first, *pieces = special.split(text)           # text, special, text, …
-    ids = tokenizer.backend.encode(shield.bring_back(first), special=False)
-    later = continued(tokenizer.backend)
+    ids = tokenizer.backend.encode(escaper.unescape(first), special=False)
+    later = continuation_backend(tokenizer.backend)
     for i, piece in enumerate(pieces):
-        ids += later.encode(shield.bring_back(piece), special=i % 2 == 0)
+        ids += later.encode(escaper.unescape(piece), special=i % 2 == 0)
     return ids
 
 
@@ -124,7 +124,7 @@ def special_tokens(backend: Backend) -> tuple[list[str], re.Pattern]:
 
 
 @lru_cache(2)                                      # to read a tokenizer.json again takes a while
-def continued(backend: Backend) -> Backend:
+def continuation_backend(backend: Backend) -> Backend:
     """A backend for text that continues another: some put a space before a text's first piece."""
     if backend.kind == "sentencepiece" and backend.after_space:
         return backend

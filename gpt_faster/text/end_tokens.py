@@ -4,12 +4,12 @@ Those of a Hugging Face directory: huggingface.py and tokenizer.py.
 """
 
 # Tokens that end a text in llama.cpp, by their texts (src/llama-vocab.cpp, special_eog_ids).
-NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+EOG_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
          "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
          "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
          "<｜end▁of▁sentence｜>", "[e~[")
 # Tokens between files and around gaps, by the metadata's name for them; texts where it has none.
-BETWEEN = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+FIM_TOKENS = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
            "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
            "fim_sep": ("<|file_sep|>",)}
 SENTENCEPIECE_EOS = 2                              # where a GGUF's "llama" tokenizer states none
@@ -26,17 +26,17 @@ def gguf_end_ids(metadata: dict) -> list[int]:
             stated = SENTENCEPIECE_EOS
         ids += [] if stated is None else [stated]
     id_of = {text: i for i, text in reversed(list(enumerate(tokens))) if isinstance(text, str)}
-    ids += [id_of[name] for name in NAMES if name in id_of]
-    for kind, names in BETWEEN.items():
+    ids += [id_of[name] for name in EOG_TOKENS if name in id_of]
+    for kind, names in FIM_TOKENS.items():
         stated = _id(metadata, kind, tokens)
         ids += [id_of[name] for name in names if name in id_of] if stated is None else [stated]
     found = {tokens[i] for i in ids if i < len(tokens)}
-    goes_on = set()                                # what ends a part of an answer only
+    not_end = set()                                # what ends a part of an answer only
     if "<|return|>" in found or {"<|calls|>", "<|flush|>"} <= found:
-        goes_on.add("<|end|>")                     # gpt-oss, Solar Open
+        not_end.add("<|end|>")                     # gpt-oss, Solar Open
     if "<|tool_response>" in found:
-        goes_on.add("</s>")                        # Gemma 4
-    return list(dict.fromkeys(i for i in ids if i >= len(tokens) or tokens[i] not in goes_on))
+        not_end.add("</s>")                        # Gemma 4
+    return list(dict.fromkeys(i for i in ids if i >= len(tokens) or tokens[i] not in not_end))
 
 
 def _id(metadata: dict, kind: str, tokens: list) -> int | None:

@@ -9,7 +9,7 @@ import re
 from tokenizer import Tokenizer
 
 
-def byte_of_sign() -> dict[str, int]:
+def unicode_to_bytes() -> dict[str, int]:
     """GPT-2's table: the printable character that stands for each byte -> the byte."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xa1, 0xac + 1), *range(0xae, 0xff + 1)]
     hidden = [b for b in range(256) if b not in shown]
@@ -24,7 +24,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
         return [None if i in backend.control or piece is None else _of_text(piece)
                 for i, piece in enumerate(pieces)]
     added = backend.fast.get_added_tokens_decoder()
-    signs = byte_of_sign() if '"ByteLevel"' in json.dumps(
+    signs = unicode_to_bytes() if '"ByteLevel"' in json.dumps(
         json.loads(backend.fast.to_str()).get("decoder")) else None
     found = []
     for i, piece in enumerate(pieces):

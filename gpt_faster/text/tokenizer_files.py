@@ -15,7 +15,7 @@ from checkpoint import brief, reading
 from gpt_faster.text.end_tokens import gguf_end_ids
 from tokenizer import SentencePieceBackend, Tokenizer, TokenizersBackend, library
 
-SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
+MAX_SPLIT_SECONDS = 0.25                                     # seconds for a short text: a thousand times ours
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -53,8 +53,8 @@ GGUF_SPLITS = {
     "qwen35": (QWEN35,), "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,),
     "gpt-4o": (GPT4O,), "llama4": (GPT4O,),
 }
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
-COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with their letters first
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
+NFC_PRETOKENIZERS = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with their letters first
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -85,7 +85,7 @@ def _from_directory(directory: Path) -> Tokenizer:
     if json_path.exists():
         tokenizer = core.from_directory(directory)
         with reading(json_path):
-            check_speed(tokenizer.backend)
+            check_regex_speed(tokenizer.backend)
         return tokenizer
     data = model_path.read_bytes() if model_path.exists() else b""
     if not core.is_tiktoken(data):
@@ -98,7 +98,7 @@ def _from_directory(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_speed(backend: TokenizersBackend) -> None:
+def check_regex_speed(backend: TokenizersBackend) -> None:
     """ValueError where its regular expressions take longer and longer for longer texts.
 
     Each doubling is tried for itself, so that this ends where they do not.
@@ -108,14 +108,14 @@ def check_speed(backend: TokenizersBackend) -> None:
             start = time.perf_counter()
             backend.encode(sign * n + "~é", special=True)
             took = time.perf_counter() - start
-            if took > SLOWEST:
+            if took > MAX_SPLIT_SECONDS:
                 raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
                                  f"{n} times {sign!r}")
 
 
 # ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------
 
-def byte_letters() -> dict[int, str]:
+def bytes_to_unicode() -> dict[int, str]:
     """Byte -> the printable character that stands for it in byte-level vocabularies (GPT-2's)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
@@ -123,13 +123,13 @@ def byte_letters() -> dict[int, str]:
 
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tuple[str, ...],
-               special: list[str], added: list[str] = (), whole_words: bool = False,
+               special: list[str], added: list[str] = (), ignore_merges: bool = False,
                nfc: bool = False):
-    """A tokenizers.Tokenizer. whole_words: a piece that is a token needs no merges (Llama 3)."""
+    """A tokenizers.Tokenizer. ignore_merges: a piece that is a token needs no merges (Llama 3)."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
     with library("a vocabulary with merges of its tokens"):
-        fast = Fast(models.BPE(vocab, merges, ignore_merges=whole_words))
+        fast = Fast(models.BPE(vocab, merges, ignore_merges=ignore_merges))
     fast.normalizer = normalizers.NFC() if nfc else None
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -145,7 +145,7 @@ def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
 
     -> the text of a tokenizer.json, and the ids that end a text, a message or a turn.
     """
-    letters = byte_letters()
+    letters = bytes_to_unicode()
     ranks = {}
     for n, line in enumerate(data.splitlines(), 1):
         match = re.fullmatch(rb"([A-Za-z0-9+/]+=*) (\d{1,9})", line)
@@ -168,7 +168,7 @@ def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
              "<|finetune_right_pad_id|>", reserved(2), "<|start_header_id|>", "<|end_header_id|>",
              "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
     names += [reserved(i) for i in range(3, 256 - len(names) + 3)]
-    fast = byte_level(vocab, merges, (LLAMA3,), names, whole_words=True)
+    fast = byte_level(vocab, merges, (LLAMA3,), names, ignore_merges=True)
     from tokenizers.processors import TemplateProcessing
     fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
                                              special_tokens=[(names[0], n)])
@@ -207,7 +207,7 @@ def from_gguf(metadata: dict) -> dict:
     vocab = {t: i for i, t in enumerate(tokens)}
     if kind == "gemma4":
         unknown = get("unknown_token_id")
-        fast = merged_pieces(vocab, merges, list(control.values()), added,
+        fast = sentencepiece_bpe(vocab, merges, list(control.values()), added,
                              None if unknown is None else tokens[unknown])
         return dict(more, backend=TokenizersBackend(fast), add_bos=get("add_bos_token", True),
                     bos_id=bos_id)
@@ -218,10 +218,10 @@ def from_gguf(metadata: dict) -> dict:
     if pre not in GGUF_SPLITS:
         raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
                          f"(supported: {', '.join(GGUF_SPLITS)})")
-    whole = pre in WHOLE_WORDS
+    whole = pre in IGNORE_MERGES
     fast = byte_level(vocab, merges, GGUF_SPLITS[pre],
-                      list(control.values()), added, whole_words=whole,
-                      nfc=pre in COMPOSED)
+                      list(control.values()), added, ignore_merges=whole,
+                      nfc=pre in NFC_PRETOKENIZERS)
     backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)
@@ -257,7 +257,7 @@ def _check_gguf(get) -> None:
         raise ValueError("tokenizer.ggml.token_type has kinds that are not known")
 
 
-def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
+def sentencepiece_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
                   added: list[str], unknown: str | None):
     """A tokenizers.Tokenizer of Gemma 4's kind: SentencePiece's pieces, put together by merges.
 
