@@ -238,7 +238,7 @@ def test_a_zip_that_expands(tmp_path):
         if not compressed:                                 # a size that is a lie
             at = data.rindex(b"PK\x01\x02")
             (tmp_path / "model.pth").write_bytes(data[:at + 24] + struct.pack("<I", 1 << 31) + data[at + 28:])
-        words = "is compressed, which PyTorch's files are not" if compressed else "claim more bytes than the file has"
+        words = "is compressed; PyTorch files are not" if compressed else "claim more bytes than the file has"
         assert words in refused(tmp_path / "model.pth")
 
 

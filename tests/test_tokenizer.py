@@ -105,9 +105,9 @@ def test_special_tokens_in_text(smollm2, gemma):
 
 def test_gguf_refuses_what_it_does_not_know(smollm2):
     meta = read_checkpoint(SMOLLM2).tokenizer
-    for key, value, message in (("model", "bert", "tokenizer 'bert' is not supported"),
+    for key, value, message in (("model", "bert", "tokenizer model 'bert' is not supported"),
                                 ("pre", "marsian", "pre-tokenizer 'marsian' is not supported"),
-                                ("tokens", None, "holds no tokenizer")):
+                                ("tokens", None, "the GGUF has no tokenizer")):
         with pytest.raises(ValueError, match=message):
             tokenizer_files.load({**meta, f"tokenizer.ggml.{key}": value})
 

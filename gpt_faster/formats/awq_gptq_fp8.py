@@ -206,7 +206,7 @@ def _compressed_tensors(tensors, quantization):
 
 
 def _mxfp4(tensors, quantization):
-    """X_blocks [E, out, in/32, 16] uint8, two e2m1 per byte, low first; X_scales [E, out, in/32]."""
+    """X_blocks [E, out, in/32, 16] uint8, two e2m1 a byte, low first; X_scales [E, out, in/32]."""
     for x, blocks, scales in _linears(tensors, "_blocks", torch.uint8, ("_scales",)):
         _check(x, [blocks, scales], blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3)
         E, n_out, n_block = scales.shape

@@ -126,8 +126,8 @@ def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> N
         if zeros is not None:                      # wk_b is transposed: its groups would be columns
             t = unpacked_int4(t, scales, zeros)
         if t.shape != (cfg.n_head * sum(widths), latent.kv_rank):
-            raise ValueError(f"{t.name} has shape {list(t.shape)}, expected "
-                             f"{[cfg.n_head * sum(widths), latent.kv_rank]} from the config")
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for "
+                             f"{[cfg.n_head * sum(widths), latent.kv_rank]}")
         heads = torch.arange(t.shape[0]).view(cfg.n_head, -1).split(widths, dim=1)
         k, v = (index_select(t, rows.flatten()) for rows in heads)
         k, v = (part.derived(part.read_rows, shape=(cfg.n_head, width, latent.kv_rank))

@@ -163,7 +163,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
     c = Stated(c)
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
     dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
-    if type(dim) is int and type(n_head) is int and n_head:            # GGUF's default, not the family's
+    if type(dim) is int and type(n_head) is int and n_head:            # before the family's default
         c.setdefault("head_dim", dim // n_head)
     c["model_type"] = GGUF_FAMILIES[arch]
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
@@ -296,7 +296,7 @@ def _arch_overrides(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
 
 
 def _latent(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
-    """Latent attention (MLA): *_length_mla keys in files with k_b and v_b, *_length in old ones."""
+    """Latent attention (MLA): *_length_mla keys in files with k_b and v_b, else *_length."""
     def width(kind):
         key = f"{arch}.attention.{kind}_length"
         return metadata.get(f"{key}_mla", metadata.get(key, 0))

@@ -49,7 +49,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
 def fill(directory: Path, repo_id: str, fetch, expected: list[str]) -> Path:
     """Download into a directory that is marked incomplete until all files have arrived.
 
-    Locked: the hub's client starts a file by deleting one that another process just finished.
+    Locked: the hub's client deletes a file that another process just finished, and restarts it.
     """
     from huggingface_hub.utils import WeakFileLock
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def resolve(name: str | None) -> Path:
     FileNotFoundError says that it is neither.
     """
     if name is None and not DEFAULT_MODEL.exists():
-        raise FileNotFoundError("no default model: run `bash scripts/quickstart.sh` to download it, "
-                                "or pass --checkpoint_path")
+        raise FileNotFoundError("no default model: run `bash scripts/quickstart.sh` to download "
+                                "it, or pass --checkpoint_path")
     return checkpoint.resolve(str(DEFAULT_MODEL if name is None else name), download)
 
 

@@ -116,7 +116,8 @@ def _config(directory: Path) -> dict:
             re.compile(pattern)
         values = [config.get("lora_alpha"), *alphas.values()]
     except (AttributeError, TypeError, re.error):
-        raise ValueError(f"{path}: 'alpha_pattern' is {brief(alphas)}, expected a map from module patterns to numbers") from None
+        raise ValueError(f"{path}: 'alpha_pattern' is {brief(alphas)}, expected a map from module "
+                         "patterns to numbers") from None
     if bad := [value for value in values if not is_number(value)]:
         raise ValueError(f"{path}: 'lora_alpha' is {brief(bad[0])}, expected a number")
     return config

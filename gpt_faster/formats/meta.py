@@ -68,7 +68,7 @@ def _checkpoint(path: Path, tensors: list[LazyTensor], params: dict,
         raise ValueError(f"{path}: tok_embeddings.weight or layers.0.feed_forward.w1.weight is "
                          "missing")
     if not isinstance(params, dict):
-        raise ValueError(f"{path}: params.json or model_args is {brief(params)}, expected an object")
+        raise ValueError(f"{path}: params.json or model_args is {brief(params)}, expected a dict")
     scaled, theta = params.get("use_scaled_rope", False), params.get("rope_theta", 10000.0)
     check_keys({"rope_theta": theta})
     context = params.get("max_seq_len") or (       # if missing: Llama 3.1, 3, CodeLlama, 2

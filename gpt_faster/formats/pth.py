@@ -1,5 +1,5 @@
-"""What our own .pth may hold beside what checkpoint.py reads and writes there: parts of layers/ in
-its config, configs and names of older files, and a head that drafts.
+"""Our own .pth files, beyond what checkpoint.py reads: parts of layers/ in the config, an MTP head,
+and the configs and names of older versions.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ PARTS = {kind.kind: kind for kind in (
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
-    """content: what torch_file.read_torch() gives."""
+    """content: from torch_file.read_torch()."""
     raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
     raw.names = OUR_NAMES
     raw.tensors, head = split_mtp_head(lazy_tensors(content["model"]), None)
@@ -45,7 +45,7 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
 
 
 def config_from_dict(d: dict) -> ModelConfig:
-    """The config as a .pth stores it. ValueError names what cannot be."""
+    """Parse the config of a .pth. ValueError names a wrong value."""
     cfg = config_of_parts(d) if "after_embed" in d else config_of_version_1(d)
     check_config(cfg)
     return cfg
@@ -60,9 +60,9 @@ def config_of_parts(d: dict) -> ModelConfig:
 
 
 def config_of_version_1(d: dict) -> ModelConfig:
-    """Before there were parts; before experts and scores had dictionaries of their own, too."""
+    """Configs before ModelConfig had parts, with or without nested `moe` and `scores`."""
     d = _nest_moe_and_scores(d)
-    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
+    if isinstance(d.get("qk_norm"), bool):         # old files: a bool
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     end = d.get("layer_end")
     parts = {"mixer": tuple(part_from_dict(part) for part in _list_of(d, "mixer", [None])),
@@ -88,23 +88,24 @@ def _widths(d: dict) -> tuple:
 def _list_of(d: dict, name: str, default=None) -> list | tuple:
     value = d.get(name, default)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"its config's '{name}' is {brief(value)}, expected one for each layer")
+        raise ValueError(f"config: '{name}' is {brief(value)}, expected a list with one entry per "
+                         "layer")
     return value
 
 
 def part_from_dict(d: dict | None):
-    """What replaces a part of the model; None: nothing does."""
+    """Build a part from its dict; None: the model's default."""
     if d is None:
         return None
     kind = d.get("kind") if isinstance(d, dict) else d
     if not isinstance(kind, str) or kind not in PARTS:
-        raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
-    own = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
-    return build(PARTS[kind], d, **own)
+        raise ValueError(f"unknown layer {brief(kind)}: written by a newer gpt-faster?")
+    nested = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
+    return build(PARTS[kind], d, **nested)
 
 
 def _nest_moe_and_scores(d: dict) -> dict:
-    """What is said of experts and scores in dictionaries of their own: it was among the rest."""
+    """Move the flat fields of experts and scores in old files into `moe` and `scores`."""
     if "moe" in d:
         return d
     d = dict(d)

@@ -1,10 +1,7 @@
-"""quantize.py's rounding of a checkpoint, and what only some checkpoints and commands add to it.
+"""Quantize a checkpoint lazily: quantize.py's rounding, int4 that is already in the file, GPTQ,
+mixed precision and random weights.
 
-A file's own four bits, which stay as they are; GPTQ's solver; linears with a scheme of their own;
-random weights.
-
-The solver needs the order from the first layer to the last: the checkpoint's tensors are sorted so,
-and whoever writes or loads takes them one after another.
+GPTQ solves layers in order: the tensors are sorted by layer, and must be read in that order.
 """
 
 import sys
@@ -21,33 +18,33 @@ from quantize import LINEARS, Scheme, describe, scheme_named
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
               device="cpu", solver: Callable | None = None,
               others: dict[str, Scheme] | None = None) -> Checkpoint:
-    """quantize.quantized(), of any checkpoint.
+    """quantize.quantized(), for any checkpoint.
 
-    solver(name) -> leaves, in place of rounding the linears (GPTQ). others: linears with a scheme
-    of their own. What is in four bits already stays as it is: the groups of a GGUF where they are
-    as asked for, a hub's whatever they are. ValueError where all is quantized already, or
-    otherwise, or the group size does not divide.
+    solver(name) -> quantized tensors, instead of rounding to nearest (GPTQ). others: linears with
+    another scheme. Int4 in the file is kept: a GGUF's if its group size is the requested one, AWQ,
+    GPTQ and compressed-tensors with any group size. ValueError: already quantized in another way,
+    or the group size does not divide the inputs.
     """
     schemes = quantize.schemes_for(source, mode, groupsize, head)
     schemes |= {name: scheme for name, scheme in (others or {}).items() if name in schemes}
-    goes_on = mode != "int8" and not solver and schemes and "int4" in describe(source)
-    if not goes_on:
+    keeps_int4 = mode != "int8" and not solver and schemes and "int4" in describe(source)
+    if not keeps_int4:
         quantize.refuse_quantized(source)
 
     def leaves(t, scheme):
         return quantize_tensor(t, scheme, device, solver if LINEARS.search(t.name) else None)
     tensors = quantize.with_leaves(source, schemes, leaves)
-    made = dict(mode=mode, head=head, gptq=solver is not None)
+    quantization = dict(mode=mode, head=head, gptq=solver is not None)
     mtp = source.mtp and (lambda: quantized(source.mtp(), mode, groupsize, "none", device))
-    return replace(source, tensors=tensors, quantization=made, mtp=mtp)
+    return replace(source, tensors=tensors, quantization=quantization, mtp=mtp)
 
 
 def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
               solver: Callable | None = None) -> list[LazyTensor]:
-    """X.weight, X.scales, … in place of a tensor X.weight. solver(name) -> all leaves at once."""
+    """X.weight -> quantized X.weight, X.scales, … solver(name) -> all of them at once."""
     x = t.name.removesuffix(".weight")
     layout = scheme.leaves(t.shape)
-    if t.read_rows is None:                        # random weights: so are these
+    if t.read_rows is None:                        # random weights: random codes and scales
         return [LazyTensor(f"{x}.{leaf}", *kind, None, fill=_filler(scheme, leaf))
                 for leaf, kind in layout.items()]
     if solver:
@@ -66,9 +63,9 @@ def _filler(scheme: Scheme, leaf: str) -> Callable:
 
 
 def fill(scheme: Scheme, leaf: str, t: torch.Tensor) -> None:
-    """Random numbers as large as those of trained weights, whose deviation is 0.02."""
+    """Random codes and scales, as of weights with a standard deviation of 0.02."""
     if leaf != "weight":
-        deviation = 73 if scheme.groupsize is None else 4.6        # of the codes
+        deviation = 73 if scheme.groupsize is None else 4.6        # standard deviation of the codes
         t.fill_((0.01 if leaf == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
     elif scheme.groupsize is None:
         t.random_(-127, 128)
@@ -77,7 +74,7 @@ def fill(scheme: Scheme, leaf: str, t: torch.Tensor) -> None:
 
 
 class _SolvedRows:
-    """The leaves that a solver gives for a tensor, kept until each was read to its end."""
+    """Rows of a solver's tensors for one linear. Each is freed after its last row was read."""
 
     def __init__(self, t: LazyTensor, solver: Callable):
         self.tensor, self.solver = t, solver
@@ -96,32 +93,34 @@ class _SolvedRows:
 
 def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
          others: dict[str, Scheme] | None = None) -> str:
-    """What int4 adds where a file's linears are in few bits already, in a line; else "".
+    """A one-line note for users who quantize a quantized file to int4; else "".
 
-    solved: none keeps its codes. others: as quantized() takes them.
+    solved: GPTQ was used, no codes are kept. others: as for quantized().
     """
-    if mode == "int8":                             # loses next to nothing on any
+    if mode == "int8":                             # int8 loses next to nothing
         return ""
     linears = {name: t for name, t in source.tensors.items() if LINEARS.search(name)}
     scheme, others = scheme_named(mode, groupsize), others or {}
-    anew, n_own = {}, 0
+    requantized, n_kept = {}, 0
     for name, t in linears.items():
-        own = not solved and name not in others and has_int4_codes(t, scheme)
-        if own or name.replace(".weight", ".scales") in source.tensors:
-            n_own += 1
+        is_kept = not solved and name not in others and has_int4_codes(t, scheme)
+        if is_kept or name.replace(".weight", ".scales") in source.tensors:
+            n_kept += 1
         elif t.packed and name not in others:
-            anew[t.packed.kind] = True
-    if not n_own and not anew:
+            requantized[t.packed.kind] = True
+    if not n_kept and not requantized:
         return ""
-    kept = f"{n_own} of {len(linears)} linears keep the four bits of their file"
-    if not anew:
+    kept = f"{n_kept} of {len(linears)} linears keep the int4 weights of the file"
+    if not requantized:
         return f"note: {kept}"
-    rounded = f"weights in {', '.join(anew)} are rounded again, to {scheme.name}: a second loss"
-    return f"note: {rounded}; {kept}" if n_own else f"note: {rounded}"
+    loss = (f"{', '.join(requantized)} weights are quantized again, to {scheme.name}, which loses "
+            "more accuracy")
+    return f"note: {loss}; {kept}" if n_kept else f"note: {loss}"
 
 
-def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str, device) -> Checkpoint:
-    """What --quantize and its companions ask for, with a line about it; mode None: nothing."""
+def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str,
+                          device) -> Checkpoint:
+    """Apply --quantize, --groupsize and --quantize_head, with a note. mode None: unchanged."""
     if mode is None:
         return source
     new = quantized(source, mode, groupsize, head, device)

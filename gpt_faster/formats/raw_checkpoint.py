@@ -1,4 +1,4 @@
-"""RawCheckpoint: what the readers of this room find, beside what the core's find."""
+"""RawCheckpoint: what a reader of formats/ returns, checkpoint.RawCheckpoint plus folds and MTP."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from gpt_faster.formats.fold import Folds
 
 @dataclass
 class RawCheckpoint(checkpoint.RawCheckpoint):
-    """Tensors by the names in the file, and how they differ from what the model takes."""
+    """Tensors by their names in the file, and the folds they need."""
 
-    folds: Folds | None = None                     # None: our own file, everything is folded
-    prequantized: bool = False                    # what is one matrix for us may be of two kinds
-    mtp: "RawCheckpoint | None" = None             # of a head that drafts (mtp.py)
+    folds: Folds | None = None                     # None: our own file, already folded
+    prequantized: bool = False                     # fused linears may have different schemes
+    mtp: "RawCheckpoint | None" = None             # the MTP head (mtp.py)

@@ -1,7 +1,7 @@
-"""jinja2's sandbox with an end: whatever a template does, it is over in TIMEOUT or so.
+"""jinja2's sandbox with limits on time and memory: no template runs much longer than TIMEOUT.
 
-Steps of loops and calls look at the clock; what a template makes is bounded by its size, and what
-would make something large in one go is refused before. Knows no chat and no tokenizer.
+Loop steps and calls check the clock, results are limited in size, and operations that would build
+a huge value at once are refused beforehand. Knows no chat and no tokenizer.
 
     environment = LimitedEnvironment(extensions=[…])
     text = render(environment.from_string(template), messages=messages)
@@ -16,14 +16,14 @@ from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
-TIMEOUT = 10
-MAX_LENGTH = 1 << 22                          # of a text, entries of a list
-MAX_ARGUMENT = 1 << 20                                   # a number that a filter or a method takes
-MAX_BITS = 4096                                   # of a number
+TIMEOUT = 10                                       # seconds
+MAX_LENGTH = 1 << 22                               # characters of a text, entries of a list
+MAX_ARGUMENT = 1 << 20                             # integer argument of a filter or method
+MAX_BITS = 4096                                    # bits of an integer
 
 
 class _Bounded(NodeTransformer):
-    """Loops count their steps, and what ~ puts together is check_size."""
+    """Checks the clock at each loop step, and the size of each ~ concatenation."""
 
     def visit_For(self, node):
         self.generic_visit(node)
@@ -39,14 +39,14 @@ class _Bounded(NodeTransformer):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """SecurityError, a TemplateError, where a template takes too long or makes too much."""
+    """Raises SecurityError (a jinja2 TemplateError) when a template exceeds a limit."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.clock = threading.local()             # a server renders in several threads
-        self.globals.pop("lipsum", None)           # makes texts of any length
+        self.globals.pop("lipsum", None)           # generates text of any length
         self.filters = {name: self._limited(name, f) for name, f in self.filters.items()}
         self.filters.update(steps=self._steps, check_size=self.check_size)
 
@@ -58,14 +58,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def tick(self) -> None:
         if time.monotonic() > self.clock.deadline:
-            raise SecurityError(f"it takes more than {TIMEOUT} seconds")
+            raise SecurityError(f"it runs for more than {TIMEOUT} seconds")
 
     def check_size(self, value):
-        """A value, if it is not too large."""
+        """Return the value. SecurityError: it is too large."""
         if isinstance(value, str | list | tuple | dict | bytes) and len(value) > MAX_LENGTH:
-            raise SecurityError(f"it makes something of {len(value):,} characters or entries")
+            raise SecurityError(f"it builds a value of {len(value):,} characters or entries")
         if type(value) is int and value.bit_length() > MAX_BITS:
-            raise SecurityError(f"it makes a number of {value.bit_length():,} bits")
+            raise SecurityError(f"it computes an integer of {value.bit_length():,} bits")
         return value
 
     def _steps(self, values):
@@ -75,7 +75,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context, operator, left, right):
         if operator == "**" and not (_is_small(left, MAX_BITS) and _is_small(right, 64)):
-            raise SecurityError("it takes a power that is too large")
+            raise SecurityError("it computes a power that is too large")
         if operator == "*":
             _check_product(left, right)
             _check_product(right, left)
@@ -91,7 +91,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.check_size(super().call(context, function, *args, **kwargs))
 
     def _limited(self, name, filter_):
-        first = 1 if hasattr(filter_, "jinja_pass_arg") else 0         # a context before the value
+        first = 1 if hasattr(filter_, "jinja_pass_arg") else 0         # after a context
 
         @functools.wraps(filter_)
         def limited(*args, **kwargs):
@@ -103,7 +103,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def render(template: Template, **more) -> str:
-    """The text of a LimitedEnvironment's template, of which no more is made than may be."""
+    """Render a LimitedEnvironment's template; the output is limited too."""
     pieces, n = [], 0
     template.environment.begin()
     for piece in template.generate(**more):
@@ -122,24 +122,24 @@ def _is_small(value, most) -> bool:
 def _check_product(value, times) -> None:
     if isinstance(value, str | list | tuple) and isinstance(times, int):
         if len(value) * times > MAX_LENGTH:
-            raise SecurityError(f"it makes something of {len(value) * times:,} characters or "
+            raise SecurityError(f"it builds a value of {len(value) * times:,} characters or "
                                 "entries")
 
 
 def _check_arguments(name: str, value, others: tuple) -> None:
-    """Of a method or a filter, by what it would make of them."""
+    """Refuse a call of a method or filter whose result would be too large."""
     if any(isinstance(x, int) and abs(x) > MAX_ARGUMENT for x in others):
-        raise SecurityError(f"it asks {name} for something of that width")
+        raise SecurityError(f"it calls {name} with a number above {MAX_ARGUMENT:,}")
     if name == "format" and isinstance(value, str) and re.search(r"\d{7}", value):
-        raise SecurityError("it asks for numbers of that width")
+        raise SecurityError("it formats numbers with too large a width")
     if name == "replace" and isinstance(value, str) and len(others) > 1:
         old, new = str(others[0]), str(others[1])
         if value.count(old) * len(new) > MAX_LENGTH:
-            raise SecurityError("it makes a text too long by replacing")
+            raise SecurityError("its result of replace is too long")
     if name == "join":
         pieces = others[0] if isinstance(value, str) and others else value
         between = len(value) if isinstance(value, str) else len(str(others[0])) if others else 0
         if isinstance(pieces, list | tuple):
             n = sum(len(x) if isinstance(x, str) else 20 for x in pieces)
             if n + between * len(pieces) > MAX_LENGTH:
-                raise SecurityError("it makes a text too long by joining")
+                raise SecurityError("its result of join is too long")
