@@ -191,7 +191,7 @@ NAMED = [
     Mutant("gguf-eos-only", "gpt_faster/text/end_tokens.py", 'for kind in ("eos", "eot", "eom"):', 'for kind in ("eos",):',
            "tests/test_formats.py::test_gguf_end_of_turn tests/test_end_tokens.py"),
     Mutant("gguf-end-of-turn-by-name", "gpt_faster/text/end_tokens.py",
-           "    ids += [id_of[name] for name in NAMES if name in id_of]\n", "",
+           "    ids += [id_of[name] for name in EOG_TOKENS if name in id_of]\n", "",
            "tests/test_formats.py::test_gguf_end_of_turn tests/test_end_tokens.py"),
 
     # ---- Slots -----------------------------------------------------------------------------------

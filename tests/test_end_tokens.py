@@ -14,7 +14,7 @@ from checkpoint import save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.loading import load_model as load_all
 from gpt_faster.text import tokenizer_files
-from gpt_faster.text.end_tokens import NAMES, gguf_end_ids
+from gpt_faster.text.end_tokens import EOG_TOKENS, gguf_end_ids
 from gpt_faster.text.tokenizer_files import bytes_to_unicode
 
 PLAIN = ["a", "b", "c", "d"]
@@ -52,7 +52,7 @@ def test_gguf_as_llama_cpp(names, stated, expected):
     assert {tokens[i] for i in ids} == set(names if expected is None else expected) and len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EOG_TOKENS)
 def test_each_name_alone(name):
     assert gguf_end_ids(metadata([*PLAIN, name])) == [4]
     assert gguf_end_ids(metadata(PLAIN)) == []

@@ -138,7 +138,7 @@ def test_truncated_pth(capsys, llama, keep):
 
 def test_pth_without_config(capsys, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pth")
-    assert "holds no config" in refused(capsys, "-m", tmp_path / "model.pth")
+    assert "no config inside" in refused(capsys, "-m", tmp_path / "model.pth")
     torch.save([1], tmp_path / "model.pth")
     assert "expected a dictionary of tensors, found list" in refused(capsys, "-m", tmp_path / "model.pth")
 
