@@ -43,7 +43,7 @@ METHOD = dict(                                     # types of quantization_confi
     transform_config=dict(config_groups=OBJECT))
 
 
-def check_shape(found, expected, name: str = "it") -> None:
+def check_types(found, expected, name: str = "it") -> None:
     """Check types recursively. ValueError names a key with a wrong one.
 
     expected: a predicate; a dict, whose values may be null; [kind], an object with any keys.
@@ -56,7 +56,7 @@ def check_shape(found, expected, name: str = "it") -> None:
         for key, value in found.items():
             kind = inner or expected.get(key)
             if kind and (value is not None or inner):
-                check_shape(value, kind, key)
+                check_types(value, kind, key)
 
 
 def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
@@ -69,19 +69,19 @@ def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTenso
     ValueError: an unsupported method, format, version or bit width; tensors that are missing or
     whose shapes do not match.
     """
-    check_shape(quantization, METHOD)
+    check_types(quantization, METHOD)
     method = quantization.get("quant_method")
     if method not in READERS:
         _refuse(f"quant_method {brief(method)}", READERS)
     tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
-    done = list(READERS[method](tensors, quantization))      # removes what it uses from `tensors`
-    for t in done:
+    weights = list(READERS[method](tensors, quantization))   # removes what it uses from `tensors`
+    for t in weights:
         if t.dtype.is_floating_point and t.name.endswith("weight"):
             t.packed = Packed(method)
-    alone = next((name for name in tensors if PARTNER.search(name)), None)
-    if alone:
-        raise ValueError(f"{alone}: its quantized weight is missing")
-    return [*tensors.values(), *done]
+    orphan = next((name for name in tensors if PARTNER.search(name)), None)
+    if orphan:
+        raise ValueError(f"{orphan}: its quantized weight is missing")
+    return [*tensors.values(), *weights]
 
 
 # ---- Layouts: each removes its tensors from the dict and yields weights -------------------------
@@ -246,11 +246,11 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
             return _number(t.whole()).reshape(1, 1)
         row = torch.arange(a, b)
         row = row // n_out * grid[-2] + row % n_out // bo
-        few = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
-        few = few[row - row[0]] if bo > 1 else few
+        grouped = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
+        grouped = grouped[row - row[0]] if bo > 1 else grouped
         if grid[-1] == 1:
-            return few
-        return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column]
+            return grouped
+        return grouped.repeat_interleave(bi, 1)[:, :n_in] if column is None else grouped[:, column]
 
     def rows(a, b):
         column = group.whole().long() if group else None

@@ -216,9 +216,9 @@ def _gemma4_layers(c: dict) -> dict:
     if "layer_widths" not in c:
         return {}
     widths, n_head = [], c["num_attention_heads"]
-    for own in c["layer_widths"]:
-        width = Widths(count(own, "head_dim"), count(own, "num_key_value_heads"),
-                       count(own, "intermediate_size"))
+    for layer in c["layer_widths"]:
+        width = Widths(count(layer, "head_dim"), count(layer, "num_key_value_heads"),
+                       count(layer, "intermediate_size"))
         if n_head % width.n_kv_head:
             raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
                              "heads evenly")

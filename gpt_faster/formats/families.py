@@ -303,13 +303,14 @@ def _gemma4_respelled(c):
     widths, sources = [], []
     for i, kind in enumerate(kinds):
         is_shared = i >= n - n_shared
-        own = {key: c.get(key) for key in ("head_dim", "num_key_value_heads", "intermediate_size")}
-        own |= _gemma4_heads(c, i, kind)
-        if odd := [key for key in own if type(own[key]) is not int]:
-            raise ValueError(f"layer {i}: '{odd[0]}' is missing")
+        keys = ("head_dim", "num_key_value_heads", "intermediate_size")
+        sizes = {key: c.get(key) for key in keys}
+        sizes |= _gemma4_heads(c, i, kind)
+        if missing := [key for key in sizes if type(sizes[key]) is not int]:
+            raise ValueError(f"layer {i}: '{missing[0]}' is missing")
         if is_shared and c.get("use_double_wide_mlp"):
-            own["intermediate_size"] *= 2
-        widths.append(own)
+            sizes["intermediate_size"] *= 2
+        widths.append(sizes)
         earlier = [j for j in range(n - n_shared) if kinds[j] == kind]
         if is_shared and not earlier:
             raise ValueError(f"layer {i} shares the keys and values of an earlier layer, but none "
@@ -329,10 +330,10 @@ def _gemma4_heads(c: dict, i: int, kind: str) -> dict:
         return c["per_layer_config"].get(str(i), {})
     if kind != "full_attention":
         return {}
-    own = {"head_dim": c.get("global_head_dim") or 512}
+    sizes = {"head_dim": c.get("global_head_dim") or 512}
     if c.get("attention_k_eq_v") and c.get("num_global_key_value_heads"):
-        own["num_key_value_heads"] = c["num_global_key_value_heads"]
-    return own
+        sizes["num_key_value_heads"] = c["num_global_key_value_heads"]
+    return sizes
 
 
 def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
@@ -343,7 +344,8 @@ def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
     ropes = {}
     for kind in ("sliding_attention", "full_attention"):
         rope = stated.get(kind) or {}
-        width = next((own["head_dim"] for k, own in zip(kinds, widths) if k == kind), c["head_dim"])
+        width = next((sizes["head_dim"] for k, sizes in zip(kinds, widths) if k == kind),
+                     c["head_dim"])
         if rope.get("rope_type") == "proportional":
             turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
             divisors = [float(rope.get("factor", 1))] * turning

@@ -64,8 +64,8 @@ def merge(tensors: list[LazyTensor], directory: Path,
             if kind == "weight" and module in changes:
                 t = _add_lora(t, changes.pop(module), scales[module], config)
             new.append(t)
-        if left := [*changes, *replaced]:
-            names = f"modules {some(left)} are" if len(left) > 1 else f"module {left[0]} is"
+        if unused := [*changes, *replaced]:
+            names = f"modules {some(unused)} are" if len(unused) > 1 else f"module {unused[0]} is"
             raise ValueError(f"adapter {names} not in the model: it needs its base model, as a "
                              "Hugging Face directory")
     except ValueError as e:

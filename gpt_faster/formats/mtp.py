@@ -46,12 +46,12 @@ def split_mtp_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list
 
 
 def _renamed(t: LazyTensor, name: str) -> list[LazyTensor]:
-    stem, _, leaf = name.rpartition(".")
+    stem, _, parameter = name.rpartition(".")
     if stem not in HEAD_PARTS:
         return [t.derived(t.read_rows, name=f"layers.0.{name}")]
     if HEAD_PARTS[stem] is None:
         return []
-    return [t.derived(t.read_rows, name=f"{HEAD_PARTS[stem]}.{leaf}")]
+    return [t.derived(t.read_rows, name=f"{HEAD_PARTS[stem]}.{parameter}")]
 
 
 def has_experts(head: list[LazyTensor]) -> bool:

@@ -45,12 +45,12 @@ def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
     x = t.name.removesuffix(".weight")
     layout = scheme.leaves(t.shape)
     if t.read_rows is None:                        # random weights: random codes and scales
-        return [LazyTensor(f"{x}.{leaf}", *kind, None, fill=_filler(scheme, leaf))
-                for leaf, kind in layout.items()]
+        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part))
+                for part, kind in layout.items()]
     if solver:
         return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
     if has_int4_codes(t, scheme):
-        return [replace(leaf, name=f"{x}.{n}") for n, leaf in zip(layout, t.packed.int4)]
+        return [replace(part, name=f"{x}.{n}") for n, part in zip(layout, t.packed.int4)]
     return quantize.rounded_leaves(t, scheme, device)
 
 
@@ -58,15 +58,15 @@ def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
     return bool(t.packed and t.packed.int4) and scheme.name == "int4-g32"
 
 
-def _filler(scheme: Scheme, leaf: str) -> Callable:
-    return lambda target: fill(scheme, leaf, target)
+def _filler(scheme: Scheme, part: str) -> Callable:
+    return lambda target: fill(scheme, part, target)
 
 
-def fill(scheme: Scheme, leaf: str, t: torch.Tensor) -> None:
+def fill(scheme: Scheme, part: str, t: torch.Tensor) -> None:
     """Random codes and scales, as of weights with a standard deviation of 0.02."""
-    if leaf != "weight":
+    if part != "weight":
         deviation = 73 if scheme.groupsize is None else 4.6        # standard deviation of the codes
-        t.fill_((0.01 if leaf == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
+        t.fill_((0.01 if part == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
     elif scheme.groupsize is None:
         t.random_(-127, 128)
     else:
@@ -78,16 +78,16 @@ class _SolvedRows:
 
     def __init__(self, t: LazyTensor, solver: Callable):
         self.tensor, self.solver = t, solver
-        self.leaves = {}
+        self.parts = {}
 
-    def read(self, leaf: str, a: int, b: int) -> torch.Tensor:
-        if leaf not in self.leaves:
-            leaves = self.solver(self.tensor.name)
+    def read(self, part: str, a: int, b: int) -> torch.Tensor:
+        if part not in self.parts:
+            parts = self.solver(self.tensor.name)
             n = self.tensor.n_row
-            self.leaves = {k: v.reshape(n, -1) for k, v in leaves.items()}
-        rows = self.leaves[leaf][a:b]
+            self.parts = {k: v.reshape(n, -1) for k, v in parts.items()}
+        rows = self.parts[part][a:b]
         if b == self.tensor.n_row:
-            del self.leaves[leaf]
+            del self.parts[part]
         return rows
 
 

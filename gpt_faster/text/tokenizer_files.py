@@ -103,14 +103,14 @@ def check_regex_speed(backend: TokenizersBackend) -> None:
 
     Text lengths double, so that the check itself ends early.
     """
-    for sign in (" ", "a", "1", "\n", "!"):
+    for char in (" ", "a", "1", "\n", "!"):
         for n in (32, 64, 128, 256):
             start = time.perf_counter()
-            backend.encode(sign * n + "~é", special=True)
+            backend.encode(char * n + "~é", special=True)
             took = time.perf_counter() - start
             if took > MAX_SPLIT_SECONDS:
                 raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
-                                 f"{n} repetitions of {sign!r}")
+                                 f"{n} repetitions of {char!r}")
 
 
 # ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------
