@@ -20,9 +20,9 @@ import torch
 import tp
 from checkpoint import Checkpoint
 from gpt_faster.formats import load as reading
-from gpt_faster.formats import quantized
+from gpt_faster.formats import quantize_on_load
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import open_checkpoint
-from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
 from gpt_faster.storage import disk, kept_tensors
@@ -47,7 +47,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     """
     source, tokenizer = open_model(path, adapter=adapter)
     if scheme:
-        source = quantized.quantized(source, scheme, head=head, device=device)
+        source = quantize_on_load.quantized(source, scheme, head=head, device=device)
     return load(source, dtype, device, engine), source, tokenizer
 
 
@@ -161,4 +161,4 @@ def code() -> str:
 
     OSError or TypeError where what is in its place has no source code, or is no function.
     """
-    return digest(load_shard) + digest_with_imports(reading, quantized)
+    return digest(load_shard) + digest_with_imports(reading, quantize_on_load)

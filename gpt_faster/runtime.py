@@ -28,7 +28,7 @@ from gpt_faster.decoding.engines import (
 from gpt_faster.decoding.mtp import MAX_DRAFT, hidden_bytes
 from gpt_faster.decoding.slots import RowsBatch
 from gpt_faster.devices import free_memory
-from gpt_faster.formats import quantized
+from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from gpt_faster.formats.hub import resolve
 from gpt_faster.formats.load import count_parameters, n_bytes
@@ -104,7 +104,7 @@ class Runtime:
     def rounded(self, source):
         """As --quantize and its companions say."""
         options = self.options
-        return quantized.rounded(source, options.quantize, options.groupsize,
+        return quantize_on_load.quantize_as_requested(source, options.quantize, options.groupsize,
                                  options.quantize_head, self.device)
 
     # ---- Drafts ---------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Runtime:
             if options.random:
                 raise ValueError(f"--speculate {speculate} drafts with a copy of the model, and "
                                  "--random makes no two alike")
-            return quantized.quantized(source, speculate, device=self.device)
+            return quantize_on_load.quantized(source, speculate, device=self.device)
         if speculate == "mtp" and not source.mtp:
             raise ValueError(f"--speculate mtp: {source.path} has no head that drafts (mtp.* "
                              "tensors, or a layer that num_nextn_predict_layers counts): try "

@@ -30,8 +30,8 @@ from gpt_faster.decoding.engines import (
 from gpt_faster.decoding.samplers import DeviceSampler
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
 from gpt_faster.formats.load import load_model
-from gpt_faster.formats.mtp import head_config
-from gpt_faster.formats.quantized import quantized as quantized_source
+from gpt_faster.formats.mtp import mtp_head_config
+from gpt_faster.formats.quantize_on_load import quantized as quantized_source
 from gpt_faster.kernels import linear
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cuda.attention import use_fused_attention
@@ -79,9 +79,9 @@ def config(facts: dict) -> ModelConfig:
 
 def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transformer:
     """Weights so large that every layer matters; drafts: not the model but a head that drafts for
-    it. how: of gpt_faster.formats.quantized.quantized()."""
+    it. how: of gpt_faster.formats.quantize_on_load.quantized()."""
     cfg, draw = config(SMALL | MODELS[name]), torch.Generator().manual_seed(0)
-    cfg = head_config(cfg, any(cfg.sparse)) if drafts else cfg
+    cfg = mtp_head_config(cfg, any(cfg.sparse)) if drafts else cfg
 
     def lazy(name, shape):
         t = torch.randn(shape, generator=draw)

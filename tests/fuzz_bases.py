@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from checkpoint import save_checkpoint
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.text import tokenizer_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ KINDS = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 # ---- Tokenizers ---------------------------------------------------------------------------------
 
 def letters() -> list[str]:
-    return [*list(tokenizer_files.byte_letters().values())[:119], "Ġ"]
+    return [*list(tokenizer_files.bytes_to_unicode().values())[:119], "Ġ"]
 
 
 def byte_bpe() -> tuple[list[str], list[tuple[str, str]]]:
@@ -66,7 +66,7 @@ def tokenizer_json(kind: str) -> Tokenizer:
         fast = tokenizer_files.byte_level(vocab, merges, (tokenizer_files.LLAMA3,), tokens[:3])
         fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     elif kind == "pieces":
-        fast = tokenizer_files.merged_pieces(vocab, merges, tokens[:3], [], "<s>")
+        fast = tokenizer_files.sentencepiece_bpe(vocab, merges, tokens[:3], [], "<s>")
     elif kind == "unigram":
         fast = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁a", -1.5), *((t, -2.0 - i) for i, t in enumerate("abcdeht"))], 0, False))
         fast.pre_tokenizer = pre_tokenizers.Metaspace()

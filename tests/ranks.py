@@ -23,7 +23,7 @@ from gpt_faster.decoding.draft_length import DraftLengthController  # noqa: E402
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
 from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
-from gpt_faster.formats.quantized import quantized  # noqa: E402
+from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 
 FP32 = torch.float32

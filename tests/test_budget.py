@@ -8,7 +8,7 @@ from test_quantize import greedy, meant_checkpoint, model, refused, run, text, w
 
 from checkpoint import disk_names, save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.quantization import budget
 from gpt_faster.quantization.solve import nearest

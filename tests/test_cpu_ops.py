@@ -18,7 +18,7 @@ from gpt_faster.decoding import engines
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.cpu import native

@@ -21,7 +21,7 @@ from gpt_faster.decoding import engines
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.loading import load_model as load_path
 from gpt_faster.text.english import english_text
 from sampling import SamplingParams

@@ -170,7 +170,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def of_weights(root):
-    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("gpt_faster/formats/load.py", "gpt_faster/formats/quantized.py")))
+    return digest_with_imports(*(types.SimpleNamespace(__file__=str(root / name)) for name in ("gpt_faster/formats/load.py", "gpt_faster/formats/quantize_on_load.py")))
 
 
 def edit(path, old, new):
@@ -196,7 +196,7 @@ def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
 
 @pytest.mark.parametrize("file, old, new", [
     ("quantize.py", "# of the range from min to max", "# other words"), ("quantize.py", "import torch\n", "import torch\n\n\n# words\n"),
-    ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("gpt_faster/formats/load.py", "def finished(", "# words\ndef finished("),
+    ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("gpt_faster/formats/load.py", "def to_checkpoint(", "# words\ndef to_checkpoint("),
     ("speculate.py", "import torch\n", "import torch\nX = 1\n"), ("gpt_faster/server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
 ])
 def test_what_makes_no_weights_does_not(copied, file, old, new):

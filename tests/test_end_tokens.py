@@ -14,8 +14,8 @@ from checkpoint import save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.loading import load_model as load_all
 from gpt_faster.text import tokenizer_files
-from gpt_faster.text.end_tokens import NAMES, gguf_end_ids
-from gpt_faster.text.tokenizer_files import byte_letters
+from gpt_faster.text.end_tokens import EOG_TOKENS, gguf_end_ids
+from gpt_faster.text.tokenizer_files import bytes_to_unicode
 
 PLAIN = ["a", "b", "c", "d"]
 
@@ -52,7 +52,7 @@ def test_gguf_as_llama_cpp(names, stated, expected):
     assert {tokens[i] for i in ids} == set(names if expected is None else expected) and len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EOG_TOKENS)
 def test_each_name_alone(name):
     assert gguf_end_ids(metadata([*PLAIN, name])) == [4]
     assert gguf_end_ids(metadata(PLAIN)) == []
@@ -145,11 +145,11 @@ def test_the_command_ends_there(families, tmp_path, capsys, more):
 
 def test_the_command_ends_at_a_gguf_s_endoftext(families, tmp_path, capsys):
     """Which is not the eos that it states."""
-    letters = list(byte_letters().values())[:159]
+    letters = list(bytes_to_unicode().values())[:159]
     path = write_gguf(families("llama2")[1], "llama", tmp_path / "plain.gguf", vocabulary=[*letters, "<|x|>"])
     *_, first, second, third = ids = greedy_ids(path, [40, 60, 70], 3)
     assert third not in (first, second) and not {3, 5} & set(ids)
     letters[third] = "<|endoftext|>"
     path = write_gguf(families("llama2")[1], "llama", tmp_path / "model.gguf", vocabulary=[*letters, "<|x|>"])
-    prompt = "".join(byte for byte, letter in ((chr(b), c) for b, c in byte_letters().items()) if letter in (letters[40], letters[60], letters[70]))
+    prompt = "".join(byte for byte, letter in ((chr(b), c) for b, c in bytes_to_unicode().items()) if letter in (letters[40], letters[60], letters[70]))
     assert ends_of(capsys, path, prompt) == [(ids[3:], "stop")]

@@ -343,7 +343,7 @@ def test_killed_while_downloading(hub, tmp_path):
         outcomes["all files" if finished else "some files" if there else "no file yet"] += 1
         assert not finished or {p.name for p in there} == set(files)
         if not finished:
-            with pytest.raises(ValueError, match="its download was not finished: run .*download.py --repo_id org/model. again"):
+            with pytest.raises(ValueError, match="incomplete download: run .*download.py --repo_id org/model. again"):
                 read_checkpoint(folder)
     process = shell(tmp_path, hub, *DOWNLOAD)
     assert process.communicate() and process.returncode == 0

@@ -15,8 +15,8 @@ from test_families import close, our_logits, tokens
 from checkpoint import blank_model, load_part, save_checkpoint
 from gpt_faster.formats import load
 from gpt_faster.formats.config import config_from_hf
-from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint, stays_outside
-from gpt_faster.formats.shapes import SHAPES, random_checkpoint
+from gpt_faster.formats.known_shapes import SHAPES, random_checkpoint
+from gpt_faster.formats.load import count_parameters, is_offloaded, load_model, read_checkpoint
 from gpt_faster.layers.per_layer import FileTable
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.text.tokenizer_files import from_gguf
@@ -171,9 +171,9 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
     source, pinned, empty = read_checkpoint(directory), [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (pinned.append(pin_memory), empty(*a, **k))[1])
     monkeypatch.setattr(load, "seen_by_gpu", lambda host, device: host)
-    assert stays_outside("per_layer.embed.weight", "cuda:1") and not stays_outside("per_layer.project.weight", "cuda")
+    assert is_offloaded("per_layer.embed.weight", "cuda:1") and not is_offloaded("per_layer.project.weight", "cuda")
     ours = blank_model(source.cfg, FP32)
-    load.put_table(ours, source, FP32, "cuda")
+    load.place_per_layer_embedding(ours, source, FP32, "cuda")
     assert True in pinned
     table = model.state_dict()["model.language_model.embed_tokens_per_layer.weight"]
     embed = ours.per_layer.embed
@@ -181,7 +181,7 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
     load_part(ours, "per_layer.", source, "cpu")      # the rest of it
     assert ours.per_layer.embed is embed and not ours.per_layer.project.weight.is_meta
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not stays_outside("per_layer.embed.weight", "cuda")
+    assert not is_offloaded("per_layer.embed.weight", "cuda")
 
 
 def test_rows_of_random_tables_are_always_the_same():
@@ -218,9 +218,9 @@ def test_shapes_have_transformers_parameters(name, n_double):
 def test_nonsense_is_refused():
     base = dict(model_type="gemma4_text", hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
                 num_key_value_heads=2, vocab_size=99)
-    for change, says in ((dict(num_kv_shared_layers=4), "takes another's keys"), (dict(use_bidirectional_attention="all"), "not supported"),
+    for change, says in ((dict(num_kv_shared_layers=4), "shares the keys and values of an earlier layer"), (dict(use_bidirectional_attention="all"), "not supported"),
                          (dict(attention_k_eq_v=True, num_global_key_value_heads=3), "cannot share 3"), (dict(global_head_dim=-1), "head_dim"),
-                         (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "another kind of model")):
+                         (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "is not supported: it has per-layer")):
         with pytest.raises(ValueError, match=says):
             config_from_hf({**base, **change})
 
@@ -353,4 +353,4 @@ def test_the_command(families, drafters, tmp_path, capsys):
     (tmp_path / "drafter/config.json").write_text(json.dumps({**other, "backbone_hidden_size": 48}))
     with pytest.raises(SystemExit):
         main([*run, "--draft_checkpoint_path", str(tmp_path / "drafter")])
-    assert "its projections are" in capsys.readouterr().err
+    assert "projection shapes are" in capsys.readouterr().err

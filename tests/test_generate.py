@@ -20,8 +20,8 @@ from generate import Sequence, follow
 from gpt_faster import loading
 from gpt_faster.cli import session
 from gpt_faster.decoding import engines
+from gpt_faster.formats.known_shapes import SHAPES
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.formats.shapes import SHAPES
 from gpt_faster.kernels.compile import as_one_graph
 from gpt_faster.text import tokenizer_files
 from sampling import SamplingParams

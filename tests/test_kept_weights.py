@@ -12,9 +12,9 @@ from helpers import GREEDY, generated
 import model as core
 import quantize
 from gpt_faster import loading
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.formats.quantized import quantized
-from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels import private
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.storage import disk, kept_tensors

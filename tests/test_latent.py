@@ -8,7 +8,7 @@ import torch
 
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.layers.latent import Latent
 from model import cache_bytes
 
@@ -77,8 +77,8 @@ def test_each_way_is_taken(ours, monkeypatch):
     (dict(kv_lora_rank="512"), "'kv_lora_rank' is '512', expected an integer from 0"),
     (dict(qk_nope_head_dim=0), "'qk_nope_head_dim' is 0, expected a positive integer"),
     (dict(model_type="deepseek_v2", num_experts_per_tok=2, topk_method="noaux_tc"), "'topk_method' is 'noaux_tc', expected greedy"),
-    (dict(model_type="deepseek_v32"), "'deepseek_v32' is not supported: it has latent attention to keys that an indexer chooses"),
-    (dict(model_type="longcat_flash"), "'longcat_flash' is not supported: it has layers of two attentions"),
+    (dict(model_type="deepseek_v32"), "'deepseek_v32' is not supported: it has sparse latent attention"),
+    (dict(model_type="longcat_flash"), "'longcat_flash' is not supported: it has two attentions in each layer"),
 ])
 def test_what_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -73,7 +73,7 @@ def test_a_cached_tensor_is_made_once_for_all_chunks(monkeypatch):
 
 
 def test_hub_quantized_weights_keep_nothing():
-    from gpt_faster.formats.hub_quantized import dequantized
+    from gpt_faster.formats.awq_gptq_fp8 import dequantized
     g = torch.Generator().manual_seed(0)
     words = torch.randint(-2**31, 2**31, (64, 8), generator=g, dtype=torch.int64).int()
     zeros = torch.randint(-2**31, 2**31, (2, 8), generator=g, dtype=torch.int64).int()

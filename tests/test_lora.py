@@ -9,7 +9,7 @@ import torch
 from test_families import close, tokens
 
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS = {                                                  # what PEFT's config says beside the rank
@@ -105,8 +105,8 @@ def change(path, **values):
     (dict(lora_bias=True), "'lora_bias' is not supported"),
     (dict(lora_alpha="8"), "'lora_alpha' is '8', expected a number"),
     (dict(lora_alpha=True), "'lora_alpha' is True, expected a number"),
-    (dict(alpha_pattern=3), "'alpha_pattern' is 3, expected patterns"),
-    (dict(alpha_pattern={"(": 3}), "'alpha_pattern' is .*, expected patterns"),
+    (dict(alpha_pattern=3), "'alpha_pattern' is 3, expected a map from module patterns"),
+    (dict(alpha_pattern={"(": 3}), "'alpha_pattern' is .*, expected a map from module patterns"),
 ])
 def test_other_kinds_are_refused(families, values, said, tmp_path):
     path, _ = adapter(families, "llama3", KINDS["all"], tmp_path)
@@ -117,9 +117,9 @@ def test_other_kinds_are_refused(families, values, said, tmp_path):
 
 def test_what_does_not_fit(families, tmp_path):
     path, _ = adapter(families, "llama3", KINDS["all"], tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"k_proj.weight is \[48, 64\], the adapter's matrices give \[32, 64\]"):
+    with pytest.raises(ValueError, match=r"k_proj.weight has shape \[48, 64\], but the adapter is for \[32, 64\]"):
         read_checkpoint(families("qwen3")[0], path)
-    with pytest.raises(ValueError, match="modules that are not in the model's file"):
+    with pytest.raises(ValueError, match="adapter modules .* are not in the model: it needs its base model"):
         read_checkpoint(families("gpt2")[0], path)
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="neither adapter_model.safetensors nor"):

@@ -26,7 +26,7 @@ from gpt_faster.decoding import engines, mtp
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats import load as load_module
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.compile import as_one_graph
 from gpt_faster.kernels.cpu.layers import OperationsLayer, uses_operations
 from gpt_faster.kernels.linear import PackedLinear
@@ -187,7 +187,7 @@ def test_written_and_quantized(heads, tmp_path, mode):
 
 def test_a_head_nobody_asks_for_is_not_looked_at(heads, monkeypatch):
     opened = []
-    monkeypatch.setattr(load_module, "finished", lambda raw, plain=load_module.finished: opened.append(raw.mtp is None) or plain(raw))
+    monkeypatch.setattr(load_module, "to_checkpoint", lambda raw, plain=load_module.to_checkpoint: opened.append(raw.mtp is None) or plain(raw))
     source = read_checkpoint(heads("glm4_moe")[0])
     load_model(source, torch.float32, "cpu")
     assert opened == [False]                               # the model's own
@@ -378,7 +378,7 @@ def test_bad_input(capsys, families, command, tmp_path):
         status, _, err = run(capsys, *command, "--max_new_tokens", 2)  # whoever does not ask is told, and served
         assert status == 0 and "is not used: " in err and words in err
     save_checkpoint(read_checkpoint(directory), tmp_path / "model.pth", None)
-    assert "note: left out: the head that drafts, in " in capsys.readouterr().err
+    assert "note: left out: MTP head of " in capsys.readouterr().err
     assert read_checkpoint(tmp_path / "model.pth").mtp is None
 
 

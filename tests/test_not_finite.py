@@ -21,7 +21,7 @@ from gpt_faster.decoding import request_sampler
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.quantization import calibrate
 from gpt_faster.quantization.solve import nearest
 from quantize import Int4

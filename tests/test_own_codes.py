@@ -10,7 +10,7 @@ from checkpoint import Checkpoint, LazyTensor, save_checkpoint
 from gpt_faster.formats.gguf_int4 import BLOCKS, as_int4
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import leaves_of, note, quantized
+from gpt_faster.formats.quantize_on_load import note, quantize_tensor, quantized
 from gpt_faster.quantization.calibration_text import OPENINGS, REQUESTS, openings, written
 from quantize import dequantize, describe, scheme_named
 
@@ -59,21 +59,21 @@ def test_a_gguf_keeps_its_codes(families, kind, tmp_path):
         own = name.endswith((".scales", ".zeros")) or t.dtype == torch.uint8
         assert not own or torch.equal(back.tensors[name].whole(), t.whole())
     n = sum(name.endswith(".zeros") for name in new.tensors)
-    assert note(source, "int4", 32) == f"note: {n} of {n} linears keep the four bits of their file"
-    assert note(source, "int4", 64) == f"note: weights in {kind} are rounded again, to int4-g64: a second loss"
+    assert note(source, "int4", 32) == f"note: {n} of {n} linears keep the int4 weights of the file"
+    assert note(source, "int4", 64) == f"note: {kind} weights are quantized again, to int4-g64, which loses more accuracy"
     assert note(source, "int8", 32) == ""
-    assert note(source, "int4", 32, solved=True) == f"note: weights in {kind} are rounded again, to int4-g32: a second loss"
+    assert note(source, "int4", 32, solved=True) == f"note: {kind} weights are quantized again, to int4-g32, which loses more accuracy"
     eight = {next(n for n in source.tensors if n.endswith("attn.wo.weight")): scheme_named("int8")}
-    assert note(source, "int4", 32, others=eight) == f"note: {n - 1} of {n} linears keep the four bits of their file"
+    assert note(source, "int4", 32, others=eight) == f"note: {n - 1} of {n} linears keep the int4 weights of the file"
     name = next(n for n, t in source.tensors.items() if n.endswith("attn.wo.weight"))
-    wide = leaves_of(source.tensors[name], scheme_named("int4", 64))       # groups of 64: made of the numbers
+    wide = quantize_tensor(source.tensors[name], scheme_named("int4", 64))       # groups of 64: made of the numbers
     assert wide[1].shape[-1] == source.tensors[name].shape[-1] // 64 and wide[1].name.endswith(".scales")
 
 
 def test_what_is_said_of_other_kinds(families, tmp_path):
     _, model = families("llama2")
     source = read_checkpoint(write_gguf(model, "llama", tmp_path / "model.gguf", "Q5_0"))
-    assert note(source, "int4", 32) == "note: weights in Q5_0 are rounded again, to int4-g32: a second loss"
+    assert note(source, "int4", 32) == "note: Q5_0 weights are quantized again, to int4-g32, which loses more accuracy"
     plain = read_checkpoint(families("llama2")[0])
     assert note(plain, "int4", 32) == ""
 
@@ -89,7 +89,7 @@ def test_a_hub_model_in_four_bits_gets_the_rest(families):
     linears = [n for n in stored.tensors if n.endswith(".zeros")]
     for name in linears:
         assert torch.equal(new.tensors[name].whole(), hub.tensors[name].whole())
-    assert note(hub, "int4", 32) == f"note: {len(linears)} of {len(linears)} linears keep the four bits of their file"
+    assert note(hub, "int4", 32) == f"note: {len(linears)} of {len(linears)} linears keep the int4 weights of the file"
     for mode in ("int8", "int4"):
         with pytest.raises(ValueError, match="is already quantized .*: use the original model"):
             quantized(new if mode == "int4" else hub, mode)

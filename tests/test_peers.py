@@ -14,8 +14,8 @@ from test_formats import write_gguf
 from gpt_faster.bench import exports, peers, worker
 from gpt_faster.bench.weights import Weights
 from gpt_faster.formats.gguf_file import read_gguf_tensors
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint
-from gpt_faster.formats.shapes import random_checkpoint
 
 HAS_LLAMA_CPP = (ROOT / ".venv-peers/bin/llama-server").exists()
 HOW = dict(threads=1, device="cpu", dtype="float32", length=256)

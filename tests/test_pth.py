@@ -14,7 +14,7 @@ from conftest import ROOT
 import checkpoint as core
 from checkpoint import LazyTensor, save_checkpoint
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.formats.quantized import quantized
+from gpt_faster.formats.quantize_on_load import quantized
 
 
 def written(families, path, mode=None, name="llama3"):
@@ -109,7 +109,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from gpt_faster.cli.common import guarded
 import checkpoint
-from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import read_checkpoint
 original = checkpoint.raw_bytes
 def slow(t):

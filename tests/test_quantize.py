@@ -34,9 +34,9 @@ from gpt_faster import devices, loading
 from gpt_faster.cli import common as cli
 from gpt_faster.cli import quantizing, session
 from gpt_faster.decoding import engines
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import fill, leaves_of, quantized
-from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.quantize_on_load import fill, quantize_tensor, quantized
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import products as kernels
 from gpt_faster.kernels.cpu.linears import OperationsLinear
@@ -269,7 +269,7 @@ def lazy(name, w):
 def rounded(w, groupsize=None):
     """A weight [out, in] or [E, out, in] -> the tensors on disk, each read a few rows at a time."""
     t = lazy("x.weight", w)
-    made = leaves_of(t, Int4(groupsize) if groupsize else Int8())
+    made = quantize_tensor(t, Int4(groupsize) if groupsize else Int8())
     for piece in made:
         assert piece.read_rows is not None and piece.name.startswith("x.")
     return {piece.name[2:]: torch.cat([rows for _, _, rows in piece.chunks()]).view(piece.shape) for piece in made}

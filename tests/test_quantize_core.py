@@ -14,7 +14,7 @@ import quantize
 from checkpoint import LazyTensor, save_checkpoint
 from gpt_faster.formats import load as loading
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized as quantized_by_room
+from gpt_faster.formats.quantize_on_load import quantized as quantized_by_room
 from gpt_faster.kernels import private
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import layers as cpu_layers

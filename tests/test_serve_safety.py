@@ -29,7 +29,7 @@ from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
-from gpt_faster.formats.shapes import of_random_weights
+from gpt_faster.formats.known_shapes import with_random_weights
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import native
 from gpt_faster.server import main as serve
@@ -37,7 +37,7 @@ from gpt_faster.server.app import Http
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.storage import disk, kept_tensors
-from gpt_faster.text.token_bytes import byte_of_sign
+from gpt_faster.text.token_bytes import unicode_to_bytes
 from model import ModelConfig
 from sampling import RANGES, SamplingParams
 from tokenizer import NullTokenizer, Tokenizer, TokenizersBackend
@@ -50,7 +50,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 def byte_tokenizer() -> Tokenizer:
     """A token for each byte, and the two that the template needs."""
-    fast = Fast(models.BPE(vocab={sign: byte for sign, byte in byte_of_sign().items()}, merges=[]))
+    fast = Fast(models.BPE(vocab={sign: byte for sign, byte in unicode_to_bytes().items()}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -64,7 +64,7 @@ class InProcess:
         parser = serve.build_parser()
         args = serve.checked(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
         torch.manual_seed(0)
-        source = of_random_weights(Path("tiny"), CFG)
+        source = with_random_weights(Path("tiny"), CFG)
         self.tokenizer = byte_tokenizer()
         source.eos_ids = self.tokenizer.eos_ids    # as load_for() does
         self.session = serve.ServerSession(args, source, self.tokenizer, torch.device("cpu"), torch.float32, "kv_cache", 0.0)
@@ -256,7 +256,7 @@ class Failing(Processor):
 def model():
     torch.manual_seed(0)
     from gpt_faster.formats.load import load_model
-    model = load_model(of_random_weights(Path("tiny"), CFG), torch.float32, "cpu")
+    model = load_model(with_random_weights(Path("tiny"), CFG), torch.float32, "cpu")
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:

@@ -67,7 +67,7 @@ def test_drafts_that_are_rejected_change_nothing(families, name):
     (dict(conv_L_cache=0), "'conv_L_cache' is 0, expected a positive integer"),
     (dict(layer_types=["conv"] * 3), "'layer_types' is not 16 times"),
     (dict(layer_types=["mamba"] * 16), "'layer_types' is not 16 times one of full_attention"),
-    (dict(model_type="lfm3"), "'lfm3' is not supported: it has convolution layers of another kind")])
+    (dict(model_type="lfm3"), "'lfm3' is not supported: it has another kind of convolution layers")])
 def test_what_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(LFM2 | changes)

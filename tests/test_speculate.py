@@ -19,8 +19,8 @@ from gpt_faster.decoding import engines
 from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.samplers import build_sampler
+from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import load_model
-from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.compile import as_one_graph
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter

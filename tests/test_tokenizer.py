@@ -105,9 +105,9 @@ def test_special_tokens_in_text(smollm2, gemma):
 
 def test_gguf_refuses_what_it_does_not_know(smollm2):
     meta = read_checkpoint(SMOLLM2).tokenizer
-    for key, value, message in (("model", "bert", "tokenizer 'bert' is not supported"),
+    for key, value, message in (("model", "bert", "tokenizer model 'bert' is not supported"),
                                 ("pre", "marsian", "pre-tokenizer 'marsian' is not supported"),
-                                ("tokens", None, "holds no tokenizer")):
+                                ("tokens", None, "the GGUF has no tokenizer")):
         with pytest.raises(ValueError, match=message):
             tokenizer_files.load({**meta, f"tokenizer.ggml.{key}": value})
 
@@ -136,7 +136,7 @@ def test_splits_equal_transformers():
 def test_qwen35_cuts_as_its_tokenizer():
     """Combining marks are letters, which those of Qwen2 are not."""
     from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
-    assert tokenizer_files.GGUF_SPLITS["qwen35"] == (PRETOKENIZE_REGEX,) and "qwen35" in tokenizer_files.COMPOSED
+    assert tokenizer_files.GGUF_SPLITS["qwen35"] == (PRETOKENIZE_REGEX,) and "qwen35" in tokenizer_files.NFC_PRETOKENIZERS
 
 
 @pytest.mark.parametrize("text, pieces", [
@@ -203,7 +203,7 @@ def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
 def test_llama3_tiktoken_file(bpe, tmp_path):
     """Ranks alone give the merges back: as many tokens as the BPE that they came from."""
     vocab = sorted(((i, t) for t, i in bpe.get_vocab().items() if i > 1))
-    letters = {c: b for b, c in tokenizer_files.byte_letters().items()}
+    letters = {c: b for b, c in tokenizer_files.bytes_to_unicode().items()}
     data = b"".join(base64.b64encode(bytes(letters[c] for c in t)) + f" {rank}\n".encode()
                     for rank, (_, t) in enumerate(vocab))
     (tmp_path / "tokenizer.model").write_bytes(data)
@@ -211,7 +211,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
     assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
-    plain = tokenizer_files.byte_letters()
+    plain = tokenizer_files.bytes_to_unicode()
     for word in "the statement of a class definition called return".split():
         pieces, word = [plain[b] for b in word.encode()], word
         while len(pieces) > 1:                             # tiktoken's rule: the lowest rank first

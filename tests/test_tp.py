@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, models
 import tp
 from checkpoint import LazyTensor, blank_model, narrow, read_safetensors, save_checkpoint
 from gpt_faster.cli import session
+from gpt_faster.formats.known_shapes import SHAPES
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import quantized
-from gpt_faster.formats.shapes import SHAPES
+from gpt_faster.formats.quantize_on_load import quantized
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -35,7 +35,7 @@ from gpt_faster.cli.flags import add_activation_bits
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.devices import pick_dtype
-from gpt_faster.formats.shapes import SHAPES
+from gpt_faster.formats.known_shapes import SHAPES
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
 from tp import local_device

@@ -12,9 +12,9 @@ import torch
 import tp
 from generate import log
 from gpt_faster.devices import free_memory
-from gpt_faster.formats import quantized
+from gpt_faster.formats import quantize_on_load
+from gpt_faster.formats.known_shapes import random_mtp_head
 from gpt_faster.formats.load import count_parameters, n_bytes
-from gpt_faster.formats.shapes import random_head
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.loading import load_shard
 from model import ModelConfig, Transformer
@@ -54,7 +54,7 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
     stored = source
     try:
         if scheme != "none":
-            stored = quantized.quantized(source, scheme, device=device)
+            stored = quantize_on_load.quantized(source, scheme, device=device)
         size = n_bytes(tp.shard(stored), dtype, device)
         # The ranks of one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1
@@ -72,6 +72,6 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
 
 
 def head_of(source, scheme: str, device: torch.device):
-    head = source.mtp() if source.mtp else random_head(source)
-    return head if scheme == "none" else quantized.quantized(head, scheme, head="none",
+    head = source.mtp() if source.mtp else random_mtp_head(source)
+    return head if scheme == "none" else quantize_on_load.quantized(head, scheme, head="none",
                                                              device=device)

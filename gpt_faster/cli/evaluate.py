@@ -27,7 +27,7 @@ from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch
 from gpt_faster.devices import pick_dtype, pick_engine
-from gpt_faster.formats.quantized import rounded
+from gpt_faster.formats.quantize_on_load import quantize_as_requested
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render
@@ -374,7 +374,8 @@ def run(argv: list[str] | None = None) -> int:
         manager = load_tasks(args)
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
-    source = rounded(source, args.quantize, args.groupsize, args.quantize_head, device)
+    source = quantize_as_requested(source, args.quantize, args.groupsize, args.quantize_head,
+                                   device)
     model = load(source, dtype, device)
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)

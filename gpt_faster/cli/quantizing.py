@@ -16,7 +16,7 @@ from gpt_faster.cli.flags import add_adapter
 from gpt_faster.devices import pick_dtype
 from gpt_faster.formats.hub import output_path, resolve
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.formats.quantized import note, quantized
+from gpt_faster.formats.quantize_on_load import note, quantized
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.quantization import budget, calibrate
 from gpt_faster.quantization.calibration_text import calibration_text, written

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from gpt_faster.text.chat_template import continued
+from gpt_faster.text.chat_template import continuation_backend
 from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
@@ -42,7 +42,7 @@ class _Vocabulary:
         # llguidance's mark of a special token is a first byte that no UTF-8 has
         self.tokens = [b"\xff<special %d>" % i if piece is None else piece
                        for i, piece in enumerate(pieces)]
-        self.backend = continued(tokenizer.backend)
+        self.backend = continuation_backend(tokenizer.backend)
 
     def __call__(self, text: str) -> list[int]:
         return self.backend.encode(text, special=False)

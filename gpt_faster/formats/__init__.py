@@ -1,1 +1,1 @@
-"""Checkpoints of others: files, families' names and configs, quantized weights, LoRA."""
+"""Checkpoint formats: readers, per-family names and configs, quantized weights, LoRA."""

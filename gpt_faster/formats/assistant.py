@@ -1,12 +1,12 @@
-"""Gemma 4's drafter (gemma4_assistant): a few layers that read the keys of the model drafted for.
+"""Gemma 4's drafter (gemma4_assistant): a few layers that attend to the target model's KV cache.
 
-Owns what is in its files. Its math is layers/gemma4_assistant.py's, and drafting with it
-decoding/assistant.py's.
+Owns the reading of its checkpoint. The math is in layers/gemma4_assistant.py, drafting in
+decoding/assistant.py.
 
     source = open_assistant(path); assistant = source.load(dtype, device)
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -33,16 +33,15 @@ from gpt_faster.layers.gemma4_assistant import Assistant, AssistantConfig
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig
 
-KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
-OWN = {"pre_projection": "enter", "post_projection": "leave",          # beside its layers
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+PROJECTIONS = {"pre_projection": "enter", "post_projection": "leave",      # not in a layer
        "masked_embedding.centroids": "centroids"}
-ORDER = "masked_embedding.token_ordering"
+TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
 @dataclass
 class AssistantCheckpoint(Checkpoint):
-    order: LazyTensor | None = None                # the vocabulary, cluster by cluster
-    own: dict[str, LazyTensor] = field(default_factory=dict)
+    order: LazyTensor | None = None                # token ids, sorted by cluster
 
     def load(self, dtype: torch.dtype, device) -> Assistant:
         model = blank_model(self.cfg, dtype, Assistant)
@@ -55,23 +54,24 @@ class AssistantCheckpoint(Checkpoint):
 
 
 def is_assistant(path: Path) -> bool:
-    """Is this directory's model one?"""
+    """Does this directory hold a Gemma 4 drafter?"""
     config = path / "config.json"
-    return config.exists() and read_json(config).get("model_type") in KINDS
+    return config.exists() and read_json(config).get("model_type") in MODEL_TYPES
 
 
 def open_assistant(path: Path) -> AssistantCheckpoint:
-    """A directory's, checked by names and shapes. ValueError says what was found and expected."""
+    """Read a drafter's directory; names and shapes are checked. ValueError: it does not fit."""
     config = read_json(path / "config.json")
     with reading(path / "config.json"):
         cfg = _config(config)
     weights = weights_in(path)
-    body, own, order = [], {}, None
+    body, projections, order = [], {}, None
     for t in hub_tensors(path, weights.name, read_weights):
-        if t.name == ORDER:
+        if t.name == TOKEN_ORDERING:
             order = t
-        elif t.name.removesuffix(".weight") in OWN:
-            own[f"{OWN[t.name.removesuffix('.weight')]}.weight"] = t
+        elif t.name.removesuffix(".weight") in PROJECTIONS:
+            name = PROJECTIONS[t.name.removesuffix(".weight")]
+            projections[f"{name}.weight"] = t
         else:
             body.append(t)
     with reading(path):
@@ -79,8 +79,8 @@ def open_assistant(path: Path) -> AssistantCheckpoint:
         cfg = settle_tied(path, cfg, tensors)
     source = AssistantCheckpoint(path, cfg, tensors, order=order)
     check(source)
-    _check_own(source, own)
-    source.tensors |= own
+    _check_projections(source, projections)
+    source.tensors |= projections
     return source
 
 
@@ -100,18 +100,21 @@ def _config(config: dict) -> AssistantConfig:
                      n_active=config["centroid_intermediate_top_k"])
         if (cfg.vocab_size % config["num_centroids"]
                 or config["centroid_intermediate_top_k"] > config["num_centroids"]):
-            raise ValueError(f"{cfg.vocab_size} tokens in {config['num_centroids']} clusters, of "
-                             f"which {config['centroid_intermediate_top_k']} count")
+            raise ValueError(f"'num_centroids' is {config['num_centroids']}: it must divide the "
+                             f"{cfg.vocab_size} tokens and be at least "
+                             f"'centroid_intermediate_top_k' "
+                             f"({config['centroid_intermediate_top_k']})")
     return AssistantConfig(**facts, backbone_dim=config["backbone_hidden_size"])
 
 
-def _check_own(source: AssistantCheckpoint, own: dict[str, LazyTensor]) -> None:
+def _check_projections(source: AssistantCheckpoint,
+                       projections: dict[str, LazyTensor]) -> None:
     cfg = source.cfg
     shapes = {"enter.weight": (cfg.dim, 2 * cfg.backbone_dim),
               "leave.weight": (cfg.backbone_dim, cfg.dim)}
     if cfg.n_centroid:
         shapes["centroids.weight"] = (cfg.n_centroid, cfg.dim)
-    found = {name: t.shape for name, t in own.items()}
+    found = {name: t.shape for name, t in projections.items()}
     if found != shapes or (source.order is not None) != bool(cfg.n_centroid):
-        raise ValueError(f"{source.path}: its projections are {found}, the config asks for "
-                         f"{shapes}{' and ' + ORDER if cfg.n_centroid else ''}")
+        raise ValueError(f"{source.path}: projection shapes are {found}, but config.json expects "
+                         f"{shapes}{' and ' + TOKEN_ORDERING if cfg.n_centroid else ''}")

@@ -1,9 +1,9 @@
-"""config.json -> ModelConfig, of all families: on top of checkpoint.py's reading of each key.
+"""config.json -> ModelConfig, for all families. checkpoint.py parses the keys common to all.
 
-What a family leaves unsaid stands in families.py; GGUF
-and Meta's files are put into config.json's words first. Reads no file and no weight:
+families.py has each family's defaults. GGUF metadata and Meta's params.json are translated to
+config.json keys before they come here. Reads no file and no weight:
 
-    cfg, c = config_from_hf(json.loads(text))      # c: config.json with its gaps filled
+    cfg, c = config_from_hf(json.loads(text))      # c: config.json with defaults filled in
 """
 
 import math
@@ -44,18 +44,19 @@ from model import ModelConfig, at
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
-NOT_READ = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
-            "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln",
-            "add_cross_attention", "clip_qkv")
+UNSUPPORTED_KEYS = (
+    "use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
+    "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln", "add_cross_attention",
+    "clip_qkv")
 
 
 def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
-    """config.json as math. ValueError names a problem.
+    """Translate config.json. ValueError names the key that is wrong or not supported.
 
-    -> the config, and config.json with what it leaves out filled in, for the folds.
+    -> the ModelConfig, and config.json with the family's defaults filled in (fold.py needs it).
     """
-    family, c = _complete(c)
-    _check(c, family)
+    family, c = _resolve_family(c)
+    _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
              "activation": _activation(c, family),
              "parallel": bool(c.get("use_parallel_residual", False)),
@@ -68,9 +69,10 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if c.get("kv_lora_rank"):
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, facts["n_layer"]))
-    facts.update(_own_parts(c))
+    facts.update(_gemma4_layers(c))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
-        raise ValueError("RoPE that makes queries longer is not supported before their norms")
+        raise ValueError("RoPE with an attention factor is not supported before query and key "
+                         "norms")
     if any(facts["sparse"]):
         facts["moe"] = MoEVariant(**{**_experts(c), **family.moe})
     cfg = FlatConfig(**{**facts, **family.overrides}).with_parts()
@@ -78,8 +80,8 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     return cfg, c
 
 
-def _complete(c: dict) -> tuple[Family, dict]:
-    """The family, and config.json in one spelling with the family's defaults filled in."""
+def _resolve_family(c: dict) -> tuple[Family, dict]:
+    """The family, and config.json with canonical keys and the family's defaults filled in."""
     check_keys({key: c.get(key) for key in ("model_type", "text_config")})
     _refuse_other_kinds(c)
     c = _text_part(c)
@@ -97,12 +99,12 @@ def _complete(c: dict) -> tuple[Family, dict]:
                 "max_position_embeddings"):
         count(c, key)
     if c["num_attention_heads"] > c["hidden_size"]:
-        raise ValueError(f"{c['num_attention_heads']} attention heads for a width of "
-                         f"{c['hidden_size']}")
+        raise ValueError(f"'num_attention_heads' ({c['num_attention_heads']}) is larger than "
+                         f"'hidden_size' ({c['hidden_size']})")
     for key in ("mlp_layer_types", "no_rope_layers"):
         if c.get(key) and len(c[key]) < c["num_hidden_layers"]:
-            raise ValueError(f"'{key}' has {len(c[key])} entries for {c['num_hidden_layers']} "
-                             "layers")
+            raise ValueError(f"'{key}' has {len(c[key])} entries, but the model has "
+                             f"{c['num_hidden_layers']} layers")
     return family, Stated(family.respell(Stated(c)))
 
 
@@ -110,29 +112,28 @@ def _refuse_other_kinds(c: dict) -> None:
     kind = c.get("model_type")
     for what, kinds in OTHER_KINDS.items():
         if kind in kinds.split():
-            raise ValueError(f"model_type '{kind}' is not supported: it has {what}, "
-                             "another kind of model")
+            raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
 
 
 def _text_part(c: dict) -> dict:
-    """Of a multimodal model's config.json."""
+    """The language model's part of a multimodal config.json."""
     kind = c.get("model_type")
     if c.get("text_config") is not None:
         return {"model_type": TEXT_PARTS.get(kind, f"{kind}_text"), **c["text_config"]}
-    if "vision_config" in c:                       # Qwen2-VL as released: one level for all
+    if "vision_config" in c:                       # Qwen2-VL as released: no text_config
         return {**c, "model_type": f"{kind}_text"}
     return c
 
 
-def _check(c: dict, family: Family) -> None:
-    """ValueError names what asks for something that the model does not have."""
+def _check_supported(c: dict, family: Family) -> None:
+    """ValueError names a key that asks for something this model does not implement."""
     if not flag(c, "is_causal", True):
-        raise ValueError("'is_causal' is false: a model that sees what follows writes no text")
-    for key in NOT_READ:
+        raise ValueError("'is_causal' is false: a bidirectional model cannot generate text")
+    for key in UNSUPPORTED_KEYS:
         if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):
-        raise ValueError("'swiglu_limit' and 'swiglu_alpha' are supported as 7 and 1.702 only")
+        raise ValueError("only 'swiglu_limit' 7 and 'swiglu_alpha' 1.702 are supported")
 
 
 def _activation(c: dict, family: Family) -> str | None:
@@ -142,7 +143,7 @@ def _activation(c: dict, family: Family) -> str | None:
 
 
 def _latent(c: dict, facts: dict) -> dict:
-    """Latent attention, whose head_dim is that of the part that RoPE turns."""
+    """Latent attention (MLA). head_dim is the rotated part of a head, qk_rope_head_dim."""
     q_rank, rope_dim = c.get("q_lora_rank"), count(c, "qk_rope_head_dim")
     nope_dim = count(c, "qk_nope_head_dim")
     latent = Latent(q_rank=q_rank and count(c, "q_lora_rank"), kv_rank=count(c, "kv_lora_rank"),
@@ -151,19 +152,19 @@ def _latent(c: dict, facts: dict) -> dict:
         raise ValueError(f"'qk_rope_head_dim' is {rope_dim}, expected an even number")
     rope = stated_rope(c)
     scale = (nope_dim + rope_dim)**-0.5
-    if rope_kind(rope) != "default" and rope.get("mscale_all_dim"):    # YaRN's, of the scores
+    if rope_kind(rope) != "default" and rope.get("mscale_all_dim"):    # YaRN scales the scores
         scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"])**2
     return dict(mixer=(latent,), head_dim=rope_dim, n_kv_head=facts["n_head"], attn_scale=scale)
 
 
 def _short_convolutions(c: dict, facts: dict) -> tuple:
-    """conv_layers: which layers are some."""
+    """A ShortConv in each layer that conv_layers marks, else None."""
     conv = ShortConv(facts["dim"], count(c, "conv_L_cache"), bool(c.get("conv_bias")))
     return tile([conv if is_conv else None for is_conv in c["conv_layers"]])
 
 
 def _scales(c: dict, family: Family) -> dict:
-    """What embeddings, branches, scores and logits are multiplied or capped by."""
+    """Multipliers and soft caps of embeddings, residual branches, scores and logits."""
     attn_scale = c.get("attention_multiplier") or None
     if scalar := c.get("query_pre_attn_scalar"):
         attn_scale = scalar**-0.5
@@ -174,32 +175,32 @@ def _scales(c: dict, family: Family) -> dict:
         embed_scale = c["hidden_size"]**0.5
     return dict(attn_scale=attn_scale, embed_scale=embed_scale,
                 residual_scale=float(c.get("residual_multiplier") or 1),
-                scores=Scores(**{"cap": c.get("attn_logit_softcapping"), **_growth(c),
+                scores=Scores(**{"cap": c.get("attn_logit_softcapping"), **_query_scaling(c),
                                  "alibi": bool(c.get("alibi")), **family.scores}),
                 logit_cap=c.get("final_logit_softcapping"))
 
 
-def _growth(c: dict) -> dict:
-    """How queries are scaled by position (Ministral 3), which counts the keys that they see."""
+def _query_scaling(c: dict) -> dict:
+    """Scaling of queries by position (Ministral 3, Llama 4)."""
     rope = stated_rope(c)
     growth = rope.get("llama_4_scaling_beta") or 0.0
     if not growth:
         return {}
     if c.get("sliding_window"):
-        raise ValueError("'llama_4_scaling_beta' is not supported beside 'sliding_window'")
+        raise ValueError("'llama_4_scaling_beta' is not supported together with 'sliding_window'")
     original = count({**c, **rope}, "original_max_position_embeddings",
                       count(c, "max_position_embeddings"))
     return dict(growth=float(growth), growth_from=original)
 
 
 def _layers(c: dict, family: Family, n_layer: int) -> dict:
-    """As checkpoint.layers(), with layers that have another mixer, and layers without RoPE."""
+    """checkpoint.layers(), plus mixers other than attention, and layers without RoPE."""
     by_kind = _ropes(c, family)
-    by_kind |= dict.fromkeys(family.mixers, by_kind["full_attention"])     # which those do not have
+    by_kind |= dict.fromkeys(family.mixers, by_kind["full_attention"])     # unused: no RoPE
     facts = layers(c, family, by_kind)
     rope = [at(i, facts["rope"]) if family.has_rope(c, i) else RopeVariant(kind="none")
             for i in range(n_layer)]
-    if thetas := c.get("layer_rope_theta"):        # 0: none there
+    if thetas := c.get("layer_rope_theta"):        # 0: no RoPE
         if not isinstance(thetas, list) or len(thetas) != n_layer:
             raise ValueError(f"'layer_rope_theta' is {thetas!r}, expected {n_layer} numbers")
         rope = [replace(r, theta=float(t)) if t else RopeVariant(kind="none")
@@ -210,14 +211,14 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     return facts | dict(rope=tile(rope)) | more
 
 
-def _own_parts(c: dict) -> dict:
-    """Widths of layers, whose keys they take, what follows them: Gemma 4's respelling says it."""
+def _gemma4_layers(c: dict) -> dict:
+    """Gemma 4: sizes by layer, shared KV layers, per-layer embeddings (from its respelling)."""
     if "layer_widths" not in c:
         return {}
     widths, n_head = [], c["num_attention_heads"]
-    for own in c["layer_widths"]:
-        width = Widths(count(own, "head_dim"), count(own, "num_key_value_heads"),
-                       count(own, "intermediate_size"))
+    for layer in c["layer_widths"]:
+        width = Widths(count(layer, "head_dim"), count(layer, "num_key_value_heads"),
+                       count(layer, "intermediate_size"))
         if n_head % width.n_kv_head:
             raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
                              "heads evenly")
@@ -230,7 +231,7 @@ def _own_parts(c: dict) -> dict:
 
 
 def _experts(c: dict) -> dict:
-    """As checkpoint.experts(), with groups of experts, and experts that serve every token."""
+    """checkpoint.experts(), plus expert groups and shared experts."""
     facts = experts(c)
     n_expert, n_active = facts["n_expert"], facts["n_active"]
     shared_dim = (c.get("n_shared_experts") or 0) * facts["expert_dim"]
@@ -239,7 +240,8 @@ def _experts(c: dict) -> dict:
     group_top = 1 if c.get("topk_method") == "group_limited_greedy" else 2
     if (n_expert % n_group or topk_group > n_group or n_active > size * topk_group
             or n_group > 1 and size < group_top):
-        raise ValueError(f"{n_active} of {n_expert} experts in {topk_group} of {n_group} groups")
+        raise ValueError(f"cannot choose {n_active} of {n_expert} experts from {topk_group} of "
+                         f"{n_group} groups")
     return dict(facts, choice_bias=bool(c.get("use_expert_bias")),
                 n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),
@@ -249,7 +251,7 @@ def _experts(c: dict) -> dict:
 # ---- RoPE ---------------------------------------------------------------------------------------
 
 def _ropes(c: dict, family: Family) -> dict[str, RopeVariant]:
-    """RoPE by layer type: one for all, or one each for full and sliding attention."""
+    """RoPE by layer type: the same for all, or separate for full and sliding attention."""
     by_kind = {kind: RopeVariant(**facts) for kind, facts in ropes(c, _rope_facts).items()}
     rope, theta = stated_rope(c), c.get("rope_theta", 10000.0)
     local = c.get("rope_local_base_freq") or rope.get("rope_theta") or theta
@@ -260,23 +262,23 @@ def _ropes(c: dict, family: Family) -> dict[str, RopeVariant]:
 
 
 def _rope_facts(c: dict, rope: dict, theta) -> dict:
-    """RopeVariant's fields: as checkpoint.rope_facts(), and what only other families state."""
+    """RopeVariant's fields: checkpoint.rope_facts(), plus the variants of other families."""
     kind, theta = rope_kind(rope), float(rope.get("rope_theta") or theta)
     partial = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     n = int(head_dim(c) * partial)
-    is_long = kind in ("longrope", "su") or "long_factor" in rope      # Phi-3 wrote su, and yarn
-    own_base = kind == "dynamic" and rope.get("alpha")     # Hunyuan's, whatever the length
-    if own_base:
+    is_long = kind in ("longrope", "su") or "long_factor" in rope      # early Phi-3: su or yarn
+    scaled_base = kind == "dynamic" and rope.get("alpha")  # Hunyuan: at every length
+    if scaled_base:
         theta *= float(rope["alpha"]) ** (n / (n - 2))
-    if own_base or is_long or kind == "mrope":     # whose axes of an image are one in text
+    if scaled_base or is_long or kind == "mrope":  # mrope: its three axes are equal in text
         rope = {**rope, "rope_type": "default", "rope_theta": theta}
     facts = rope_facts(c, rope, theta, (*ROPE_KINDS, "longrope"))
     facts["partial"] = float(partial)
     if rope.get("divisors"):                       # only from a GGUF
         facts["divisors"] = tuple(rope["divisors"])
-    if rope.get("head_dim"):                       # only from what respells it
+    if rope.get("head_dim"):                       # only from a respelling (Gemma 4)
         facts["head_dim"] = rope["head_dim"]
-    if own_base:
+    if scaled_base:
         facts["original_context"] = c["max_position_embeddings"]
     if is_long:
         original = facts["original_context"]
@@ -292,12 +294,12 @@ def _longrope(rope: dict, factor: float, original: int, n_freq: int) -> dict:
     short, long = (tuple(map(float, rope.get(key) or ()))
                    for key in ("short_factor", "long_factor"))
     if {len(short), len(long)} != {n_freq}:
-        raise ValueError(f"{len(short)} short and {len(long)} long RoPE factors for "
-                         f"{n_freq} frequencies")
+        raise ValueError(f"'short_factor' has {len(short)} and 'long_factor' {len(long)} entries, "
+                         f"expected {n_freq} each")
     return dict(divisors=short, long_divisors=long, amplitude=float(amplitude))
 
 
 def head_dim(c: dict) -> int:
-    """Of queries and keys; of latent attention, of the part that RoPE turns."""
+    """Head width of queries and keys; for latent attention, its rotated part."""
     stated = c.get("qk_rope_head_dim") or c.get("head_dim")
     return stated or c["hidden_size"] // c["num_attention_heads"]

@@ -1,7 +1,7 @@
-"""What every model family leaves unsaid in its config.json, one row each.
+"""What a config.json leaves out, for each model family: one row of FAMILIES.
 
-A Llama-like family is one row of FAMILIES. Facts only: config.py reads a config.json with them,
-names.py renames with `names`, fold.py folds what `folds` says into the weights.
+A Llama-like family is one row. Data only: config.py reads config.json with it, names.py renames
+tensors by `names`, fold.py applies `folds` to the weights.
 """
 
 from collections.abc import Callable
@@ -43,27 +43,27 @@ from gpt_faster.layers.delta import GatedDelta
 
 @dataclass(frozen=True)
 class Family(checkpoint.Family):
-    """How a model_type differs from Llama: overrides are of FlatConfig's fields."""
+    """How a model_type differs from Llama. `overrides` are fields of FlatConfig."""
 
-    moe: dict = field(default_factory=dict)        # MoEVariant's fields that it never states
-    scores: dict = field(default_factory=dict)     # and Scores'
-    names_with_experts: dict | None = None         # instead of `names`, where it has experts
-    folds: dict = field(default_factory=dict)      # Folds' fields: how its weights differ from ours
+    moe: dict = field(default_factory=dict)        # MoEVariant's fields that config.json omits
+    scores: dict = field(default_factory=dict)     # Scores' fields, likewise
+    names_with_experts: dict | None = None         # instead of `names` in MoE models
+    folds: dict = field(default_factory=dict)      # Folds' fields
     scaled_embed: bool = False                     # embeddings are multiplied by sqrt(dim)
-    has_rope: Callable[[dict, int], bool] = lambda c, i: True      # has layer i RoPE at all?
+    has_rope: Callable[[dict, int], bool] = lambda c, i: True      # does layer i use RoPE?
     mixers: dict[str, Callable[[dict], object]] = field(default_factory=dict)  # ModelConfig.mixer
-    plain_local_rope: bool = False                 # windowed layers keep RoPE unstretched
-    key_aliases: dict = field(default_factory=dict)    # config.json keys: what the others call them
-    respell: Callable[[dict], dict] = lambda c: c  # what a key alone does not say, in these words
+    plain_local_rope: bool = False                 # sliding layers: RoPE without scaling
+    key_aliases: dict = field(default_factory=dict)    # its config.json keys: the usual ones
+    respell: Callable[[dict], dict] = lambda c: c  # rewrite config.json in usual keys
 
     def names_of(self, c: dict) -> dict:
-        """Of the parameters that this config.json asks for."""
+        """Names of the checkpoint's tensors -> our names, for this config.json."""
         has_other = self.names_with_experts is not None and c.get("num_experts")
         return self.names_with_experts if has_other else self.names
 
 
 def stated_folds(c: dict) -> dict:
-    """Folds' fields that a config.json states."""
+    """Folds' fields that config.json sets."""
     stated = {}
     if c.get("kv_lora_rank"):
         stated["interleaved_rope"] = bool(c.get("rope_interleave", True))
@@ -76,18 +76,18 @@ def stated_folds(c: dict) -> dict:
 
 
 def _smollm3_has_rope(c, i):
-    stated = c.get("no_rope_layers")               # 1 where there is RoPE
+    stated = c.get("no_rope_layers")               # 1: RoPE
     return bool(stated[i] if stated else (i + 1) % c.get("no_rope_layer_interval", 4))
 
 
 def _exaone4_is_sliding(c, i):
-    every = c.get("sliding_window_pattern") or 0   # "LLLG", or the 4 that this means
+    every = c.get("sliding_window_pattern") or 0   # "LLLG", or 4, which means the same
     if isinstance(every, str):
         return every[i % len(every)] == "L" and i < c["num_hidden_layers"] - 1
     return bool(c.get("sliding_window")) and every > 0 and (i + 1) % every != 0
 
 
-def _exaone4_has_rope(c, i):                       # beside full attention only where all have that
+def _exaone4_has_rope(c, i):                       # full attention: only if no layer slides
     kinds = c.get("layer_types")
     is_sliding = kinds[i] == "sliding_attention" if kinds else _exaone4_is_sliding(c, i)
     return is_sliding or not c.get("sliding_window")
@@ -107,7 +107,7 @@ def _never(c, i):
 
 
 def _slides(c, i):
-    """All but every fourth layer, or as sliding_window_pattern or layer_types say."""
+    """By layer_types or sliding_window_pattern; default: all but every fourth layer."""
     kinds = c.get("layer_types")
     if kinds:
         return kinds[i] == "sliding_attention"
@@ -151,11 +151,11 @@ def _gpt2_respelled(c):
 
 
 def _granite_hybrid_respelled(c):
-    """Granite 4.0 without its state-space layers: a Granite, with experts or without."""
+    """Granite 4.0 without state-space layers: a Granite, dense or with experts."""
     kinds = [{"attention": "full_attention"}.get(kind, kind) for kind in c.get("layer_types") or []]
     if set(kinds) != {"full_attention"}:
-        raise ValueError("model_type 'granitemoehybrid' is supported without state-space layers "
-                         "(Mamba) only: with them it is another kind of model")
+        raise ValueError("model_type 'granitemoehybrid' is supported only without state-space "
+                         "layers (Mamba)")
     if not c.get("num_experts"):
         c = {**c, "intermediate_size": c["shared_intermediate_size"]}
     return _granite_shared({**c, "layer_types": kinds})
@@ -166,7 +166,7 @@ def _granite_shared(c):
 
 
 def _one_number(c, *keys):
-    """A list with a number for each layer, where they are all the same."""
+    """Replace a per-layer list by its number. ValueError where layers differ."""
     for key in keys:
         value = c.get(key)
         if isinstance(value, list):
@@ -194,7 +194,7 @@ def _gptj_respelled(c):
 
 
 def _gpt_neo_respelled(c):
-    """attention_types [[["global", "local"], 12]]: 12 times these two."""
+    """attention_types [[["global", "local"], 12]]: the two alternate, 12 times."""
     kinds = c.get("attention_layers") or [
         kind for pattern, n in c["attention_types"] for kind in pattern * n]
     spelled = {"global": "full_attention", "local": "sliding_attention"}
@@ -207,7 +207,7 @@ def _gpt_bigcode_respelled(c):
 
 
 def _falcon_respelled(c):
-    """7B shares one key head and one norm, 40B neither; RW is a sequential one with ALiBi."""
+    """7B: one key/value head, one shared norm. 40B: neither. RW: sequential blocks, ALiBi."""
     new, n_head = c["new_decoder_architecture"], c["num_attention_heads"]
     shared = 1 if c["multi_query"] else n_head
     parallel = bool(new or c["parallel_attn"])
@@ -222,8 +222,8 @@ def _falcon_respelled(c):
 def _mpt_respelled(c):
     attention = c.get("attn_config") or {}
     if not attention.get("alibi", True) or not c.get("no_bias", True) or c.get("logit_scale"):
-        raise ValueError("model_type 'mpt' is supported with ALiBi, without biases and without "
-                         "'logit_scale' only")
+        raise ValueError("model_type 'mpt' is supported only with ALiBi, without biases and "
+                         "without 'logit_scale'")
     known = ("clip_qkv", "qk_ln", "prefix_lm", "alibi_bias_max")
     return _gpt2_respelled({**c, **{key: attention.get(key) for key in known}})
 
@@ -242,8 +242,8 @@ def _opt_respelled(c):
              c.get("word_embed_proj_dim") in (None, c["hidden_size"]),
              not c.get("_remove_final_layer_norm"))
     if not all(usual):
-        raise ValueError("model_type 'opt' is supported with norms before each branch and "
-                         "embeddings as wide as the model only (not 350M)")
+        raise ValueError("model_type 'opt' is supported only with pre-norm and with "
+                         "'word_embed_proj_dim' equal to 'hidden_size' (not OPT-350M)")
     return {**c, "attention_bias": c["enable_bias"], "mlp_bias": c["enable_bias"]}
 
 
@@ -268,7 +268,7 @@ def _minimax_respelled(c):
 
 
 def _deepseek_v2_respelled(c):
-    """Groups count where topk_method says so; the weights of the chosen are never normalized."""
+    """Expert groups apply only with topk_method "group_limited_greedy"."""
     method = c.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"'topk_method' is {method!r}, expected greedy or group_limited_greedy")
@@ -285,14 +285,14 @@ def _minicpm3_respelled(c):
 
 
 def _mistral4_respelled(c):
-    """RoPE's parameters say what share of a whole head turns, which is all of head_dim here."""
+    """Its partial_rotary_factor refers to a whole head; our head_dim is the rotated part."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or _MISTRAL4_ROPE
     return {**c, "rope_parameters": {**rope, "partial_rotary_factor": None}, "rope_scaling": None,
             "partial_rotary_factor": None}
 
 
 def _gemma4_respelled(c):
-    """Layers with full attention have other heads; the last ones may take keys of earlier ones."""
+    """Full-attention layers have other head sizes; the last layers may share earlier KV."""
     if c.get("use_bidirectional_attention") == "vision":               # of images, not of text
         c = {**c, "use_bidirectional_attention": None}
     n = c["num_hidden_layers"]
@@ -303,17 +303,18 @@ def _gemma4_respelled(c):
     widths, sources = [], []
     for i, kind in enumerate(kinds):
         is_shared = i >= n - n_shared
-        own = {key: c.get(key) for key in ("head_dim", "num_key_value_heads", "intermediate_size")}
-        own |= _gemma4_heads(c, i, kind)
-        if odd := [key for key in own if type(own[key]) is not int]:
-            raise ValueError(f"layer {i} has no '{odd[0]}'")
+        keys = ("head_dim", "num_key_value_heads", "intermediate_size")
+        sizes = {key: c.get(key) for key in keys}
+        sizes |= _gemma4_heads(c, i, kind)
+        if missing := [key for key in sizes if type(sizes[key]) is not int]:
+            raise ValueError(f"layer {i}: '{missing[0]}' is missing")
         if is_shared and c.get("use_double_wide_mlp"):
-            own["intermediate_size"] *= 2
-        widths.append(own)
+            sizes["intermediate_size"] *= 2
+        widths.append(sizes)
         earlier = [j for j in range(n - n_shared) if kinds[j] == kind]
         if is_shared and not earlier:
-            raise ValueError(f"layer {i} takes another's keys, but no earlier one has "
-                             f"'{kind}' and keys")
+            raise ValueError(f"layer {i} shares the keys and values of an earlier layer, but none "
+                             f"has '{kind}'")
         sources.append(earlier[-1] if is_shared else None)
     experts = {}
     if c.get("enable_moe_block"):
@@ -324,26 +325,27 @@ def _gemma4_respelled(c):
 
 
 def _gemma4_heads(c: dict, i: int, kind: str) -> dict:
-    """What layer i states otherwise: for itself (transformers 5), or all with full attention."""
+    """Sizes that differ in layer i: per layer (transformers 5), or for full attention."""
     if "per_layer_config" in c:
         return c["per_layer_config"].get(str(i), {})
     if kind != "full_attention":
         return {}
-    own = {"head_dim": c.get("global_head_dim") or 512}
+    sizes = {"head_dim": c.get("global_head_dim") or 512}
     if c.get("attention_k_eq_v") and c.get("num_global_key_value_heads"):
-        own["num_key_value_heads"] = c["num_global_key_value_heads"]
-    return own
+        sizes["num_key_value_heads"] = c["num_global_key_value_heads"]
+    return sizes
 
 
 def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
-    """RoPE of each kind; a "proportional" one is plain, but its slower frequencies stand still."""
+    """RoPE by layer type. "proportional": plain RoPE whose slowest frequencies are set to 0."""
     stated = c.get("rope_parameters") or dict(
         sliding_attention=dict(rope_theta=1e4),
         full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6))
     ropes = {}
     for kind in ("sliding_attention", "full_attention"):
         rope = stated.get(kind) or {}
-        width = next((own["head_dim"] for k, own in zip(kinds, widths) if k == kind), c["head_dim"])
+        width = next((sizes["head_dim"] for k, sizes in zip(kinds, widths) if k == kind),
+                     c["head_dim"])
         if rope.get("rope_type") == "proportional":
             turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
             divisors = [float(rope.get("factor", 1))] * turning
@@ -354,7 +356,7 @@ def _gemma4_ropes(c: dict, kinds: list, widths: list) -> dict:
 
 
 def _lfm2_respelled(c):
-    """The feed-forward width is worked out; layer_types, or full_attn_idxs, say which convolve."""
+    """Compute the feed-forward width; layer_types or full_attn_idxs name the conv layers."""
     width = c.get("block_ff_dim") or c.get("intermediate_size")
     times, multiple = c.get("block_ffn_dim_multiplier"), c.get("block_multiple_of")
     if c.get("block_auto_adjust_ff_dim") and type(width) is int:
@@ -429,7 +431,7 @@ _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
 
 
 def _of_core(row: checkpoint.Family) -> Family:
-    """The core's ModelConfig knows one way to normalize queries and keys, FlatConfig more."""
+    """qk_norm is a bool in the core's ModelConfig, a string in FlatConfig."""
     overrides = {key: "head" if key == "qk_norm" else value for key, value in row.overrides.items()}
     return Family(**{**vars(row), "overrides": overrides})
 
@@ -868,55 +870,55 @@ FAMILIES = {
         names=GPT2_NAMES, has_rope=_never, key_aliases=_GPT2_KEYS, respell=_gpt2_respelled),
 }
 
-TEXT_PARTS = {                                     # of a multimodal model whose config.json is mute
+TEXT_PARTS = {                                     # model_type: its language model's
     "mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama",
     "internvl": "qwen2",
 }
 
-ALIASES = {"kimi_k2": "deepseek_v3"}                # what config.json may call it: the same
+ALIASES = {"kimi_k2": "deepseek_v3"}                # other model_types of the same model
 
-OTHER_KINDS = {                                    # another block than this Transformer's
+OTHER_KINDS = {                                    # architectures we do not implement
     "state-space layers (Mamba, RWKV)":
         "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
         "falcon_h1 plamo2 recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
         "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
-    "latent attention to keys that an indexer chooses, or of another kind":
+    "sparse latent attention (an indexer) or another variant of it":
         "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
         "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
-    "layers of two attentions around a mixture of experts": "longcat_flash",
-    "norms behind its experts only": "axk1",
-    "convolution layers of another kind": "lfm3 inkling_text inkling2_text zaya",
+    "two attentions in each layer, around a mixture of experts": "longcat_flash",
+    "norms after its experts only": "axk1",
+    "another kind of convolution layers": "lfm3 inkling_text inkling2_text zaya",
     "an encoder and a decoder":
         "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
         "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "
         "blip_text_model pix2struct pix2struct_text_model florence2 udop pp_formulanet "
         "pp_formulanet_text vision-encoder-decoder",
-    "an encoder, which does not generate":
+    "an encoder only: it does not generate":
         "bert bert-generation roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xlm xlnet "
         "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
         "megatron-bert reformer rembert roc_bert roformer xmod",
     "per-layer embeddings and shared key/value layers":
         "gemma3n gemma3n_text",
-    "the layers of a drafter, which only run beside Gemma 4 (--draft_checkpoint_path)":
+    "a drafter's layers: use it with Gemma 4, as --draft_checkpoint_path":
         "gemma4_assistant gemma4_unified_assistant",
-    "tokens that come by diffusion, many at once": "diffusion_gemma diffusion_gemma_text",
-    "attention in chunks, and experts whose inputs are scaled": "llama4 llama4_text",
-    "attention from text to images":
+    "diffusion decoding": "diffusion_gemma diffusion_gemma_text",
+    "chunked attention, and experts with scaled inputs": "llama4 llama4_text",
+    "cross-attention from text to images":
         "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",
-    "attention over a picture and its prompt in both directions": "paligemma",
-    "tokens of sound or images": "moshi musicgen musicgen_melody chameleon pi0",
-    "experts, or a router to them, of another kind":
+    "bidirectional attention over image and prompt": "paligemma",
+    "audio or image tokens": "moshi musicgen musicgen_melody chameleon pi0",
+    "another kind of experts or router":
         "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
         "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
-    "norms, positions or projections of another kind":
+    "another kind of norms, positions or projections":
         "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "
         "bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
-    "attention by differences or with a learned mask": "diffllama doge",
-    "layers that it runs through several times": "hrm_text",
+    "differential attention or a learned mask": "diffllama doge",
+    "looped layers": "hrm_text",
     "bytes instead of tokens": "blt",
-    "adapters of its own for images and sound": "phi4_multimodal",
-    "a text part that lies between parts for images in its own way":
+    "LoRA adapters for images and audio": "phi4_multimodal",
+    "a text model embedded in an unsupported multimodal checkpoint":
         "glm_ocr_text granite4_vision_text granite_docling_text "
         "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
 }

@@ -1,5 +1,4 @@
-"""A model's config with nothing but plain fields: how config.json is read, and how a .pth stored it
-before ModelConfig had parts.
+"""FlatConfig: ModelConfig without parts. config.json is parsed into it; old .pth files store it.
 
     cfg = FlatConfig(**facts, layer_norm=True, gated=False).with_parts()       # a ModelConfig
 """
@@ -31,7 +30,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class LayerEnd:
-    """BlockVariant.end, and PerLayer's fields; dim 0: no such embeddings."""
+    """BlockVariant.end and PerLayer's fields. dim 0: no per-layer embeddings."""
 
     dim: int = 0
     vocab_size: int = 0
@@ -39,9 +38,9 @@ class LayerEnd:
 
 @dataclass(frozen=True)
 class FlatConfig(ModelConfig):
-    """ModelConfig's fields, and in place of its parts what they say. What each means is there."""
+    """ModelConfig with the fields of its parts inline. Each is documented at its part."""
 
-    qk_norm: str | None = None                     # "head", or AttentionVariant's
+    qk_norm: str | None = None                     # "head", or as AttentionVariant.qk_norm
     layer_norm: bool = False
     pre_norm: bool = True
     post_norm: bool = False
@@ -63,7 +62,7 @@ class FlatConfig(ModelConfig):
     layer_end: LayerEnd | None = None
 
     def with_parts(self) -> ModelConfig:
-        """A part for whatever a Llama's does not do, and none else."""
+        """Build a part for each feature that a plain Llama lacks; others are None."""
         attention = AttentionVariant(
             scale=self.attn_scale, qk_norm=None if self.qk_norm == "head" else self.qk_norm,
             v_norm=self.v_norm, clip=self.clip_qkv, gate=self.attn_gate, **vars(self.scores))
@@ -93,5 +92,5 @@ class FlatConfig(ModelConfig):
 
 
 def unless_plain(part):
-    """None for a part that differs in nothing from a Llama's."""
+    """None for a part whose fields are all defaults: the model then uses Llama's."""
     return None if part == type(part)() else part

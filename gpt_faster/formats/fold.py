@@ -1,4 +1,4 @@
-"""What goes into the weights when they are loaded, so that the model need not know of it.
+"""Fold constants, offsets and permutations into the weights at load, to keep the model simple.
 
     tensors = fold(tensors, cfg, Folds(norm_offset=1.0))
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpoint import LazyTensor, narrow, tensor_shapes
-from gpt_faster.formats.hub_quantized import unpacked_int4
+from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.lazy import cached, constant, index_select, offset, scaled, transpose
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_turning
@@ -20,28 +20,28 @@ from model import ModelConfig, at
 
 @dataclass(frozen=True)
 class Folds:
-    """How a file's weights differ from what the model multiplies by."""
+    """How a checkpoint's weights differ from the ones the model needs."""
 
     norm_offset: float = 0.0                       # norms multiply by offset + weight (Gemma)
-    norm_offset_of: str = "norm"                   # whose names have this (a pattern)
-    logits_divisor: float = 1.0                    # goes into the last norm (Granite)
-    interleaved_rope: bool = False                 # RoPE turns neighbours (Meta, llama.cpp, GLM)
-    reversed_rope: bool = False                    # RoPE turns the other way (nanochat)
-    norm_after_rope: bool = False                  # of queries and keys (Hunyuan)
-    post_norm_scale: float = 1.0                   # what norms behind a branch are multiplied by
-    first_pos: int = 0                             # which learned position is the first (OPT)
-    log_decay: bool = False                        # DeltaNet's decays are log(-decay) there
-    tiled_heads: bool = False                      # its value heads: the first of each key head,
-                                                   # then the second of each (llama.cpp)
-    one_norm: bool = False                         # of both branches of a parallel block
+    norm_offset_of: str = "norm"                   # ...those whose names match this pattern
+    logits_divisor: float = 1.0                    # folded into the last norm (Granite)
+    interleaved_rope: bool = False                 # RoPE on pairs 2i, 2i+1 (Meta, llama.cpp, GLM)
+    reversed_rope: bool = False                    # RoPE with negative angles (nanochat)
+    norm_after_rope: bool = False                  # query and key norms follow RoPE (Hunyuan)
+    post_norm_scale: float = 1.0                   # factor for post-norm weights
+    first_pos: int = 0                             # row of position 0 in the table (OPT)
+    log_decay: bool = False                        # DeltaNet's decays are stored as log(-decay)
+    tiled_heads: bool = False                      # DeltaNet's value heads are ordered by index
+                                                   # within their key head (llama.cpp)
+    one_norm: bool = False                         # parallel block: both branches share a norm
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
-    k_is_v: bool = False                           # layers without a window: wv is wk (Gemma 4)
-    constants: dict[str, float] = field(default_factory=dict)  # what no file holds: pattern, value
+    k_is_v: bool = False                           # full attention: wv is wk (Gemma 4)
+    constants: dict[str, float] = field(default_factory=dict)  # name pattern: value, not stored
 
 
 def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict[str, LazyTensor]:
-    """The tensors, by our names, as the model takes them; nothing is read yet."""
+    """Tensors by our names -> tensors the model can load. Lazy: nothing is read yet."""
     tensors = dict(tensors)
     for name, t in tensors.items():
         if len(t.shape) > 1 and re.search(r"choice_bias|\.[qk]_norm\.", name):   # [1, E], [N, H]
@@ -57,10 +57,10 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
             tensors[name] = t.derived(lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
                                       dtype=torch.float32)
     if isinstance(cfg.mixer[0], Latent):
-        _order_latents(tensors, cfg, folds)
+        _permute_latent_rope(tensors, cfg, folds)
         _split_up_projections(tensors, cfg)
     else:
-        _order_for_rope(tensors, cfg, folds)
+        _permute_for_rope(tensors, cfg, folds)
     if folds.one_norm:
         for name in [name for name in tensors if ".attn_norm." in name]:
             tensors.setdefault(name.replace("attn_norm", "ffn_norm"), tensors[name])
@@ -70,7 +70,7 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         tensors["pos_embed.weight"] = narrow(table, 0, folds.first_pos, table.shape[0])
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
         tensors[name] = scaled(tensors[name], folds.post_norm_scale)
-    _share_keys(tensors, cfg, folds)
+    _share_kv(tensors, cfg, folds)
     if folds.tiled_heads:
         _group_value_heads(tensors, cfg)
     _add_constants(tensors, cfg, folds)
@@ -83,48 +83,48 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     return tensors
 
 
-def _order_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+def _permute_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
     rotated = n_turning(cfg.rope[0], cfg.head_dim)
     if rotated > cfg.head_dim:
-        raise ValueError(f"RoPE is to turn {rotated} numbers of heads that have {cfg.head_dim}")
+        raise ValueError(f"rotary dimension {rotated} is larger than head_dim {cfg.head_dim}")
     if rotated < 2 or rotated % 2:
-        raise ValueError(f"RoPE is to turn {rotated} numbers of a head, expected an even number")
+        raise ValueError(f"rotary dimension is {rotated}, expected an even number, at least 2")
     if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
-        turning, still = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
-        _reorder_heads(tensors, torch.cat((turning[::2], turning[1::2], still)))
-    if folds.reversed_rope:                        # (a, b) turned back is (b, a) turned on
+        rope, rest = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
+        _reorder_heads(tensors, torch.cat((rope[::2], rope[1::2], rest)))
+    if folds.reversed_rope:                        # rotating (a, b) by -t is rotating (b, a) by t
         _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2))
     if rotated < cfg.head_dim:
         _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
 
 
-def _order_latents(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    """Of latent attention RoPE turns the last rows: of each query head, and of the latent's."""
+def _permute_latent_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Latent attention: de-interleave the rotated rows, the last of each query head and latent."""
     latent, rope = cfg.mixer[0], torch.arange(cfg.head_dim)
     if folds.interleaved_rope:
         rope = torch.cat((rope[::2], rope[1::2]))
     for name, t in tensors.items():
         is_q, is_latent = re.search(r"\.wq(_b)?\.", name), ".wkv_a." in name
         if is_q or is_latent:
-            still = latent.nope_dim if is_q else latent.kv_rank
-            order = torch.cat((torch.arange(still), still + rope))
-            if t.shape[0] % len(order) == 0:       # else check() says what is wrong
+            n_nope = latent.nope_dim if is_q else latent.kv_rank
+            order = torch.cat((torch.arange(n_nope), n_nope + rope))
+            if t.shape[0] % len(order) == 0:       # else check() reports the shape
                 heads = torch.arange(t.shape[0]).view(-1, len(order))
                 tensors[name] = index_select(t, heads[:, order].flatten())
 
 
 def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:
-    """wkv_b [N (nope + v), rank] -> wk_b [N, rank, nope], which goes into q, and wv_b [N, v, rank].
+    """wkv_b [N (nope + v), rank] -> wk_b [N, rank, nope], absorbed into q, and wv_b [N, v, rank].
 
-    Where wq_a is missing, wq has no bias and lies above wkv_a, which may have one.
+    Without wq_a, wq and wkv_a are one matrix in memory: wq gets a zero bias if wkv_a has one.
     """
     latent = cfg.mixer[0]
     widths = latent.nope_dim, latent.v_dim
     for name in [name for name in tensors if name.endswith(".wkv_b.weight")]:
         t, x = tensors.pop(name), name.removesuffix(".wkv_b.weight")
-        leaves = [tensors.pop(f"{x}.wkv_b.{leaf}", None) for leaf in ("scales", "zeros")]
-        if leaves[1] is not None:                  # one is transposed: no groups of its rows
-            t = unpacked_int4(t, *leaves)
+        scales, zeros = (tensors.pop(f"{x}.wkv_b.{part}", None) for part in ("scales", "zeros"))
+        if zeros is not None:                      # wk_b is transposed: its groups would be columns
+            t = unpacked_int4(t, scales, zeros)
         if t.shape != (cfg.n_head * sum(widths), latent.kv_rank):
             raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for "
                              f"{[cfg.n_head * sum(widths), latent.kv_rank]}")
@@ -140,8 +140,8 @@ def _split_up_projections(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> N
             tensors.setdefault(wq, constant(wq, (n,), 0.0))
 
 
-def _share_keys(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    """Values made as keys are; and what files hold of layers that take another layer's keys."""
+def _share_kv(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Drop unused K/V weights of layers with shared KV; copy wk to wv where k_is_v."""
     for i in range(cfg.n_layer):
         mixer, window = (tiled[i % len(tiled)] for tiled in (cfg.mixer, cfg.window))
         for name in [name for name in tensors if name.startswith(f"layers.{i}.attn.")]:
@@ -154,7 +154,7 @@ def _share_keys(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) 
 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    """Norms' weights and biases that a family does not have, slopes that it works out."""
+    """Add constant norm weights and biases that the file omits, and ALiBi's slopes."""
     if not (folds.constants or getattr(cfg.attention, "alibi", False)):
         return
     slopes = alibi_slopes(cfg.n_head, folds.slopes_base) * folds.slopes_scale
@@ -167,9 +167,9 @@ def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Fold
 
 
 def alibi_slopes(n_head: int, base: float = 8.0) -> torch.Tensor:
-    """2^(-base i / n) of a power of two of heads; then every other one of twice as many.
+    """2^(-base i / n) for the first n heads, a power of two; the rest: every second slope of 2n.
 
-    As in arXiv 2108.12409.
+    arXiv 2108.12409.
     """
     n = 1 << (n_head.bit_length() - 1)
     slopes = 2.0 ** (-base / n * torch.arange(1, n + 1))
@@ -178,24 +178,25 @@ def alibi_slopes(n_head: int, base: float = 8.0) -> torch.Tensor:
 
 
 def _norm_before_rope(tensors: dict[str, LazyTensor]) -> None:
-    """Turning leaves a norm as it is, but not its weights: those of q and k, as one, follow RoPE.
+    """Norms after RoPE -> norms before it with weight 1, and the product of both weights after it.
 
-    Scores are sums over q_i k_i, each of which both weights multiply.
+    Rotation keeps the RMS but mixes channels, so the weights cannot move. A score is a sum over
+    q_i k_i, so their product can be applied to q alone.
     """
     for name in [name for name in tensors if name.endswith(".q_norm.weight")]:
         q, k = tensors[name], tensors[name.replace("q_norm", "k_norm")]
         gain = name.replace("q_norm.weight", "attend.gain")
-        tensors[gain] = cached(gain, q.shape, torch.float32, lambda q=q, k=k: product(q, k), q, k)
+        tensors[gain] = cached(gain, q.shape, torch.float32, lambda q=q, k=k: qk_gain(q, k), q, k)
         for norm in (name, name.replace("q_norm", "k_norm")):
             tensors[norm] = constant(norm, q.shape, 1.0)
 
 
-def product(q: LazyTensor, k: LazyTensor) -> torch.Tensor:
+def qk_gain(q: LazyTensor, k: LazyTensor) -> torch.Tensor:
     return q.whole().float() * k.whole().float()
 
 
 def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:
-    """DeltaNet's value heads of one key head side by side, where they were tiled. In place."""
+    """Make DeltaNet's value heads of one key head adjacent; llama.cpp tiles them. In place."""
     for name, t in tensors.items():
         layer = re.match(r"layers\.(\d+)\.attn\.(v|gate|beta|decay|decay_\w+|conv_v|wo)\b", name)
         shape = layer and at(int(layer[1]), cfg.mixer)
@@ -203,7 +204,7 @@ def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None
             continue
         columns = layer[2] == "wo"
         n = t.shape[-1] if columns else t.n_row
-        if n % shape.n_v_head or not n:            # check() says what is wrong
+        if n % shape.n_v_head or not n:            # check() reports the shape
             continue
         heads = torch.arange(n).view(-1, shape.n_k_head, n // shape.n_v_head)
         order = heads.transpose(0, 1).flatten()
@@ -214,19 +215,19 @@ def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None
 
 
 def _partial_rope_order(rotated: int, head_dim: int) -> torch.Tensor:
-    """Where RoPE turns only part of a head, its pairs (i, i + R/2) move to (i, i + H/2).
+    """Partial RoPE rotates pairs (i, i + R/2): move them to (i, i + H/2), where the model has them.
 
-    There the model has them; scores do not mind the order.
+    Scores do not depend on the order of channels.
     """
-    turning = torch.arange(rotated).chunk(2)
-    still = torch.arange(rotated, head_dim).chunk(2)
-    return torch.cat((turning[0], still[0], turning[1], still[1]))
+    rope = torch.arange(rotated).chunk(2)
+    rest = torch.arange(rotated, head_dim).chunk(2)
+    return torch.cat((rope[0], rest[0], rope[1], rest[1]))
 
 
 def _reorder_heads(tensors: dict[str, LazyTensor], order: torch.Tensor) -> None:
-    """Put each query and key head's rows in another order, in place."""
+    """Permute the rows of each query and key head, in place."""
     for name, t in tensors.items():
-        fits = t.shape and t.shape[0] % len(order) == 0    # else check() says what is wrong
+        fits = t.shape and t.shape[0] % len(order) == 0    # else check() reports the shape
         if fits and re.search(r"\.(w[qk]|[qk]_norm)\.", name):
             heads = torch.arange(t.shape[0]).view(-1, len(order))
             tensors[name] = index_select(t, heads[:, order].flatten())

@@ -1,6 +1,6 @@
-"""The GGUF format (github.com/ggml-org/ggml, docs/gguf.md): a file -> metadata and lazy tensors.
+"""GGUF files (github.com/ggml-org/ggml, docs/gguf.md) -> metadata and lazy tensors.
 
-Quantized blocks are dequantized as they are read, by the gguf package. Knows no architecture.
+The gguf package dequantizes blocks as they are read. Knows no architecture.
 """
 
 import math
@@ -15,22 +15,22 @@ from checkpoint import LazyTensor, brief
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
 
-MOST_ENTRIES = 1 << 24                             # a hundred times the longest vocabulary
+MAX_ARRAY_ENTRIES = 1 << 24                             # 100x the largest vocabulary
 
 
 def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
-    """Metadata, tensor infos (name, shape, type, offset) and where the tensors begin.
+    """-> metadata, tensor infos (name, shape, type, offset), and the offset of the tensor data.
 
-    The gguf package has a reader, but it takes 8 s for a 262k vocabulary where this takes 0.3 s.
+    The gguf package's own reader takes 8 s for a 262k vocabulary, this one 0.3 s.
     """
-    at, codes = 0, "BbHhIif?__Qqd"                 # struct's letters in the order of GGUF's types
-    left = min(len(data), MOST_ENTRIES)            # of all arrays
+    at, codes = 0, "BbHhIif?__Qqd"                 # struct's letter for each GGUF type
+    left = min(len(data), MAX_ARRAY_ENTRIES)            # budget for all array entries
 
-    def take_number(code, most, what):
-        """Of what follows: each takes a byte of the file at least."""
+    def take_count(code, most, what):
+        """Read a count of items. Each item takes at least one byte, which bounds the count."""
         n = take(code)
         if n > most:
-            raise ValueError(f"{n:,} {what}, of which the file could hold {most:,}")
+            raise ValueError(f"{n:,} {what}, but the file can hold at most {most:,}")
         return n
 
     def take(code):
@@ -39,13 +39,13 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
         at += struct.calcsize(code)
         return value
 
-    def strings(n):                                # a vocabulary's: the only loop that takes long
+    def strings(n):                                # the hot loop: reads the vocabulary
         nonlocal at
         length, texts = struct.Struct("<Q").unpack_from, []
         for _ in range(n):
             end = at + 8 + length(data, at)[0]
             if end > len(data):
-                raise struct.error("text runs past the end of the file")
+                raise struct.error("string runs past the end of the file")
             texts.append(str(data[at + 8:end], "utf-8", "replace"))
             at = end
         return texts
@@ -55,31 +55,31 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
         if kind == 8:
             return strings(1)[0]
         if kind == 9 and depth > 3:
-            raise ValueError("arrays within arrays within arrays")
+            raise ValueError("arrays are nested too deeply")
         if kind == 9:
-            kind, n = take("I"), take_number("Q", left, "entries of an array")
+            kind, n = take("I"), take_count("Q", left, "array entries")
             left -= n
             if kind == 8:
                 return strings(n)
             if kind == 9:
                 return [value(kind, depth + 1) for _ in range(n)]
             if kind >= len(codes):
-                raise ValueError(f"an array of type {kind}, which is not known")
+                raise ValueError(f"unknown array type {kind}")
             values = struct.unpack_from(f"<{n}{codes[kind]}", data, at)
             at += n * struct.calcsize(codes[kind])
             return list(values)
         if kind >= len(codes):
-            raise ValueError(f"a value of type {kind}, which is not known")
+            raise ValueError(f"unknown value type {kind}")
         return take(codes[kind])
 
     if bytes(data[:4]) != b"GGUF":
-        raise ValueError("it does not begin with 'GGUF'")
+        raise ValueError(f"invalid magic {bytes(data[:4])!r}, expected b'GGUF'")
     at = 4
     version = take("I")
     if version not in (2, 3):
-        raise ValueError(f"GGUF version {version} is not supported (2 and 3 are)")
-    n_tensors = take_number("Q", len(data), "tensors")
-    n_keys = take_number("Q", len(data), "keys")
+        raise ValueError(f"GGUF version {version} is not supported (supported: 2, 3)")
+    n_tensors = take_count("Q", len(data), "tensors")
+    n_keys = take_count("Q", len(data), "metadata keys")
     metadata = {}
     for _ in range(n_keys):
         key = strings(1)[0]
@@ -87,8 +87,8 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
     infos = []
     for _ in range(n_tensors):
         name = strings(1)[0]
-        n_axis = take_number("I", 4, f"axes of {name}")
-        shape = tuple(take("Q") for _ in range(n_axis))[::-1]          # stored fastest first
+        n_axis = take_count("I", 4, f"axes of {name}")
+        shape = tuple(take("Q") for _ in range(n_axis))[::-1]          # innermost first on disk
         infos.append((name, shape, take("I"), take("Q")))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
@@ -97,7 +97,7 @@ def read_gguf_header(data) -> tuple[dict, list[tuple], int]:
 
 
 def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
-    """Metadata and tensors of one file, dequantized as they are read."""
+    """-> metadata and lazy tensors of one file, dequantized as they are read."""
     try:
         import gguf
     except ImportError:
@@ -117,17 +117,18 @@ def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
         try:
             kind = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            raise ValueError(f"{path}: {name} has quantization type {kind}, unknown to gguf "
-                             f"{getattr(gguf, '__version__', '')}: pip install -U gguf") from None
+            raise ValueError(f"{path}: {name} has quantization type {kind}, which gguf "
+                             f"{getattr(gguf, '__version__', '')} does not know: "
+                             "pip install -U gguf") from None
         n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % n_block or 0 in shape:
-            raise ValueError(f"{path}: {name} is {list(shape)}, expected rows of a multiple of "
-                             f"{n_block} numbers, as {kind.name} has them")
+            raise ValueError(f"{path}: {name} has shape {list(shape)}, but {kind.name} needs rows "
+                             f"of a multiple of {n_block}")
         size = math.prod(shape) * n_bytes // n_block
         end = start + at + size
         if end > len(data):
-            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, the file "
-                             f"at {len(data):,}")
+            raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, but the file has "
+                             f"{len(data):,}")
         tensors.append(_tensor(name, shape, kind, data[start + at:end]))
     return metadata, tensors
 
@@ -148,12 +149,12 @@ def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTe
         return torch.from_numpy(bytes_of(a, b).copy())
 
     def read_rows(a, b):
-        if kind == gguf.GGMLQuantizationType.BF16:         # torch does this one faster
+        if kind == gguf.GGMLQuantizationType.BF16:         # faster than gguf's
             return read_bytes(a, b).view(torch.bfloat16).view(b - a, *row)
         values = gguf.dequantize(bytes_of(a, b), kind)
         return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
 
-    def read_vector(a, b):                         # a vector's blocks do not end with its rows
+    def read_vector(a, b):                         # a vector's rows do not align with its blocks
         values = gguf.dequantize(np.frombuffer(data, np.uint8), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)

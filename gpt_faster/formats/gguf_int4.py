@@ -1,8 +1,8 @@
-"""GGUF's blocks that are quantize.py's int4 with groups of 32, said otherwise: nothing is rounded.
+"""GGUF's Q4_0, Q4_1 and Q4_K -> quantize.py's int4 in groups of 32, without rounding again.
 
-Knows the bytes of a block (github.com/ggml-org/llama.cpp, ggml-common.h), no file.
+Knows the byte layout of a block (github.com/ggml-org/llama.cpp, ggml-common.h), no file.
 
-    leaves = as_int4(tensor, "Q4_1", read_bytes)   # codes, scales and zeros, read by rows
+    codes, scales, zeros = as_int4(tensor, "Q4_1", read_bytes)         # lazy tensors
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from checkpoint import LazyTensor
 
 def as_int4(t: LazyTensor, kind: str,
             read_bytes: Callable[[int, int], Tensor]) -> tuple[LazyTensor, ...]:
-    """read_bytes(a, b) -> rows of t as they lie there, uint8 [b - a, n]. () of any other kind."""
+    """read_bytes(a, b): raw bytes of rows [a, b), uint8 [b - a, n]. () for other kinds."""
     if kind not in BLOCKS:
         return ()
     n_byte, parts_of = BLOCKS[kind]
@@ -27,40 +27,40 @@ def as_int4(t: LazyTensor, kind: str,
             *(LazyTensor(t.name, (*lead, n_in // 32), torch.float32, reader(i)) for i in (1, 2)))
 
 
-# Each takes blocks [m, n, bytes] -> codes, two neighbours a byte; scales; zeros.
+# Each takes blocks [m, n, bytes] -> codes, two neighbours per byte; scales; zeros.
 
 def _q4_0(blocks):                                 # (code - 8) * d
-    d = _halves(blocks[..., :2])
-    return _neighbours(blocks[..., 2:]), d, torch.zeros_like(d)
+    d = _to_fp32(blocks[..., :2])
+    return _pack_neighbours(blocks[..., 2:]), d, torch.zeros_like(d)
 
 
 def _q4_1(blocks):                                 # code * d + low
-    d, low = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
-    return _neighbours(blocks[..., 4:]), d, low + 8 * d
+    d, low = _to_fp32(blocks[..., :2]), _to_fp32(blocks[..., 2:4])
+    return _pack_neighbours(blocks[..., 4:]), d, low + 8 * d
 
 
 def _q4_k(blocks):
-    """Eight groups: code * d * scale - d_low * low, each scale and low of six bits.
+    """Eight groups: code * d * scale - d_low * low, with scale and low in six bits.
 
-        byte 0 to 3            hhssssss    scale of group i; h: 4 and 5 of group i + 4's scale
-             4 to 7            hhllllll    the same of low
-             8 to 11           llllssss    low and scale of group i + 4, without these
+        bytes 0-3              hhssssss    scale of group i; h: bits 4, 5 of group i + 4's scale
+              4-7              hhllllll    the same for low
+              8-11             llllssss    bits 0-3 of low and scale of group i + 4
     """
-    d, d_low = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    d, d_low = _to_fp32(blocks[..., :2]), _to_fp32(blocks[..., 2:4])
     first, second, third = blocks[..., 4:16].split(4, -1)
     scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1) * d
     low = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1) * d_low
-    return _neighbours(blocks[..., 16:].unflatten(-1, (4, 32))), scale, 8 * scale - low
+    return _pack_neighbours(blocks[..., 16:].unflatten(-1, (4, 32))), scale, 8 * scale - low
 
 
 BLOCKS = {"Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q4_K": (144, _q4_k)}
 
 
-def _halves(two_bytes: Tensor) -> Tensor:
+def _to_fp32(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16).float()
 
 
-def _neighbours(halves: Tensor) -> Tensor:
-    """[..., n] bytes, low halves the first n codes -> [..., n], a byte with codes 2i and 2i + 1."""
+def _pack_neighbours(halves: Tensor) -> Tensor:
+    """[..., n] bytes, code i in the low nibble, n + i in the high -> codes 2i, 2i + 1 in byte i."""
     codes = torch.cat((halves & 15, halves >> 4), -1)
     return codes[..., ::2] | codes[..., 1::2] << 4

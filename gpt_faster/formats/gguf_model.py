@@ -1,6 +1,7 @@
-"""GGUF models: llama.cpp's metadata and names -> a RawCheckpoint, in config.json's words.
+"""GGUF models: llama.cpp's metadata and tensor names -> a RawCheckpoint.
 
-gguf_file.py reads the file. Config, tensors and tokenizer are all inside.
+Translates metadata keys to config.json keys, for config.py. gguf_file.py reads the file, which
+holds config, tensors and tokenizer.
 """
 
 import math
@@ -14,9 +15,9 @@ from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.gguf_file import read_gguf_tensors
 from gpt_faster.formats.lazy import constant
-from gpt_faster.formats.mtp import HEAD_NAMES, has_experts, head_config, split_head
+from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import GGUF_DELTA_NAMES, Fused
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.schema import check_keys, is_number
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.text.end_tokens import gguf_end_ids
@@ -42,7 +43,7 @@ GGUF_NAMES = {
     "ffn_down.*": "ffn.down", "ffn_gate_shexp": "ffn.shared.gate", "ffn_up_shexp": "ffn.shared.up",
     "ffn_down_shexp": "ffn.shared.down", "ffn_gate_inp_shexp": "ffn.shared_expert_gate",
 }
-GGUF_KEYS = {                                      # config.json: the metadata key after "llama."
+GGUF_KEYS = {                                      # config.json key: metadata key after "llama."
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
@@ -89,22 +90,22 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "lfm2moe": "lfm2_moe", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
     "qwen3next": "qwen3_next",
 }
-GGUF_INTERLEAVED = (                               # RoPE turns neighbours
+GGUF_INTERLEAVED = (                               # RoPE rotates adjacent pairs
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
     "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4")
-GGUF_TILED = ("qwen35", "qwen35moe")               # DeltaNet's value heads in another order
-LFM2_DIFFERENT = {
+GGUF_TILED_V_HEADS = ("qwen35", "qwen35moe")       # tiled DeltaNet value heads
+GGUF_LFM2_NAMES = {
     "token_embd_norm": "norm", "shortconv.out_proj": "attn.wo",
     "shortconv.conv.weight": "attn.taps", "shortconv.conv.bias": "attn.taps_bias",
     "shortconv.in_proj": Fused(("attn.wb", "attn.wc", "attn.wx"), equal=True),
 }
-GGUF_DIFFERENT = {                                 # names that mean something else there
+GGUF_ARCH_NAMES = {                                 # names that differ by architecture
     "phi3": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "gpt-oss": {"post_attention_norm": "ffn_norm"},
     "seed_oss": {"post_attention_norm": "ffn_norm"},
     "glm4": {"ffn_up": Fused(("ffn.gate", "ffn.up"))},
     "glm4moe": {"post_attention_norm": "ffn_norm"},
-    "lfm2": LFM2_DIFFERENT, "lfm2moe": LFM2_DIFFERENT,
+    "lfm2": GGUF_LFM2_NAMES, "lfm2moe": GGUF_LFM2_NAMES,
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), GGUF_DELTA_NAMES),
 }
 GEMMA4_NAMES = {
@@ -112,14 +113,14 @@ GEMMA4_NAMES = {
     "post_norm": "end.norm", "per_layer_token_embd": "per_layer.embed",
     "per_layer_model_proj": "per_layer.project", "per_layer_proj_norm": "per_layer.norm",
 }
-GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is the shared expert
+GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer is the shared expert
     "ffn_gate": "ffn.shared.gate", "ffn_up": "ffn.shared.up", "ffn_down": "ffn.shared.down",
     "ffn_norm": "ffn.shared_norm", "ffn_gate_inp.scale": "ffn.router_norm.weight",
     "ffn_down_exps.scale": "ffn.expert_scale", "pre_ffw_norm_2": "ffn.norm",
     "post_ffw_norm_1": "ffn.post_shared_norm", "post_ffw_norm_2": "ffn.post_norm",
 }
-MAY_DIFFER = ("num_key_value_heads", "intermediate_size")
-METADATA_KINDS = (                                 # keys that no word of config.json stands for
+PER_LAYER_KEYS = ("num_key_value_heads", "intermediate_size")
+METADATA_TYPES = (                                 # keys without an equivalent in config.json
     ("a whole number", lambda v: type(v) is int and 0 <= v < 1 << 22,
      "nextn_predict_layers rope.dimension_count attention.key_length_mla expert_gating_func "
      "attention.value_length_mla attention.value_length attention.key_length_swa "
@@ -131,39 +132,38 @@ METADATA_KINDS = (                                 # keys that no word of config
     ("a list of truth values", lambda v: isinstance(v, list) and all(
         type(one) is bool for one in v), "attention.recurrent_layers"),
 )
-FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # where it has two
+FALCON_NORMS = {"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}   # if it has two norms
 
 
 class Tensors(dict):
-    """By their names there."""
+    """The file's tensors by name."""
 
     def __missing__(self, name):
-        raise ValueError(f"no {name}")
+        raise ValueError(f"tensor {name} is missing")
 
-    def numbers(self, name: str) -> list[float]:
-        """What a short vector holds."""
+    def vector(self, name: str) -> list[float]:
         if len(self[name].shape) != 1:
-            raise ValueError(f"{name} is {list(self[name].shape)}, expected a vector")
+            raise ValueError(f"{name} has shape {list(self[name].shape)}, expected a vector")
         return self[name].whole().tolist()
 
 
 def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
-    """What a GGUF says of its model, in config.json's words. ValueError names a problem."""
+    """GGUF metadata -> a config.json. ValueError names the key or tensor that is wrong."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
         raise ValueError(f"architecture {brief(arch)} is not supported "
                          f"(supported: {', '.join(GGUF_FAMILIES)})")
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
-        raise ValueError("no matrix token_embd.weight")
+        raise ValueError("token_embd.weight is missing or not a matrix")
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
-    check_keys({key: value for key, value in c.items()     # of which some have one for each layer
-                if not (key in MAY_DIFFER and isinstance(value, list))})
+    check_keys({key: value for key, value in c.items()     # some may be per-layer lists
+                if not (key in PER_LAYER_KEYS and isinstance(value, list))})
     check_metadata(arch, metadata)
     c = Stated(c)
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
     dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
-    if type(dim) is int and type(n_head) is int and n_head:            # not as the family's class
+    if type(dim) is int and type(n_head) is int and n_head:            # before the family's default
         c.setdefault("head_dim", dim // n_head)
     c["model_type"] = GGUF_FAMILIES[arch]
     c["vocab_size"] = tensors["token_embd.weight"].shape[0]
@@ -172,7 +172,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
     c["use_bias"] = c["attention_bias"]
     c["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if shared := [t.shape[0] for name, t in tensors.items() if "ffn_up_shexp" in name]:
-        c["shared_expert_intermediate_size"] = shared[0]   # some converters state another
+        c["shared_expert_intermediate_size"] = shared[0]   # some converters write another
     if arch == "llama" and c.get("num_experts"):
         c["model_type"] = "mixtral"
     elif arch == "llama" and c.get("sliding_window"):
@@ -181,21 +181,21 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
         c["model_type"] = "granitemoeshared"
     c["shared_intermediate_size"] = c.get("shared_expert_intermediate_size", 0)
     c["num_hidden_layers"] = c.get("num_hidden_layers", 0) - metadata.get(
-        f"{arch}.nextn_predict_layers", 0)         # of the head that drafts
-    c.update(_stated_otherwise(arch, c, metadata, tensors))
+        f"{arch}.nextn_predict_layers", 0)         # block_count includes the MTP head
+    c.update(_arch_overrides(arch, c, metadata, tensors))
     if arch == "olmo2" and c.get("sliding_window"):
-        raise ValueError("an Olmo 3 GGUF is not supported: use the original model")
+        raise ValueError("Olmo 3 GGUF files are not supported: use the original model")
     c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
                                        arch not in ("qwen2moe", "olmoe", "deepseek2",
                                                     "mistral4"))
-    if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B scales otherwise
+    if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B differs
         large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
                                       else c.get("head_dim", 256))
         c["sliding_window_pattern"] = metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
 
     pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
-    if isinstance(pattern, list):                  # True: a window
+    if isinstance(pattern, list):                  # True: sliding
         c["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
     if arch == "exaone4":
         c.setdefault("sliding_window", None)
@@ -207,49 +207,49 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
                if f"{arch}.rope.scaling.{key}" in metadata}
     if scaling.get("rope_type", "none") == "none":
         scaling["rope_type"] = "default"
-    factors = {name: tensors.numbers(f"rope_{name}.weight")
+    factors = {name: tensors.vector(f"rope_{name}.weight")
                for name in ("freqs", "factors_short", "factors_long")
                if f"rope_{name}.weight" in tensors}
-    if "freqs" in factors:                         # Llama 3.1's scaling, worked out per frequency
+    if "freqs" in factors:                         # Llama 3.1's scaling, one factor per frequency
         scaling["divisors"] = factors["freqs"]
     if ("factors_long" in factors) != ("factors_short" in factors):
-        raise ValueError("only one of rope_factors_long and rope_factors_short is there")
+        raise ValueError("rope_factors_long and rope_factors_short: one of the two is missing")
     if "factors_long" in factors:
         scaling.update(rope_type="longrope", short_factor=factors["factors_short"],
                        long_factor=factors["factors_long"])
     if growth := metadata.get(f"{arch}.attention.temperature_scale"):
         scaling["llama_4_scaling_beta"] = growth
     multiplier = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
-    if multiplier is not None and c.get("kv_lora_rank"):   # a tenth, and no key for mscale
+    if multiplier is not None and c.get("kv_lora_rank"):   # divided by 10 on disk; no mscale
         scaling.update(mscale=10 * multiplier, mscale_all_dim=10 * multiplier)
     elif multiplier is not None:
         scaling.update(mscale=1.0, mscale_all_dim=multiplier)
-    if arch == "gpt-oss":                          # the ramp is not rounded, and no key says so
+    if arch == "gpt-oss":                          # gpt-oss's ramp is not rounded; GGUF has no key
         scaling["truncate"] = False
     c.setdefault("rope_parameters", scaling)
-    turning = metadata.get(f"{arch}.rope.dimension_count")
-    # latent attention states its own widths; Gemma 4 has two kinds of heads
-    if turning and arch != "gemma4" and not c.get("kv_lora_rank"):
-        c["partial_rotary_factor"] = turning / max(1, head_dim(c))
+    rope_dim = metadata.get(f"{arch}.rope.dimension_count")
+    # latent attention has its own keys for this; Gemma 4 has two head sizes
+    if rope_dim and arch != "gemma4" and not c.get("kv_lora_rank"):
+        c["partial_rotary_factor"] = rope_dim / max(1, head_dim(c))
     return c
 
 
 def check_metadata(arch: str, metadata: dict) -> None:
-    """ValueError names a key beside GGUF_KEYS whose value is of another kind than it can be."""
-    for what, is_one, keys in METADATA_KINDS:
+    """Check the keys that check_keys() does not cover. ValueError names one of a wrong type."""
+    for what, is_one, keys in METADATA_TYPES:
         for key in keys.split():
             value = metadata.get(f"{arch}.{key}")
             if value is not None and not is_one(value):
                 raise ValueError(f"'{arch}.{key}' is {brief(value)}, expected {what}")
 
 
-def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
-    """What an architecture's converter leaves unsaid, or calls by another's word."""
+def _arch_overrides(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
+    """config.json keys that an architecture's converter omits or stores under another name."""
     scale, n_head = c.get("logits_scaling"), c.get("num_attention_heads")
     has_head_norms = "blk.0.attn_q_norm.weight" in tensors
     if arch in ("command-r", "cohere2"):
         return dict(logit_scale=scale, use_qk_norm=has_head_norms)
-    if arch == "muse-glimmer":                     # its norms' weights hold the factor
+    if arch == "muse-glimmer":                     # the converter folds the factor into norms
         return dict(output_multiplier=scale, qk_scale_factor=1.0)
     if arch == "glm4moe":
         width = c.get("intermediate_size", c.get("moe_intermediate_size"))
@@ -267,11 +267,11 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         return dict(attn_config=attention, no_bias=not c["mlp_bias"])
     if arch == "starcoder":
         return dict(multi_query=c.get("num_key_value_heads") != n_head)
-    if arch in ("lfm2", "lfm2moe"):                # a convolution has no key heads
+    if arch in ("lfm2", "lfm2moe"):                # 0 heads: a convolution
         n_kv_head = c.get("num_key_value_heads")
         if not isinstance(n_kv_head, list) or not any(n_kv_head):
-            raise ValueError(f"'attention.head_count_kv' is {n_kv_head!r}, expected a list with a "
-                             "number for each layer")
+            raise ValueError(f"'attention.head_count_kv' is {n_kv_head!r}, expected one number "
+                             "per layer")
         return dict(num_key_value_heads=max(n_kv_head), block_auto_adjust_ff_dim=False,
                     conv_L_cache=metadata.get(f"{arch}.shortconv.l_cache"),
                     conv_bias=any("shortconv.in_proj.bias" in name for name in tensors),
@@ -284,61 +284,63 @@ def _stated_otherwise(arch: str, c: dict, metadata: dict, tensors: dict) -> dict
         n_value, inner = (metadata.get(f"{arch}.ssm.{key}") for key in (
             "time_step_rank", "inner_size"))
         if not n_value or not inner or inner % n_value:
-            raise ValueError(f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank "
-                             f"{n_value}")
+            raise ValueError(f"ssm.inner_size ({inner}) is not a multiple of ssm.time_step_rank "
+                             f"({n_value})")
         is_recurrent = metadata.get(f"{arch}.attention.recurrent_layers")
         kinds = is_recurrent and ["linear_attention" if one else "full_attention"
                                   for one in is_recurrent[:c["num_hidden_layers"]]]
         return dict(linear_value_head_dim=inner // n_value, layer_types=kinds or None)
-    if arch == "afmoe":                            # as llama.cpp: embeddings are always scaled
+    if arch == "afmoe":                            # as llama.cpp: always scales embeddings
         return dict(mup_enabled=True)
     return {}
 
 
 def _latent(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
-    """Latent attention: files with k_b and v_b state two widths of a key, old ones the other."""
+    """Latent attention (MLA): *_length_mla keys in files with k_b and v_b, else *_length."""
     def width(kind):
         key = f"{arch}.attention.{kind}_length"
         return metadata.get(f"{key}_mla", metadata.get(key, 0))
 
-    turning = metadata.get(f"{arch}.rope.dimension_count", 0)
+    rope_dim = metadata.get(f"{arch}.rope.dimension_count", 0)
     v_dim, n_head = width("value"), c.get("num_attention_heads", 1)
-    if arch == "minicpm3":                         # it has no key for it
+    if arch == "minicpm3":                         # its metadata has no v_head_dim
         v_dim = tensors["blk.0.attn_output.weight"].shape[-1] // n_head
-    widths = dict(q_lora_rank=c.get("q_lora_rank"), qk_rope_head_dim=turning, v_head_dim=v_dim,
-                  qk_nope_head_dim=width("key") - turning, num_key_value_heads=n_head)
+    widths = dict(q_lora_rank=c.get("q_lora_rank"), qk_rope_head_dim=rope_dim, v_head_dim=v_dim,
+                  qk_nope_head_dim=width("key") - rope_dim, num_key_value_heads=n_head)
     if arch == "minicpm3":
         return dict(widths, rope_interleave=False)
     kind = {}
-    if arch == "deepseek2":                        # of the router: 2 is sigmoid
+    if arch == "deepseek2":                        # expert_gating_func 2: sigmoid router
         is_sigmoid = metadata.get(f"{arch}.expert_gating_func") == 2
         kind = dict(model_type="deepseek_v3" if is_sigmoid else "deepseek_v2")
         if not c.get("num_experts"):
             kind = dict(model_type="youtu")
         elif metadata.get(f"{arch}.expert_weights_norm") and not is_sigmoid:
-            kind = dict(model_type="mistral4")     # in Mistral's own format
+            kind = dict(model_type="mistral4")     # converted from Mistral's own format
     grouped = (c.get("n_group") or 1) > 1 and kind.get("model_type") == "deepseek_v2"
     return dict(widths, **kind, n_group=c.get("n_group", 1), topk_group=c.get("topk_group", 1),
                 topk_method="group_limited_greedy" if grouped else "greedy")
 
 
 def _gemma4(c: dict, metadata: dict, tensors: dict) -> dict:
-    """Heads, key/value heads and widths by layer; RoPE of both kinds of attention."""
+    """Head sizes, key/value heads and FFN widths by layer; RoPE of both attention types."""
     n, get = c["num_hidden_layers"], lambda key: metadata.get(f"gemma4.{key}")
     slides = get("attention.sliding_window_pattern")
     if not isinstance(slides, list) or len(slides) < n or True not in slides[:n]:
-        raise ValueError("no gemma4.attention.sliding_window_pattern for each layer")
+        raise ValueError("'gemma4.attention.sliding_window_pattern' is not a list with one entry "
+                         "per layer, at least one true")
     stated = (c.get("num_key_value_heads"), c.get("intermediate_size"))
     if any(isinstance(value, list) and len(value) < n for value in stated):
-        raise ValueError(f"fewer than {n} of attention.head_count_kv or feed_forward_length")
+        raise ValueError("'attention.head_count_kv' or 'feed_forward_length' has fewer than "
+                         f"{n} entries, one per layer")
     kv, ffn = ([value[i] if isinstance(value, list) else value for i in range(n)]
                for value in stated)
     widths = [get("attention.key_length_swa") if one else get("attention.key_length")
               for one in slides]
     has_keys = range(n - (get("attention.shared_kv_layers") or 0))
     table = tensors.get("per_layer_token_embd.weight")
-    divisors = tensors.numbers("rope_freqs.weight")
-    divisors = [math.inf if d > 1e29 else d for d in divisors]         # such do not turn
+    divisors = tensors.vector("rope_freqs.weight")
+    divisors = [math.inf if d > 1e29 else d for d in divisors]         # not rotated
     return dict(
         head_dim=get("attention.key_length_swa"), num_key_value_heads=kv[slides.index(True)],
         intermediate_size=ffn[0], layer_types=None,
@@ -354,23 +356,23 @@ def _gemma4(c: dict, metadata: dict, tensors: dict) -> dict:
 
 
 def _activations(metadata: dict) -> list[LazyTensor]:
-    """xIELU's numbers, which are no tensors here but lists with one for each layer."""
-    found = []
+    """xIELU's parameters: per-layer lists in the metadata, not tensors."""
+    tensors = []
     for name in ("alpha_p", "alpha_n"):
         values = metadata.get(f"xielu.{name}") or []
         if not isinstance(values, list) or not all(map(is_number, values)):
-            raise ValueError(f"'xielu.{name}' is {brief(values)}, expected a number for each layer")
+            raise ValueError(f"'xielu.{name}' is {brief(values)}, expected one number per layer")
         for i, value in enumerate(values):
-            found.append(constant(f"blk.{i}.ffn.activation.{name}", (1,), float(value)))
-    return found
+            tensors.append(constant(f"blk.{i}.ffn.activation.{name}", (1,), float(value)))
+    return tensors
 
 
 def read_gguf(path: Path) -> RawCheckpoint:
-    """A GGUF file, or the first of a split one."""
+    """Read a GGUF file; of a split one, `path` is the first part."""
     metadata, tensors = read_gguf_tensors(path)
     n_part = metadata.get("split.count", 1)
     if type(n_part) is not int or not 0 <= n_part <= 99999:
-        raise ValueError(f"{path}: split.count is {brief(n_part)}, expected a number of files")
+        raise ValueError(f"{path}: split.count is {brief(n_part)}, expected the number of parts")
     for i in range(1, n_part):
         part = Path(re.sub(r"-00001-of-", f"-{i + 1:05d}-of-", str(path)))
         if part == path or not part.exists():
@@ -380,27 +382,27 @@ def read_gguf(path: Path) -> RawCheckpoint:
     with reading(path):
         tensors += _activations(metadata)
         cfg, c = config_from_hf(config_from_gguf(metadata, Tensors((t.name, t) for t in tensors)))
-    with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V's: halves
+    with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V: not interleaved
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
-                     "norm_offset": 0.0,           # its converter has added it
-                     "log_decay": False, "tiled_heads": arch in GGUF_TILED,
+                     "norm_offset": 0.0,           # the converter has added it
+                     "log_decay": False, "tiled_heads": arch in GGUF_TILED_V_HEADS,
                      "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
-    names = {**GGUF_NAMES, **GGUF_DIFFERENT.get(arch, {})}
+    names = {**GGUF_NAMES, **GGUF_ARCH_NAMES.get(arch, {})}
     if arch == "gemma4":
         names |= GEMMA4_MOE_NAMES if c["num_experts"] else GEMMA4_NAMES
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS
-    behind = metadata.get(f"{arch}.nextn_predict_layers")
-    tensors, head = split_head(tensors, cfg.n_layer if behind else None)
+    n_mtp = metadata.get(f"{arch}.nextn_predict_layers")
+    tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
     tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-    tokenizer["path"] = path                       # for what is wrong with it
+    tokenizer["path"] = path                       # for error messages
     raw = RawCheckpoint(path, cfg, tensors, names, eos_ids=gguf_end_ids(metadata),
                         tokenizer=tokenizer, folds=folds)
     if head:
-        if not any(t.name == "norm.weight" for t in head):             # then it is the model's
+        if not any(t.name == "norm.weight" for t in head):             # shared with the model
             head += [t.derived(t.read_rows, name="norm.weight") for t in tensors
                      if t.name == "output_norm.weight"]
-        raw.mtp = replace(raw, cfg=head_config(cfg, has_experts(head)), tensors=head,
-                          names=names | HEAD_NAMES, kind=MTPHead)
+        raw.mtp = replace(raw, cfg=mtp_head_config(cfg, has_experts(head)), tensors=head,
+                          names=names | MTP_HEAD_NAMES, kind=MTPHead)
     return raw
 

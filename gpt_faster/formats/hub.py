@@ -1,4 +1,4 @@
-"""A path or a hub name -> where the checkpoint lies; downloads, of old repositories too.
+"""A path or hub name -> the checkpoint's local path. Downloads, also old .bin repositories.
 
     path = resolve("org/name or path")
 """
@@ -11,14 +11,14 @@ from checkpoint import UNWANTED, hub_errors
 
 DEFAULT_MODEL = Path(__file__).parents[2] / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
-UNFINISHED = ".download_is_not_finished"            # a file in a directory, while it is so
-SIDECARS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # to be had with the weights
+UNFINISHED = ".download_is_not_finished"            # marker file of an incomplete download
+SIDECARS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # downloaded with the weights
 
 
 def download(repo_id: str, local_dir: Path | None = None, token: str | None = None) -> Path:
-    """Fetch what we read of a hub repository (huggingface_hub shows its progress) -> its directory.
+    """Download the files of a hub repository that we read -> its directory.
 
-    ValueError or OSError as checkpoint.hub_errors().
+    huggingface_hub shows progress. ValueError or OSError as checkpoint.hub_errors().
     """
     from huggingface_hub import HfApi, errors, snapshot_download
     from huggingface_hub.utils import filter_repo_objects
@@ -28,7 +28,7 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
             return [file.rfilename for file in HfApi().model_info(repo_id, token=token).siblings]
         except errors.HfHubHTTPError:
             raise
-        except Exception:                                  # no network: the cache may have it all
+        except Exception:                                  # no network: the cache may suffice
             return None
 
     with hub_errors(repo_id):
@@ -42,13 +42,15 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
             directory = fill(local_dir, repo_id, fetch, list(expected))
         else:
             directory = Path(fetch())
-    check_finished(directory)          # without the hub its client is content with any directory
+    check_finished(directory)          # offline, the hub's client accepts any directory
     return directory
 
 
 def fill(directory: Path, repo_id: str, fetch, expected: list[str]) -> Path:
-    """Marked as unfinished until all files are there. A second process waits for the first: the
-    hub's client begins a file by taking away what another has just finished."""
+    """Download into a directory that is marked incomplete until all files have arrived.
+
+    Locked: the hub's client deletes a file that another process just finished, and restarts it.
+    """
     from huggingface_hub.utils import WeakFileLock
     directory.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(directory / ".download.lock"):
@@ -60,27 +62,27 @@ def fill(directory: Path, repo_id: str, fetch, expected: list[str]) -> Path:
 
 
 def resolve(name: str | None) -> Path:
-    """A path, which wins, or a hub name, downloaded; None: the model that quickstart fetched.
+    """A path (tried first) or a hub name to download. None: the default model, from quickstart.sh.
 
-    FileNotFoundError names both readings.
+    FileNotFoundError says that it is neither.
     """
     if name is None and not DEFAULT_MODEL.exists():
-        raise FileNotFoundError("no model yet: run `bash scripts/quickstart.sh`, which fetches the "
-                                "default one, or give --checkpoint_path")
+        raise FileNotFoundError("no default model: run `bash scripts/quickstart.sh` to download "
+                                "it, or pass --checkpoint_path")
     return checkpoint.resolve(str(DEFAULT_MODEL if name is None else name), download)
 
 
 def check_finished(directory: Path) -> None:
-    """ValueError where scripts/download.py was ended before all files were there: without the
-    smaller ones a model would run, and not know where to stop."""
+    """ValueError for an incomplete download: without generation_config.json, say, a model runs
+    but does not stop."""
     if (directory / UNFINISHED).exists():
         repo_id = (directory / UNFINISHED).read_text()
-        raise ValueError(f"{directory}: its download was not finished: run `python scripts/"
-                         f"download.py --repo_id {repo_id}` again, which goes on")
+        raise ValueError(f"{directory}: incomplete download: run `python scripts/"
+                         f"download.py --repo_id {repo_id}` again to resume it")
 
 
 def output_path(path: Path, name: str) -> Path:
-    """As the core's; for a GGUF elsewhere in checkpoints/NAME."""
+    """checkpoint.output_path(), but checkpoints/NAME for a GGUF outside checkpoints/."""
     if path.suffix == ".gguf" and "checkpoints" not in path.absolute().parts:
         return Path("checkpoints", path.stem, name)
     return checkpoint.output_path(path, name)

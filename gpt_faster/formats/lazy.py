@@ -1,7 +1,6 @@
-"""Lazy tensors made of others without reading them, as formats of others need them.
+"""Operations on lazy tensors: reorder, scale, transpose, concatenate, without reading them.
 
-On top of checkpoint.LazyTensor, whose rows are cut there; here they are reordered, scaled, turned
-and put together. Knows no file format, no model and none of the names inside:
+Extends checkpoint.LazyTensor, which has slicing. Knows no file format, no model, no tensor names:
 
     for start, end, rows in scaled(tensor, 2.0).chunks(): ...
 """
@@ -16,10 +15,10 @@ from checkpoint import LazyTensor, across_matrices, as_rows
 
 
 class Packed(NamedTuple):
-    """How a file has a matrix whose rows are read as plain numbers.
+    """How a file stores a quantized matrix, whose rows are read dequantized.
 
-    kind: as the format calls it, "Q4_1". int4: its own codes, scales and zeros, where quantize.py's
-    int4 with groups of 32 says the same.
+    kind: the format's name for it, "Q4_1". int4: its codes, scales and zeros, if it is equivalent
+    to quantize.py's int4 with groups of 32; else ().
     """
 
     kind: str
@@ -27,7 +26,7 @@ class Packed(NamedTuple):
 
 
 class CachedTensor(LazyTensor):
-    """Rows of a value that is made whole, at the first read, and kept until release()."""
+    """A tensor computed whole at the first read, and cached until release()."""
 
     def __init__(self, name, shape, dtype, make: Callable[[], Tensor], made_of=()):
         super().__init__(name, tuple(shape), dtype, self._read, tuple(made_of))
@@ -46,12 +45,12 @@ class CachedTensor(LazyTensor):
 
 def cached(name: str, shape, dtype: torch.dtype, make: Callable[[], Tensor],
            *made_of: LazyTensor) -> LazyTensor:
-    """Where rows cannot be read one by one: make() gives all, once for each pass of a reader."""
+    """For tensors whose rows cannot be read one by one: make() computes all, once per pass."""
     return CachedTensor(name, shape, dtype, make, made_of)
 
 
 def constant(name: str, shape: tuple[int, ...], value: float) -> LazyTensor:
-    """A vector that no file holds."""
+    """A constant tensor, not stored in any file."""
     return cached(name, shape, torch.float32, lambda: torch.full(shape, value))
 
 
@@ -64,9 +63,9 @@ def scaled(t: LazyTensor, by: float) -> LazyTensor:
 
 
 def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
-    """Some of the outputs, in another order: of a matrix, of each expert's matrix, or of a bias.
+    """Select output channels: rows of a matrix, of each expert's matrix, or entries of a bias.
 
-    index: which of a matrix' rows. An expert's bias is a row itself: [E, out] by its name.
+    index: rows of one matrix. Experts' biases are [E, out]; their names end in "bias".
     """
     n = len(index)
     if len(t.shape) == 2 and t.name.endswith("bias"):                  # experts' biases [E, out]
@@ -78,20 +77,20 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
     def read_rows(a, b):
         row = torch.arange(a, b)
         row = row // n * size + index[row % n]
-        low = int(row.min())                       # near each other mostly: one read, then sort
+        low = int(row.min())                       # rows are mostly adjacent: one read, then gather
         return t.read_rows(low, int(row.max()) + 1)[row - low]
-    packed = t.packed and Packed(t.packed.kind, tuple(index_select(leaf, index)
-                                                      for leaf in t.packed.int4))
+    packed = t.packed and Packed(t.packed.kind, tuple(index_select(part, index)
+                                                      for part in t.packed.int4))
     return t.derived(read_rows, shape=shape, packed=packed)
 
 
 class TransposedTensor(LazyTensor):
-    """[…, in, out] on disk, read as […, out, in]; keeps one matrix in memory until release()."""
+    """[…, in, out] on disk, read as […, out, in]. Caches one matrix until release()."""
 
     def __init__(self, t: LazyTensor):
         *lead, n_in, n_out = t.shape
         super().__init__(t.name, (*lead, n_out, n_in), t.dtype, self._read, (t,))
-        self.current = None                        # (which, matrix [out, in])
+        self.current = None                        # (index, matrix [out, in])
 
     def _read(self, a, b):
         return across_matrices(a, b, self.shape[-2], self._part)
@@ -108,19 +107,19 @@ class TransposedTensor(LazyTensor):
 
 
 def transpose(t: LazyTensor) -> LazyTensor:
-    """[…, in, out] -> […, out, in], a matrix at a time; a vector as it is."""
+    """[…, in, out] -> […, out, in], one matrix at a time. A vector stays as it is."""
     return t if len(t.shape) == 1 else TransposedTensor(t)
 
 
 def concatenate(pieces: list[LazyTensor], axis: int) -> LazyTensor:
-    """Matrices of the same shape, below each other (axis 0) or beside each other (axis 1)."""
+    """Concatenate matrices of the same shape along axis 0 or 1."""
     first = pieces[0]
     n, width = first.shape
 
-    def beside(a, b):
+    def columns(a, b):
         return torch.cat([p.read_rows(a, b) for p in pieces], dim=1)
 
-    def below(a, b):
+    def rows(a, b):
         return across_matrices(a, b, n, lambda i, low, high: pieces[i].read_rows(low, high))
     shape = (n * len(pieces), width) if axis == 0 else (n, sum(p.shape[1] for p in pieces))
-    return LazyTensor(first.name, shape, first.dtype, below if axis == 0 else beside, tuple(pieces))
+    return LazyTensor(first.name, shape, first.dtype, rows if axis == 0 else columns, tuple(pieces))

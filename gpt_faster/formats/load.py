@@ -1,12 +1,11 @@
-"""The pipeline that loads a model, one way:
+"""The loading pipeline:
 
     resolve → read → rename → fold       open_checkpoint: a Checkpoint of lazy tensors, checked
-    quantize → shard                     on lazy tensors, by who wants it: source in, source out
-    assign                               load_model: rows are read, a few megabytes at a time
+    quantize → shard                     optional: Checkpoint in, Checkpoint out, still lazy
+    assign                               load_model: reads rows, a few megabytes at a time
 
-Nothing calls back up. Rows are rounded before a rank takes its part of them, since a scale belongs
-to a whole row: so every rank has the numbers that one process would have. Peak memory is the model
-plus one chunk.
+No stage calls an earlier one. Weights are quantized before they are sharded: a scale covers a whole
+row, so every rank gets the same values as a single process. Peak memory: the model plus one chunk.
 
     source = open_checkpoint("org/name or path")
     model = load_model(source, torch.bfloat16, "cpu")
@@ -32,15 +31,15 @@ from checkpoint import (
     some,
 )
 from gpt_faster.formats import lora
+from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.fold import fold
 from gpt_faster.formats.gguf_model import read_gguf
 from gpt_faster.formats.hub import check_finished, resolve
-from gpt_faster.formats.hub_quantized import unpacked_int4
 from gpt_faster.formats.huggingface import read_hf
 from gpt_faster.formats.meta import read_llama2c, read_meta
 from gpt_faster.formats.names import rename
 from gpt_faster.formats.pth import read_ours
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch
 from gpt_faster.kernels.linear import use_packed_linears
 from gpt_faster.layers.per_layer import FileTable, seen_by_gpu
@@ -53,48 +52,48 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_mo
 # ---- A path -> a Checkpoint ---------------------------------------------------------------------
 
 def open_checkpoint(name: str | None, adapter: str | None = None) -> Checkpoint:
-    """A path or a hub name, None for the default model -> its checkpoint, no weight read yet.
+    """A path or hub name (None: the default model) -> its checkpoint. No weight is read yet.
 
-    adapter: a path or a hub name too, of a LoRA adapter.
-    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
+    adapter: path or hub name of a LoRA adapter.
+    FileNotFoundError, ValueError or OSError with a one-line message.
     """
     return read_checkpoint(resolve(name), resolve(adapter) if adapter is not None else None)
 
 
 def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
-    """Whatever checkpoint is at `path`, checked by name and shape, no weight read yet.
+    """Open a checkpoint of any format; names and shapes are checked. No weight is read yet.
 
-    FileNotFoundError or ValueError say in one line what was found and what was expected.
+    FileNotFoundError or ValueError with a one-line message.
     """
     with reading(path):
         raw = read(path)
     if adapter is not None:
         with reading(path):
-            tensors, tied_head = lora.apart(raw.tensors, raw.names, raw.cfg)
+            tensors, tied_head = lora.split_tied_head(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):
-            raw.tensors = lora.merged(tensors, adapter, tied_head)
-    source = finished(raw)
+            raw.tensors = lora.merge(tensors, adapter, tied_head)
+    source = to_checkpoint(raw)
     source.adapter = adapter
     if raw.mtp:
-        source.mtp = lambda: open_head(raw.mtp)    # what nobody asks for costs nothing
+        source.mtp = lambda: open_mtp_head(raw.mtp)    # read only if used
     return source
 
 
-def open_head(raw: RawCheckpoint) -> Checkpoint:
+def open_mtp_head(raw: RawCheckpoint) -> Checkpoint:
     try:
-        return finished(raw)
+        return to_checkpoint(raw)
     except ValueError as e:
-        raise ValueError(f"the head that drafts, in {e}") from None
+        raise ValueError(f"MTP head of {e}") from None
 
 
-def finished(raw: RawCheckpoint) -> Checkpoint:
-    """The tensors by our names, folded and checked. ValueError as read_checkpoint()."""
+def to_checkpoint(raw: RawCheckpoint) -> Checkpoint:
+    """Rename, fold and check the tensors. ValueError as read_checkpoint()."""
     with reading(raw.path):
         tensors = rename(raw.tensors, raw.names, raw.cfg)
         if raw.folds:
             tensors = fold(tensors, raw.cfg, raw.folds)
-        if raw.hub_quantized:
-            tensors = quantized_alike(tensors, raw)
+        if raw.prequantized:
+            tensors = unpack_mixed_schemes(tensors, raw)
         return checked(raw, tensors)
 
 
@@ -110,13 +109,13 @@ def read(path: Path) -> RawCheckpoint:
     if path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json"):
         if not (path.parent / "config.json").exists():
             raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, "
-                                    f"and {path.name} needs it")
+                                    f"required by {path.name}")
         return read_hf(path.parent, path.name)
     raise ValueError(f"{path}: expected a directory, .safetensors, .pth, .pt, .bin or .gguf")
 
 
 def weights_in(directory: Path) -> Path:
-    """The file to read in a directory."""
+    """The weights file of a directory."""
     if found := checkpoint.weights_in(directory, WEIGHT_FILES):
         return found
     ggufs = list(directory.glob("*.gguf"))
@@ -124,12 +123,12 @@ def weights_in(directory: Path) -> Path:
         return ggufs[0]
     names = sorted(p.name for p in directory.iterdir())
     raise FileNotFoundError(
-        f"{directory}: no model in this directory: expected config.json with model.safetensors, "
+        f"{directory}: no model found: expected config.json with model.safetensors, "
         f"model.pth, consolidated.00.pth or one .gguf, found {some(names) or 'nothing'}")
 
 
 def read_pth(path: Path) -> RawCheckpoint:
-    """One .pth or .pt: ours, llama2.c's, Meta's (params.json beside), or bare with config.json."""
+    """A .pth or .pt: ours, llama2.c's, Meta's (with params.json), or a state dict + config.json."""
     content, directory = read_torch(path), path.parent
     if content.get("format") == "gpt-faster":
         return read_ours(path, content)
@@ -139,13 +138,12 @@ def read_pth(path: Path) -> RawCheckpoint:
         return read_meta(path)
     if (directory / "config.json").exists():
         return read_hf(directory, path.name)
-    raise ValueError(f"{path}: it holds no config, and neither config.json nor params.json is "
-                     "beside it")
+    raise ValueError(f"{path}: no config inside, and no config.json or params.json next to it")
 
 
-def quantized_alike(tensors: dict[str, LazyTensor],
+def unpack_mixed_schemes(tensors: dict[str, LazyTensor],
                     raw: RawCheckpoint) -> dict[str, LazyTensor]:
-    """What is one matrix in memory, and not of one scheme in a hub's file, as plain weights."""
+    """Dequantize linears that are one matrix in memory but differently quantized in the file."""
     tensors = dict(tensors)
     for name, module in blank_model(raw.cfg, torch.float32, raw.kind).named_modules():
         xs = disk_names(name) if isinstance(module, Linear | ExpertLinear) else []
@@ -153,57 +151,58 @@ def quantized_alike(tensors: dict[str, LazyTensor],
         if len(groups) == len(xs) and len(set(groups.values())) < 2:
             continue
         for x in groups:
-            leaves = (tensors.pop(f"{x}.{leaf}") for leaf in ("weight", "scales", "zeros"))
-            tensors[f"{x}.weight"] = unpacked_int4(*leaves)
+            parts = (tensors.pop(f"{x}.{part}") for part in ("weight", "scales", "zeros"))
+            tensors[f"{x}.weight"] = unpacked_int4(*parts)
     return tensors
 
 
 # ---- A Checkpoint -> a model --------------------------------------------------------------------
 
 def load_model(source: Checkpoint, dtype: torch.dtype, device,
-               kept: dict[str, Tensor] | None = None, packed: bool = True) -> Transformer:
-    """As checkpoint.load_model(); per-layer embeddings stay in the file or on the host.
+               cached: dict[str, Tensor] | None = None, packed: bool = True) -> Transformer:
+    """checkpoint.load_model(), but per-layer embeddings stay in the file or in host memory.
 
-    kept: the model's parameters, as an earlier call gave them: then nothing is read. packed:
-    quantized weights get the layouts of our kernels; else they stay as on disk, for the core's own
-    products.
+    cached: the model's parameters from an earlier call, instead of reading the file. packed:
+    convert quantized weights to the layouts of our kernels; else keep the on-disk layout, for the
+    core's plain matmuls.
     """
     def prepare(model):
         if packed:
             use_packed_linears(model, dtype, device)
-        put_table(model, source, dtype, device)
+        place_per_layer_embedding(model, source, dtype, device)
 
-    if not kept:
+    if not cached:
         return checkpoint.load_model(source, dtype, device, prepare)
     with reading(source.path):
         model = quantized_blank(source, dtype)
         prepare(model)
-        take_kept(model, kept)
+        assign_cached(model, cached)
         return model.to(device).eval()
 
 
-def stays_outside(name: str, device) -> bool:
-    """Is the tensor none of what the device holds? Per-layer embeddings, of which it needs rows."""
+def is_offloaded(name: str, device) -> bool:
+    """Does the tensor stay off the device? Per-layer embeddings: a step reads a few rows only."""
     device = torch.device(device).type
     on_nvidia = device == "cuda" and torch.version.hip is None
     return name == "per_layer.embed.weight" and (device == "cpu" or on_nvidia)
 
 
 def n_bytes(source: Checkpoint, dtype: torch.dtype, device) -> int:
-    """What the weights will take: dtype, or as they are where they are quantized."""
+    """Bytes of the weights on the device, in dtype or as quantized."""
     return sum(math.prod(t.shape) * (1 if t.dtype.itemsize == 1 else dtype.itemsize)
-               for name, t in source.tensors.items() if not stays_outside(name, device))
+               for name, t in source.tensors.items() if not is_offloaded(name, device))
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Of the model, however its weights are stored."""
+    """Number of parameters of the model, quantized or not."""
     return sum(p.numel() for p in blank_model(cfg, torch.bfloat16).parameters())
 
 
-def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device) -> None:
-    """Per-layer embeddings: on a CPU they stay in the file, for an NVIDIA GPU on the host."""
+def place_per_layer_embedding(model: Transformer, source: Checkpoint, dtype: torch.dtype,
+                              device) -> None:
+    """Per-layer embeddings: read from the file on a CPU; in pinned host memory for NVIDIA GPUs."""
     name = "per_layer.embed.weight"
-    if name not in source.tensors or not stays_outside(name, device):
+    if name not in source.tensors or not is_offloaded(name, device):
         return
     table = source.tensors[name]
     if torch.device(device).type == "cpu":
@@ -216,7 +215,7 @@ def put_table(model: Transformer, source: Checkpoint, dtype: torch.dtype, device
 
 
 def random_row(table: LazyTensor, i: int) -> Tensor:
-    """One of a table of random numbers, always the same."""
+    """Row i of a random table, reproducible."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(i)
         row = torch.empty(1, table.shape[1])
@@ -224,11 +223,11 @@ def random_row(table: LazyTensor, i: int) -> Tensor:
     return row
 
 
-def take_kept(model: Transformer, kept: dict[str, Tensor]) -> None:
-    made = {}                                      # a tied head shares the embedding's
+def assign_cached(model: Transformer, cached: dict[str, Tensor]) -> None:
+    parameters = {}                                # by address: a tied head shares the embedding's
     for name, module in model.named_modules():
-        for leaf in list(module._parameters):
-            t = kept.get(f"{name}.{leaf}")         # packing may have left none
-            if t is not None and t.data_ptr() not in made:
-                made[t.data_ptr()] = torch.nn.Parameter(t, requires_grad=False)
-            setattr(module, leaf, t if t is None else made[t.data_ptr()])
+        for parameter in list(module._parameters):
+            t = cached.get(f"{name}.{parameter}")  # packing may have removed it
+            if t is not None and t.data_ptr() not in parameters:
+                parameters[t.data_ptr()] = torch.nn.Parameter(t, requires_grad=False)
+            setattr(module, parameter, t if t is None else parameters[t.data_ptr()])

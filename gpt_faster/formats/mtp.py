@@ -1,10 +1,10 @@
-"""The head of a checkpoint that drafts tokens (multi-token prediction, arXiv 2412.19437, 2.2).
+"""The MTP head of a checkpoint (multi-token prediction, arXiv 2412.19437, section 2.2).
 
-Owns which of a file's tensors are the head's, and its config. Its math is layers/mtp_head.py's, and
-drafting with it decoding/mtp.py's.
+Owns which tensors of a file belong to it, and its config. The math is in layers/mtp_head.py,
+drafting in decoding/mtp.py.
 
-    body, head = split_head(tensors, cfg.n_layer)
-    model = MTPHead(head_config(cfg, has_experts(head)))
+    body, head = split_mtp_head(tensors, cfg.n_layer)
+    model = MTPHead(mtp_head_config(cfg, has_experts(head)))
 """
 
 import re
@@ -15,8 +15,8 @@ from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.mtp_head import HeadConfig
 from model import ModelConfig, at
 
-# What a head has beside its layer, by every name in use; None: the model's own, once more.
-OWN = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
+# Parts of an MTP head outside its layer, by their names in files; None: a copy of the model's.
+HEAD_PARTS = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
        "shared_head.norm": "norm", "pre_fc_norm_embedding": "token_norm",
        "pre_fc_norm_hidden": "hidden_norm", "fc": "eh_proj",
        "token_norm": "token_norm", "hidden_norm": "hidden_norm", "norm": "norm",
@@ -24,14 +24,14 @@ OWN = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
        "nextn.eh_proj": "eh_proj", "nextn.shared_head_norm": "norm",
        "embed_tokens": None, "shared_head.head": None, "nextn.embed_tokens": None,
        "nextn.shared_head_head": None}
-HEAD_NAMES = {name: name for name in OWN.values() if name}
+MTP_HEAD_NAMES = {name: name for name in HEAD_PARTS.values() if name}
 
 
-def split_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list, list]:
-    """-> the tensors of the model's layers; those of a head, by the names of a model of one layer.
+def split_mtp_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list, list]:
+    """-> tensors of the model; tensors of the MTP head, named as in a model of one layer.
 
-    A head is mtp.*, or the layers from n_layer on (None: there are none). Of several, each for the
-    drafts one further on, the first is taken, which goes on by itself.
+    An MTP head is mtp.*, or the layers from n_layer on (None: no such layers). Of several heads,
+    one per draft position, only the first is used, for all positions.
     """
     body, head = [], []
     for t in tensors:
@@ -46,22 +46,22 @@ def split_head(tensors: list[LazyTensor], n_layer: int | None) -> tuple[list, li
 
 
 def _renamed(t: LazyTensor, name: str) -> list[LazyTensor]:
-    stem, _, leaf = name.rpartition(".")
-    if stem not in OWN:
+    stem, _, parameter = name.rpartition(".")
+    if stem not in HEAD_PARTS:
         return [t.derived(t.read_rows, name=f"layers.0.{name}")]
-    if OWN[stem] is None:
+    if HEAD_PARTS[stem] is None:
         return []
-    return [t.derived(t.read_rows, name=f"{OWN[stem]}.{leaf}")]
+    return [t.derived(t.read_rows, name=f"{HEAD_PARTS[stem]}.{parameter}")]
 
 
 def has_experts(head: list[LazyTensor]) -> bool:
     return any(re.search(r"\.experts\.|_exps\.", t.name) for t in head)
 
 
-def head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadConfig:
-    """The layer of a head, by what the model's layers are. It has no vocabulary of its own.
+def mtp_head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadConfig:
+    """Config of the head's layer: as the model's last layer of its kind. It has no embedding.
 
-    sparse: it has experts; sliding: its attention has the model's window.
+    sparse: the layer has experts; sliding: it has sliding-window attention.
     """
     facts = {field.name: getattr(cfg, field.name) for field in fields(ModelConfig)}
     alike = [i for i in range(cfg.n_layer)

@@ -1,6 +1,6 @@
-"""Parameter names of more families: tables as checkpoint.HF_NAMES is one, with fused tensors apart.
+"""Tensor names of more families: tables like checkpoint.HF_NAMES, which also split fused tensors.
 
-Knows no config.json; families, GGUF and Meta's files bring more tables:
+Knows no config.json. families.py, gguf_model.py and meta.py combine these tables with others:
 
     tensors = rename(lazy_tensors, {**HF_NAMES, **family.names}, cfg)
 """
@@ -20,15 +20,15 @@ from model import ModelConfig
 
 @dataclass(frozen=True)
 class Fused(checkpoint.Fused):
-    """And other ways to hold several: query, key and value of unequal shares; or one transposed."""
+    """Further layouts of fused tensors: unequal q, k, v; interleaved; grouped; or transposed."""
 
-    transposed: bool = False                       # [in, out] (of each expert)
-    interleaved: bool = False                      # shares take turns row by row
-    maybe_transposed: bool = False                 # told by the width of experts' inputs
-    by_group: bool = False                         # the heads that share keys lie together: q, k, v
-    # rows of each parameter, before as many of each again
+    transposed: bool = False                       # [in, out], per expert
+    interleaved: bool = False                      # rows alternate between parameters
+    maybe_transposed: bool = False                 # detected from the experts' input width
+    by_group: bool = False                         # q, k, v of each key/value head are adjacent
+    # rows of each parameter in one group; groups repeat
     n_rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
-    equal: bool = False                            # three equal shares, which are not q, k and v
+    equal: bool = False                            # three equal shares, not q, k, v
 
     def pieces(self, t, cfg):
         n = len(self.into)
@@ -75,7 +75,7 @@ QWEN3_VL_MOE_NAMES = MOE_NAMES | {
     "mlp.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight"), maybe_transposed=True),
     "mlp.experts.down_proj": Fused(("ffn.down.weight",), maybe_transposed=True),
 }
-SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, as others spell it too
+SIGMOID_NAMES = MOE_NAMES | {                      # DeepSeek's router, under several names
     "mlp.gate.e_score_correction_bias": "ffn.choice_bias",
     "mlp.e_score_correction_bias": "ffn.choice_bias", "mlp.expert_bias": "ffn.choice_bias",
     "mlp.router.gate": "ffn.router",
@@ -93,7 +93,7 @@ LATENT_NAMES = {
 
 
 def delta_shape(cfg: ModelConfig):
-    """Of the layers with gated DeltaNet, which are all alike."""
+    """The GatedDelta of the DeltaNet layers, which all have the same sizes."""
     return next(mixer for mixer in cfg.mixer if mixer)
 
 
@@ -101,7 +101,7 @@ def _delta_qkv(cfg):
     return delta_shape(cfg).n_rows()
 
 
-def _delta_qkvz(cfg):                              # of one key head
+def _delta_qkvz(cfg):                              # rows per key head
     shape = delta_shape(cfg)
     n_value = shape.n_v_head // shape.n_k_head * shape.v_dim
     return shape.k_dim, shape.k_dim, n_value, n_value
@@ -210,7 +210,7 @@ GRANITE_MOE_NAMES = {
     "block_sparse_moe.router.layer": "ffn.router",
     "block_sparse_moe.input_linear": Fused(("ffn.gate", "ffn.up")),
     "block_sparse_moe.output_linear": "ffn.down",
-    "block_sparse_moe.router": "ffn.router",       # the same as transformers 5 writes some
+    "block_sparse_moe.router": "ffn.router",       # as transformers 5 writes it
     "block_sparse_moe.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
     "block_sparse_moe.experts.down_proj": "ffn.down.weight",
     "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
@@ -245,7 +245,7 @@ GEMMA4_NAMES = SANDWICH_NAMES | {
     "embed_tokens_per_layer": "per_layer.embed", "per_layer_model_projection": "per_layer.project",
     "per_layer_projection_norm": "per_layer.norm",
 }
-GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is the shared expert
+GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer is the shared expert
     "mlp.gate_proj": "ffn.shared.gate", "mlp.up_proj": "ffn.shared.up",
     "mlp.down_proj": "ffn.shared.down", "router.proj": "ffn.router",
     "router.scale": "ffn.router_norm.weight", "router.per_expert_scale": "ffn.expert_scale",
@@ -254,7 +254,7 @@ GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer beside is t
     "pre_feedforward_layernorm_2": "ffn.norm", "post_feedforward_layernorm_2": "ffn.post_norm",
     "post_feedforward_layernorm_1": "ffn.post_shared_norm",
 }
-OLD_NAMES = {                                      # as files of the first releases have them
+OLD_NAMES = {                                      # in files of our first releases
     "attn.softmax.sinks": "attn.attend.sinks", "ffn.shared.degree": "ffn.shared_expert_gate"}
 OUR_NAMES = OLD_NAMES | {name: name for name in (
     *HF_NAMES.values(), "pos_embed", "post_attn_norm", "post_ffn_norm", "attn.attend.sinks",
@@ -276,5 +276,5 @@ NOT_WEIGHTS = re.compile(
 
 
 def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
-    """By our names, as checkpoint.rename(), without what is no weight of the text model."""
+    """checkpoint.rename(), ignoring tensors that are not weights of the text model."""
     return checkpoint.rename([t for t in tensors if not NOT_WEIGHTS.search(t.name)], table, cfg)

@@ -1,5 +1,5 @@
-"""What our own .pth may hold beside what checkpoint.py reads and writes there: parts of layers/ in
-its config, configs and names of older files, and a head that drafts.
+"""Our own .pth files, beyond what checkpoint.py reads: parts of layers/ in the config, an MTP head,
+and the configs and names of older versions.
 """
 
 import dataclasses
@@ -8,9 +8,9 @@ from pathlib import Path
 import checkpoint
 from checkpoint import brief, lazy_tensors
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
-from gpt_faster.formats.mtp import HEAD_NAMES, split_head
+from gpt_faster.formats.mtp import MTP_HEAD_NAMES, split_mtp_head
 from gpt_faster.formats.names import OUR_NAMES
-from gpt_faster.formats.raw import RawCheckpoint
+from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.schema import build, check_config
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import BlockVariant, Widths
@@ -33,19 +33,19 @@ PARTS = {kind.kind: kind for kind in (
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
-    """content: what torch_file.read_torch() gives."""
+    """content: from torch_file.read_torch()."""
     raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
     raw.names = OUR_NAMES
-    raw.tensors, head = split_head(lazy_tensors(content["model"]), None)
+    raw.tensors, head = split_mtp_head(lazy_tensors(content["model"]), None)
     if content.get("mtp"):
         cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
-        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | HEAD_NAMES,
+        raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | MTP_HEAD_NAMES,
                                       kind=MTPHead)
     return raw
 
 
 def config_from_dict(d: dict) -> ModelConfig:
-    """The config as a .pth stores it. ValueError names what cannot be."""
+    """Parse the config of a .pth. ValueError names a wrong value."""
     cfg = config_of_parts(d) if "after_embed" in d else config_of_version_1(d)
     check_config(cfg)
     return cfg
@@ -55,17 +55,17 @@ def config_of_parts(d: dict) -> ModelConfig:
     parts = {name: part_from_dict(d.get(name))
              for name in ("norm", "attention", "ffn", "block", "per_layer", "logit_cap")}
     for name in ("mixer", "after_embed"):
-        parts[name] = tuple(part_from_dict(part) for part in _several(d, name))
+        parts[name] = tuple(part_from_dict(part) for part in _list_of(d, name))
     return build(ModelConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
 
 
 def config_of_version_1(d: dict) -> ModelConfig:
-    """Before there were parts; before experts and scores had dictionaries of their own, too."""
-    d = _with_dictionaries(d)
-    if isinstance(d.get("qk_norm"), bool):         # before there were two ways to do it
+    """Configs before ModelConfig had parts, with or without nested `moe` and `scores`."""
+    d = _nest_moe_and_scores(d)
+    if isinstance(d.get("qk_norm"), bool):         # old files: a bool
         d = {**d, "qk_norm": "head" if d["qk_norm"] else None}
     end = d.get("layer_end")
-    parts = {"mixer": tuple(part_from_dict(part) for part in _several(d, "mixer", [None])),
+    parts = {"mixer": tuple(part_from_dict(part) for part in _list_of(d, "mixer", [None])),
              "widths": _widths(d), "scores": build(Scores, d.get("scores")),
              "layer_end": end if end is None else build(LayerEnd, end)}
     flat = build(FlatConfig, d, **parts, rope=_ropes(d), moe=_moe(d))
@@ -73,7 +73,7 @@ def config_of_version_1(d: dict) -> ModelConfig:
 
 
 def _ropes(d: dict) -> tuple:
-    return tuple(rope_of(vars(build(RopeVariant, r))) for r in _several(d, "rope"))
+    return tuple(rope_of(vars(build(RopeVariant, r))) for r in _list_of(d, "rope"))
 
 
 def _moe(d: dict):
@@ -82,29 +82,30 @@ def _moe(d: dict):
 
 
 def _widths(d: dict) -> tuple:
-    return tuple(w if w is None else build(Widths, w) for w in _several(d, "widths", [None]))
+    return tuple(w if w is None else build(Widths, w) for w in _list_of(d, "widths", [None]))
 
 
-def _several(d: dict, name: str, default=None) -> list | tuple:
+def _list_of(d: dict, name: str, default=None) -> list | tuple:
     value = d.get(name, default)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"its config's '{name}' is {brief(value)}, expected one for each layer")
+        raise ValueError(f"config: '{name}' is {brief(value)}, expected a list with one entry per "
+                         "layer")
     return value
 
 
 def part_from_dict(d: dict | None):
-    """What replaces a part of the model; None: nothing does."""
+    """Build a part from its dict; None: the model's default."""
     if d is None:
         return None
     kind = d.get("kind") if isinstance(d, dict) else d
     if not isinstance(kind, str) or kind not in PARTS:
-        raise ValueError(f"written by a newer gpt-faster: unknown layer {brief(kind)}")
-    own = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
-    return build(PARTS[kind], d, **own)
+        raise ValueError(f"unknown layer {brief(kind)}: written by a newer gpt-faster?")
+    nested = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
+    return build(PARTS[kind], d, **nested)
 
 
-def _with_dictionaries(d: dict) -> dict:
-    """What is said of experts and scores in dictionaries of their own: it was among the rest."""
+def _nest_moe_and_scores(d: dict) -> dict:
+    """Move the flat fields of experts and scores in old files into `moe` and `scores`."""
     if "moe" in d:
         return d
     d = dict(d)

@@ -1,8 +1,7 @@
-"""What values may be: of a config.json's keys, and of the config that is made of them.
+"""Types and ranges of config.json's keys and of ModelConfig's fields.
 
-A file may say anything. What is of another kind, infinite, or larger than any model is refused
-here with its name, before something is computed with it or allocated for it. Knows no file and no
-family.
+Files are untrusted. Wrong types, infinities, and sizes beyond any model are refused here by name,
+before anything is computed from them or allocated. Knows no file and no family.
 
     check_keys(c); check_config(cfg)               # ValueError: "'head_dim' is -1, expected …"
 """
@@ -24,18 +23,18 @@ from gpt_faster.layers.rope import RopeVariant, n_turning
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, Rope, at, layer_config
 
-WIDEST, MOST_HEADS, MOST_EXPERTS = 1 << 22, 1 << 16, 1 << 14           # no product leaves 64 bits
-MOST_LAYERS, LONGEST, LARGEST = 1000, 1 << 31, 1e30
+MAX_WIDTH, MAX_HEADS, MAX_EXPERTS = 1 << 22, 1 << 16, 1 << 14         # no product overflows 64 bits
+MAX_LAYERS, MAX_CONTEXT, MAX_NUMBER = 1000, 1 << 31, 1e30
 
 
 # ---- config.json --------------------------------------------------------------------------------
 
-def _is_count(v, most=WIDEST):
+def _is_count(v, most=MAX_WIDTH):
     return type(v) is int and 0 <= v <= most
 
 
 def is_number(v):
-    return type(v) in (int, float) and -LARGEST <= v <= LARGEST
+    return type(v) in (int, float) and -MAX_NUMBER <= v <= MAX_NUMBER
 
 
 def _is_positive(v):
@@ -54,29 +53,29 @@ def _is_object(v):
     return isinstance(v, dict)
 
 
-# what it is called, what is one, which keys are; all but the last of a kind's may be null
+# (expected value for the message, predicate, keys); a value may also be null
 KINDS = (
-    (f"a positive integer of at most {MOST_LAYERS}", lambda v: v != 0 and _is_count(v, MOST_LAYERS),
+    (f"a positive integer of at most {MAX_LAYERS}", lambda v: v != 0 and _is_count(v, MAX_LAYERS),
      "num_hidden_layers"),
-    (f"a positive integer of at most {WIDEST}", lambda v: v != 0 and _is_count(v),
+    (f"a positive integer of at most {MAX_WIDTH}", lambda v: v != 0 and _is_count(v),
      "hidden_size vocab_size"),
-    (f"a positive integer of at most {MOST_HEADS}", lambda v: v != 0 and _is_count(v, MOST_HEADS),
+    (f"a positive integer of at most {MAX_HEADS}", lambda v: v != 0 and _is_count(v, MAX_HEADS),
      "num_attention_heads"),
-    (f"an integer from 0 to {WIDEST}", _is_count,
+    (f"an integer from 0 to {MAX_WIDTH}", _is_count,
      "intermediate_size n_shared_experts q_lora_rank kv_lora_rank "
      "conv_L_cache num_kv_heads word_embed_proj_dim dim_model_base block_ff_dim block_multiple_of "
      "num_kv_shared_layers num_global_key_value_heads hidden_size_per_layer_input rotary_dim "
      "vocab_size_per_layer_input num_nextn_predict_layers num_mtp_layers num_ln_in_parallel_attn "
      "shared_expert_intermediate_size shared_intermediate_size full_attention_interval n_group "
      "topk_group backbone_hidden_size num_centroids centroid_intermediate_top_k"),
-    (f"an integer from 0 to {WIDEST}, or one for each layer",
+    (f"an integer from 0 to {MAX_WIDTH}, or one for each layer",
      lambda v: _is_count(v) or v != [] and _list_of(_is_count)(v),
      "moe_intermediate_size num_experts num_experts_per_tok num_shared_expert"),
-    (f"an integer from 0 to {MOST_HEADS}", lambda v: _is_count(v, MOST_HEADS),
+    (f"an integer from 0 to {MAX_HEADS}", lambda v: _is_count(v, MAX_HEADS),
      "num_key_value_heads head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim "
      "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
      "linear_conv_kernel_dim"),
-    (f"an integer from 0 to {LONGEST}", lambda v: _is_count(v, LONGEST),
+    (f"an integer from 0 to {MAX_CONTEXT}", lambda v: _is_count(v, MAX_CONTEXT),
      "max_position_embeddings original_max_position_embeddings sliding_window"),
     ("a number", is_number,
      "rope_theta rope_local_base_freq scale_emb scale_depth "
@@ -100,10 +99,10 @@ KINDS = (
      "text_config rope_parameters rope_scaling attn_config full_attention sliding_attention "
      "quantization_config compression_config"),
 )
-NEEDED = (                                         # what is not null either
+NEEDED = (                                         # keys that must not be null
     ("a whole number above 0", lambda v: _is_count(v) and v > 0,
      "decoder_sparse_step moe_layer_interval no_rope_layer_interval"),
-    ("a whole number", lambda v: type(v) is int and abs(v) <= WIDEST,
+    ("a whole number", lambda v: type(v) is int and abs(v) <= MAX_WIDTH,
      "max_window_layers first_k_dense_replace moe_layer_start_index moe_layer_end_index"),
     ("a number above 0", _is_positive, "qk_scale_factor output_multiplier"),
     ("a positive number", lambda v: is_number(v) and v >= 0, "rms_norm_eps"),
@@ -114,7 +113,7 @@ INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention
 
 
 def check_keys(c: dict) -> None:
-    """ValueError names a key of config.json whose value is of another kind than it can be."""
+    """Check config.json's values. ValueError names a key with a wrong type or range."""
     kinds, needed = _kind_of()
     for key, value in c.items():
         what, is_one = kinds.get(key) or needed.get(key) or (None, None)
@@ -131,30 +130,30 @@ def _kind_of() -> tuple[dict, dict]:
                  for kinds in (KINDS, NEEDED))
 
 
-# ---- The config that is made of it, or that a .pth holds ----------------------------------------
+# ---- ModelConfig, from config.json or from a .pth -----------------------------------------------
 
-LIMITS = dict(n_layer=MOST_LAYERS, n_head=MOST_HEADS, n_kv_head=MOST_HEADS, n_k_head=MOST_HEADS,
-              n_v_head=MOST_HEADS, k_dim=MOST_HEADS, v_dim=MOST_HEADS, n_expert=MOST_EXPERTS,
-              n_active=MOST_EXPERTS, context=LONGEST, original_context=LONGEST,
-              growth_from=LONGEST)
+LIMITS = dict(n_layer=MAX_LAYERS, n_head=MAX_HEADS, n_kv_head=MAX_HEADS, n_k_head=MAX_HEADS,
+              n_v_head=MAX_HEADS, k_dim=MAX_HEADS, v_dim=MAX_HEADS, n_expert=MAX_EXPERTS,
+              n_active=MAX_EXPERTS, context=MAX_CONTEXT, original_context=MAX_CONTEXT,
+              growth_from=MAX_CONTEXT)
 
 
 def build(cls: type, stated, **parts):
-    """As checkpoint.build(), and its fields checked."""
-    made = checkpoint.build(cls, stated, **parts)
-    check_types(made)
-    return made
+    """checkpoint.build(), then check the fields."""
+    part = checkpoint.build(cls, stated, **parts)
+    check_types(part)
+    return part
 
 
-def check_types(made) -> None:
-    """Each field of a dataclass is of the type that it states, and of a size that can be."""
-    for name, hint in _hints(type(made)).items():
-        value = getattr(made, name)
+def check_types(part) -> None:
+    """ValueError names a field of a dataclass with a wrong type, or out of range."""
+    for name, hint in _hints(type(part)).items():
+        value = getattr(part, name)
         if not _is_a(value, hint):
             raise ValueError(f"{name} is {brief(value)}, expected {_spelled(hint)}")
-        if isinstance(value, int) and not 0 <= value <= LIMITS.get(name, WIDEST):
+        if isinstance(value, int) and not 0 <= value <= LIMITS.get(name, MAX_WIDTH):
             raise ValueError(f"{name} is {brief(value)}, expected 0 to "
-                             f"{LIMITS.get(name, WIDEST)}")
+                             f"{LIMITS.get(name, MAX_WIDTH)}")
 
 
 @cache
@@ -174,14 +173,14 @@ def _is_a(value, hint) -> bool:
         return type(value) is tuple and all(_is_a(v, one) for v in value)
     if hint is float:
         return type(value) in (int, float) and not math.isnan(value) and (
-            math.isinf(value) or abs(value) <= LARGEST)
+            math.isinf(value) or abs(value) <= MAX_NUMBER)
     if hint is int:
         return type(value) is int
     return isinstance(value, hint)
 
 
 def check_config(cfg: ModelConfig) -> None:
-    """ValueError names what of a config no model can have."""
+    """ValueError names a value that no model can have."""
     widths = cfg.block.widths if isinstance(cfg.block, BlockVariant) else (None,)
     parts = [cfg.attention, *cfg.rope, *cfg.mixer, cfg.block, *widths, cfg.moe, cfg.norm, cfg.ffn,
              *cfg.after_embed, cfg.per_layer, cfg.logit_cap]
@@ -195,8 +194,8 @@ def check_config(cfg: ModelConfig) -> None:
     tiled = {name: getattr(cfg, name) for name in ("rope", "window", "sparse", "mixer")}
     for name, values in (tiled | dict(widths=widths)).items():
         if not 1 <= len(values) <= cfg.n_layer:
-            raise ValueError(f"{name} is {brief(values)}, expected one for each of "
-                             f"{cfg.n_layer} layers at most")
+            raise ValueError(f"{name} is {brief(values)}, expected 1 to {cfg.n_layer} entries, at "
+                             "most one per layer")
     if isinstance(cfg.ffn, FeedForwardVariant):
         _one_of("activation", cfg.ffn.activation, GATED if cfg.ffn.gated else UNGATED)
     if isinstance(cfg.moe, MoEVariant):
@@ -205,12 +204,12 @@ def check_config(cfg: ModelConfig) -> None:
     if isinstance(cfg.attention, AttentionVariant):
         _one_of("qk_norm", cfg.attention.qk_norm, (None, "head", *HEAD_NORMS))
     if any(cfg.sparse) and cfg.moe is None:
-        raise ValueError("layers with experts, and nothing about experts")
+        raise ValueError("MoE layers, but no MoE config")
     if any(window == 0 for window in cfg.window):
-        raise ValueError("a window of 0 positions")
+        raise ValueError("a sliding window of 0 positions")
     for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, widths))) * 2)):
-        own = layer_config(cfg, i)
-        _check_heads(cfg.n_head, own.n_kv_head, own.head_dim)
+        layer = layer_config(cfg, i)
+        _check_heads(cfg.n_head, layer.n_kv_head, layer.head_dim)
         _check_rope(at(i, cfg.rope), cfg.head_dim)
         _check_mixer(at(i, cfg.mixer), i)
 
@@ -226,7 +225,7 @@ def _check_heads(n_head: int, n_kv_head: int, head_dim: int) -> None:
         raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
                          "evenly")
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"heads of {head_dim} numbers, expected an even number")
+        raise ValueError(f"head_dim is {head_dim}, expected an even number")
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
@@ -236,28 +235,30 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
     finite = (rope.theta, rope.factor, rope.amplitude, rope.low_freq_factor, rope.high_freq_factor)
     if not all(map(math.isfinite, finite)) or not (
             rope.theta > 1 and rope.factor > 0 and rope.original_context > 0):
-        raise ValueError(f"RoPE of base {rope.theta}, factor {rope.factor}, "
-                         f"for {rope.original_context} positions is none")
+        raise ValueError(f"invalid RoPE: theta {rope.theta}, factor {rope.factor}, "
+                         f"original context {rope.original_context}")
     if rope.kind == "yarn" and min(rope.low_freq_factor, rope.high_freq_factor) <= 0:
-        raise ValueError("RoPE 'yarn' needs a beta_slow and a beta_fast above 0")
+        raise ValueError("RoPE 'yarn' needs beta_slow and beta_fast above 0")
     if rope.kind == "dynamic" and n_turning(rope, head_dim) == 2:
-        raise ValueError("RoPE 'dynamic' needs more than two numbers that turn")
+        raise ValueError("RoPE 'dynamic' needs a rotary dimension above 2")
 
 
 def _check_rope_variant(rope: RopeVariant, head_dim: int) -> None:
     if not 0 <= rope.partial <= 64:
-        raise ValueError(f"RoPE of a share of {rope.partial} of a head is none")
+        raise ValueError(f"partial_rotary_factor is {rope.partial}, expected 0 to 64")
     n = n_turning(rope, head_dim)
     if rope.head_dim is not None and (rope.head_dim < 2 or rope.head_dim % 2):
-        raise ValueError(f"RoPE for heads of {rope.head_dim} numbers, expected an even number")
+        raise ValueError(f"RoPE's head_dim is {rope.head_dim}, expected an even number")
     for divisors in (rope.divisors, rope.long_divisors):
         if divisors is not None and len(divisors) != -(-n // 2):
-            raise ValueError(f"{len(divisors)} RoPE factors for {-(-n // 2)} frequencies")
+            raise ValueError(f"{len(divisors)} RoPE factors, expected one per frequency: "
+                             f"{-(-n // 2)}")
 
 
 def _check_mixer(mixer, i: int) -> None:
     if isinstance(mixer, SharedKV) and mixer.source is not None and mixer.source >= i:
-        raise ValueError(f"layer {i} takes the keys of layer {mixer.source}")
+        raise ValueError(f"layer {i} shares the KV cache of layer {mixer.source}, which is not an "
+                         "earlier layer")
     if isinstance(mixer, GatedDelta) and (
             mixer.n_k_head < 1 or mixer.n_v_head % mixer.n_k_head or mixer.n_tap < 2):
         raise ValueError(f"{mixer.n_v_head} value heads cannot share {mixer.n_k_head} key heads "

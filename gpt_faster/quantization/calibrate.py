@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, blank_model, disk_names, load_part
-from gpt_faster.formats.load import put_table
+from gpt_faster.formats.load import place_per_layer_embedding
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.quantization.refine import refined
 from gpt_faster.quantization.solve import corrected, nearest, output_error, shrunk, solve
@@ -71,7 +71,7 @@ class Solver:
         self.scheme, self.others = scheme, others or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
-        put_table(self.model, source, dtype, device)
+        place_per_layer_embedding(self.model, source, dtype, device)
         for part in ("embed", "pos_embed", "per_layer."):
             load_part(self.model, part, source, device)
         tokens, self.pos = tokens.to(device), torch.arange(tokens.shape[1], device=device)

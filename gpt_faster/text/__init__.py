@@ -1,1 +1,1 @@
-"""Text to ids and back beyond tokenizer.json: other files, chat templates, end tokens."""
+"""Tokenizers other than tokenizer.json, chat templates, end-of-generation tokens."""

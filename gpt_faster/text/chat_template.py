@@ -1,7 +1,7 @@
-"""Chat templates: rendered in a sandbox, and encoded so that no message forges a special token.
+"""Chat templates: render in a sandbox, and encode so that messages cannot inject special tokens.
 
     text = render(tokenizer, messages)             # messages: [{role, content}, …]
-    ids = encode_chat(tokenizer, messages)         # the message's "<|im_end|>" is text
+    ids = encode_chat(tokenizer, messages)         # "<|im_end|>" in a message stays text
 """
 
 import datetime
@@ -20,45 +20,45 @@ from tokenizer import (
 )
 
 Backend = TokenizersBackend | SentencePieceBackend
-SHIELD = "\ufdd0"                                  # not a character, by Unicode's promise
-FIRST_SIGN = 0xf0000                               # of the characters that stand for tokens
+ESCAPE = "\ufdd0"                                  # a Unicode noncharacter: never in text
+FIRST_PLACEHOLDER = 0xf0000                               # private-use characters, one per token
 
 
 class TemplateError(ValueError):
-    """A template that does not render these messages."""
+    """The template cannot render these messages."""
 
 
-class Refused(TemplateError):
-    """What a template says by raise_exception()."""
+class TemplateRefusal(TemplateError):
+    """The template called raise_exception()."""
 
 
 def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
-    """The chat template's text for messages [{role, content}], ready for the next answer.
+    """Render the chat template for messages [{role, content}], with the generation prompt.
 
-    In jinja2's sandbox, with what transformers gives a template, and an end (sandbox.py).
-    TemplateError where it refuses, or goes wrong.
+    Runs in jinja2's sandbox with time and size limits (sandbox.py) and transformers' globals.
+    TemplateError: the template refuses the messages or fails.
     """
     from gpt_faster.text.sandbox import render as render_limited
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
         return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
-    except Refused:
+    except TemplateRefusal:
         raise
-    except Exception as e:                         # its expressions may raise anything
+    except Exception as e:                         # template expressions may raise anything
         raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
 
 
 @lru_cache(8)
 def _compiled(template: str):
-    """A jinja2.Template; jinja2 is imported when there is one."""
+    """A jinja2.Template. jinja2 is imported only when a template is used."""
     import jinja2.ext
 
     from gpt_faster.text.sandbox import LimitedEnvironment
 
     def raise_exception(message):
-        raise Refused(f"the chat template refuses: {message}")
+        raise TemplateRefusal(f"the chat template refuses: {message}")
 
-    class Generation(jinja2.ext.Extension):    # marks answers for training: only its inside
+    class Generation(jinja2.ext.Extension):    # training only: render its body
         tags = {"generation"}
 
         def parse(self, parser):
@@ -70,51 +70,54 @@ def _compiled(template: str):
     environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
     environment.globals.update(raise_exception=raise_exception,
                                strftime_now=lambda f: datetime.datetime.now().strftime(f))
-    environment.begin()                            # constants are folded by filters that look at it
+    environment.begin()                            # constant folding runs filters: set the deadline
     return environment.from_string(template)
 
 
-class Shield:
-    """Replaces special tokens in a message by signs that no text has, and brings them back."""
+class SpecialTokenEscaper:
+    """Replaces special tokens in messages by placeholders that no text contains, and back."""
 
     def __init__(self, names: list[str]):
         self.names = names
-        self.signs = {name: SHIELD + chr(FIRST_SIGN + i) for i, name in enumerate(names)}
+        self.placeholders = {name: ESCAPE + chr(FIRST_PLACEHOLDER + i)
+                             for i, name in enumerate(names)}
         self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
-    def hide(self, value):
-        """In a text, and in all texts of a list or an object."""
+    def escape(self, value):
+        """Escape a string, or all strings in a list or dict."""
         if isinstance(value, list):
-            return [self.hide(x) for x in value]
+            return [self.escape(x) for x in value]
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(x) for key, x in value.items()}
+            return {self.escape(key): self.escape(x) for key, x in value.items()}
         if not isinstance(value, str):
             return value
-        return self.pattern.sub(lambda match: self.signs[match[0]], value.replace(SHIELD, ""))
+        value = value.replace(ESCAPE, "")
+        return self.pattern.sub(lambda match: self.placeholders[match[0]], value)
 
-    def bring_back(self, text: str) -> str:
-        return re.sub(SHIELD + "(.)", lambda match: self.names[ord(match[1]) - FIRST_SIGN], text)
+    def unescape(self, text: str) -> str:
+        return re.sub(ESCAPE + "(.)",
+                      lambda match: self.names[ord(match[1]) - FIRST_PLACEHOLDER], text)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[dict], /, **more) -> list[int]:
-    """The ids of render(), in which special tokens are the template's: a message's are text."""
+    """Token ids of render(). Only the template's special tokens become special tokens."""
     names, special = special_tokens(tokenizer.backend)
-    shield = Shield(names)
-    messages = shield.hide(messages)
-    more = {key: shield.hide(value) if key == "tools" else value for key, value in more.items()}
+    escaper = SpecialTokenEscaper(names)
+    messages = escaper.escape(messages)
+    more = {key: escaper.escape(value) if key == "tools" else value for key, value in more.items()}
     text = render(tokenizer, messages, **more).encode("utf-8", "replace").decode()
-    if SHIELD not in text:
+    if ESCAPE not in text:
         return tokenizer.encode(text, bos=False)
     first, *pieces = special.split(text)           # text, special, text, …
-    ids = tokenizer.backend.encode(shield.bring_back(first), special=False)
-    later = continued(tokenizer.backend)
+    ids = tokenizer.backend.encode(escaper.unescape(first), special=False)
+    later = continuation_backend(tokenizer.backend)
     for i, piece in enumerate(pieces):
-        ids += later.encode(shield.bring_back(piece), special=i % 2 == 0)
+        ids += later.encode(escaper.unescape(piece), special=i % 2 == 0)
     return ids
 
 
 def special_tokens(backend: Backend) -> tuple[list[str], re.Pattern]:
-    """Their texts, the longest first; and a pattern that matches any of them."""
+    """-> texts of the special tokens, longest first; a pattern that matches any of them."""
     if backend.kind == "sentencepiece":
         tokens = {text: t for text, t in backend.tokens.items() if t.special}
     else:
@@ -123,9 +126,9 @@ def special_tokens(backend: Backend) -> tuple[list[str], re.Pattern]:
     return sorted(tokens, key=len, reverse=True), token_pattern(list(tokens.values()))
 
 
-@lru_cache(2)                                      # to read a tokenizer.json again takes a while
-def continued(backend: Backend) -> Backend:
-    """A backend for text that continues another: some put a space before a text's first piece."""
+@lru_cache(2)                                      # parsing tokenizer.json again is slow
+def continuation_backend(backend: Backend) -> Backend:
+    """A backend for text that continues another: it adds no space in front."""
     if backend.kind == "sentencepiece" and backend.after_space:
         return backend
     if backend.kind == "sentencepiece":

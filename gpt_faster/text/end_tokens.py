@@ -1,22 +1,23 @@
-"""End tokens of a GGUF: its metadata names them and, as in llama.cpp, tokens with well-known texts.
+"""End-of-generation tokens of a GGUF: from metadata and, as in llama.cpp, known token texts.
 
-Those of a Hugging Face directory: huggingface.py and tokenizer.py.
+For Hugging Face directories: huggingface.py and tokenizer.py.
 """
 
-# Tokens that end a text in llama.cpp, by their texts (src/llama-vocab.cpp, special_eog_ids).
-NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-         "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
-         "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-         "<｜end▁of▁sentence｜>", "[e~[")
-# Tokens between files and around gaps, by the metadata's name for them; texts where it has none.
-BETWEEN = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+# Texts of llama.cpp's end-of-generation tokens (src/llama-vocab.cpp, special_eog_ids).
+EOG_TOKENS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[")
+# Fill-in-the-middle tokens, by their metadata keys; these texts count if the key is missing.
+FIM_TOKENS = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
            "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
            "fim_sep": ("<|file_sep|>",)}
-SENTENCEPIECE_EOS = 2                              # where a GGUF's "llama" tokenizer states none
+SENTENCEPIECE_EOS = 2                              # default of a GGUF's "llama" tokenizer
 
 
 def gguf_end_ids(metadata: dict) -> list[int]:
-    """By llama.cpp's rules: eos, eot and eom of the metadata, and tokens by their texts."""
+    """llama.cpp's rules: eos, eot and eom from the metadata, and tokens by their texts."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     ids = []
@@ -26,17 +27,17 @@ def gguf_end_ids(metadata: dict) -> list[int]:
             stated = SENTENCEPIECE_EOS
         ids += [] if stated is None else [stated]
     id_of = {text: i for i, text in reversed(list(enumerate(tokens))) if isinstance(text, str)}
-    ids += [id_of[name] for name in NAMES if name in id_of]
-    for kind, names in BETWEEN.items():
+    ids += [id_of[name] for name in EOG_TOKENS if name in id_of]
+    for kind, names in FIM_TOKENS.items():
         stated = _id(metadata, kind, tokens)
         ids += [id_of[name] for name in names if name in id_of] if stated is None else [stated]
     found = {tokens[i] for i in ids if i < len(tokens)}
-    goes_on = set()                                # what ends a part of an answer only
+    not_end = set()                                # end a part of an answer only
     if "<|return|>" in found or {"<|calls|>", "<|flush|>"} <= found:
-        goes_on.add("<|end|>")                     # gpt-oss, Solar Open
+        not_end.add("<|end|>")                     # gpt-oss, Solar Open
     if "<|tool_response>" in found:
-        goes_on.add("</s>")                        # Gemma 4
-    return list(dict.fromkeys(i for i in ids if i >= len(tokens) or tokens[i] not in goes_on))
+        not_end.add("</s>")                        # Gemma 4
+    return list(dict.fromkeys(i for i in ids if i >= len(tokens) or tokens[i] not in not_end))
 
 
 def _id(metadata: dict, kind: str, tokens: list) -> int | None:

@@ -1,4 +1,4 @@
-"""English text that every Python has: for timing, calibrating and measuring.
+"""English text for benchmarks, calibration and perplexity, without downloads.
 
     ids = tokenizer.encode(english_text())
 """
@@ -7,8 +7,8 @@ import pydoc_data.topics
 
 
 def english_text(held_out: bool = False) -> str:
-    """Text that every machine has: Python's own documentation. held_out: its last fifth, which
-    perplexity is measured on; else the rest, which quantization is calibrated on."""
+    """Python's own documentation. held_out: its last fifth, for perplexity; else the rest, for
+    calibration."""
     text = "\n".join(pydoc_data.topics.topics.values())
     cut = len(text) * 4 // 5
     return text[cut:] if held_out else text[:cut]

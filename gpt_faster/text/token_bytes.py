@@ -1,6 +1,6 @@
-"""The bytes that each token stands for: what grammars and logprobs speak of.
+"""The bytes of each token, for grammars and logprobs.
 
-    pieces = token_bytes(tokenizer)                # pieces[i]; None: a token that is no text
+    pieces = token_bytes(tokenizer)                # pieces[i]: bytes; None: a special token
 """
 
 import json
@@ -9,34 +9,34 @@ import re
 from tokenizer import Tokenizer
 
 
-def byte_of_sign() -> dict[str, int]:
-    """GPT-2's table: the printable character that stands for each byte -> the byte."""
+def unicode_to_bytes() -> dict[str, int]:
+    """GPT-2's byte_decoder: printable character -> byte."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xa1, 0xac + 1), *range(0xae, 0xff + 1)]
     hidden = [b for b in range(256) if b not in shown]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
-    """Of a tokenizer of either library; None: special tokens, and gaps in the vocabulary."""
+    """Bytes by token id. None: special tokens and gaps in the vocabulary."""
     backend = tokenizer.backend
     pieces = [tokenizer.piece(i) for i in range(backend.n_vocab)]
     if backend.kind == "sentencepiece":
         return [None if i in backend.control or piece is None else _of_text(piece)
                 for i, piece in enumerate(pieces)]
     added = backend.fast.get_added_tokens_decoder()
-    signs = byte_of_sign() if '"ByteLevel"' in json.dumps(
+    byte_of = unicode_to_bytes() if '"ByteLevel"' in json.dumps(
         json.loads(backend.fast.to_str()).get("decoder")) else None
-    found = []
+    result = []
     for i, piece in enumerate(pieces):
         if i in added:
-            found.append(None if added[i].special else added[i].content.encode())
+            result.append(None if added[i].special else added[i].content.encode())
         elif piece is None:
-            found.append(None)
-        elif signs and all(c in signs for c in piece):
-            found.append(bytes(signs[c] for c in piece))
+            result.append(None)
+        elif byte_of and all(c in byte_of for c in piece):
+            result.append(bytes(byte_of[c] for c in piece))
         else:
-            found.append(_of_text(piece))
-    return found
+            result.append(_of_text(piece))
+    return result
 
 
 def _of_text(piece: str) -> bytes:

@@ -1,6 +1,6 @@
-"""Tokenizers of other formats than tokenizer.py's: GGUF's metadata, and Llama 3's tiktoken file.
+"""Tokenizers from GGUF metadata and from Llama 3's tiktoken file.
 
-    tokenizer = load_for(source)                   # tokenizer.py's formats too
+    tokenizer = load_for(source)                   # also handles tokenizer.py's formats
 """
 
 import base64
@@ -15,7 +15,7 @@ from checkpoint import brief, reading
 from gpt_faster.text.end_tokens import gguf_end_ids
 from tokenizer import SentencePieceBackend, Tokenizer, TokenizersBackend, library
 
-SLOWEST = 0.25                                     # seconds for a short text: a thousand times ours
+MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -35,12 +35,12 @@ DEEPSEEK3 = (
     THREES, "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-# AFMoE's: digits by threes from the right, then what is written without spaces (Chinese, Thai, …)
+# AFMoE: groups of three digits from the right; then scripts without spaces (Chinese, Thai, …)
 GROUPED = r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?:\P{Nd}|$))"
 UNSPACED = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
     "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
-# tokenizer.ggml.pre: how text is cut before merging, each pattern applied to the last one's pieces
+# tokenizer.ggml.pre -> pre-tokenizer regexes, each applied to the pieces of the previous one
 GGUF_SPLITS = {
     "gpt-2": (GPT2,), "default": (GPT2,), "olmo": (GPT2,), "smollm": (DIGITS, GPT2),
     "starcoder": (DIGITS, GPT2), "refact": (DIGITS, GPT2), "dbrx": (LLAMA3,),
@@ -53,15 +53,15 @@ GGUF_SPLITS = {
     "qwen35": (QWEN35,), "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "tekken": (TEKKEN,),
     "gpt-4o": (GPT4O,), "llama4": (GPT4O,),
 }
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")    # known words stay whole; BOS first
-COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen") # accents become one with their letters first
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")          # and add BOS by default
+NFC_PRETOKENIZERS = ("qwen2", "qwen35", "deepseek-r1-qwen")            # normalize to NFC first
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
 def load(source: Path | str | dict) -> Tokenizer:
     """A directory with tokenizer files, a GGUF's `tokenizer.*` metadata, or a Tokenizer's state().
 
-    FileNotFoundError or ValueError say in one line what is missing or broken.
+    FileNotFoundError or ValueError with a one-line message.
     """
     if isinstance(source, dict) and "backend" in source:
         return core.load(source)
@@ -76,7 +76,7 @@ def load(source: Path | str | dict) -> Tokenizer:
 
 
 def load_for(source) -> Tokenizer:
-    """The tokenizer of a Checkpoint, whose eos_ids are complete from then on."""
+    """The tokenizer of a Checkpoint. Adds its end tokens to the Checkpoint's eos_ids."""
     return core.load_for(source, load)
 
 
@@ -85,7 +85,7 @@ def _from_directory(directory: Path) -> Tokenizer:
     if json_path.exists():
         tokenizer = core.from_directory(directory)
         with reading(json_path):
-            check_speed(tokenizer.backend)
+            check_regex_speed(tokenizer.backend)
         return tokenizer
     data = model_path.read_bytes() if model_path.exists() else b""
     if not core.is_tiktoken(data):
@@ -98,38 +98,38 @@ def _from_directory(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_speed(backend: TokenizersBackend) -> None:
-    """ValueError where its regular expressions take longer and longer for longer texts.
+def check_regex_speed(backend: TokenizersBackend) -> None:
+    """ValueError if its regular expressions backtrack catastrophically.
 
-    Each doubling is tried for itself, so that this ends where they do not.
+    Text lengths double, so that the check itself ends early.
     """
-    for sign in (" ", "a", "1", "\n", "!"):
+    for char in (" ", "a", "1", "\n", "!"):
         for n in (32, 64, 128, 256):
             start = time.perf_counter()
-            backend.encode(sign * n + "~é", special=True)
+            backend.encode(char * n + "~é", special=True)
             took = time.perf_counter() - start
-            if took > SLOWEST:
+            if took > MAX_SPLIT_SECONDS:
                 raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
-                                 f"{n} times {sign!r}")
+                                 f"{n} repetitions of {char!r}")
 
 
 # ---- Byte-level BPE: Llama 3's tiktoken file, and GGUF's "gpt2" kind -----------------------------
 
-def byte_letters() -> dict[int, str]:
-    """Byte -> the printable character that stands for it in byte-level vocabularies (GPT-2's)."""
+def bytes_to_unicode() -> dict[int, str]:
+    """GPT-2's byte_encoder: byte -> printable character in byte-level vocabularies."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
 
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tuple[str, ...],
-               special: list[str], added: list[str] = (), whole_words: bool = False,
+               special: list[str], added: list[str] = (), ignore_merges: bool = False,
                nfc: bool = False):
-    """A tokenizers.Tokenizer. whole_words: a piece that is a token needs no merges (Llama 3)."""
+    """Byte-level BPE. ignore_merges: a piece that is a token needs no merges (Llama 3)."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
     with library("a vocabulary with merges of its tokens"):
-        fast = Fast(models.BPE(vocab, merges, ignore_merges=whole_words))
+        fast = Fast(models.BPE(vocab, merges, ignore_merges=ignore_merges))
     fast.normalizer = normalizers.NFC() if nfc else None
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -141,21 +141,21 @@ def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tup
 
 
 def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
-    """Llama 3's tokenizer.model, lines of "base64 rank": merges follow from the ranks.
+    """Llama 3's tokenizer.model, lines of "base64 rank". Merges are derived from the ranks.
 
-    -> the text of a tokenizer.json, and the ids that end a text, a message or a turn.
+    -> the text of a tokenizer.json, and the end-of-generation ids.
     """
-    letters = byte_letters()
+    letters = bytes_to_unicode()
     ranks = {}
     for n, line in enumerate(data.splitlines(), 1):
         match = re.fullmatch(rb"([A-Za-z0-9+/]+=*) (\d{1,9})", line)
         try:
             ranks[base64.b64decode(match[1])] = int(match[2])
         except (TypeError, ValueError):
-            raise ValueError(f"line {n} is {brief(line)}, expected a token in base64 and its rank"
+            raise ValueError(f"line {n} is {brief(line)}, expected a base64 token and its rank"
                              ) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError(f"the ranks of {len(ranks)} tokens are not 0 to {len(ranks) - 1}")
+        raise ValueError(f"ranks are not 0 to {len(ranks) - 1}, one per token")
     vocab = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
     merges = []
     for token, rank in vocab.items():
@@ -168,7 +168,7 @@ def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
              "<|finetune_right_pad_id|>", reserved(2), "<|start_header_id|>", "<|end_header_id|>",
              "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
     names += [reserved(i) for i in range(3, 256 - len(names) + 3)]
-    fast = byte_level(vocab, merges, (LLAMA3,), names, whole_words=True)
+    fast = byte_level(vocab, merges, (LLAMA3,), names, ignore_merges=True)
     from tokenizers.processors import TemplateProcessing
     fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
                                              special_tokens=[(names[0], n)])
@@ -183,10 +183,10 @@ def from_gguf(metadata: dict) -> dict:
     get = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}.get
     kind, tokens = get("model"), get("tokens")
     if not tokens:
-        raise ValueError("this GGUF holds no tokenizer (tokenizer.ggml.tokens)")
+        raise ValueError("the GGUF has no tokenizer: tokenizer.ggml.tokens is missing")
     _check_gguf(get)
     if kind not in ("gpt2", "llama", "gemma4"):
-        raise ValueError(f"GGUF tokenizer '{kind}' is not supported (supported: gpt2, llama, "
+        raise ValueError(f"tokenizer model '{kind}' is not supported (supported: gpt2, llama, "
                          "gemma4)")
     types = get("token_type") or [NORMAL] * len(tokens)
     ends = gguf_end_ids(metadata)
@@ -207,28 +207,28 @@ def from_gguf(metadata: dict) -> dict:
     vocab = {t: i for i, t in enumerate(tokens)}
     if kind == "gemma4":
         unknown = get("unknown_token_id")
-        fast = merged_pieces(vocab, merges, list(control.values()), added,
+        fast = sentencepiece_bpe(vocab, merges, list(control.values()), added,
                              None if unknown is None else tokens[unknown])
         return dict(more, backend=TokenizersBackend(fast), add_bos=get("add_bos_token", True),
                     bos_id=bos_id)
     pre = get("pre", "default")
     if pre == "default":
-        print("note: this GGUF does not say how to split text into words: as GPT-2 does",
+        print("note: this GGUF names no pre-tokenizer (tokenizer.ggml.pre): using GPT-2's",
               file=sys.stderr)
     if pre not in GGUF_SPLITS:
         raise ValueError(f"GGUF pre-tokenizer '{pre}' is not supported "
                          f"(supported: {', '.join(GGUF_SPLITS)})")
-    whole = pre in WHOLE_WORDS
+    whole = pre in IGNORE_MERGES
     fast = byte_level(vocab, merges, GGUF_SPLITS[pre],
-                      list(control.values()), added, whole_words=whole,
-                      nfc=pre in COMPOSED)
+                      list(control.values()), added, ignore_merges=whole,
+                      nfc=pre in NFC_PRETOKENIZERS)
     backend = TokenizersBackend(fast)
     return dict(more, backend=backend, add_bos=get("add_bos_token", whole),
                 bos_id=backend.bos_id if bos_id is None else bos_id)
 
 
 def _check_gguf(get) -> None:
-    """ValueError names a list or a number of tokenizer.ggml.* that cannot be."""
+    """ValueError names a tokenizer.ggml.* key with a wrong type, length or range."""
     def texts(value):
         return isinstance(value, list) and all(isinstance(v, str) for v in value)
 
@@ -248,20 +248,20 @@ def _check_gguf(get) -> None:
         value = get(key)
         fits = isinstance(value, str) if kind is str else value is None or kind(value)
         if value is not None and not fits:
-            raise ValueError(f"tokenizer.ggml.{key} is {brief(value)}, which does not fit "
+            raise ValueError(f"tokenizer.ggml.{key} is {brief(value)}, which is not valid for "
                              f"{n} tokens")
     bad = [m for m in get("merges") or [] if m.count(" ") != 1]
     if bad:
         raise ValueError(f"tokenizer.ggml.merges has {brief(bad[0])}, expected two tokens")
     if any(not 0 <= kind <= 255 for kind in get("token_type") or []):
-        raise ValueError("tokenizer.ggml.token_type has kinds that are not known")
+        raise ValueError("tokenizer.ggml.token_type has a value outside 0 to 255")
 
 
-def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
+def sentencepiece_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], special: list[str],
                   added: list[str], unknown: str | None):
-    """A tokenizers.Tokenizer of Gemma 4's kind: SentencePiece's pieces, put together by merges.
+    """Gemma 4's tokenizer: BPE merges over SentencePiece pieces, as a tokenizers.Tokenizer.
 
-    Spaces are pieces' first letter, lines are apart, unknown letters fall back to bytes.
+    Spaces become U+2581, newlines are split off, unknown characters fall back to bytes.
     """
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
@@ -279,7 +279,7 @@ def merged_pieces(vocab: dict[str, int], merges: list[tuple[str, str]], special:
 
 
 def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) -> bytes:
-    """A SentencePiece model file (sentencepiece_model.proto), written by hand: it is short.
+    """Serialize a SentencePiece model (sentencepiece_model.proto), without protobuf.
 
     message Model  { repeated Piece pieces = 1; Trainer trainer = 2; Normalizer normalizer = 3; }
     message Piece  { string piece = 1; float score = 2; Type type = 3; }

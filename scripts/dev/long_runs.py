@@ -37,7 +37,7 @@ from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
 from gpt_faster.decoding.slots import Generation, RowsBatch, Slots  # noqa: E402
-from gpt_faster.formats.quantized import quantized  # noqa: E402
+from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
 from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
 from model import Transformer  # noqa: E402

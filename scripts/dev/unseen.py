@@ -37,7 +37,7 @@ from gpt_faster.cli.evaluate import score, windows  # noqa: E402
 from gpt_faster.devices import pick_dtype  # noqa: E402
 from gpt_faster.formats.hub import resolve  # noqa: E402
 from gpt_faster.formats.load import load_model, open_checkpoint  # noqa: E402
-from gpt_faster.formats.quantized import quantized  # noqa: E402
+from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
 from gpt_faster.text import tokenizer_files  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
 from quantize import SCHEMES, Int4  # noqa: E402

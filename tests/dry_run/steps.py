@@ -19,8 +19,8 @@ from checkpoint import tensor_shapes
 from dry_run import device, sass
 from generate import decode_one_token
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.formats.quantized import quantized
-from gpt_faster.formats.shapes import random_checkpoint
+from gpt_faster.formats.known_shapes import random_checkpoint
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.compile import compile_steps
 from gpt_faster.kernels.cuda import triton_attention
 from gpt_faster.loading import load_shard

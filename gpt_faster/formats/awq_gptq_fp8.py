@@ -1,9 +1,9 @@
-"""Weights that the Hub stores already quantized -> our int4, or plain weights, row by row.
+"""AWQ, GPTQ, fp8, MXFP4 and compressed-tensors -> our int4, or plain weights, row by row.
 
-Owns the layouts: which tensors on disk make one linear, how integers are packed, which scale each
-number has. Knows nothing of files, models or config.json beyond its `quantization_config`. Every
-layout ends in the same sum, weight = (code - zero point) * scale. Four bits with a scale for each
-group of neighbours in a row stay four bits (`_int4`); for all else `_scaled` does the sum in fp32:
+Owns the layouts: which tensors on disk form one linear, how integers are packed, which scale
+applies to each weight. Of config.json it knows only `quantization_config`; no files, no models. In
+every layout, weight = (code - zero point) * scale. Four-bit weights in contiguous groups stay in
+four bits (`_int4`); all others are dequantized in fp32 (`_scaled`):
 
     tensors = dequantized(tensors, config["quantization_config"])
 """
@@ -19,12 +19,12 @@ from gpt_faster.formats.lazy import Packed, cached, offset
 
 INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
-FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # of a byte, low first
-# AWQ's int32 holds eight neighbouring outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
+FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # byte -> low, high
+# AWQ's int32 holds eight adjacent outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 
-# of activations and the kv cache: a float forward pass needs none of them
+# scales of activations and the KV cache: not needed, since we compute in floating point
 UNUSED = re.compile(r"(\.|_proj_)(activation_scale|"
                     r"(input|output|prob|kv|[qkv])_(global_scale|scale_ub|scale|zero_point))$")
 PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|blocks|scales)$|"
@@ -35,7 +35,7 @@ WHOLE = lambda v: type(v) is int and -1 <= v < 1 << 22
 TEXT, OBJECT = (lambda v: isinstance(v, str)), (lambda v: isinstance(v, dict))
 SCHEME = dict(format=TEXT, weights=dict(
     group_size=WHOLE, block_structure=lambda v: isinstance(v, str | list)))
-METHOD = dict(                                     # what a quantization_config may say, where read
+METHOD = dict(                                     # types of quantization_config's keys
     quant_method=TEXT, quant_algo=TEXT, version=TEXT, format=TEXT, backend=TEXT,
     checkpoint_format=TEXT, bits=WHOLE, w_bit=WHOLE, group_size=WHOLE, q_group_size=WHOLE,
     weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(WHOLE, v)),
@@ -43,50 +43,51 @@ METHOD = dict(                                     # what a quantization_config 
     transform_config=dict(config_groups=OBJECT))
 
 
-def check_shape(found, expected, name: str = "it") -> None:
-    """ValueError names what is of another kind. [kind]: an object of any keys. Of other objects a
-    value may be null.
+def check_types(found, expected, name: str = "it") -> None:
+    """Check types recursively. ValueError names a key with a wrong one.
+
+    expected: a predicate; a dict, whose values may be null; [kind], an object with any keys.
     """
     inner = expected[0] if isinstance(expected, list) else None
     fits = OBJECT(found) if isinstance(expected, dict | list) else expected(found)
     if not fits:
-        raise ValueError(f"'{name}' is {brief(found)}")
+        raise ValueError(f"'{name}' is {brief(found)}, which has the wrong type or range")
     if isinstance(expected, dict | list):
         for key, value in found.items():
             kind = inner or expected.get(key)
             if kind and (value is not None or inner):
-                check_shape(value, kind, key)
+                check_types(value, kind, key)
 
 
 def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
-    """All tensors of a checkpoint, a quantized linear's as one X.weight [out, in] or [E, out, in].
+    """Replace the tensors of each quantized linear by one X.weight [out, in] or [E, out, in].
 
-    Or as X.weight, X.scales and X.zeros of quantize.py's int4. quantization: config.json's
+    Or by X.weight, X.scales and X.zeros of quantize.py's int4. quantization: config.json's
     quantization_config (or compression_config). Other tensors pass unchanged; scales of activations
-    and of the kv cache are dropped. Plain rows come in fp32, and `dtype` says what they were:
-    the scales' 16-bit type, or bfloat16. Reads nothing large.
-    ValueError: a method, format, version or bits that is not supported; tensors that are missing
-    or do not fit each other.
+    and of the KV cache are dropped. Dequantized rows are fp32; `dtype` is the scales' 16-bit type,
+    or bfloat16. Reads nothing large.
+    ValueError: an unsupported method, format, version or bit width; tensors that are missing or
+    whose shapes do not match.
     """
-    check_shape(quantization, METHOD)
+    check_types(quantization, METHOD)
     method = quantization.get("quant_method")
     if method not in READERS:
         _refuse(f"quant_method {brief(method)}", READERS)
     tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
-    done = list(READERS[method](tensors, quantization))      # takes what it reads out of `tensors`
-    for t in done:
+    weights = list(READERS[method](tensors, quantization))   # removes what it uses from `tensors`
+    for t in weights:
         if t.dtype.is_floating_point and t.name.endswith("weight"):
             t.packed = Packed(method)
-    alone = next((name for name in tensors if PARTNER.search(name)), None)
-    if alone:
-        raise ValueError(f"{alone}: the quantized tensor that it belongs to is missing")
-    return [*tensors.values(), *done]
+    orphan = next((name for name in tensors if PARTNER.search(name)), None)
+    if orphan:
+        raise ValueError(f"{orphan}: its quantized weight is missing")
+    return [*tensors.values(), *weights]
 
 
-# ---- The layouts: each takes its tensors out of the dict and yields plain weights ----------------
+# ---- Layouts: each removes its tensors from the dict and yields weights -------------------------
 
 def _fp8(tensors, quantization, dtypes="fp8", sizes=None):
-    """X [out, in] or [E, out, in] + X_scale_inv or X_scale, one per tensor, row, block or group."""
+    """X [out, in] or [E, out, in] with X_scale_inv or X_scale per tensor, row, block or group."""
     sizes = sizes or [quantization.get("weight_block_size") or (0, 0)]
     for name, weight in list(tensors.items()):
         if weight.dtype.itemsize > 1 or weight.dtype == torch.bool or PARTNER.search(name):
@@ -129,7 +130,7 @@ def _awq(tensors, quantization):
 def _gptq(tensors, quantization):
     """qweight [in * bits/32, out], qzeros [groups, out * bits/32] int32; scales [groups, out].
 
-    g_idx [in], if there, is each input's group (desc_act). "gptq" stores the zero points less one.
+    g_idx [in], optional: the group of each input (desc_act). "gptq" stores zero points minus 1.
     """
     version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     bits = quantization.get("bits", 4)
@@ -140,17 +141,17 @@ def _gptq(tensors, quantization):
     if bits not in (2, 3, 4, 8):
         _refuse(f"GPTQ in {bits} bits", ["2, 3, 4 and 8 bits"])
     if bits == 3 and version == "gptq" and "gptqmodel" in str(quantization.get("meta")):
-        # versions of GPTQModel differ in which bits they take the 1 from
+        # versions of GPTQModel subtract the 1 from different bits
         _refuse("GPTQ in 3 bits by GPTQModel", ["checkpoint_format 'gptq_v2'"])
     sizes = [(1, quantization.get("group_size") or -1)]
     for x, weight, zeros, scales, group in _linears(tensors, ".qweight", torch.int32,
                                                      (".qzeros", ".scales"), (".g_idx",)):
         (n_word, n_out), (n_group, _) = _two(weight), _two(scales)
-        # each linear's own bits: GPTQModel's `dynamic` may change them by name
+        # bits of this linear: GPTQModel's `dynamic` may set them by name
         bits = next((b for b in (2, 3, 4, 8)
                      if zeros.shape == (n_group, _ceil(n_out * b, 32))), 0)
         _check(x, [weight, zeros, scales], bits and scales.shape[1] == n_out)
-        # the defaults tie each lambda to this linear's bits
+        # the default argument binds this linear's bits
         yield from _grouped(x, bits, n_word * 32 // bits, weight, zeros, scales,
                             lambda t, bits=bits: _unpacked(t.T, bits),
                             lambda t, bits=bits: _zero_points(t, bits, version), sizes, group)
@@ -159,8 +160,9 @@ def _gptq(tensors, quantization):
 def _compressed_tensors(tensors, quantization):
     """weight_packed [out, in * bits/32] int32, weight_shape, or int8 or fp8 weight; weight_scale.
 
-    Integers are packed plus 2^(bits-1); weight_zero_point is packed along out, or plain int8.
-    Bits follow from weight_shape, the scale's strategy from its shape: config_groups need no match.
+    Packed integers have an offset of 2^(bits-1); weight_zero_point is packed along out, or int8.
+    Bits follow from weight_shape, the scaling strategy from the scale's shape, so that
+    config_groups need not be matched to modules.
     """
     schemes = list((quantization.get("config_groups") or {}).values())
     formats = {quantization.get("format"), *(scheme.get("format") for scheme in schemes),
@@ -169,11 +171,11 @@ def _compressed_tensors(tensors, quantization):
         _refuse(f"compressed-tensors format {name!r}", CT_FORMATS)
     if (quantization.get("transform_config") or {}).get("config_groups"):
         _refuse("compressed-tensors with transform_config (rotated weights)", CT_FORMATS)
-    if formats <= {None, "dense"}:                 # float weights; their scales are history
+    if formats <= {None, "dense"}:                 # float weights; leftover scales are unused
         for name in [n for n in tensors if PARTNER.search(n)]:
             del tensors[name]
     weights = [scheme.get("weights") or {} for scheme in schemes]
-    # where two sizes give the same count (both cover the whole axis) they mean the same
+    # two sizes with the same number of groups both cover the whole axis: equivalent
     sizes = [(0, 0), *((1, w.get("group_size") or 0) for w in weights)]
     sizes += [[int(n) for n in re.findall(r"\d+", str(w["block_structure"]))]      # or "128x128"
               for w in weights if w.get("block_structure")]
@@ -219,14 +221,14 @@ READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "awq": _awq, 
            "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
 
 
-# ---- What the layouts share ---------------------------------------------------------------------
+# ---- Shared by the layouts ----------------------------------------------------------------------
 
 def _scaled(name, shape, values, scale, zero, sizes, group, packed):
     """A LazyTensor of (values(a, b) - zero) * scale.
 
-    scale, zero: one number, [out], or [(E,) out/bo, in/bi] where the last block may be partial;
-    bo, bi: 1, the whole axis, or from one of `sizes`. group [in]: columns' groups in place of bi.
-    packed: the tensor that values() reads.
+    scale, zero: scalar, [out], or [(E,) out/bo, in/bi], where the last block may be partial;
+    bo, bi: 1, the whole axis, or from one of `sizes`. group [in]: the group of each column,
+    instead of bi. packed: the tensor that values() reads.
     """
     n_out, n_in = shape[-2:] if len(shape) > 1 else (0, 0)
     single = math.prod(scale.shape) == 1
@@ -239,22 +241,23 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
         _check(name, [scale, group], group.shape == (n_in,))
 
     def spread(t, a, b, column):
-        """The scale or zero point of each number in rows [a, b): [b - a or 1, in or 1]."""
+        """The scales or zero points of rows [a, b): [b - a or 1, in or 1]."""
         if single:
             return _number(t.whole()).reshape(1, 1)
         row = torch.arange(a, b)
         row = row // n_out * grid[-2] + row % n_out // bo
-        few = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
-        few = few[row - row[0]] if bo > 1 else few
+        grouped = _number(t.read_rows(int(row[0]), int(row[-1]) + 1)).reshape(-1, grid[-1])
+        grouped = grouped[row - row[0]] if bo > 1 else grouped
         if grid[-1] == 1:
-            return few
-        return few.repeat_interleave(bi, 1)[:, :n_in] if column is None else few[:, column]
+            return grouped
+        return grouped.repeat_interleave(bi, 1)[:, :n_in] if column is None else grouped[:, column]
 
     def rows(a, b):
         column = group.whole().long() if group else None
         if group and not -1 <= int(column.min()) <= int(column.max()) < grid[-1]:
-            raise ValueError(f"{group.name} has groups beyond the {grid[-1]} that there are")
-        if group and bi and (column <= 0).all():   # all 0, or all -1: what unordered groups leave
+            raise ValueError(f"{group.name} has group indices out of range: there are {grid[-1]} "
+                             "groups")
+        if group and bi and (column <= 0).all():   # all 0 or -1: groups in order
             column = None
         w = values(a, b).float()
         if zero:
@@ -267,22 +270,22 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
 
 
 def _plain_groups(shape, scale, zero, sizes, group) -> bool:
-    """Do the neighbours in a row share a scale, n_in / n_group at a time, in the order they are in?
+    """Are groups contiguous in a row, n_in / n_group columns each, in order?
 
-    As _scaled would find, which has the answer where it is no, or where nothing fits.
+    If not, or if shapes do not match, _scaled handles the tensor.
     """
     n_in, n_group = shape[-1], scale.shape[-1]
     if scale.shape != (shape[0], n_group) or n_in % n_group or n_in % 2 or (
             zero and zero.shape != scale.shape) or n_in // n_group not in (n_in, *(
                 columns for _, columns in sizes)):
         return False
-    order = group and group.whole().long()         # -1 or 0 everywhere: no order
+    order = group and group.whole().long()         # all 0 or all -1: in order
     return order is None or order.shape == (n_in,) and (
         bool((order <= 0).all()) or torch.equal(order, torch.arange(n_in) // (n_in // n_group)))
 
 
 def _int4(x, shape, codes, scale, zero, packed):
-    """quantize.py's int4, from codes(a, b) of 0 to 15 and their zero points (None: 8)."""
+    """quantize.py's int4 from codes(a, b) in 0..15 and zero points (None: 8)."""
     (n_out, n_in), grid = shape, scale.shape
 
     def rows(a, b):
@@ -300,7 +303,7 @@ def _int4(x, shape, codes, scale, zero, packed):
 
 
 def unpacked_int4(weight: LazyTensor, scales: LazyTensor, zeros: LazyTensor) -> LazyTensor:
-    """quantize.py's int4 as plain weights."""
+    """Dequantize quantize.py's int4 to plain weights."""
     n_group = scales.shape[-1]
 
     def rows(a, b):
@@ -313,9 +316,9 @@ def unpacked_int4(weight: LazyTensor, scales: LazyTensor, zeros: LazyTensor) -> 
 
 
 def _grouped(x, bits, n_in, weight, zeros, scales, codes, points, sizes, group=None):
-    """AWQ's and GPTQ's linear: codes() unpacks weight to [out, in], points() zeros as stored.
+    """An AWQ or GPTQ linear: codes() unpacks weight to [out, in], points() unpacks zeros.
 
-    Stored with out last, so nothing can be read by rows: one byte a number is held meanwhile.
+    Stored with out last, so rows cannot be read one by one: the codes stay in memory, a byte each.
     """
     n_group, n_out = scales.shape
     q = cached(x, (n_out, n_in), torch.uint8, lambda: codes(weight.whole()))
@@ -328,34 +331,34 @@ def _grouped(x, bits, n_in, weight, zeros, scales, codes, points, sizes, group=N
 
 
 def _unpacked(words, bits, order=range(32)):
-    """[n, m] int32 -> [n, m * 32/bits] uint8: a stream of bits, each number's lowest first.
+    """[n, m] int32 -> [n, m * 32/bits] uint8, from a bit stream, lowest bits first.
 
     3 bits, 32 numbers in 3 words:   |0 0 0 1 1 1 ... 9 9 9 10 10|10 11 11 11 ... 20 21|21 21 22 ...
     """
     shared = math.gcd(bits, 32)
-    n_word, n_value, mask = bits // shared, 32 // shared, (1 << bits) - 1     # until it repeats
+    n_word, n_value, mask = bits // shared, 32 // shared, (1 << bits) - 1     # period
     values = torch.empty(words.shape[0], words.shape[1] * 32 // bits, dtype=torch.uint8)
     for i in range(n_value):
         word, shift = divmod(i * bits, 32)
         value = words[:, word::n_word] >> shift
-        if shift + bits > 32:                      # mask: >> copied the sign into the upper bits
+        if shift + bits > 32:                      # mask: >> copies the sign bit
             value = value & (1 << 32 - shift) - 1 | words[:, word + 1::n_word] << 32 - shift
         values[:, order[i]::n_value] = value & mask
     return values
 
 
 def _signed(words, bits, n):
-    """compressed-tensors' [m, n * bits/32] int32 -> [m, n] float, from -2^(bits-1)."""
+    """compressed-tensors' [m, n * bits/32] int32 -> [m, n] float, at least -2^(bits-1)."""
     return _unpacked(words, bits)[:, :n].float() - (1 << bits - 1)
 
 
 def _zero_points(words, bits, version):
-    """GPTQ's qzeros [groups, out * bits/32] -> [groups, out]; version "gptq" lacks 1 in each."""
+    """GPTQ's qzeros [groups, out * bits/32] -> [groups, out]; add the 1 that "gptq" subtracts."""
     if version == "gptq" and bits != 3:
-        # GPTQModel takes 1 from each number with one subtraction of the word, so that a zero point
-        # of 0 borrows from its neighbour: only adding to the word undoes that. It wraps around.
+        # GPTQModel subtracts the ones from the whole word, so a zero point of 0 borrows from its
+        # neighbour: add them to the whole word, with wraparound, to undo that.
         words = words + sum(1 << i for i in range(0, 32, bits))
-    values = _unpacked(words, bits).short()        # 3 bits may span two words: number by number
+    values = _unpacked(words, bits).short()        # 3 bits may span two words: add after unpacking
     return values + 1 & 7 if version == "gptq" and bits == 3 else values
 
 
@@ -365,7 +368,7 @@ def _number(t):
 
 
 def _linears(tensors, key, dtype, needed, optional=()):
-    """(X, X + key of this dtype, its partners) for each X; optional ones may be None."""
+    """Yield (X, tensor X + key, other tensors of X...); an optional tensor may be None."""
     for name in [n for n in tensors if n.endswith(key)]:
         x = name.removesuffix(key)
         parts = [tensors.pop(x + suffix, None) for suffix in (key, *needed, *optional)]
@@ -380,7 +383,7 @@ def _linears(tensors, key, dtype, needed, optional=()):
 def _check(name, tensors, fits):
     if not fits:
         shapes = " and ".join(str(list(t.shape)) for t in tensors)
-        raise ValueError(f"{name}: shapes {shapes} do not fit each other")
+        raise ValueError(f"{name}: shapes {shapes} do not match")
 
 
 def _refuse(found, supported):

@@ -1,4 +1,4 @@
-"""Known shapes with random weights, for --random: no files, any size.
+"""Known model shapes with random weights, for --random: benchmarks without downloads.
 
     source = random_checkpoint("Llama-2-7B")
 """
@@ -10,7 +10,7 @@ from torch import Tensor, bfloat16
 
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from gpt_faster.formats.config import config_from_hf
-from gpt_faster.formats.mtp import head_config
+from gpt_faster.formats.mtp import mtp_head_config
 from gpt_faster.layers.mtp_head import MTPHead
 from model import ModelConfig, Rope, Transformer
 
@@ -23,7 +23,7 @@ def _llama(dim, n_layer, n_head, n_kv_head, ffn_dim, vocab_size, context, **more
 
 def _gemma4(dim, ffn_dim, n_layer, n_head, n_kv_head, window, n_global_kv_head=None, every=6,
             **more):
-    """Sizes below 12B have per-layer embeddings; those above make values of keys."""
+    """Sizes below 12B have per-layer embeddings; the others share K and V projections."""
     kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
              for i in range(n_layer)]
     return config_from_hf(dict(
@@ -49,15 +49,15 @@ def _glm_flash(n_layer):
         rope_theta=1e6))[0]
 
 
-def _lfm2(dim, ffn_dim, n_head, attending, n_layer=16, **more):
+def _lfm2(dim, ffn_dim, n_head, attn_layers, n_layer=16, **more):
     return config_from_hf(dict(
         model_type="lfm2", hidden_size=dim, block_ff_dim=ffn_dim, num_hidden_layers=n_layer,
         num_attention_heads=n_head, num_key_value_heads=8, vocab_size=65536,
-        full_attn_idxs=list(attending), **more))[0]
+        full_attn_idxs=list(attn_layers), **more))[0]
 
 
 def _qwen35(dim, n_layer, ffn_dim, n_head, n_kv_head, n_value_head, tied=False, **more):
-    """Its layers of gated DeltaNet have 16 key heads, all heads of these 128 wide."""
+    """Its gated DeltaNet layers have 16 key heads; their heads are 128 wide."""
     return config_from_hf(dict(
         model_type="qwen3_5_moe_text" if more else "qwen3_5_text", hidden_size=dim,
         num_hidden_layers=n_layer, intermediate_size=ffn_dim, num_attention_heads=n_head,
@@ -95,8 +95,8 @@ SHAPES = {
     "gpt2-xl": lambda: config_from_hf(dict(
         model_type="gpt2", n_embd=1600, n_layer=48, n_head=25, vocab_size=50257))[0],
     "Mixtral-8x7B": lambda: _mixtral(4096, 32, 32, 8, 14336),
-    "Mixtral-8x160M": lambda: _mixtral(1024, 16, 16, 8, 3072),         # to set beside a dense model
-    "Mixtral-8x160M-dense": lambda: _llama(1024, 16, 16, 8, 6144, 32000, 32768),   # as wide as two
+    "Mixtral-8x160M": lambda: _mixtral(1024, 16, 16, 8, 3072),         # and a dense model:
+    "Mixtral-8x160M-dense": lambda: _llama(1024, 16, 16, 8, 6144, 32000, 32768),   # 2 experts
     "Qwen3-30B-A3B": lambda: config_from_hf(dict(
         model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
@@ -114,7 +114,7 @@ SHAPES = {
         model_type="gpt_oss", hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
         intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088))[0],
     "GLM-4.7-Flash": lambda: _glm_flash(47),
-    "GLM-4.7-Flash-4L": lambda: _glm_flash(4),     # cut to 4 layers: 2.6 billion parameters
+    "GLM-4.7-Flash-4L": lambda: _glm_flash(4),     # 4 layers only: 2.6B parameters
     "LFM2-350M": lambda: _lfm2(1024, 6656, 16, (2, 5, 8, 10, 12, 14)),
     "LFM2-1.2B": lambda: _lfm2(2048, 12288, 32, (2, 5, 8, 10, 12, 14)),
     "LFM2-2.6B": lambda: _lfm2(2048, 10752, 32, (2, 6, 9, 12, 15, 18, 21, 24), n_layer=30,
@@ -138,20 +138,20 @@ SHAPES = {
 
 
 def random_checkpoint(name: str) -> Checkpoint:
-    """A known shape with random weights and no files. ValueError lists the names."""
+    """A known shape with random weights. ValueError lists the known names."""
     shapes = {k.lower(): k for k in SHAPES}
     if name.lower() not in shapes:
         raise ValueError(f"--random {name}: no such shape (known: {', '.join(SHAPES)})")
-    return of_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
+    return with_random_weights(Path(shapes[name.lower()]), SHAPES[shapes[name.lower()]]())
 
 
-def random_head(source: Checkpoint) -> Checkpoint:
-    """A head that drafts as one of this model could be, for how long it takes."""
+def random_mtp_head(source: Checkpoint) -> Checkpoint:
+    """A random MTP head for a model, to measure its cost."""
     cfg = source.cfg
-    return of_random_weights(source.path, head_config(cfg, any(cfg.sparse)), MTPHead)
+    return with_random_weights(source.path, mtp_head_config(cfg, any(cfg.sparse)), MTPHead)
 
 
-def of_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
+def with_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:
     tensors = {n: LazyTensor(n, shape, bfloat16, None, fill=filler(n))
                for n, shape in tensor_shapes(cfg, kind).items()}
     return Checkpoint(path, cfg, tensors, kind=kind)
@@ -160,12 +160,12 @@ def of_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) ->
 def filler(name: str) -> Callable[[Tensor], None]:
     if name.endswith("decay_rate"):
         return fill_decay
-    is_factor = name.endswith("scale")             # of a layer's output, of what experts give
+    is_factor = name.endswith("scale")             # layer output scale, expert scale
     return fill_norm if is_factor or "norm" in name else fill
 
 
 def fill(t: Tensor) -> None:
-    """As large as trained weights are; biases are zero."""
+    """Weights with a standard deviation of 0.02, as trained ones; biases are zero."""
     if t.dim() > 1:
         t.normal_(0, 0.02)
     else:
@@ -173,10 +173,10 @@ def fill(t: Tensor) -> None:
 
 
 def fill_norm(t: Tensor) -> None:
-    """Norms' weights; a bias of theirs would be 1 too, which no logits mind."""
+    """1 for norm weights, and for norm biases too, which is harmless."""
     t.fill_(1.0)
 
 
 def fill_decay(t: Tensor) -> None:
-    """Of DeltaNet's states: by half in ten tokens."""
+    """DeltaNet's decay rate: the state decays by half in ten tokens or so."""
     t.fill_(-0.1)

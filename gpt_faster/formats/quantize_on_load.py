@@ -1,0 +1,129 @@
+"""Quantize a checkpoint lazily: quantize.py's rounding, int4 that is already in the file, GPTQ,
+mixed precision and random weights.
+
+GPTQ solves layers in order: the tensors are sorted by layer, and must be read in that order.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+import quantize
+from checkpoint import Checkpoint, LazyTensor
+from quantize import LINEARS, Scheme, describe, scheme_named
+
+
+def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
+              device="cpu", solver: Callable | None = None,
+              others: dict[str, Scheme] | None = None) -> Checkpoint:
+    """quantize.quantized(), for any checkpoint.
+
+    solver(name) -> quantized tensors, instead of rounding to nearest (GPTQ). others: linears with
+    another scheme. Int4 in the file is kept: a GGUF's if its group size is the requested one, AWQ,
+    GPTQ and compressed-tensors with any group size. ValueError: already quantized in another way,
+    or the group size does not divide the inputs.
+    """
+    schemes = quantize.schemes_for(source, mode, groupsize, head)
+    schemes |= {name: scheme for name, scheme in (others or {}).items() if name in schemes}
+    keeps_int4 = mode != "int8" and not solver and schemes and "int4" in describe(source)
+    if not keeps_int4:
+        quantize.refuse_quantized(source)
+
+    def leaves(t, scheme):
+        return quantize_tensor(t, scheme, device, solver if LINEARS.search(t.name) else None)
+    tensors = quantize.with_leaves(source, schemes, leaves)
+    quantization = dict(mode=mode, head=head, gptq=solver is not None)
+    mtp = source.mtp and (lambda: quantized(source.mtp(), mode, groupsize, "none", device))
+    return replace(source, tensors=tensors, quantization=quantization, mtp=mtp)
+
+
+def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
+              solver: Callable | None = None) -> list[LazyTensor]:
+    """X.weight -> quantized X.weight, X.scales, … solver(name) -> all of them at once."""
+    x = t.name.removesuffix(".weight")
+    layout = scheme.leaves(t.shape)
+    if t.read_rows is None:                        # random weights: random codes and scales
+        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part))
+                for part, kind in layout.items()]
+    if solver:
+        return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
+    if has_int4_codes(t, scheme):
+        return [replace(part, name=f"{x}.{n}") for n, part in zip(layout, t.packed.int4)]
+    return quantize.rounded_leaves(t, scheme, device)
+
+
+def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
+    return bool(t.packed and t.packed.int4) and scheme.name == "int4-g32"
+
+
+def _filler(scheme: Scheme, part: str) -> Callable:
+    return lambda target: fill(scheme, part, target)
+
+
+def fill(scheme: Scheme, part: str, t: torch.Tensor) -> None:
+    """Random codes and scales, as of weights with a standard deviation of 0.02."""
+    if part != "weight":
+        deviation = 73 if scheme.groupsize is None else 4.6        # standard deviation of the codes
+        t.fill_((0.01 if part == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
+    elif scheme.groupsize is None:
+        t.random_(-127, 128)
+    else:
+        t.random_(0, 256)
+
+
+class _SolvedRows:
+    """Rows of a solver's tensors for one linear. Each is freed after its last row was read."""
+
+    def __init__(self, t: LazyTensor, solver: Callable):
+        self.tensor, self.solver = t, solver
+        self.parts = {}
+
+    def read(self, part: str, a: int, b: int) -> torch.Tensor:
+        if part not in self.parts:
+            parts = self.solver(self.tensor.name)
+            n = self.tensor.n_row
+            self.parts = {k: v.reshape(n, -1) for k, v in parts.items()}
+        rows = self.parts[part][a:b]
+        if b == self.tensor.n_row:
+            del self.parts[part]
+        return rows
+
+
+def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
+         others: dict[str, Scheme] | None = None) -> str:
+    """A one-line note for users who quantize a quantized file to int4; else "".
+
+    solved: GPTQ was used, no codes are kept. others: as for quantized().
+    """
+    if mode == "int8":                             # int8 loses next to nothing
+        return ""
+    linears = {name: t for name, t in source.tensors.items() if LINEARS.search(name)}
+    scheme, others = scheme_named(mode, groupsize), others or {}
+    requantized, n_kept = {}, 0
+    for name, t in linears.items():
+        is_kept = not solved and name not in others and has_int4_codes(t, scheme)
+        if is_kept or name.replace(".weight", ".scales") in source.tensors:
+            n_kept += 1
+        elif t.packed and name not in others:
+            requantized[t.packed.kind] = True
+    if not n_kept and not requantized:
+        return ""
+    kept = f"{n_kept} of {len(linears)} linears keep the int4 weights of the file"
+    if not requantized:
+        return f"note: {kept}"
+    loss = (f"{', '.join(requantized)} weights are quantized again, to {scheme.name}, which loses "
+            "more accuracy")
+    return f"note: {loss}; {kept}" if n_kept else f"note: {loss}"
+
+
+def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str,
+                          device) -> Checkpoint:
+    """Apply --quantize, --groupsize and --quantize_head, with a note. mode None: unchanged."""
+    if mode is None:
+        return source
+    new = quantized(source, mode, groupsize, head, device)
+    if text := note(source, mode, groupsize):
+        print(text, file=sys.stderr, flush=True)
+    return new
