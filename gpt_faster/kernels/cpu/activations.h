@@ -1,11 +1,12 @@
-// Activations x in the format that the micro-kernels multiply with the weights: fp32, bf16, int16
-// or int8.
+// Activations in the micro-kernels' input formats: fp32, bf16, int16 or int8.
 //
-// The default for int8 and int4 weights is int16 with a scale per GROUP of inputs: more precise
-// than bf16, and two products per instruction. bf16 weights use bf16 dot products where the CPU has
-// them; without them, large batches use int14 for both x and weights, each with a scale per GROUP,
-// if x_bits allows it. Large batches may use int8 activations for int8 and int4 weights, where the
-// CPU has integer dot products, or bf16 activations for int4 weights.
+// int8 and int4 weights use int16 activations by default, with a scale per GROUP of inputs: more
+// precise than bf16, and two products per lane and instruction. In large batches, if x_bits allows:
+//   int8 weights    int8 activations where the CPU has int8 dot products
+//   int4 weights    the same, or bf16 activations where the CPU has bf16 dot products
+//   bf16 weights    bf16 dot products where the CPU has them, for one row too; else x and weights
+//                   are quantized to int14, with a scale per GROUP
+// With AMX, large batches use bf16 activations for all three.
 
 #pragma once
 
@@ -40,12 +41,12 @@ static bool uses_whole_panels(const Linear& op) {
   return activation_format(op) != X_FP32 || op.M <= (op.format == BF16 ? 128 : 8);
 }
 
-struct Activations {                           // M rows of K inputs, in one format
+struct Activations {                           // M rows of K inputs in one ActivationFormat
   float* x;                                    // [M, K], fp32
   float* scale;                                // [M, K / GROUP], of q
   float* x_sum;                                // [M, K / GROUP], of the dequantized q
   int32_t* q_sum;                              // [M, K / GROUP], of q
-  int16_t* q;                                  // [M, ldq], int16 or bf16; or int8 in half the space
+  int16_t* q;                                  // [M, ldq], int16, bf16, or int8 in half a row
   int K;
 
   Activations(float* scratch, int M, int K) : x(scratch), scale(scratch), K(K) {
@@ -98,7 +99,7 @@ struct Activations {                           // M rows of K inputs, in one for
       int8_t* bytes = (int8_t*)(q + (long)m * ldq()) + g * GROUP;
       vi sums = {};
       for (int i = 0; i < GROUP; i += LANES) {
-        // Adding 1.5 * 2^23 rounds to an integer; subtracting its bits leaves that integer
+        // Adding 1.5 * 2^23 rounds to an integer, held in the low mantissa bits
         vi code = (vi)(load<vf>(from + i) * inverse + 12582912.0f);
         code -= 0x4b400000;
         sums += code;

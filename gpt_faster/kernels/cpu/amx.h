@@ -1,16 +1,15 @@
-// bf16 matrix products with AMX tile registers, where the kernel lets this process use them.
+// bf16 matrix products with AMX tile registers, if Linux grants this process their use.
 //
-// Tests define WITH_AMX to run the code paths of such a CPU, with portable code in place of the
-// tiles.
+// Tests define WITH_AMX to run the AMX code paths with a portable micro-kernel.
 
 #pragma once
 
 #include "simd.h"
 
 constexpr int AMX_TILE = 16;                   // rows of a tile register, and bf16 pairs in a row
-constexpr int AMX_MR = 2 * AMX_TILE;           // most rows of x that share a loaded weight tile
+constexpr int AMX_MR = 2 * AMX_TILE;           // maximum rows of x per loaded weight tile
 
-constexpr int AMX_THRESHOLD = 4;               // up to so many rows vectors are as fast; measured
+constexpr int AMX_THRESHOLD = 4;               // up to here vector code is as fast; measured
 
 #if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 

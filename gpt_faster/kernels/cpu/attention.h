@@ -10,15 +10,15 @@
 #include "positions.h"
 #include "threads.h"
 
-// RoPE of qkv [B, T, N + 2 K, H], writes keys and values to the caches [n_row, K, S, H], then out
-// [B, T, N, V] = softmax(cap(scale q k')) v over n_key slots, times sigmoid(gate) if there is a
-// gate of out's shape. V < H: the values are the first V elements of the cached vectors (MLA).
+// RoPE of qkv [B, T, N + 2 K, H], writes keys and values to the caches [n_row, K, S, H], then
+// out [B, T, N, V] = softmax(cap(scale q k')) v over n_key slots, times sigmoid(gate [B, T, N, V])
+// if there is a gate. V < H: the values are the first V elements of the cached vectors (MLA).
 struct Attention {
   int32_t kind, B, T, N, K, H, V, S, n_row, cache_type;
   int32_t wide_norm;                           // q_norm and k_norm span all heads (OLMo 2)
   int32_t out_type;
   int32_t has_keys;                            // else qkv [B, T, N, H], another layer's cache
-  int32_t rope_applied;                        // MLA: qkv has rotated queries, keys are cached
+  int32_t rope_applied;                        // MLA: qkv holds rotated queries only
   float scale, cap;                            // cap 0: no soft cap of the scores
   Norm q_norm, k_norm, v_norm;
   const Positions* positions;
@@ -29,7 +29,7 @@ struct Attention {
 
 constexpr int KEY_BLOCK = HAS_BF16 ? 256 : 64;
 constexpr int QUERY_BLOCK = 96;                // queries of all heads that share a KV head
-constexpr int MAX_DIRECT_QUERIES = 4;          // so few read the cache in place, without packing
+constexpr int MAX_DIRECT_QUERIES = 4;          // up to here keys and values are not packed
 
 static void apply_rope(int half, const float* cos, const float* sin, float* x) {
   for (int i = 0; i < half; i++) {
@@ -230,7 +230,7 @@ static void online_softmax(const Attention& op, const uint8_t* mask, bool is_mas
   *sum += horizontal_sum(sums);
 }
 
-// The query block over its keys, KEY_BLOCK at a time -> state
+// Flash attention: the query block over its keys, KEY_BLOCK at a time -> state
 template <class Key>
 static void attend(const Attention& op, const QueryBlock& block, const SoftmaxState& state) {
   constexpr bool USE_BF16_DOT = HAS_BF16 && sizeof(Key) == 2;

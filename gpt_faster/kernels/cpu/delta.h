@@ -32,8 +32,8 @@ struct Delta {
   void *inputs, *out;
 };
 
-constexpr int COLUMN_BLOCK = 2 * LANES;        // columns of a state at a time: they stay in L1
-constexpr int CHUNK = 32;                      // most tokens of a chunk
+constexpr int COLUMN_BLOCK = 2 * LANES;        // of a state: a block [Dk, COLUMN_BLOCK] fits in L1
+constexpr int CHUNK = 32;                      // maximum tokens of a chunk
 constexpr int MAX_TAPS = 8;                    // also in kernels/cpu/native.py
 
 static int n_channels(const Delta& op) { return 2 * op.Nk * op.Dk + op.N * op.Dv; }
@@ -111,8 +111,8 @@ static inline void store_non_temporal(float* to, vf x) {          // aligned to 
 
 // One token, V vectors of columns of the state [Dk, Dv]: from -> to. from null: zeros
 template <int V>
-static void step_columns(const Token& token, int Dk, int Dv, int column, const float* from,
-                         float* to) {
+static void recurrent_step_columns(const Token& token, int Dk, int Dv, int column,
+                                   const float* from, float* to) {
   vf sk[V] = {}, sq[V] = {}, change[V];
   if (from)
     for (int i = 0; i < Dk; i++)
@@ -134,10 +134,10 @@ static void step_columns(const Token& token, int Dk, int Dv, int column, const f
     }
 }
 
-static void step(const Token& token, int Dk, int Dv, const float* from, float* to) {
+static void recurrent_step(const Token& token, int Dk, int Dv, const float* from, float* to) {
   int c = 0;
-  for (; c + 8 * LANES <= Dv; c += 8 * LANES) step_columns<8>(token, Dk, Dv, c, from, to);
-  for (; c < Dv; c += COLUMN_BLOCK) step_columns<2>(token, Dk, Dv, c, from, to);
+  for (; c + 8 * LANES <= Dv; c += 8 * LANES) recurrent_step_columns<8>(token, Dk, Dv, c, from, to);
+  for (; c < Dv; c += COLUMN_BLOCK) recurrent_step_columns<2>(token, Dk, Dv, c, from, to);
 }
 
 // n tokens at once (arXiv 2412.06464). With G_i the product of the decays up to token i, and U_i
@@ -153,7 +153,7 @@ struct Chunk {
   float *kk, *kq;                              // k k' and q k' [CHUNK, CHUNK], times G_i/G_j
   float G[CHUNK], beta[CHUNK];
 
-  // What all columns of the state share
+  // Computes what all column blocks share
   void prepare(const Token* tokens) {
     double log_G = 0, log_Gs[CHUNK];
     for (int i = 0; i < n; i++) {
@@ -180,8 +180,8 @@ struct Chunk {
     }
   }
 
-  // A column block: updates S [Dk, COLUMN_BLOCK], writes out; v and out [n, Dv], scratch U [n,
-  // COLUMN_BLOCK]
+  // A column block: updates S [Dk, COLUMN_BLOCK] and writes out [n, Dv]; v is [n, Dv], the scratch
+  // buffer U [n, COLUMN_BLOCK]
   void run_columns(const float* v, int Dv, float* S, float* U, float* out) const {
     gemm_panel(n, S, COLUMN_BLOCK, Dk, k, Dk, U, COLUMN_BLOCK, false);
     gemm_panel(n, S, COLUMN_BLOCK, Dk, q, Dk, out, Dv, false);
@@ -206,9 +206,8 @@ struct Chunk {
   }
 };
 
-// One head of row b. Chunks, which keep only their last state, then single steps for the last
-// n_state tokens, whose states all go to the ring: rejected drafts are undone by going back to one
-// of them.
+// One head of row b: chunks, of which only the last state is stored, then single steps for the last
+// n_state tokens, which store each state: decoding may go back to any of them (rejected drafts).
 static void run_head(const Delta& op, int b, int head, const float* conv_out) {
   int Dk = op.Dk, Dv = op.Dv;
   int k_head = head / (op.N / op.Nk);
@@ -240,9 +239,9 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
       const float* rates = op.rates + ((long)b * op.T + t0 + t) * 2 * op.N + head;
       l2_normalize(queries + (long)(t0 + t) * Dk, Dk, op.q_scale, q + t * Dk);
       l2_normalize(keys + (long)(t0 + t) * Dk, Dk, 1, k + t * Dk);
-      float time = rates[op.N] + op.decay_bias[head];
-      time = time > 20 ? time : std::log1p(std::exp(time));       // softplus
-      tokens[t] = {std::exp(op.decay_rate[head] * time), 1 / (1 + std::exp(-rates[0])),
+      float dt = rates[op.N] + op.decay_bias[head];
+      dt = dt > 20 ? dt : std::log1p(std::exp(dt));               // softplus
+      tokens[t] = {std::exp(op.decay_rate[head] * dt), 1 / (1 + std::exp(-rates[0])),
                    dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk,
                    values + (long)(t0 + t) * Dv, out + t * Dv};
     }
@@ -258,7 +257,7 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
       for (int t = 0; t < n; t++) {
         long p = position(op.positions, b, t0 + t);
         if (follows(op.positions, b, t0 + t))
-          step(tokens[t], Dk, Dv, p ? state_at(p - 1) : nullptr, state_at(p));
+          recurrent_step(tokens[t], Dk, Dv, p ? state_at(p - 1) : nullptr, state_at(p));
         else std::fill(tokens[t].out, tokens[t].out + Dv, 0.0f);  // padding: must be finite
       }
     }

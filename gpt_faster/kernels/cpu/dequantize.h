@@ -1,4 +1,4 @@
-// Weight panels converted to another format, once for all activation rows.
+// Dequantizes or unpacks weight panels, once for all activation rows.
 
 #pragma once
 
@@ -55,7 +55,7 @@ static void dequantize_to_bf16(const Linear& op, int i, int K, float* scratch, i
   }
 }
 
-// A weight panel in the format of the activations, for all row tiles
+// A weight panel converted to the activations' format, reused by all row tiles
 struct UnpackedPanel {
   int16_t* codes;                              // bf16, int16 [K / 2, NR, 2], uint8 [K / 4, NR, 4]
   float* scales;                               // [K / GROUP, NR], of int4, and of bf16 as int14

@@ -1,5 +1,4 @@
-// The micro-kernels: a tile of activation rows by a weight panel [K, NR], accumulators in
-// registers.
+// Micro-kernels: a tile of activation rows by a weight panel, with accumulators in registers.
 
 #pragma once
 
@@ -61,8 +60,8 @@ static void gemm_panel(int M, const Weight* w, long ldw, int n, const Input* x, 
 }
 
 // The kernels below: y [M, NR] = x by a whole panel. Small M uses several accumulators per output
-// to hide the latency of the additions. noinline: inlined, a change to one kernel made another 20 %
-// slower.
+// to hide the latency of the additions. noinline: with inlining, a change to one kernel slowed
+// another down by 20 %.
 
 template <int M>
 [[gnu::noinline]] static void fp32_kernel(const float* w, const Activations& x, float* y) {

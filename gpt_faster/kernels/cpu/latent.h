@@ -6,8 +6,8 @@
 #include "norms.h"
 
 // Latents k [B, T, rank + rope] -> cache [n_row, S, rank + rope]: normalizes the rank part, applies
-// RoPE to the rest. RoPE of the rope part of q [B, T, N, nope + rope] -> queries [B, T, N, rank +
-// rope]; the linear that absorbs wk_b writes their rank part.
+// RoPE to the rest. Applies RoPE to the rope part of q [B, T, N, nope + rope] and copies it to
+// queries [B, T, N, rank + rope]; the linear with wk_b writes their rank part.
 struct Latent {
   int32_t kind, B, T, N, nope, rope, rank, S, n_row, cache_type;
   int32_t q_stride, k_stride;                  // between tokens

@@ -7,11 +7,12 @@
 // out [M, N] = residual + factor * multiplier * activation(norm(x) [M, K] weight' + bias). Gated:
 // the activation of the first N / 2 outputs times the others, out [M, N / 2].
 //
-// MoE: n_expert weights and biases, one after the other, no residual. Rows of `out` are sorted by
-// expert, expert e's end before expert_ends[e], and row m reads x's row gather_rows[m], or m if
-// that is null. Without expert_ends every expert processes M rows, of which it reads K columns of x
-// and writes columns of `out`, x_expert_stride and out_expert_stride apart (MLA's per-head
-// matrices).
+// MoE: n_expert consecutive weights and biases, no residual. Rows of `out` are sorted by expert;
+// expert e's end before expert_ends[e]. Row m reads row gather_rows[m] of x, or m if that is null.
+//
+// Without expert_ends, every expert processes all M rows: expert e reads K columns of x from
+// e * x_expert_stride on and writes its columns of `out` from e * out_expert_stride on (MLA's
+// per-head matrices).
 struct Linear {
   int32_t kind, format, M, N, K, group_size, activation, gated, x_type, out_type, residual_type;
   int32_t x_bits;                              // fewest bits that x may be rounded to: 32, 16 or 8

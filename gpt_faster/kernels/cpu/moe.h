@@ -1,5 +1,4 @@
-// Mixture of experts: top-k routing, the sort of tokens by expert, the weighted sum of experts'
-// outputs.
+// Mixture of experts: top-k routing, sorting by expert, the weighted sum of the outputs.
 
 #pragma once
 
@@ -8,8 +7,8 @@
 #include "norms.h"
 
 // logits [M, E] -> each token's A experts of highest score + bias, and their weights prob [M, A].
-// Sorts the M A (token, expert) rows by expert: sorted_row [M, A] is a pair's row, sorted_token [M
-// A] a row's token, and expert e's rows end before expert_ends[e].
+// Sorts the M A (token, expert) rows by expert: sorted_row [M, A] is a pair's row, sorted_token
+// [M A] a row's token, and expert e's rows end before expert_ends[e].
 struct Route {
   int32_t kind, M, E, A, n_group, topk_group, group_top, use_sigmoid, norm_topk_prob;
   float routed_scale;

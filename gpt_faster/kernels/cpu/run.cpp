@@ -1,11 +1,10 @@
-// The C interface: run() executes a list of operations, a transformer's layers, for one row or
-// many.
+// The C interface: run() executes a list of operations, which make up a transformer's layers.
 //
 // kernels/cpu/native.py compiles this file for the host CPU and describes each operation by a
 // struct that mirrors one of the headers'.
 //
-// Weights are packed into panels of NR outputs, a vector for LANES of them, with neighbouring
-// inputs of an output next to each other:
+// Weights are packed into panels of NR outputs, two vectors wide; 16-bit and smaller types keep
+// neighbouring inputs of an output adjacent:
 //
 //     fp32 [out/NR, in, NR]        bf16 [out/NR, in/2, NR, 2]
 //     int8 [out/NR, in/2, NR, 2]   int4 [out/NR, in/8, NR] words, input i at bits 4i

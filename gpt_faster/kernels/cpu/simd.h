@@ -1,5 +1,4 @@
-// SIMD vectors of the widest registers available, their arithmetic, and the GEMM blocking
-// constants.
+// SIMD vectors of the CPU's widest registers, their arithmetic, and the GEMM blocking constants.
 //
 // Tests define WITH_512_BITS, WITH_BF16 and WITH_INT8_DOT to run the code paths of CPUs that have
 // these features, with portable code in place of the instructions.
@@ -32,7 +31,7 @@ constexpr bool HAS_INT4_DOT = HAS_INT8_DOT;
 #endif
 #if defined(__AVX512F__) || defined(WITH_512_BITS)
 constexpr int LANES = 16;                      // 32-bit lanes of a vector
-constexpr int MR = 12;                         // most activation rows of a micro-kernel's tile
+constexpr int MR = 12;                         // maximum activation rows of a tile
 #else
 constexpr int LANES = 8;
 constexpr int MR = 6;

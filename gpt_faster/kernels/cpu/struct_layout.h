@@ -1,5 +1,6 @@
-// Offset and size of every struct field. kernels/cpu/native.py mirrors the structs and compares
-// them with this table when it loads the library.
+// Offset and size of every struct field, for kernels/cpu/native.py.
+//
+// native.py mirrors the structs and compares them with this table when it loads the library.
 
 #pragma once
 
