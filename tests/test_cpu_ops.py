@@ -150,10 +150,10 @@ def test_outputs_are_asked_for_ahead():
 
 
 OTHER_CPUS = {                                                          # by instructions that every CPU has
-    "AVX-512": "WIDE",
-    "AVX-512 with VNNI and bf16": "WIDE WITH_BYTES WITH_BF16",
-    "AMX": "WIDE WITH_BYTES WITH_BF16 WITH_MATRICES",
-    "AVX-VNNI": "WITH_BYTES",
+    "AVX-512": "WITH_512_BITS",
+    "AVX-512 with VNNI and bf16": "WITH_512_BITS WITH_INT8_DOT WITH_BF16",
+    "AMX": "WITH_512_BITS WITH_INT8_DOT WITH_BF16 WITH_AMX",
+    "AVX-VNNI": "WITH_INT8_DOT",
 }
 
 
@@ -166,14 +166,14 @@ def other_library(request, tmp_path_factory):
     defines = [f"-D{name}" for name in OTHER_CPUS[request.param].split()]
     subprocess.run([native.compiler(), *options, *defines, "-O1", "-o", path, native.SOURCE], check=True)
     library = ctypes.CDLL(str(path))
-    assert library.rows_in_a_block() == (32 if "-DWIDE" in defines else 16)
+    assert library.panel_width() == (32 if "-DWITH_512_BITS" in defines else 16)
     return library
 
 
 @pytest.fixture
 def any_cpu(other_library, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: other_library)
-    monkeypatch.setattr(native, "block_rows", other_library.rows_in_a_block)
+    monkeypatch.setattr(native, "panel_width", other_library.panel_width)
 
 
 def test_other_cpus(any_cpu):
@@ -193,7 +193,7 @@ def test_rows_of_experts(any_cpu, kind):
     stored, exact = leaves(torch.randn(5 * 2 * 96, 640, generator=random) / 25, kind)
     x, order = torch.randn(90, 640, generator=random).bfloat16(), torch.randint(90, (150,), dtype=torch.int32, generator=random)
     out = torch.empty(150, 96, dtype=torch.bfloat16)
-    op = native.linear(*native.pack_weight(*stored), (192, 640), M=150, x=x, out=out, order=order, ends=ends, n_expert=5,
+    op = native.linear(*native.pack_weight(*stored), (192, 640), M=150, x=x, out=out, gather_rows=order, expert_ends=ends, n_expert=5,
                         gated=True, activation=native.ACTIVATIONS["silu"], x_bits=16)
     native.run([ctypes.addressof(op)])
     exact = exact.view(5, 2, 96, 640)
@@ -287,11 +287,11 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
     out = torch.empty(n_row, T, N * H)
     todo = [pos.contiguous(), mask, cos, sin, rows, qkv.clone(), sink]
     at = native.Positions(
-        n_key=kv_len, mask_b=T * kv_len, mask_t=kv_len, angle_b=T * H // 2, slot_b=T, cos=cos.data_ptr(),
+        n_key=kv_len, mask_stride_b=T * kv_len, mask_stride_t=kv_len, rope_stride_b=T * H // 2, slot_stride_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = native.Attention(
         kind=native.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, cache_type=native.TYPES[dtype], scale=0.3,
-        cap=cap or 0.0, at=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
+        cap=cap or 0.0, positions=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
         qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
     native.run([ctypes.addressof(op)])
 
@@ -352,7 +352,7 @@ def test_every_family_by_operations(families, name):
     cfg = tiny.flat(model.cfg)
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
                        or cfg.scores.growth or cfg.qk_norm == "layer")
-    rows = native.block_rows()
+    rows = native.panel_width()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
@@ -472,9 +472,9 @@ def test_choice_of_experts(scores, n_group, topk_group, group_top):
     found, (place, order) = torch.empty(n, A), torch.empty(2, n * A, dtype=torch.int32)
     ends = torch.empty(E, dtype=torch.int32)
     op = native.Route(
-        kind=native.ROUTE, M=n, E=E, A=A, n_group=n_group, topk_group=topk_group, group_top=group_top, by_sigmoid=scores == "sigmoid",
-        normalized=moe.norm_topk_prob, factor=1.7, logits=logits.data_ptr(), bias=moe.choice_bias.data_ptr(), prob=found.data_ptr(),
-        place=place.data_ptr(), order=order.data_ptr(), ends=ends.data_ptr())
+        kind=native.ROUTE, M=n, E=E, A=A, n_group=n_group, topk_group=topk_group, group_top=group_top, use_sigmoid=scores == "sigmoid",
+        norm_topk_prob=moe.norm_topk_prob, routed_scale=1.7, logits=logits.data_ptr(), bias=moe.choice_bias.data_ptr(), prob=found.data_ptr(),
+        sorted_row=place.data_ptr(), sorted_token=order.data_ptr(), expert_ends=ends.data_ptr())
     native.run([ctypes.addressof(op)])
     torch.testing.assert_close(found, prob, atol=1e-6, rtol=1e-5)
     sorted_ids, rows = ids.flatten().sort(stable=True)
@@ -607,7 +607,7 @@ def test_an_edited_comment_builds_nothing_anew(tmp_path, monkeypatch):
     for file in (native.SOURCE, linear):
         file.write_text("// more\n" + file.read_text().replace("\n\n", "\n\n\n"))
     assert native.library_path() == path
-    linear.write_text(linear.read_text().replace("MOST_ROWS = 192", "MOST_ROWS = 96"))
+    linear.write_text(linear.read_text().replace("MC = 192", "MC = 96"))
     assert native.library_path() != path
 
 
@@ -686,13 +686,13 @@ class DeltaCase:
                 x, z, rates = (given[b, t] for given in inputs)
                 expected[b, t] = self.rows[row].step(x, z, *rates.chunk(2))
         index = torch.tensor(rows)
-        at = native.Positions(slot=pos.data_ptr(), slot_b=T, rows=index.data_ptr())
+        at = native.Positions(slot=pos.data_ptr(), slot_stride_b=T, rows=index.data_ptr())
         taps, rate, bias, weight = (t.data_ptr() for t in self.weights)
         x, z, rates = (t.data_ptr() for t in inputs)
         op = native.Delta(
             kind=native.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
             n_input=self.inputs.shape[1], n_row=len(self.inputs), norm=native.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate, decay_bias=bias,
-            at=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
+            positions=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
             inputs=self.inputs.data_ptr(), out=out.data_ptr())
         native.run([ctypes.addressof(op)])
         assert out.isfinite().all()

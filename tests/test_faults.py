@@ -209,7 +209,7 @@ for i in 0 1 2 3 4 5 6 7 8 9; do
   dd if='{library}' bs=16k skip=$i count=1 2>/dev/null >> "$2" || exit 1
   sleep 0.1
 done
-tail -c +{10 * 16384 + 1} '{library}' | head -c -{len(native.MARK)} >> "$2"
+tail -c +{10 * 16384 + 1} '{library}' | head -c -{len(native.END_MARK)} >> "$2"
 """)
     script.chmod(0o755)
     return dict(CXX=str(script), GPT_FASTER_CACHE=str(tmp_path / "cache"))

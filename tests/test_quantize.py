@@ -128,7 +128,7 @@ def test_many_rows_on_either_kind_of_cpu_a_piece_at_a_time(monkeypatch, has_bf16
     if has_bf16 and not kernels.HAS_BF16:
         pytest.skip("this CPU has no bf16 arithmetic")
     monkeypatch.setattr(kernels, "HAS_BF16", has_bf16)
-    monkeypatch.setattr(kernels, "SCRATCH", 640 * 80)
+    monkeypatch.setattr(kernels, "SCRATCH_SIZE", 640 * 80)
     monkeypatch.setattr(kernels, "scratch", kernels.Scratch())
     for dtype in (FP32, BF16):
         check_product(INT8_CPU.product, INT8_CPU, int8_matrix(210, 640, dtype), dtype, [1, 16, 17, 96, 97])
@@ -190,8 +190,8 @@ def test_unpack_gives_back_every_byte_of_int4(shape, monkeypatch):
     if weight.numel() >= 256:
         weight.view(-1)[:256] = torch.arange(256)
     padded = math.ceil(n_out / 64) * 64
-    for scratch in (kernels.SCRATCH, 64 * n_in):           # whole, and 64 rows at a time
-        monkeypatch.setattr(kernels, "SCRATCH", scratch)
+    for scratch in (kernels.SCRATCH_SIZE, 64 * n_in):           # whole, and 64 rows at a time
+        monkeypatch.setattr(kernels, "SCRATCH_SIZE", scratch)
         packed, both, none = INT4_CPU.pack(weight, scales, zeros)
         assert packed.dtype == torch.uint8 and packed.shape == (padded, n_in // 2) and none is None
         assert both.shape == (n_in // group, padded, 2)

@@ -552,7 +552,7 @@ def test_a_planted_library_is_not_loaded(cache, tmp_path, monkeypatch, capsys, h
     monkeypatch.setenv("GPT_FASTER_CACHE", str(cache))
     work.mkdir()
     compiler = work / "g++"
-    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nhead -c -{len(native.MARK)} "{own}" > "$2"\n')
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nhead -c -{len(native.END_MARK)} "{own}" > "$2"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     planted = cache / native.library_path().name
@@ -560,14 +560,14 @@ def test_a_planted_library_is_not_loaded(cache, tmp_path, monkeypatch, capsys, h
     source.write_text(f'#include <cstdio>\n__attribute__((constructor)) void run() {{ std::fopen("{work}/was_loaded", "w"); }}\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", planted, source], check=True)
     with open(planted, "ab") as f:
-        f.write(native.MARK)
+        f.write(native.END_MARK)
     planted.chmod(0o755)
-    assert native.is_whole(planted)
+    assert native.is_complete(planted)
     make_untrusted(how, cache, planted)
     private.note.cache_clear()
     native._home.cache_clear()
     library = native.library.__wrapped__()
-    assert library.rows_in_a_block() > 0 and not (work / "was_loaded").exists()
+    assert library.panel_width() > 0 and not (work / "was_loaded").exists()
     path = native.library_path()
     assert disk.is_trusted(path) and (path.parent == cache) == ("file" in how)
     assert "is not used" in capsys.readouterr().err

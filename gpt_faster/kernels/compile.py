@@ -57,7 +57,7 @@ def compile_model(model: nn.Module) -> None:
     """Make a model on a CPU run compiled, or say in a line what of it does not, and why. In place,
     once: from then on it looks by itself."""
     if not guard_of(model) and not use_operations(model):
-        native.take_all_threads()
+        native.restore_thread_count()
 
 
 def leave_alone(model: nn.Module) -> None:

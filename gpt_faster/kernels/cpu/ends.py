@@ -40,8 +40,8 @@ class Inputs:
         for freq, amplitude in zip(model.freq, self.amplitude):
             cos, sin = torch.empty(2, *lead, half, dtype=torch.float32)
             self.parts += [cos, sin]
-            self.angles.append(native.Angles(
-                kind=native.ANGLES, n=n, half=half, freq=freq, amplitude=amplitude, cos=cos,
+            self.angles.append(native.RopeTable(
+                kind=native.ROPE_TABLE, n=n, half=half, freq=freq, amplitude=amplitude, cos=cos,
                 sin=sin))
         for window in model.windows:
             mask = torch.empty(*lead, kv_len, dtype=torch.bool)

@@ -74,7 +74,7 @@ def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedExperts:
 
 def filled(leaf: Tensor) -> Tensor:
     """[E, matrices, out, (…)], each out filled up to whole blocks -> [E matrices out', (…)]."""
-    short = -leaf.shape[2] % native.block_rows()
+    short = -leaf.shape[2] % native.panel_width()
     return F.pad(leaf, (0, 0) * (leaf.dim() - 3) + (0, short)).flatten(0, 2)
 
 
@@ -138,4 +138,5 @@ def product(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> nativ
     n_expert, *shape = linear.shape
     weights = arguments(linear.packed, linear.scales, shape[1])
     return native.linear(*weights, shape, linear.bias, M=len(x), x=x, out=out,
-                          x_bits=native.x_bits(out.dtype), n_expert=n_expert, ends=ends)
+                         x_bits=native.x_bits(out.dtype), n_expert=n_expert,
+                         expert_ends=ends)

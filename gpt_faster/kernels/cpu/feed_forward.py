@@ -121,9 +121,10 @@ class MixtureHalf:
         self.add_choice(ops, moe)
         up = up_options_of_experts(moe)
         order = at["order"].view(torch.int32)
-        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A, order=order,
-                   ends=self.ends, **up)
-        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A, ends=self.ends)
+        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A,
+                   gather_rows=order, expert_ends=self.ends, **up)
+        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A,
+                   expert_ends=self.ends)
         shared = gate = None
         if shared_of(moe) is not None:
             ops.linear("ffn.shared.gate_up", x, "shared_hidden", shared_norm,
@@ -138,22 +139,22 @@ class MixtureHalf:
         ops.add(native.Combine(
             kind=native.COMBINE, D=ops.dim, A=A, factor=factor_of(post),
             norm=norm_struct(own_norms[0]), shared_norm=norm_struct(own_norms[1]),
-            post=norm_struct(post), y=at["expert_out"], prob=at["prob"],
-            place=at["place"].view(torch.int32), shared=shared, gate=gate, residual=at["x1"],
+            post_norm=norm_struct(post), y=at["expert_out"], prob=at["prob"],
+            sorted_row=at["place"].view(torch.int32), shared=shared, gate=gate, residual=at["x1"],
             out=at["x2"]))
 
     def add_choice(self, ops, moe: nn.Module) -> None:
-        at, router = ops.at, dict(n_group=1, topk_group=1, group_top=2, factor=1.0)
+        at, router = ops.at, dict(n_group=1, topk_group=1, group_top=2, routed_scale=1.0)
         if isinstance(moe, RoutedMoE):
             router = dict(n_group=moe.n_group, topk_group=moe.topk_group, group_top=moe.group_top,
-                          factor=moe.routed_scale, by_sigmoid=moe.scores is not softmax)
+                          routed_scale=moe.routed_scale, use_sigmoid=moe.scores is not softmax)
         ops.add(native.Route(
             kind=native.ROUTE, E=self.n_expert, A=self.n_active, **router,
-            normalized=moe.norm_topk_prob, logits=at["logits"],
+            norm_topk_prob=moe.norm_topk_prob, logits=at["logits"],
             bias=getattr(moe, "choice_bias", None),
             expert_scale=getattr(moe, "expert_scale", None), prob=at["prob"],
-            place=at["place"].view(torch.int32), order=at["order"].view(torch.int32),
-            ends=self.ends))
+            sorted_row=at["place"].view(torch.int32),
+            sorted_token=at["order"].view(torch.int32), expert_ends=self.ends))
 
 
 def shared_of(moe: nn.Module) -> nn.Module | None:

@@ -127,10 +127,10 @@ def fill(at: native.Positions, shape: torch.Size, cos, sin, slot, mask, batch_id
     at.set("rows", None if batch_idx is None else batch_idx.long().contiguous())
     if batch_idx is not None and batch_idx.shape != (B,):
         raise ValueError(f"batch_idx has {batch_idx.numel()} rows, and the tokens {B}")
-    at.n_key = at.mask_t = mask.shape[-1]
-    at.mask_b = mask.stride(0) if mask.dim() == 4 and len(mask) == B else 0
-    at.angle_b = cos.stride(0) if cos.dim() == 4 and len(cos) == B else 0
-    at.slot_b = slot.stride(0) if slot.dim() == 2 and len(slot) == B else 0
+    at.n_key = at.mask_stride_t = mask.shape[-1]
+    at.mask_stride_b = mask.stride(0) if mask.dim() == 4 and len(mask) == B else 0
+    at.rope_stride_b = cos.stride(0) if cos.dim() == 4 and len(cos) == B else 0
+    at.slot_stride_b = slot.stride(0) if slot.dim() == 2 and len(slot) == B else 0
 
 
 # ---- A layer ------------------------------------------------------------------------------------
@@ -257,13 +257,13 @@ class Operations:
     def take_positions(self, at: native.Positions) -> None:
         self.positions = at
         for op in self.mixing:
-            op.set("at", at)
+            op.set("positions", at)
 
     def multiply_by(self, own: Tensor) -> None:
         """own [B, T, P]"""
         own = own.contiguous()
-        self.multiplied.set("times", own)
-        self.multiplied.times_stride = own.shape[2]
+        self.multiplied.set("multiplier", own)
+        self.multiplied.multiplier_stride = own.shape[2]
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:

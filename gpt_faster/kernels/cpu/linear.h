@@ -1,214 +1,232 @@
-// Products with fp32, bf16, int8 or int4 weights: of one row or many, of experts too.
+// Linears with fp32, bf16, int8 or int4 weights, for one row or many, and MoE expert linears.
 
 #pragma once
 
-#include "blocks.h"
-#include "decoded.h"
+#include "dequantize.h"
+#include "epilogue.h"
+#include "gemm_tiles.h"
 #include "threads.h"
 
-// y [M, ROWS] of int8's whole numbers -> of what these stand for
-static void times_scale(int M, const Linear& op, int i, float* y) {
+// y [M, NR]: the outputs of panel i
+static void apply_int8_scales(int M, const Linear& op, int i, float* y) {
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) {
-      float* sum = y + m * ROWS + v * LANES;
+      float* sum = y + m * NR + v * LANES;
       store(sum, load<vf>(sum) * int8_scale(op, i, v));
     }
 }
 
+// y [M, NR] = x by panel i; unpacked: the panel in x's format, or null
 template <int M>
-static void block_by(const Linear& op, int i, const Rows& rows, float* y, const Decoded* decoded) {
-  const char* w = block(op, i, rows.K);
-  if (op.format == FP32) by_fp32<M>((const float*)w, rows, y);
-  if (op.format == BF16 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
-  else if (op.format == BF16) by_bf16<M>((const int32_t*)w, rows, y);
-  if (op.format == INT4 && numbers(op) == BYTES)
-    by_bytes<M>((const int32_t*)decoded->codes, decoded->scales, rows, y);
-  else if (op.format == INT4 && decoded) by_codes<M>(decoded->codes, decoded->scales, rows, y);
+static void panel_kernel(const Linear& op, int i, const Activations& x, float* y,
+                         const UnpackedPanel* unpacked) {
+  const char* w = weight_panel(op, i, x.K);
+  if (op.format == FP32) fp32_kernel<M>((const float*)w, x, y);
+  if (op.format == BF16 && unpacked) int16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
+  else if (op.format == BF16) bf16_kernel<M>((const int32_t*)w, x, y);
+  if (op.format == INT4 && activation_format(op) == X_INT8)
+    int8_kernel<M>((const int32_t*)unpacked->codes, unpacked->scales, x, y);
+  else if (op.format == INT4 && unpacked) int16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
   else if (op.format == INT4)
-    by_int4<M>((const int32_t*)w, int4_scales(op, i, rows.K), op.group, rows, y);
+    int4_kernel<M>((const int32_t*)w, int4_scales(op, i, x.K), op.group_size, x, y);
   if (op.format == INT8) {
-    if (decoded && numbers(op) == INTEGERS) by_codes<M>(decoded->codes, nullptr, rows, y);
-    else if (decoded) by_bytes<M>((const int32_t*)decoded->codes, nullptr, rows, y);
-    else by_codes<M>((const int8_t*)w, nullptr, rows, y);
-    times_scale(M, op, i, y);
+    if (unpacked && activation_format(op) == X_INT16)
+      int16_kernel<M>(unpacked->codes, nullptr, x, y);
+    else if (unpacked) int8_kernel<M>((const int32_t*)unpacked->codes, nullptr, x, y);
+    else int16_kernel<M>((const int8_t*)w, nullptr, x, y);
+    apply_int8_scales(M, op, i, y);
   }
 }
 
+// The instance for m rows, 1 <= m <= M
 template <int M>
-static void block_by_some(int m, const Linear& op, int i, const Rows& rows, float* y,
-                          const Decoded* decoded) {
-  if (m == M) return block_by<M>(op, i, rows, y, decoded);
-  if constexpr (M > 1) block_by_some<M - 1>(m, op, i, rows, y, decoded);
+static void panel_kernel_for(int m, const Linear& op, int i, const Activations& x, float* y,
+                             const UnpackedPanel* unpacked) {
+  if (m == M) return panel_kernel<M>(op, i, x, y, unpacked);
+  if constexpr (M > 1) panel_kernel_for<M - 1>(m, op, i, x, y, unpacked);
 }
 
-static int most_rows(const Linear& op) {       // that share what is loaded of the weights
-  if (is_by_matrices(op)) return MATRICES_ROWS;
-  return numbers(op) == BYTES ? BYTES_TILE : TILE;
+static int max_tile_rows(const Linear& op) {
+  if (uses_amx(op)) return AMX_MR;
+  return activation_format(op) == X_INT8 ? MR_INT8 : MR;
 }
 
-// y [M, ROWS], M up to most_rows()
-static void block_by_tile(int M, const Linear& op, int i, const Rows& rows, float* y,
-                          const Decoded* decoded) {
-  if (numbers(op) == PAIRS) {
-    const void* pairs = decoded ? (const void*)decoded->codes : block(op, i, rows.K);
-    tiles(M, (const int32_t*)pairs, ROWS, rows.K / 2, (const int32_t*)rows.q, rows.ldq() / 2, y,
-          ROWS, false);
-    if (op.format == INT8) times_scale(M, op, i, y);
+// y [M, NR] = x by panel i; M <= max_tile_rows()
+static void multiply_tile(int M, const Linear& op, int i, const Activations& x, float* y,
+                          const UnpackedPanel* unpacked) {
+  if (activation_format(op) == X_BF16) {
+    const void* pairs = unpacked ? (const void*)unpacked->codes : weight_panel(op, i, x.K);
+    gemm_panel(M, (const int32_t*)pairs, NR, x.K / 2, (const int32_t*)x.q, x.ldq() / 2, y, NR,
+               false);
+    if (op.format == INT8) apply_int8_scales(M, op, i, y);
     return;
   }
-  int n_group = rows.K / GROUP;
-  block_by_some<TILE>(M, op, i, rows, y, decoded);
-  if (decoded && op.format == INT4)
-    tile_of<TILE>(M, decoded->terms, ROWS, n_group, rows.sum, n_group, y, ROWS, true);
+  int n_group = x.K / GROUP;
+  panel_kernel_for<MR>(M, op, i, x, y, unpacked);
+  if (unpacked && op.format == INT4)
+    micro_kernel_for<MR>(M, unpacked->offsets, NR, n_group, x.x_sum, n_group, y, NR, true);
 }
 
-static bool is_decoded(const Linear& op) {     // once for all tiles; as measured
-  if (is_by_matrices(op)) return op.format != BF16;
-  if (op.format == INT4) return numbers(op) == BYTES || op.M > (LANES > 8 ? 2 : 1) * TILE;
-  if (op.format == INT8) return numbers(op) == BYTES || (LANES == 8 && op.M > 128);
-  return op.format == BF16 && numbers(op) == INTEGERS;
+// Is a panel unpacked before its tiles are multiplied? Thresholds as measured.
+static bool needs_unpacking(const Linear& op) {
+  if (uses_amx(op)) return op.format != BF16;
+  if (op.format == INT4) return activation_format(op) == X_INT8 || op.M > (LANES > 8 ? 2 : 1) * MR;
+  if (op.format == INT8) return activation_format(op) == X_INT8 || (LANES == 8 && op.M > 128);
+  return op.format == BF16 && activation_format(op) == X_INT16;
 }
 
-static void read_row(const Linear& op, int m, int K, float* to) {
-  long row = op.order ? op.order[m] : m;
+static void read_row(const Linear& op, int m, int K, float* to) { // normalized, padded to K
+  long row = op.gather_rows ? op.gather_rows[m] : m;
   read_floats(op.x, op.x_type, row * (op.x_stride ? op.x_stride : op.K), op.K, to);
   normalize(op.norm, op.K, to);
   std::fill(to + op.K, to + K, 0.0f);
 }
 
-constexpr int MOST_ROWS = 192;                 // of x at a time, as floats: they stay in the L2
+constexpr int MC = 192;                        // rows of an fp32 task: the activations stay in L2
 
-constexpr int STEP_BYTES = 1 << 19;            // of weights, as bf16, that meet all rows: in the L2
+constexpr int L2_WEIGHT_BYTES = 1 << 19;       // of an AMX task's panels as bf16: they stay in L2
 
-// A linear, or an expert of one: rows of x that are read, then tasks that each make blocks of outputs
-struct Product {
+// A linear, or one expert's: rows of x to convert, then tasks, each of some panels
+struct Gemm {
   Linear op;
-  int first;                                   // of its rows, among all experts'
-  int K, n_block, step, n_task;                // step: blocks of a task
-  bool by_stored;                              // or as floats
+  int first_row;                               // among the rows of all experts
+  int K;                                       // padded to GROUP
+  int n_panel, panels_per_task, n_task;
+  bool whole_panels;                           // see uses_whole_panels()
 
-  Product(const Linear& op, int first, int n_thread) : op(op), first(first) {
-    K = padded(op.K, GROUP);
-    n_block = padded(outputs(op), ROWS) / ROWS;
-    by_stored = is_by_stored(op);
-    step = op.M > TILE || is_decoded(op) ? 1 : std::max(1, n_block / (8 * n_thread));
-    if (is_by_matrices(op))                    // rows of x meet several, which stay in the L2
-      step = std::max(1, std::min(STEP_BYTES / (2 * K * ROWS), n_block / (4 * n_thread)));
-    n_task = by_stored ? (n_block + step - 1) / step
-                       : n_block * ((op.M + MOST_ROWS - 1) / MOST_ROWS);
+  Gemm(const Linear& op, int first_row, int n_thread) : op(op), first_row(first_row) {
+    K = round_up(op.K, GROUP);
+    n_panel = round_up(n_output(op), NR) / NR;
+    whole_panels = uses_whole_panels(op);
+    panels_per_task = op.M > MR || needs_unpacking(op) ? 1 : std::max(1, n_panel / (8 * n_thread));
+    if (uses_amx(op))
+      panels_per_task =
+          std::max(1, std::min(L2_WEIGHT_BYTES / (2 * K * NR), n_panel / (4 * n_thread)));
+    n_task = whole_panels ? (n_panel + panels_per_task - 1) / panels_per_task
+                          : n_panel * ((op.M + MC - 1) / MC);
   }
 
-  void read(int m, const Rows& rows) const {
-    float* row = numbers(op) == FLOATS ? rows.x + (long)m * K : memory_of(own, K);
+  void convert_row(int m, const Activations& x) const {
+    float* row = activation_format(op) == X_FP32 ? x.x + (long)m * K : reserve(thread_scratch, K);
     read_row(op, m, K, row);
-    if (numbers(op) >= INTEGERS)
-      rows.quantize(m, row, most_of(op), op.format == INT4);
-    if (numbers(op) == PAIRS) write_floats(row, K, rows.q, BF16, (long)m * rows.ldq());
+    if (activation_format(op) >= X_INT16) x.quantize(m, row, max_code(op), op.format == INT4);
+    if (activation_format(op) == X_BF16) write_floats(row, K, x.q, BF16, (long)m * x.ldq());
   }
 
-  void make(int task, const Rows& rows) const {
-    if (by_stored) return make_by_stored(task, rows);
-    int from = task / n_block * MOST_ROWS;
-    make_by_floats(task % n_block, rows.x + (long)from * K, from, std::min(MOST_ROWS, op.M - from));
+  void run_task(int task, const Activations& x) const {
+    if (whole_panels) return run_panels(task, x);
+    int first = task / n_panel * MC;
+    run_fp32_blocks(task % n_panel, x.x + (long)first * K, first, std::min(MC, op.M - first));
   }
 
-  void make_by_stored(int task, const Rows& rows) const {
-    int most = most_rows(op), n_tile = (op.M + most - 1) / most;
-    size_t n_y = (size_t)step * most * ROWS, n_decoded = is_decoded(op) ? Decoded::size(K) : 0;
-    float* y = memory_of(own, 2 * n_y + 2 * step * n_decoded);
-    int begin = task * step, end = std::min(n_block, begin + step);
-    auto decoded = [&](int half, int i) {
-      return Decoded(y + 2 * n_y + (half * step + i - begin) * n_decoded, K);
+  // Some panels for all rows, in tiles of nearly equal height
+  void run_panels(int task, const Activations& x) const {
+    int tile_rows = max_tile_rows(op);
+    int n_tile = (op.M + tile_rows - 1) / tile_rows;
+    size_t n_y = (size_t)panels_per_task * tile_rows * NR;
+    size_t n_unpacked = needs_unpacking(op) ? UnpackedPanel::n_float(K) : 0;
+    float* y = reserve(thread_scratch, 2 * n_y + 2 * panels_per_task * n_unpacked);
+    int begin = task * panels_per_task;
+    int end = std::min(n_panel, begin + panels_per_task);
+    auto unpacked_panel = [&](int half, int i) {                  // half 1: the up projection
+      return UnpackedPanel(y + 2 * n_y + (half * panels_per_task + i - begin) * n_unpacked, K);
     };
-    if (n_decoded)
+    if (n_unpacked)
       for (int half = 0; half <= op.gated; half++)
-        for (int i = begin; i < end; i++) decoded(half, i).decode(op, i + half * n_block, K);
-    for (int j = 0, m = 0; j < n_tile; j++) {  // of nearly equal height
+        for (int i = begin; i < end; i++) unpacked_panel(half, i).unpack(op, i + half * n_panel, K);
+    for (int j = 0, m = 0; j < n_tile; j++) {
       int height = (op.M - m + n_tile - j - 1) / (n_tile - j);
-      auto to = [&](int half, int i) { return y + half * n_y + (i - begin) * height * ROWS; };
+      auto tile = [&](int half, int i) { return y + half * n_y + (i - begin) * height * NR; };
       if (n_tile > 1)
-        for (int r = 0; r < height; r++) prefetch_out(op, m + r, begin * ROWS);
+        for (int r = 0; r < height; r++) prefetch_epilogue(op, m + r, begin * NR);
       for (int half = 0; half <= op.gated; half++)
         for (int i = begin; i < end; i++) {
-          Decoded as_decoded = decoded(half, i);
-          block_by_tile(height, op, i + half * n_block, rows.from(m), to(half, i),
-                        n_decoded ? &as_decoded : nullptr);
+          UnpackedPanel unpacked = unpacked_panel(half, i);
+          multiply_tile(height, op, i + half * n_panel, x.from_row(m), tile(half, i),
+                        n_unpacked ? &unpacked : nullptr);
         }
       for (int r = 0; r < height; r++)
         for (int i = begin; i < end; i++)
-          finish(op, m + r, i * ROWS, std::min(ROWS, outputs(op) - i * ROWS),
-                 to(0, i) + r * ROWS, op.gated ? to(1, i) + r * ROWS : nullptr);
+          epilogue(op, m + r, i * NR, std::min(NR, n_output(op) - i * NR), tile(0, i) + r * NR,
+                   op.gated ? tile(1, i) + r * NR : nullptr);
       m += height;
     }
   }
 
-  // Block i for rows [from, from + M), which are x [M, K]: weights become floats [DEPTH, ROWS], which
-  // all share
-  void make_by_floats(int i, const float* x, int from, int M) const {
-    float* w = memory_of(own, DEPTH * ROWS + 2 * (size_t)M * ROWS);
-    float* y[2] = {w + DEPTH * ROWS, w + DEPTH * ROWS + M * ROWS};
+  // Panel i for rows [first, first + M), x [M, K], one dequantized block [KC, NR] at a time
+  void run_fp32_blocks(int i, const float* x, int first, int M) const {
+    float* w = reserve(thread_scratch, KC * NR + 2 * (size_t)M * NR);
+    float* y[2] = {w + KC * NR, w + KC * NR + M * NR};
     for (int half = 0; half <= op.gated; half++)
-      for (int k = 0; k < K; k += DEPTH) {
-        int n = std::min(DEPTH, K - k);
-        to_floats(op, i + half * n_block, K, k, n, w);
-        tiles(M, w, ROWS, n, x + k, K, y[half], ROWS, k > 0);
+      for (int k = 0; k < K; k += KC) {
+        int n = std::min(KC, K - k);
+        dequantize_block(op, i + half * n_panel, K, k, n, w);
+        gemm_panel(M, w, NR, n, x + k, K, y[half], NR, k > 0);
       }
-    int n = std::min(ROWS, outputs(op) - i * ROWS);
+    int n = std::min(NR, n_output(op) - i * NR);
     for (int m = 0; m < M; m++)
-      finish(op, from + m, i * ROWS, n, y[0] + m * ROWS, op.gated ? y[1] + m * ROWS : nullptr);
+      epilogue(op, first + m, i * NR, n, y[0] + m * NR, op.gated ? y[1] + m * NR : nullptr);
   }
 };
 
-// The linear of expert e, whose rows begin at `first`
-static Linear expert(const Linear& op, int e, int first, int M) {
-  auto moved = [](const void* p, int type, long n) {
-    return (char*)p + n * (type == FP32 ? 4 : 2);
+// The linear of expert e, whose M sorted rows begin at first_row
+static Linear expert_linear(const Linear& op, int e, int first_row, int M) {
+  auto advance = [](const void* p, int dtype, long n) {
+    return (char*)p + n * (dtype == FP32 ? 4 : 2);
   };
-  int K = padded(op.K, GROUP);
-  long n_block = (long)padded(outputs(op), ROWS) / ROWS << op.gated;
-  size_t n_scale = (op.format == INT4 ? K / op.group : 1) * n_block * ROWS;
+  int K = round_up(op.K, GROUP);
+  long n_panel = (long)round_up(n_output(op), NR) / NR << op.gated;
+  size_t n_scale = (op.format == INT4 ? K / op.group_size : 1) * n_panel * NR;
   Linear one = op;
   one.M = M;
-  one.weight = (const char*)op.weight + e * n_block * block_bytes(op.format, K);
+  one.weight = (const char*)op.weight + e * n_panel * panel_bytes(op.format, K);
   if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
-  if (op.bias) one.bias = moved(op.bias, op.bias_type, (long)e * op.N);
-  if (op.order) one.order = op.order + first;
-  else one.x = moved(op.x, op.x_type, op.ends ? (long)first * op.K : (long)e * op.x_step);
-  one.out = moved(op.out, op.out_type, op.ends ? (long)first * outputs(op) : (long)e * op.out_step);
+  if (op.bias) one.bias = advance(op.bias, op.bias_type, (long)e * op.N);
+  if (op.gather_rows) one.gather_rows = op.gather_rows + first_row;
+  else
+    one.x = advance(op.x, op.x_type,
+                    op.expert_ends ? (long)first_row * op.K : (long)e * op.x_expert_stride);
+  one.out = advance(op.out, op.out_type, op.expert_ends ? (long)first_row * n_output(op)
+                                                        : (long)e * op.out_expert_stride);
   return one;
 }
 
-static int rows_in_all(const Linear& op) { return op.n_expert && !op.ends ? op.n_expert * op.M : op.M; }
+static int total_rows(const Linear& op) {
+  return op.n_expert && !op.expert_ends ? op.n_expert * op.M : op.M;
+}
 
 static void linear(const Linear& op, Phase* phase, int n_thread) {
-  static thread_local std::vector<Product> products;
-  products.clear();
+  static thread_local std::vector<Gemm> gemms;
+  gemms.clear();
   int n_row = 0, n_task = 0;
   for (int e = 0; e < std::max(1, op.n_expert); e++) {
-    int M = op.n_expert && op.ends ? op.ends[e] - n_row : op.M;
+    int M = op.n_expert && op.expert_ends ? op.expert_ends[e] - n_row : op.M;
     if (M == 0) continue;
-    products.push_back(Product(op.n_expert ? expert(op, e, n_row, M) : op, n_row, n_thread));
+    gemms.push_back(Gemm(op.n_expert ? expert_linear(op, e, n_row, M) : op, n_row, n_thread));
     n_row += M;
-    n_task += products.back().n_task;
+    n_task += gemms.back().n_task;
   }
-  int K = padded(op.K, GROUP);
-  bool is_shared = n_row > 1, is_read = false; // one row: each thread reads it, and waits for none
-  float* memory = is_shared ? memory_of(shared, 0) : memory_of(own_row, Rows::floats(1, K));
-  auto rows_of = [&](const Product& p) {
-    return Rows(memory + Rows::floats(p.first, K), p.op.M, K);
+  int K = round_up(op.K, GROUP);
+  // A single row is converted by every thread for itself: cheaper than waiting for one that does it
+  bool is_shared = n_row > 1;
+  bool is_converted = false;
+  float* memory = is_shared ? reserve(shared_scratch, 0)
+                            : reserve(thread_activations, Activations::n_float(1, K));
+  auto activations_of = [&](const Gemm& gemm) {
+    return Activations(memory + Activations::n_float(gemm.first_row, K), gemm.op.M, K);
   };
-  size_t at = 0;                               // the product of a task: a thread's tasks ascend
+  size_t i = 0;                                // the task's GEMM; a thread's tasks ascend
   if (is_shared)
-    do_tasks(phase[0], n_row, std::max(1, n_row / (16 * n_thread)), [&](int row) {
-      while (row >= products[at].first + products[at].op.M) at++;
-      products[at].read(row - products[at].first, rows_of(products[at]));
+    run_tasks(phase[0], n_row, std::max(1, n_row / (16 * n_thread)), [&](int row) {
+      while (row >= gemms[i].first_row + gemms[i].op.M) i++;
+      gemms[i].convert_row(row - gemms[i].first_row, activations_of(gemms[i]));
     });
-  at = 0;
-  int before = 0;
-  do_tasks(phase[1], n_task, 1, [&](int task) {
-    if (!is_shared && !is_read) products[0].read(0, rows_of(products[0]));
-    is_read = true;
-    for (; task >= before + products[at].n_task; at++) before += products[at].n_task;
-    products[at].make(task - before, rows_of(products[at]));
+  i = 0;
+  int first_task = 0;                          // of GEMM i
+  run_tasks(phase[1], n_task, 1, [&](int task) {
+    if (!is_shared && !is_converted) gemms[0].convert_row(0, activations_of(gemms[0]));
+    is_converted = true;
+    for (; task >= first_task + gemms[i].n_task; i++) first_task += gemms[i].n_task;
+    gemms[i].run_task(task - first_task, activations_of(gemms[i]));
   });
 }

@@ -123,14 +123,16 @@ class LatentMixer:
             kind=native.LATENT, N=N, nope=attn.nope_dim, rope=self.rope_dim, rank=self.rank, S=S,
             n_row=n_row, q_stride=q_stride, k_stride=stride, norm=norm_struct(attn.kv_a_norm), q=q,
             k=k, queries=ops.at["queries"], cache=cache))
-        ops.linear("attn.wk_b", self.before[-1], "queries", x_stride=q_stride, out_step=width,
-                   x_step=attn.nope_dim + self.rope_dim, out_stride=N * width)
+        ops.linear("attn.wk_b", self.before[-1], "queries", x_stride=q_stride,
+                   x_expert_stride=attn.nope_dim + self.rope_dim, out_stride=N * width,
+                   out_expert_stride=width)
         ops.at_positions(native.Attention(
             kind=native.ATTENTION, N=N, K=1, H=width, V=self.rank, S=S, n_row=n_row,
-            is_turned=True, scale=attn.attend.scale, qkv=ops.at["queries"], k_cache=cache,
+            rope_applied=True, scale=attn.attend.scale, qkv=ops.at["queries"], k_cache=cache,
             v_cache=cache, out=ops.at["latents"]))
-        ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank, x_step=self.rank,
-                   out_stride=N * attn.v_dim, out_step=attn.v_dim)
+        ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank,
+                   x_expert_stride=self.rank, out_stride=N * attn.v_dim,
+                   out_expert_stride=attn.v_dim)
         ops.branch("attn.wo", "attended", None, "x1", attn,
                    norm_behind(ops.parts, "attn"))
 
@@ -149,10 +151,10 @@ class DeltaMixer:
     def fits(layer: nn.Module) -> bool:
         attn = layer.attn
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
-        lanes = native.block_rows() // 2
+        lanes = native.panel_width() // 2
         whole = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
         norms = layer.attn_norm, norm_behind(layer, "attn")
-        return (whole and attn.shape.n_tap <= native.MOST_TAPS and all(map(fits_norm, norms))
+        return (whole and attn.shape.n_tap <= native.MAX_TAPS and all(map(fits_norm, norms))
                 and all(map(fits_linear, linears)))
 
     widths = AttentionMixer.widths

@@ -1,10 +1,10 @@
-// RMSNorm and LayerNorm, and the residual stream between two layers.
+// RMSNorm, LayerNorm, and the residual addition with a norm.
 
 #pragma once
 
 #include <cmath>
 
-#include "floats.h"
+#include "dtypes.h"
 #include "threads.h"
 
 enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
@@ -15,7 +15,7 @@ struct Norm {
   const float *weight, *bias;
 };
 
-static void normalize(const Norm& norm, int n, float* x) {        // n may be any number
+static void normalize(const Norm& norm, int n, float* x) {        // any n, in place
   if (norm.kind == NO_NORM) return;
   float mean = 0;
   if (norm.kind == LAYER_NORM) {
@@ -31,7 +31,7 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
       vf v = load<vf>(x + i + j * LANES);
       squares[j] += v * v;
     }
-  float sum = sum_of(squares[0] + squares[1] + squares[2] + squares[3]);
+  float sum = horizontal_sum(squares[0] + squares[1] + squares[2] + squares[3]);
   for (; i < n; i++) sum += x[i] * x[i];
   float factor = 1 / std::sqrt(sum / n + norm.eps);
   for (i = 0; i + LANES <= n; i += LANES)
@@ -41,7 +41,7 @@ static void normalize(const Norm& norm, int n, float* x) {        // n may be an
     for (i = 0; i < n; i++) x[i] += norm.bias[i];
 }
 
-// out [M, D] = (residual + factor * norm(x)) * scale [1], if there is one
+// out [M, D] = (residual + factor * norm(x)) * scale; scale [1] or null
 struct AddNorm {
   int32_t kind, M, D, x_type, out_type, residual_type;
   float factor;
@@ -52,14 +52,14 @@ struct AddNorm {
 };
 
 static void add_norm(const AddNorm& op, Phase* phase) {
-  do_tasks(phase[0], op.M, 4, [&](int m) {
-    float* x = memory_of(own, 2 * (size_t)op.D);
-    float* old = x + op.D;
+  run_tasks(phase[0], op.M, 4, [&](int m) {
+    float* x = reserve(thread_scratch, 2 * (size_t)op.D);
+    float* residual = x + op.D;
     read_floats(op.x, op.x_type, (long)m * op.D, op.D, x);
     normalize(op.norm, op.D, x);
-    read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, old);
+    read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, residual);
     float scale = op.scale ? *op.scale : 1;
-    for (int i = 0; i < op.D; i++) x[i] = (old[i] + op.factor * x[i]) * scale;
+    for (int i = 0; i < op.D; i++) x[i] = (residual[i] + op.factor * x[i]) * scale;
     write_floats(x, op.D, op.out, op.out_type, (long)m * op.D);
   });
 }

@@ -1,7 +1,7 @@
-"""Uncompiled products with int8 and int4 weights on a CPU: layouts in memory, and ATen's kernels.
+"""int8 and int4 matmuls on a CPU without --compile: packed layouts and ATen's kernels.
 
-Each does what quantize.py's product does, faster. Knows no modules, no files and not which linear
-gets which kernel: that is linear.py's.
+Each gives the result of quantize.py's product, faster. Knows no modules and no files; linear.py
+chooses the kernel of each linear.
 
     weight, scales, zeros = INT4_CPU.pack(weight, scales, zeros)
     y = INT4_CPU.product(x, weight, scales, zeros)               # [M, in] -> [M, out]
@@ -18,41 +18,41 @@ from gpt_faster.kernels import private
 from gpt_faster.kernels.plain import Kernel
 from quantize import pack_nibbles, product, unpack_nibbles
 
-# For a few rows ATen's kernels stream the packed weights as fast as they can be turned into floats.
-# For many, a CPU with bf16 arithmetic is faster at unpacking them once; one without is not.
+# For small batches ATen's kernels are limited by unpacking the weights. For large ones, unpacking
+# them once into a bf16 scratch buffer is faster, but only on a CPU with bf16 arithmetic.
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_BF16 = AVX512 and private.has_bf16()
-SCRATCH = 1 << 24                                  # weights unpacked at a time
+SCRATCH_SIZE = 1 << 24                             # weights unpacked at a time
 
 
 class Scratch(threading.local):
-    """Memory that is always the same: fresh pages cost more than what is done with them.
+    """A reused buffer per thread and dtype: page faults on fresh memory cost more than the kernels.
 
-    Each thread has its own; a second call with the same dtype takes the first one's back.
+    A call invalidates the previous one's tensor of the same dtype.
     """
 
     def __init__(self):
-        self.memory = {}
+        self.buffers = {}
 
     def __call__(self, n: int, dtype=torch.bfloat16) -> Tensor:
-        if n > self.memory.get(dtype, torch.empty(0)).numel():
-            with torch.inference_mode(False):      # whoever calls: it serves everyone
-                self.memory[dtype] = torch.empty(n, dtype=dtype)
-        return self.memory[dtype][:n]
+        if n > self.buffers.get(dtype, torch.empty(0)).numel():
+            with torch.inference_mode(False):      # the buffer outlives the caller's mode
+                self.buffers[dtype] = torch.empty(n, dtype=dtype)
+        return self.buffers[dtype][:n]
 
 
 scratch = Scratch()
 
 
 def pack_int8_cpu(weight, scales, zeros=None):
-    """-> [out, in/4], the bits of four numbers in a float32; those of column j:
+    """[out, in] -> [out, in/4], four int8 in the bits of a float32. Column j holds these columns:
 
     byte    0      1         2         3
     column  j   j + in/4  j + in/2  j + 3in/4
     """
-    four = weight.unflatten(-1, (4, -1)).transpose(-1, -2).contiguous()
-    return four.view(torch.float32).squeeze(-1), scales, None
+    quads = weight.unflatten(-1, (4, -1)).transpose(-1, -2).contiguous()
+    return quads.view(torch.float32).squeeze(-1), scales, None
 
 
 def unpack_int8_cpu(weight):
@@ -60,18 +60,19 @@ def unpack_int8_cpu(weight):
 
 
 def int8_cpu(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Few rows by ATen's kernel, or many: int8 becomes bf16 exactly, the scales can wait."""
+    """Small batches: ATen's kernel. Large ones: weights to x's dtype (exact), scales at the end."""
     weight, n_out, n_in = weight.view(torch.int8), weight.shape[0], x.shape[1]
-    x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # the columns' order
+    x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # as packed
     if x.dtype == torch.bfloat16 and (x.shape[0] <= 16 or not HAS_BF16):
         y = private.int8_product(x, weight, scales)
         if y is not None:
             return y
-    y, step = x.new_empty(x.shape[0], n_out), max(1, SCRATCH // n_in)
+    y = x.new_empty(x.shape[0], n_out)
+    step = max(1, SCRATCH_SIZE // n_in)
     for a in range(0, n_out, step):
         part, scale = weight[a:a + step], scales[a:a + step]
         w = scratch(part.numel(), x.dtype).view_as(part).copy_(part)
-        if x.dtype == torch.float16:                       # whose sums might overflow
+        if x.dtype == torch.float16:                       # unscaled sums may overflow
             w.mul_(scale[:, None])
             scale = scale.new_ones(())
         torch.mul(F.linear(x, w), scale, out=y[:, a:a + step])
@@ -79,20 +80,21 @@ def int8_cpu(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = N
 
 
 def scales_and_zeros(scales, zeros, n_in):
-    """[out, in/G] each -> [in/G', out, 2], G' the largest group of ATen's that divides G."""
+    """Two [out, in/G] -> [in/G', out, 2]; G' is ATen's largest group size that divides G."""
     group = n_in // scales.shape[1]
-    times = group // next(g for g in (256, 128, 64, 32) if group % g == 0)
-    both = torch.stack((scales, zeros), -1).repeat_interleave(times, 1)
+    repeats = group // next(g for g in (256, 128, 64, 32) if group % g == 0)
+    both = torch.stack((scales, zeros), -1).repeat_interleave(repeats, 1)
     return both.transpose(0, 1).contiguous()
 
 
 def pack_int4_cpu(weight, scales, zeros):
-    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], out' being out rounded up to 64.
+    """-> bytes [out', in/2], scales and zeros [in/G, out', 2], None; out' is out rounded up to 64.
 
-    As they are where torch has no such layout: then zeros go on being there.
+    Returns the arguments unchanged if this torch has no packing operator.
     """
     n_out = weight.shape[0]
-    padded, step = -(-n_out // 64) * 64, max(64, SCRATCH // (weight.shape[1] * 2) // 64 * 64)
+    padded = -(-n_out // 64) * 64
+    step = max(64, SCRATCH_SIZE // (weight.shape[1] * 2) // 64 * 64)
     packed = weight.new_empty(padded, weight.shape[1])
     for a in range(0, padded, step):
         q = unpack_nibbles(weight[a:a + step]).int()
@@ -107,8 +109,10 @@ def pack_int4_cpu(weight, scales, zeros):
 
 @cache
 def int4_block() -> tuple[int, bool]:
-    """How many rows a block of ATen's has, [in, rows/2] bytes; are a byte's two rows neighbours, or
-    half a block apart? 64 and apart on AVX-512, 32 and apart on AVX2; else neighbours, 16 or 32.
+    """ATen's int4 layout, found by packing: the rows of a block [in, rows/2] of bytes, and whether
+    a byte's two rows are adjacent, not half a block apart.
+
+    AVX-512: 64, apart. AVX2: 32, apart. Else 16 or 32, adjacent.
     """
     def first_column(q):
         q = torch.stack((q, torch.zeros(64, dtype=torch.int32)), 1)
@@ -118,18 +122,19 @@ def int4_block() -> tuple[int, bool]:
 
 
 def unpack_int4_cpu(weight):
-    """Whole blocks only."""
-    rows, neighbours = int4_block()
+    """ATen's layout -> quantize.py's; whole blocks of rows only."""
+    rows, adjacent = int4_block()
     blocks = weight.view(-1, weight.shape[1] * 2, rows // 2)
-    q = torch.stack((blocks & 15, blocks >> 4), -1 if neighbours else -2)
+    q = torch.stack((blocks & 15, blocks >> 4), -1 if adjacent else -2)
     return pack_nibbles(q.flatten(-2).transpose(1, 2).flatten(0, 1))
 
 
-def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Many rows, on AVX-512: unpack blocks of columns of w' [in, out], then multiply."""
+def int4_large_batch(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """On AVX-512: dequantize w' [in, out], a block of columns at a time, then matmul."""
     n_group, n_out, _ = scales.shape
     n_in = weight.shape[1] * 2
-    y, step = x.new_empty(x.shape[0], n_out), max(64, SCRATCH // n_in // 64 * 64)
+    y = x.new_empty(x.shape[0], n_out)
+    step = max(64, SCRATCH_SIZE // n_in // 64 * 64)
     for a in range(0, n_out, step):
         n = min(step, n_out - a)
         block = weight[a:a + n].view(n // 64, n_in, 32)
@@ -140,16 +145,16 @@ def int4_rows(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
             w[:, :, i].transpose(0, 1).copy_(half.view(torch.int8).sub_(8))
         scale, zero = scales[:, None, a:a + n].unbind(-1)                  # [in/G, 1, n]
         w = w.view(n_group, -1, n)
-        torch.addcmul(zero.contiguous(), w, scale.contiguous(), out=w)     # 5 times as fast
+        torch.addcmul(zero.contiguous(), w, scale.contiguous(), out=w)     # contiguous: 5x faster
         torch.mm(x, w.view(n_in, n), out=y[:, a:a + n])
     return y
 
 
 def int4_cpu(x, weight, scales, zeros=None):
-    if zeros is not None:                          # not packed
+    if zeros is not None:                          # not packed: see pack_int4_cpu
         return product(x, weight, scales, zeros)
     if x.shape[0] > 96 and HAS_BF16:
-        return int4_rows(x, weight, scales)
+        return int4_large_batch(x, weight, scales)
     group = 2 * weight.shape[1] // scales.shape[0]
     y = private.int4_product(x, weight, group, scales)
     if y is not None:
