@@ -453,7 +453,8 @@ def peers() -> str:
 
 # Table -> its page, and the function that makes it.
 PARTS = {
-    "headline": ("README.md", headline), "peers": ("docs/benchmarks.md", peers), "core": ("README.md", core),
+    "headline": ("README.md", headline), "core": ("README.md", core),
+    "peers": ("docs/benchmarks.md", peers),
     "files": ("docs/architecture.md", files), "families": ("docs/models.md", families),
     "flags": ("docs/flags.md", flags), "quality": ("docs/quantization.md", quality),
     "unseen": ("docs/quantization.md", unseen), "figures": ("docs/benchmarks.md", figures),
