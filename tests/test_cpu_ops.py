@@ -358,7 +358,7 @@ def test_every_family_by_operations(families, name):
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
         known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
-        assert getattr(layer.forward, "is_known", (False,) * 3) == known
+        assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 

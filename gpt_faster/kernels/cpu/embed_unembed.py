@@ -63,7 +63,7 @@ class InputBuffers:
         self.addresses = [ctypes.addressof(op) for op in ops]
 
     def fill(self, tokens: Tensor, pos: Tensor) -> None:
-        self.amplitude.copy_(self.model.amplitude)     # may have been edited
+        self.amplitude.copy_(self.model.amplitude)  # may have been edited
         if self.scales is not None:
             self.scales.copy_(self.model.embed.scales)
         for op in (*self.angles, *self.masks):

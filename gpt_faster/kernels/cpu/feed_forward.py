@@ -1,5 +1,5 @@
 """A layer's feed-forward as operations: dense, or MoE with few tokens. Also the layer's end, which
-adds the layer's own embedding.
+adds a per-layer embedding (Gemma 4).
 
 The interface is that of mixers.py: supports() checks a layer's modules, add_to() adds operations.
 
@@ -184,7 +184,7 @@ def feed_forward_of(layer: nn.Module) -> type:
 
 
 class LayerEnd:
-    """(x + norm(down(act(gate(x)) * own))) * scale, own: the layer's embedding of each token"""
+    """(x + norm(down(act(gate(x)) * own))) * scale, own: the per-layer embedding"""
 
     decode_only = False
 

@@ -235,7 +235,7 @@ class Operations:
         y = self.call.view("branch_out")
         y.copy_(of_all(module, y.to(self.call.dtype)))
 
-    def eager_attention(self, rope, slot, mask, batch_idx, *own) -> None:
+    def eager_attention(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
         layer, x = self.module, self.x
         y = layer.attn(layer.attn_norm(self.copy(x)), rope, slot, mask, batch_idx)
         self.call.view("x1").copy_(x + norm_behind(layer, "attn")(y))
@@ -246,9 +246,9 @@ class Operations:
         y = layer.ffn(layer.ffn_norm(self.copy(x)))
         self.call.view("x2").copy_(attended + norm_behind(layer, "ffn")(y))
 
-    def eager_end(self, rope, slot, mask, batch_idx, *own) -> None:
+    def eager_end(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
         x = self.call.view("x2")
-        x.copy_(self.module.end(self.copy(x), *own))
+        x.copy_(self.module.end(self.copy(x), *layer_embed))
 
     def copy(self, x: Tensor) -> Tensor:
         """x in the model's dtype. A copy: eager code and hooks may keep it."""
@@ -275,11 +275,11 @@ class Operations:
         for op in self.ops_with_positions:
             op.set("at", positions)
 
-    def set_multiplier(self, own: Tensor) -> None:
-        """own [B, T, P]: the layer's own embedding of each token"""
-        own = own.contiguous()
-        self.op_with_multiplier.set("times", own)
-        self.op_with_multiplier.times_stride = own.shape[2]
+    def set_multiplier(self, layer_embed: Tensor) -> None:
+        """layer_embed [B, T, P]: the layer's embedding of each token (Gemma 4)"""
+        layer_embed = layer_embed.contiguous()
+        self.op_with_multiplier.set("times", layer_embed)
+        self.op_with_multiplier.times_stride = layer_embed.shape[2]
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:
@@ -339,10 +339,10 @@ class OperationsLayer(MethodOverride):
             ops.set_shape(call.shape)
         return ops
 
-    def __call__(self, x, rope, slot, mask, batch_idx=None, *own) -> Tensor:
+    def __call__(self, x, rope, slot, mask, batch_idx=None, *layer_embed) -> Tensor:
         call, cache, operations = self.call, self.owner._modules.get("cache"), self.current
         if cache is None or not self.guard.in_model_call:
-            return self.original(x, rope, slot, mask, batch_idx, *own)
+            return self.original(x, rope, slot, mask, batch_idx, *layer_embed)
         if self.first:
             x = x.contiguous()
             call.begin(x, self.guard.n_call)
@@ -357,14 +357,14 @@ class OperationsLayer(MethodOverride):
         if operations.ops_with_positions and call.positions is not operations.positions:
             operations.set_positions(call.positions)
         if operations.op_with_multiplier:
-            operations.set_multiplier(*own)
+            operations.set_multiplier(*layer_embed)
         for step in operations.steps:
             if type(step) is list:
                 call.addresses += step
             else:
                 call.run()
                 with self.guard.eager_section():
-                    step(rope, slot, mask, batch_idx, *own)
+                    step(rope, slot, mask, batch_idx, *layer_embed)
         if self.last:
             call.run()
         return operations.copy(call.out) if self.returns_copy else call.out

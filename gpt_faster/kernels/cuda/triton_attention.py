@@ -22,13 +22,13 @@ MAX_SPLITS = 64
 
 
 @triton.jit
-def _norm_rope(x, at, is_row, norm, eps, cos, sin, H: tl.constexpr, HALF: tl.constexpr):
-    """Heads at x + at [n, 1] -> both halves [n, HALF], normalized and rotated, in x's dtype."""
+def _norm_rope(x, offset, is_row, norm, eps, cos, sin, H: tl.constexpr, HALF: tl.constexpr):
+    """Heads at x + offset [n, 1] -> both halves [n, HALF], normalized and rotated, in x's dtype."""
     kind = x.dtype.element_ty
     h = tl.arange(0, HALF)[None, :]
     is_h = is_row & (h < H // 2)
-    a = tl.load(x + at + h, is_h, 0).to(tl.float32)
-    b = tl.load(x + at + H // 2 + h, is_h, 0).to(tl.float32)
+    a = tl.load(x + offset + h, is_h, 0).to(tl.float32)
+    b = tl.load(x + offset + H // 2 + h, is_h, 0).to(tl.float32)
     if norm is not None:
         mean = (tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)) / H
         inverse = tl.rsqrt(mean + eps)

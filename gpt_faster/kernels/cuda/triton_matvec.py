@@ -58,8 +58,8 @@ def _rows(weight, scales, zeros, row, column, is_valid, bits: tl.constexpr, step
     """
     words, s, z = (), (), ()
     row = row.to(tl.int64)[:, None]
-    for at in tl.static_range(0, n_in, step):
-        c = at + column                            # read once: evict first, keep x cached
+    for start in tl.static_range(0, n_in, step):
+        c = start + column                         # read once: evict first, keep x cached
         if n_in % step != 0:
             is_valid &= c < n_in
         if bits == 16:                             # or fp32
