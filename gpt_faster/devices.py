@@ -13,7 +13,7 @@ import torch
 
 import generate
 from generate import log, peak_memory
-from gpt_faster.kernels.private import has_bf16
+from gpt_faster.kernels.torch_internals import has_bf16
 from gpt_faster.layers.embedding import embed_scale
 
 

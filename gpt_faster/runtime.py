@@ -32,7 +32,7 @@ from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from gpt_faster.formats.hub import resolve
 from gpt_faster.formats.load import count_parameters, n_bytes
-from gpt_faster.kernels.compile import will_change_over
+from gpt_faster.kernels.compile import can_switch_later
 from gpt_faster.kernels.cpu import native
 from gpt_faster.layers.embedding import has_learned_positions
 from gpt_faster.loading import load, load_shard, open_model
@@ -85,7 +85,7 @@ class Runtime:
 
         self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
         start = time.perf_counter()
-        self.changes_over = not waits and engine == "compile" and will_change_over(self.model)
+        self.changes_over = not waits and engine == "compile" and can_switch_later(self.model)
         self.build(draft)
         log(f"Engine: {engine}")
         if self.changes_over:

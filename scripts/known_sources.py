@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gpt_faster.cli.common import Parser, guarded
-from gpt_faster.kernels import as_read, linear
+from gpt_faster.kernels import linear, modifications
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from model import ExpertLinear, ModelConfig, Transformer
 
@@ -33,13 +33,13 @@ TESTS = ("--all", "--kernels", "-m", "kernels", "tests")
 
 
 def current() -> dict[str, dict[str, str]]:
-    quantized = *linear.EXCHANGED, *linear.stands_for()
+    quantized = *linear.QUANTIZED_MODULES, *linear.implemented_methods()
     modules = list(map(importlib.import_module, MODULES))
     models = {kind for module in modules for kind in vars(module).values()
               if isinstance(kind, type) and issubclass(kind, Transformer)}
     methods = [method for kind in (*models, ExpertLinear)      # are asked for one by one
-               for method in as_read.methods_of(kind).values()]
-    reached = as_read.all_of_core(modules, [*quantized, *methods])
+               for method in modifications.methods_of(kind).values()]
+    reached = modifications.core_code(modules, [*quantized, *methods])
     return dict(names=dict(sorted(reached.names.items())),
                 sources=dict(sorted(reached.sources.items())))
 
@@ -47,42 +47,44 @@ def current() -> dict[str, dict[str, str]]:
 def differing() -> list[str]:
     """The names whose entry is not in the file, or another one."""
     now = current()
-    return [name for part in now for name in sorted(now[part].keys() | as_read.known()[part].keys())
-            if now[part].get(name) != as_read.known()[part].get(name)]
+    known = modifications.known_sources()
+    return [name for part in now for name in sorted(now[part].keys() | known[part].keys())
+            if now[part].get(name) != known[part].get(name)]
 
 
 def concerned(name: str) -> list[str]:
     """The modules whose code comes to this function, class or name; none: they are of no model."""
     kinds = dict.fromkeys(kind for module in map(importlib.import_module, MODULES)
-                          for kind in vars(module).values() if as_read.is_of_core(kind)
+                          for kind in vars(module).values() if modifications.is_core(kind)
                           and isinstance(kind, type) and issubclass(kind, nn.Module))
     found = []
     for kind in kinds:
-        reached = as_read.Reached(filter(as_read.is_of_core, kind.__mro__))
+        reached = modifications.ReachableCode(filter(modifications.is_core, kind.__mro__))
         if name in reached.sources or name in reached.names:
             found.append(kind.__qualname__)
     return sorted(found)
 
 
 def of_a_llama() -> str:
-    """What of one runs as it is read by now."""
+    """The parts of a Llama that would run eagerly."""
     with torch.device("meta"):
         model = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 160, 128, qk_norm=True))
-    found = as_read.unknown_parts(model)
-    known = [cpu_layers.known_of(i, found) for i in range(len(model.layers))]
-    return cpu_layers.which(found, bool(found.model), known)
+    found = modifications.find_modifications(model)
+    known = [cpu_layers.unmodified_sublayers(i, found) for i in range(len(model.layers))]
+    return cpu_layers.eager_parts(found, bool(found.model), known)
 
 
 def write() -> int:
     """-> the exit status of the tests; where they fail the file is as it was."""
-    before = as_read.FILE.read_bytes() if as_read.FILE.exists() else None
-    as_read.FILE.write_text(json.dumps(current(), indent=1) + "\n")
+    file = modifications.KNOWN_SOURCES_FILE
+    before = file.read_bytes() if file.exists() else None
+    file.write_text(json.dumps(current(), indent=1) + "\n")
     status = 1
     try:
         status = subprocess.run([sys.executable, "-m", "pytest", *TESTS], cwd=ROOT).returncode
     finally:
         if status and before is not None:
-            as_read.FILE.write_bytes(before)
+            file.write_bytes(before)
     return status
 
 
@@ -96,7 +98,7 @@ def run(argv: list[str] | None = None) -> int:
     for name in names:
         print(f"{name}: {', '.join(concerned(name)) or 'no part of a model'}")
     if names:
-        print(f"Of a Llama, compiled on a CPU, {of_a_llama()} as it is read.")
+        print(f"A Llama compiled on a CPU would run {of_a_llama()} in eager PyTorch.")
     return 0
 
 

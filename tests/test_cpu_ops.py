@@ -19,10 +19,10 @@ from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.cpu import native
-from gpt_faster.kernels.cpu.experts import Experts
+from gpt_faster.kernels.cpu.experts import FusedExperts
 from gpt_faster.layers.attention import AttentionVariant, ScoredAttention
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED
@@ -358,7 +358,7 @@ def test_every_family_by_operations(families, name):
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
         known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
-        assert getattr(layer.forward, "is_known", (False,) * 3) == known
+        assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
 
 
@@ -491,7 +491,7 @@ def test_quantized_experts(families, finer, name, scheme, head, dtype):
     model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
     tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(0))
     expected = logits_of(model, tokens, 7)
-    assert cpu_layers.use_operations(model) and any(isinstance(getattr(layer.ffn, "experts", None), Experts) for layer in model.layers)
+    assert cpu_layers.use_operations(model) and any(isinstance(getattr(layer.ffn, "experts", None), FusedExperts) for layer in model.layers)
     found = logits_of(model, tokens, 7)
     assert (found - expected).abs().mean() < (1e-3 if dtype == torch.float32 else 0.05) * expected.std()
 
@@ -546,7 +546,7 @@ def test_without_the_library(families, monkeypatch, capsys):
         raise RuntimeError("no such instruction")
     monkeypatch.setattr(native, "library", fails)
     native.is_available.cache_clear()
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     assert not cpu_layers.use_operations(model) and "no such instruction" in capsys.readouterr().err
     native.is_available.cache_clear()
 
@@ -594,7 +594,7 @@ def test_generation_begins_uncompiled_and_changes_over(families, tmp_path, monke
 
 def test_a_compiler_that_fails(families, tmp_path, monkeypatch, capsys, nothing_built):
     fake_compiler(tmp_path, monkeypatch, "echo bad option >&2; exit 1")
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     assert not native.is_available() and "bad option" in capsys.readouterr().err
     assert not list(nothing_built.iterdir())
 
@@ -752,7 +752,7 @@ def test_a_model_with_states(dtype):
     """Prompts of other lengths side by side, chunks, drafts of which some are rejected: as the layers themselves do it."""
     model, other = hybrid(dtype), hybrid(dtype)
     assert cpu_layers.use_operations(other)
-    assert all(layer.forward.is_known == (True, True, False) for layer in other.layers)
+    assert all(layer.forward.supported == (True, True, False) for layer in other.layers)
     for m in (model, other):
         m.setup_cache(2, 120, 48, max_rejected=4)
     tokens = torch.randint(3, 150, (2, 120))

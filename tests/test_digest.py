@@ -112,7 +112,7 @@ def test_without_source_it_is_an_error():
     exec("def f(): pass", scope)
     with pytest.raises(OSError, match="no source"):
         digest(scope["f"])
-    with pytest.raises(TypeError, match="no function"):
+    with pytest.raises(TypeError, match="no digest of"):
         digest(len)
 
 

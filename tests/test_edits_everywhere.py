@@ -68,7 +68,7 @@ def differ(found, expected, dtype):
 def a_gpus_steps(model):
     """Its modules, whose kernels' references run here."""
     min_kv_len = compile_room.prepare_for_cuda(model)
-    return Steps(prefill, compile_room.as_one_graph(decode_one_token), min_kv_len=min_kv_len)
+    return Steps(prefill, compile_room.as_cuda_graph(decode_one_token), min_kv_len=min_kv_len)
 
 
 def results(way, name, when, dtype, engine):

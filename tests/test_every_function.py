@@ -1,6 +1,6 @@
 """Of every function of the core that runs in a model's call: exchanged, wherever it is found, a compiled model notices.
 
-Which functions run is not what gpt_faster/kernels/as_read.py says, but what Python's profiler sees in a call of the model as it is read.
+Which functions run is not what gpt_faster/kernels/modifications.py says, but what Python's profiler sees in a call of the model as it is read.
 """
 
 import sys
@@ -12,7 +12,7 @@ import torch
 
 import model as core
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.kernels import as_read, guard
+from gpt_faster.kernels import guard, modifications
 from gpt_faster.kernels.compile import compile_model
 
 pytestmark = pytest.mark.kernels
@@ -78,8 +78,8 @@ def test_every_function(families, name):
         model.setup_cache(1, 16)
     compile_model(compiled)
     call(compiled)
-    watch = guard.guard_of(compiled).watch
-    assert watch.is_same() and not as_read.unknown_parts(plain).all()
+    watch = guard.guard_of(compiled).snapshot
+    assert watch.is_unchanged() and not modifications.find_modifications(plain).all()
     found, n_called = places(codes_run(plain)), 0
     for owner, attribute, value in found:
         calls = []
@@ -90,7 +90,7 @@ def test_every_function(families, name):
                 continue
             n_called += 1
             where = f"{owner.__name__}.{attribute}"
-            assert not watch.is_same(), f"{where}: a compiled model did not notice"
-            assert as_read.unknown_parts(plain).all(), f"{where}: is taken as known"
-        assert watch.is_same()
+            assert not watch.is_unchanged(), f"{where}: a compiled model did not notice"
+            assert modifications.find_modifications(plain).all(), f"{where}: is taken as known"
+        assert watch.is_unchanged()
     assert n_called > 10

@@ -11,7 +11,7 @@ from conftest import ROOT
 from helpers import files_of_ours
 
 from gpt_faster import loading
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.compile import compile_steps
 
 PAGE = (ROOT / "docs/experiments.md").read_text()
@@ -24,7 +24,7 @@ IDS = [3, 17, 44, 90, 5, 61, 23, 8, 119, 77, 30, 12]
 
 def notebook(directory, monkeypatch, dtype, kernels):
     """What the page's first block defines, of a tiny model."""
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     wanted = dtype
     monkeypatch.setattr(loading, "load_model", lambda name, dtype: LOAD(str(directory), "cpu", wanted))
 

@@ -22,7 +22,7 @@ from gpt_faster.cli import session
 from gpt_faster.decoding import engines
 from gpt_faster.formats.known_shapes import SHAPES
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.kernels.compile import as_cuda_graph
 from gpt_faster.text import tokenizer_files
 from sampling import SamplingParams
 
@@ -94,7 +94,7 @@ def test_the_whole_step_traces_and_draws_the_same(ours, how, monkeypatch):
     with monkeypatch.context() as m:
         original = torch.compile
         m.setattr(torch, "compile", lambda step, **more: original(step, backend="aot_eager", **more))
-        step = as_one_graph(step)
+        step = as_cuda_graph(step)
     first = torch.compile(first, backend="aot_eager", fullgraph=True, dynamic=False)
     drawn = []
     for steps in (generate.Steps(), generate.Steps(first, step, pad=True)):

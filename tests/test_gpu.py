@@ -14,7 +14,7 @@ import speculate
 from gpt_faster.decoding import engines, ngram
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels import linear
-from gpt_faster.kernels.cuda import few_rows, matvec
+from gpt_faster.kernels.cuda import fused_layer, matvec
 from gpt_faster.kernels.cuda import products as kernels
 from gpt_faster.kernels.plain import Kernel
 from gpt_faster.layers.delta import GatedDelta
@@ -86,7 +86,7 @@ def test_layers_that_the_kernels_do_not_know_run_as_they_are():
         gpu_check.MODELS.update(others)
         for family in others:
             cfg = gpu_check.config(gpu_check.SMALL | others[family])
-            assert few_rows.knows(cfg) == (family == "embeddings")
+            assert fused_layer.supports_config(cfg) == (family == "embeddings")
             for case in ("decode", *numbers.ALWAYS):
                 ok, text = numbers.judge(numbers.MOST, family=family, case=case)
                 assert ok, (family, case, text)

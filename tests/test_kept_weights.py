@@ -15,7 +15,7 @@ from gpt_faster import loading
 from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.storage import disk, kept_tensors
 from quantize import Int4
@@ -25,7 +25,7 @@ from quantize import Int4
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(loading, "WORTH_KEEPING", 0)
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     return tmp_path / "kept"
 
 

@@ -134,7 +134,7 @@ def test_layers_with_no_half_that_the_operations_know(families, name, scheme):
         if compiled:
             native.set_activation_bits(16)
             assert cpu_layers.use_operations(model)
-            assert all(layer.forward.is_known[1] for layer in model.layers)
+            assert all(layer.forward.supported[1] for layer in model.layers)
             heads = [m for m in model.modules() if isinstance(m, PackedExperts) and m.bias is None]
             assert len(heads) >= 2 * model.cfg.n_layer or name == "lfm2_moe"
         model.setup_cache(3, 24)

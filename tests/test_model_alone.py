@@ -13,7 +13,7 @@ import torch
 import tp
 from gpt_faster.formats.schema import check_config
 from gpt_faster.kernels.compile import compile_model
-from gpt_faster.kernels.cuda import few_rows
+from gpt_faster.kernels.cuda import fused_layer
 from gpt_faster.layers.part import Part
 from model import Attention, ModelConfig, Transformer
 
@@ -149,8 +149,8 @@ def test_a_part_of_a_forks_own(capsys):
     model.layers[1].attn.gain = 2.0
     for other in (cfg, replace(cfg, mixer=(None,), attention=Doubled())):
         assert tp.shard_config(other, 2).n_head == 2 and tp.split_of(other) == tp.SPLIT
-        assert not few_rows.knows(other)
+        assert not fused_layer.supports_config(other)
     compile_model(model)
     torch.testing.assert_close(model(tokens, pos, 9), plain, rtol=1e-4, atol=1e-4)
-    assert [layer.forward.is_known[:2] for layer in model.layers] == [(True, True), (False, True), (True, True)]
+    assert [layer.forward.supported[:2] for layer in model.layers] == [(True, True), (False, True), (True, True)]
     assert "layers.1.attn is a" in capsys.readouterr().err

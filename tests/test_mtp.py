@@ -27,7 +27,7 @@ from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats import load as load_module
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
-from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.kernels.compile import as_cuda_graph
 from gpt_faster.kernels.cpu.layers import OperationsLayer, uses_operations
 from gpt_faster.kernels.linear import PackedLinear
 from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
@@ -260,7 +260,7 @@ def test_the_steps_trace(heads, how, monkeypatch):
             m.setattr(torch, "compile", lambda step, original=torch.compile, **more: original(
                 step, backend="aot_eager", **more))
             steps = [generate.decode_one_token, mtp.draft_one_token, speculate.verify]
-            decode, draft, verify = [as_one_graph(step) for step in steps] if traced else steps
+            decode, draft, verify = [as_cuda_graph(step) for step in steps] if traced else steps
         model.setup_cache(1, 64, 16)
         model.hidden = None
         sampler = build_sampler(model, [how], torch.Generator().manual_seed(5))

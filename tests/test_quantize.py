@@ -253,9 +253,9 @@ def test_each_expert_is_packed_as_itself():
             value = torch.stack([of[leaf] for of in leaves])
             kind = getattr(stacked, leaf).dtype
             setattr(stacked, leaf, torch.nn.Parameter(value.to(kind), requires_grad=False))
-        expected = [stacked.kernel.pack(*(None if t is None else t[e] for t in stacked.leaves())) for e in range(4)]
+        expected = [stacked.kernel.pack(*(None if t is None else t[e] for t in stacked.tensors())) for e in range(4)]
         stacked.pack()
-        for packed, own in zip(stacked.leaves(), zip(*expected), strict=True):
+        for packed, own in zip(stacked.tensors(), zip(*expected), strict=True):
             if own[0] is not None:                         # layouts of bytes, some of which are no numbers as floats
                 assert torch.equal(packed.view(torch.uint8), torch.stack(own).view(torch.uint8)), (scheme.name, dtype)
 

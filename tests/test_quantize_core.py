@@ -15,7 +15,7 @@ from checkpoint import LazyTensor, save_checkpoint
 from gpt_faster.formats import load as loading
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized as quantized_by_room
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.linear import PackedEmbedding, PackedExpertLinear, PackedLinear
@@ -63,10 +63,10 @@ for scheme in quantize.SCHEMES.values():
 
 @pytest.fixture(autouse=True)
 def inference():
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     with torch.inference_mode():
         yield
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
 
 
 def drawn(seed, *shape):
@@ -276,12 +276,12 @@ def test_edits_of_quantize_run(families, monkeypatch, capsys, edit):
     place, name = EDITS[edit]
     monkeypatch.setattr(place, name, doubled(getattr(place, name)))
     model = load_model(source, FP32, "cpu")
-    assert "quantized linears run as they are read" in capsys.readouterr().err
+    assert "running quantized linears in eager PyTorch" in capsys.readouterr().err
     assert type(model.layers[0].attn.wo) is QuantizedLinear and type(model.embed) is QuantizedEmbedding
     edited = logits(model)
     assert not torch.allclose(edited, plain, rtol=1e-3, atol=1e-3)
     compile_model(model)
-    assert not cpu_layers.uses_operations(model) and "uncompiled" in capsys.readouterr().err
+    assert not cpu_layers.uses_operations(model) and "eager PyTorch" in capsys.readouterr().err
     assert torch.equal(logits(model), edited)
 
 

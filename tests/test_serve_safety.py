@@ -30,7 +30,7 @@ from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
 from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
 from gpt_faster.formats.known_shapes import with_random_weights
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
 from gpt_faster.server import main as serve
 from gpt_faster.server.app import Http
@@ -519,7 +519,7 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("GPT_FASTER_CACHE", str(folder))
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     native._home.cache_clear()
     yield folder
     native._home.cache_clear()
@@ -564,7 +564,7 @@ def test_a_planted_library_is_not_loaded(cache, tmp_path, monkeypatch, capsys, h
     planted.chmod(0o755)
     assert native.is_complete(planted)
     make_untrusted(how, cache, planted)
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     native._home.cache_clear()
     library = native.library.__wrapped__()
     assert library.panel_width() > 0 and not (work / "was_loaded").exists()

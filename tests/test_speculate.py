@@ -21,7 +21,7 @@ from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import load_model
-from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.kernels.compile import as_cuda_graph
 from sampling import Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter
 from tokenizer import differ
@@ -276,7 +276,7 @@ def test_the_steps_trace(ours, how, monkeypatch):
             with monkeypatch.context() as m:
                 m.setattr(torch, "compile", lambda step, original=torch.compile, **more: original(
                     step, backend="aot_eager", **more))
-                steps = [as_one_graph(step) for step in steps]
+                steps = [as_cuda_graph(step) for step in steps]
         model.setup_cache(1, 64, 16)
         sampler = build_sampler(model, [how], torch.Generator().manual_seed(5))
         batch = speculate.SpeculativeBatch(

@@ -20,12 +20,11 @@ import gpt_faster.layers.attention
 import model as core
 import sampling
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
-from gpt_faster.kernels import as_read, private
 from gpt_faster.kernels import compile as compile_room
-from gpt_faster.kernels.compile import WhileAsRead, compile_model, compiled, leave_alone
-from gpt_faster.kernels.cpu import ends as cpu_ends
+from gpt_faster.kernels import modifications, torch_internals
+from gpt_faster.kernels.compile import WhileUnmodified, assume_exclusive, compile_model, compiled
+from gpt_faster.kernels.cpu import embed_unembed, native
 from gpt_faster.kernels.cpu import layers as cpu_layers
-from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.guard import guard_of
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.norms import LayerNorm
@@ -57,10 +56,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def alone():
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
     with torch.no_grad():
         yield
-    private.note.cache_clear()
+    torch_internals.note_once.cache_clear()
 
 
 def make(dtype=torch.float32, cfg=CFG):
@@ -111,10 +110,10 @@ EVERYTHING = {"embed", "head", *(f"{i}.{half}" for i in range(3) for half in ("a
 def fast(model):
     """Which of these they run now."""
     found = {name for name, method in dict(embed="embed_inputs", head="unembed").items()
-             if isinstance(vars(model).get(method), (cpu_ends.Enter, cpu_ends.Leave))}
+             if isinstance(vars(model).get(method), (embed_unembed.EmbedInputs, embed_unembed.Unembed))}
     for i, layer in enumerate(model.layers):
         if isinstance(layer.forward, cpu_layers.OperationsLayer):
-            found |= {f"{i}.{half}" for half, known in zip(("attn", "ffn"), layer.forward.is_known) if known}
+            found |= {f"{i}.{half}" for half, known in zip(("attn", "ffn"), layer.forward.supported) if known}
     return found
 
 
@@ -185,7 +184,7 @@ def functions_of_torch(model, patch):
     patch.setattr(core, "F", F)
 
 
-@edit("ffn", says="torch.nn.functional.silu is not the kernels' one")
+@edit("ffn", says="torch.nn.functional.silu was replaced")
 def a_function_where_torch_has_it(model, patch):
     patch.setattr(torch.nn.functional, "silu", lambda x: torch.relu(x) * 3)
 
@@ -417,7 +416,7 @@ def test_edits(name, when, dtype, capsys):
             undo.undo()
 
     expected, _ = logits_of(compiled=False)
-    assert "uncompiled" not in capsys.readouterr().err
+    assert "eager PyTorch" not in capsys.readouterr().err
     found, model = logits_of(compiled=True)
     if when in changes:                            # else the test could not fail
         assert distance(expected[3:], plain[3:]) > 0.1
@@ -426,7 +425,7 @@ def test_edits(name, when, dtype, capsys):
     is_guarded = change is not method_of_the_model or when == "before"
     assert fast(model) == EVERYTHING - slow if is_guarded else not guard_of(model)
     quiet = not slow or not is_guarded
-    assert lines == [] if quiet else len(lines) == 1 and f"{says}" in lines[0] and "uncompiled" in lines[0], lines
+    assert lines == [] if quiet else len(lines) == 1 and f"{says}" in lines[0] and "in eager PyTorch" in lines[0], lines
 
 
 # ---- Hooks that look ----------------------------------------------------------------------------
@@ -458,7 +457,7 @@ def test_captured_states(when, dtype, capsys):
         assert len(states[name]) == len(expected[name]) == (N_STEP + 1 if when != "between" else N_STEP - 2)
         for a, b in zip(states[name], expected[name]):
             assert a.shape == b.shape and alike(a.float(), b.float(), dtype), name
-    assert "a hook on embed (and 4 more): the model runs as it is read" in capsys.readouterr().err
+    assert "a hook on embed (and 4 more); running the model in eager PyTorch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -468,14 +467,14 @@ def test_a_hook_on_any_part_is_called(name, capsys):
     expected = run(model)
     model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
     assert alike(run(model), expected, torch.float32) and len(calls) == N_STEP + 1
-    assert f"a hook on {name}: " in capsys.readouterr().err
+    assert f"a hook on {name}; " in capsys.readouterr().err
 
 
 def test_hooks_between_two_steps_of_our_own_loop():
     """Where nobody else runs between two steps only hooks are looked for, and all at a prompt."""
     model, plain = make(), make()
     compile_model(model)
-    leave_alone(model)
+    assume_exclusive(model)
     run(model)
     model.layers[1].attn_norm.weight = param(model.layers[1].attn_norm.weight * 2)
     plain.layers[1].attn_norm.weight = param(plain.layers[1].attn_norm.weight * 2)
@@ -639,7 +638,7 @@ def test_edits_of_a_mixture(edit_it, when, dtype, capsys):
     if when == "before":
         edits[1]()
     compile_model(model)
-    assert when == "before" or "uncompiled" not in capsys.readouterr().err
+    assert when == "before" or "eager PyTorch" not in capsys.readouterr().err
     if when == "after":
         edits[1]()
     if when == "between":
@@ -648,7 +647,7 @@ def test_edits_of_a_mixture(edit_it, when, dtype, capsys):
         edits[0]()
         found, expected = run(model), run(plain)
     assert alike(found, expected, dtype) and not alike(run(untouched), expected, dtype)
-    assert "uncompiled" in capsys.readouterr().err
+    assert "in eager PyTorch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -705,7 +704,7 @@ def test_positions_with_a_gap(kind):
                       mixer=(STATES[kind], None))
     model = make(cfg=cfg)
     compile_model(model)
-    assert all(layer.forward.is_known[0] for layer in model.layers)
+    assert all(layer.forward.supported[0] for layer in model.layers)
     states = [t.clone() for t in model.layers[0].attn.cache.buffers()]
     for pos in ([0, 1, 2, 40], [0, 1, 1, 2], [3, 2, 1, 0], [0, 1, 0, 1], [-1, 0, 1, 2]):
         with pytest.raises(IndexError, match="a gap in the positions"):
@@ -849,9 +848,9 @@ def test_edited_files(copied):
         ("model.py", shape, "        # a comment\n\n" + shape), ("model.py", "return self.down(self.activation(", "return self.down(\n  self.activation("),
         ("gpt_faster/layers/moe.py", "self.n_group, self.topk_group = moe.n_group", "self.n_group, self.topk_group = 1 * moe.n_group"))
     assert (same, compiled, lines) == ("True", "True", [])
-    for change, name in ((("model.py", shape, "        q = q * 2\n" + shape), "model.SDPA was edited or is new: attention of 3"),
+    for change, name in ((("model.py", shape, "        q = q * 2\n" + shape), "model.SDPA was edited or is new; running attention of 3"),
                          (("model.py", "    return F.silu(gate) * up", "    return F.silu(gate) * up * 2"),
-                          "model.swiglu was edited or is new: feed-forward of 3")):
+                          "model.swiglu was edited or is new; running feed-forward of 3")):
         same, compiled, found, lines = copied(change)
         assert (same, compiled, len(lines)) == ("True", "True", 1) and name in lines[0] and found != plain, lines
 
@@ -859,7 +858,7 @@ def test_edited_files(copied):
 def test_known_sources_are_those_of_this_code():
     """Where the core was edited: python scripts/known_sources.py --write."""
     assert known_sources.differing() == []
-    assert json.loads(as_read.FILE.read_text()).keys() == {"names", "sources"}
+    assert json.loads(modifications.KNOWN_SOURCES_FILE.read_text()).keys() == {"names", "sources"}
 
 
 # ---- A GPU's steps, traced here -----------------------------------------------------------------
@@ -884,7 +883,7 @@ def traced(monkeypatch):
     def make_both(cfg):
         model, plain = make(cfg=cfg), make(cfg=cfg)
         compile_room.prepare_for_cuda(model)
-        step = WhileAsRead(compiled(one_step), one_step)
+        step = WhileUnmodified(compiled(one_step), one_step)
         traced_step, calls = step.compiled, []
         step.compiled = lambda *args: calls.append(1) or traced_step(*args)
 
@@ -922,7 +921,7 @@ def test_a_gpus_step_follows_what_is_known_and_stops_at_what_is_not(traced, caps
     for i, change in enumerate((scale, weight, experts, norm)):
         assert both(change) == 4 + 2 * i           # compiled again
     assert both(lambda m: m.layers[2].register_forward_hook(lambda module, args, out: out * 2)) == 10
-    assert "a hook on layers.2: the model runs as it is read, uncompiled" in capsys.readouterr().err
+    assert "a hook on layers.2; running the model in eager PyTorch" in capsys.readouterr().err
 
 
 def test_a_gpus_step_of_what_is_not_known_is_pytorchs(traced, monkeypatch, capsys):
@@ -932,7 +931,7 @@ def test_a_gpus_step_of_what_is_not_known_is_pytorchs(traced, monkeypatch, capsy
     monkeypatch.setattr(core, "visible", visible)
     model, both = traced(CFG)
     assert type(model.layers[0]) is Block and both() == 0
-    assert "model.visible is not the kernels' one: the model runs as it is read, through PyTorch's compiler" in capsys.readouterr().err
+    assert "model.visible was replaced; running the model by torch.compile without our kernels" in capsys.readouterr().err
 
 
 def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
@@ -987,11 +986,11 @@ def test_digests_are_renewed_where_the_kernels_tests_pass(tmp_path, monkeypatch)
     def tests(command, **more):
         seen.append(json.loads(file.read_text())["sources"].get("model.SDPA"))
         return subprocess.CompletedProcess(command, status[0])
-    monkeypatch.setattr(as_read, "FILE", file)
+    monkeypatch.setattr(modifications, "KNOWN_SOURCES_FILE", file)
     monkeypatch.setattr(known_sources.subprocess, "run", tests)
-    as_read.known.cache_clear()
+    modifications.known_sources.cache_clear()
     assert "model.SDPA" in known_sources.differing() and known_sources.write() == 1
     assert "of other code" in file.read_text() and seen[0] not in (None, "of other code"), "tested with the new ones, kept none"
     status[0] = 0
     assert known_sources.write() == 0 and json.loads(file.read_text())["sources"]["model.SDPA"] == seen[0]
-    as_read.known.cache_clear()
+    modifications.known_sources.cache_clear()

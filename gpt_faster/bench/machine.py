@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 N_FLOATS = 1 << 28                                 # 1 GB, far beyond every cache
@@ -64,7 +64,7 @@ def commit() -> str:
 
 def cpu_capability() -> str:
     """The widest instructions that it has: AVX2, AVX512, AMX."""
-    has_matrices = "amx_tile" in (private.cpu_flags() or "").split()
+    has_matrices = "amx_tile" in (torch_internals.cpu_flags() or "").split()
     return "AMX" if has_matrices else torch.backends.cpu.get_cpu_capability()
 
 

@@ -29,14 +29,14 @@ from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
 from gpt_faster.kernels.compile import (
-    WhileAsRead,
-    as_one_graph,
-    change_over,
-    compile_beside,
+    WhileUnmodified,
+    as_cuda_graph,
+    assume_exclusive,
+    can_switch_later,
+    compile_sharing_head,
     compile_steps,
-    leave_alone,
     prepare_for_cuda,
-    will_change_over,
+    switch_when_compiled,
 )
 from gpt_faster.kernels.cuda.graph import CudaGraph
 from gpt_faster.layers.gemma4_assistant import Assistant
@@ -54,17 +54,17 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
     compile and torch_compile change the model too.
     wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
     """
-    if engine == "compile" and not wait and will_change_over(model):
-        decode = change_over(model, decode_one_token)      # the prompt is too early for it
+    if engine == "compile" and not wait and can_switch_later(model):
+        decode = switch_when_compiled(model, decode_one_token)      # the prompt is too early for it
         return Steps(prefill, decode)
     if engine == "compile":
         steps = compile_steps(model, compile_prefill)
-        leave_alone(model)
+        assume_exclusive(model)
         return steps
     if engine == "torch_compile":
         return core.compile_steps(model, compile_prefill)
     if engine == "cuda_graph":
-        return Steps(decode=WhileAsRead(CudaGraph(decode_one_token), decode_one_token, False))
+        return Steps(decode=WhileUnmodified(CudaGraph(decode_one_token), decode_one_token, False))
     return Steps()
 
 
@@ -109,7 +109,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
                          f"by {possible}: set it up for max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
-    faster = as_one_graph if as_graph else core.CompiledStep if engine == "torch_compile" else None
+    faster = as_cuda_graph if as_graph else core.CompiledStep if engine == "torch_compile" else None
     verify = faster(speculate.verify) if faster else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):
@@ -136,9 +136,9 @@ def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
     drafter = MTPDrafter(model, head, max_draft=max_draft)
     if as_graph:
         drafter.min_kv_len = prepare_for_cuda(head)
-        drafter.step = as_one_graph(mtp.draft_one_token)
+        drafter.step = as_cuda_graph(mtp.draft_one_token)
     elif engine == "compile":
-        compile_beside(head)
+        compile_sharing_head(head)
     return drafter
 
 

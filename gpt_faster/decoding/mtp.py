@@ -56,7 +56,7 @@ def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     n_block, scales = n // weight.shape[2], linear.scales
     if scales is not None:                         # of int4's groups they lie as the weight
         scales = scales[:n_block if scales.dim() == 3 else n]
-    new.set_leaves((weight[:n_block], scales, None))
+    new.set_tensors((weight[:n_block], scales, None))
     return new
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import tp
-from gpt_faster.kernels.private import use_symmetric_memory
+from gpt_faster.kernels.torch_internals import use_symmetric_memory
 from tp import n_local, nowhere, rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import sampling
-from gpt_faster.kernels.as_read import unknown_functions
 from gpt_faster.kernels.cuda.draw import FILTERS, draw
 from gpt_faster.kernels.cuda.products import has_kernels
-from gpt_faster.kernels.private import is_compiling
+from gpt_faster.kernels.modifications import find_modified
+from gpt_faster.kernels.torch_internals import is_compiling
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
@@ -32,7 +32,7 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
 def is_known(sampler: Sampler) -> bool:
     """Is all of sampling.py that the samplers here stand for what they were made of?"""
     filters = {**sampler.filters, **sampler.logit_filters}.values()
-    return not unknown_functions([Sampler, sampling.draw, *filters])
+    return not find_modified([Sampler, sampling.draw, *filters])
 
 
 def functions_of(sampler: Sampler) -> list:

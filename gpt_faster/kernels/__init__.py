@@ -1,1 +1,1 @@
-"""What makes it fast on one device, each beside a plain reference."""
+"""Kernels for one device, each with a PyTorch reference."""

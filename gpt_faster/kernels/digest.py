@@ -1,11 +1,11 @@
-"""A digest of source code that changes when the code's meaning can change, and not otherwise.
+"""A digest of source code that changes only if the code's meaning can change.
 
-Computed from tokens: comments, docstrings, blank lines, the width of an indentation and where a
-line inside parentheses is broken make no difference. Python 3.10 to 3.13 give the same digest (an
-`ast.dump` differs between versions, and so does bytecode). Knows nothing of models.
+Computed from tokens: comments, docstrings, blank lines, indentation width and line breaks inside
+parentheses do not matter. The same in Python 3.10 to 3.13, unlike ast.dump and bytecode. Knows
+nothing of models.
 
     digest(model, Attention.forward)               # modules, classes, functions -> 32 hex digits
-    digest_with_imports(quantize)                  # and of all modules of ours that it imports
+    digest_with_imports(quantize)                  # with the repository's modules it imports
 """
 
 import ast
@@ -29,61 +29,61 @@ FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def digest(*objects) -> str:
-    """A digest of modules, classes and functions as they are live, in this order.
+    """A digest of live modules, classes and functions, in this order.
 
-    A module stands for its whole file. A class stands for its name, its base classes' names, its
-    own methods as they are now (so a method that was assigned to it counts) and its own numbers and
-    strings. A function stands for the statement that defines it, its decorators, its default values
-    and the function that it wraps, but not for the functions that it calls. OSError where an object
-    has no source, TypeError where it is none of these.
+    Of a module: its whole file. Of a class: its name, its base classes' names, its current methods
+    (including assigned ones), numbers and strings, nothing inherited. Of a function: its defining
+    statement, decorators, default values and the function it wraps, not the functions it calls.
+    Raises OSError if an object has no source, TypeError for other objects.
     """
     return disk.digest(repr([_parts(obj) for obj in objects]))
 
 
 def source_digest(text: str) -> str:
-    """The same for source code as text."""
+    """A digest of source code given as text."""
     return disk.digest(repr(_relative(logical_lines(text))))
 
 
 def digest_with_imports(*modules: ModuleType) -> str:
     """A digest of these modules and of all modules of this repository that they import.
 
-    Of their files, read anew only where they were changed since; and of what was put into the
-    modules since they were imported: functions, methods and numbers. OSError where one of these
-    functions has no source.
+    Of their files, read again only if changed (results are cached on disk), and of functions,
+    methods and numbers assigned after import. Raises OSError if one of these functions has no
+    source.
     """
-    known = disk.cache_dir() / "sources.json"
+    cache_file = disk.cache_dir() / "sources.json"
     try:
-        kept = json.loads(known.read_text())
+        cached = json.loads(cache_file.read_text())
     except (OSError, ValueError):
-        kept = {}
-    kept = kept if isinstance(kept, dict) else {}
-    found, waiting = {}, [Path(module.__file__) for module in modules]
-    while waiting:
-        path = waiting.pop()
+        cached = {}
+    cached = cached if isinstance(cached, dict) else {}
+    found, pending = {}, [Path(module.__file__) for module in modules]
+    while pending:
+        path = pending.pop()
         if str(path) not in found:
-            found[str(path)] = entry = _source_entry(path, kept.get(str(path)))
-            waiting += [ROOT / name for name in entry["imports"]]
-    if any(kept.get(path) != entry for path, entry in found.items()):
-        others = {path: entry for path, entry in kept.items() if Path(path).exists()}
-        disk.replace(known, json.dumps({**others, **found}))
+            found[str(path)] = entry = _source_entry(path, cached.get(str(path)))
+            pending += [ROOT / name for name in entry["imports"]]
+    if any(cached.get(path) != entry for path, entry in found.items()):
+        others = {path: entry for path, entry in cached.items() if Path(path).exists()}
+        disk.replace(cache_file, json.dumps({**others, **found}))
     sources = sorted((str(Path(path).relative_to(ROOT)), entry["digest"])
                      for path, entry in found.items())
-    return disk.digest(repr((sources, _assigned(found))))
+    return disk.digest(repr((sources, _runtime_values(found))))
 
 
-def _source_entry(path: Path, kept) -> dict:
-    """A file's digest, the files of ours that it imports, and the state that it was read in."""
+def _source_entry(path: Path, cached) -> dict:
+    """A file's digest, the files of this repository that it imports, and its stat when read."""
     stat = path.stat()
     state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    if isinstance(kept, dict) and kept.get("state") == state and {"digest", "imports"} <= set(kept):
-        return kept
+    is_entry = isinstance(cached, dict) and {"digest", "imports"} <= set(cached)
+    if is_entry and cached.get("state") == state:
+        return cached
     text = path.read_text(encoding="utf-8")
     return dict(state=state, digest=source_digest(text), imports=sorted(_imports(text)))
 
 
 def _imports(text: str) -> set[str]:
-    """Those at the top of a file; a command's last lines import what no other part needs."""
+    """Files imported at the top level. Not those under a command's `if __name__ == "__main__"`."""
     names = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
@@ -94,28 +94,28 @@ def _imports(text: str) -> set[str]:
     return {name for name in files if (ROOT / name).is_file()}
 
 
-def _assigned(files: dict) -> list:
-    """What the modules of these files hold now, beside what their files say."""
-    held = []
+def _runtime_values(files: dict) -> list:
+    """Functions, methods and numbers in the modules of these files, as they are now."""
+    values = []
     for name, module in sorted(sys.modules.items()):
         if getattr(module, "__file__", None) not in files or name == "__main__":
             continue
         for key, value in sorted(vars(module).items()):
             if inspect.isfunction(value) and key.startswith("__"):
-                continue                           # a compiler's, which is put beside its source
+                continue                           # generated, e.g. by a compiler
             if inspect.isfunction(value):
-                held.append([name, key, _origin(value, files)])
+                values.append([name, key, _origin(value, files)])
             elif isinstance(value, type) and value.__module__ == name:
-                held += [[name, key, attribute, _origin(f, files)]
+                values += [[name, key, attribute, _origin(f, files)]
                          for attribute, f in sorted(vars(value).items()) if inspect.isfunction(f)
                          and not (attribute.startswith("__") and _generated(f))]
             elif type(value) in (bool, int, float, tuple) and not key.startswith("__"):
-                held.append([name, key, _simple(value)])
-    return held
+                values.append([name, key, _stable_repr(value)])
+    return values
 
 
 def _origin(f, files: dict) -> list:
-    """Which function of these files it is; of any other, its code."""
+    """File and name of a function of these files; the code of any other."""
     path = f.__code__.co_filename
     return [path.rpartition("/")[2], f.__code__.co_name] if path in files else _function(f)
 
@@ -132,12 +132,12 @@ def _parts(obj) -> list:
 
 
 def _generated(f) -> bool:
-    """Did dataclass or NamedTuple make it?"""
+    """Was it generated by dataclass or NamedTuple?"""
     return f.__code__.co_filename.startswith("<") or _foreign_module(f) is not None
 
 
 def _foreign_module(f) -> str | None:
-    """The module of a function of torch or of the standard library, which is not read."""
+    """The module of a function of torch or the standard library; None for others."""
     name = f.__globals__.get("__name__", "")
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__" or package == "torch":
@@ -146,41 +146,42 @@ def _foreign_module(f) -> str | None:
 
 
 def _attribute(value) -> list:
-    """What an attribute of a class adds: a method's code, a simple value, otherwise its type."""
+    """A class attribute's contribution: a method's code, a simple value, or else its type."""
     if isinstance(value, staticmethod | classmethod):
         return [type(value).__name__, *_function(value.__func__)]
     if isinstance(value, property):
         return ["property", *(_function(f) for f in (value.fget, value.fset, value.fdel) if f)]
     if inspect.isfunction(value):
         return _function(value)
-    return [_simple(value)]
+    return [_stable_repr(value)]
 
 
 def _function(f) -> list:
-    """The code of a function, and of the functions that it wraps (functools.wraps)."""
+    """The code of a function and of the functions it wraps (functools.wraps)."""
     f, parts = getattr(f, "__func__", f), []
     while f is not None:
         code = getattr(f, "__code__", None)
         if code is None and not hasattr(f, "__wrapped__"):
-            raise TypeError(f"{f!r} is no function, class or module: it has no digest")
+            raise TypeError(f"no digest of {f!r}: expected a function, class or module")
         if code is None:
             parts.append(type(f).__name__)         # functools.cache
         elif module := _foreign_module(f):
             parts.append([module, code.co_name])   # a decorator of torch
         else:
-            parts.append([_statement(code), _simple(f.__defaults__), _simple(f.__kwdefaults__)])
+            defaults = _stable_repr(f.__defaults__), _stable_repr(f.__kwdefaults__)
+            parts.append([_statement(code), *defaults])
         f = getattr(f, "__wrapped__", None)
     return parts
 
 
-def _simple(value) -> str:
-    """The value where Python and its version do not change how it is written, else its type."""
+def _stable_repr(value) -> str:
+    """repr() of values for which it is the same in all Python versions; else the type's name."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return repr(value)
     if type(value) in (tuple, list):
-        return f"({', '.join(map(_simple, value))})"
+        return f"({', '.join(map(_stable_repr, value))})"
     if type(value) is dict:
-        return f"{{{', '.join(f'{_simple(k)}: {_simple(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_stable_repr(k)}: {_stable_repr(v)}' for k, v in value.items())}}}"
     return type(value).__name__
 
 
@@ -189,20 +190,20 @@ def _simple(value) -> str:
 class Line(NamedTuple):
     """A logical line: a simple statement, or the first line of one that has a body."""
 
-    depth: int                                     # in how many blocks it is
-    first: int                                     # its rows in the file, from 1
+    depth: int                                     # number of enclosing blocks
+    first: int                                     # first and last row in the file, from 1
     last: int
-    texts: list[str]                               # its tokens
+    texts: list[str]                               # tokens
 
 
 @functools.cache
 def _statement(code: CodeType) -> list:
-    """The lines of the statement that defines a function; of a lambda, the one that it is in."""
+    """The lines of the statement that defines a function or contains a lambda."""
     lines, row = _file_lines(code.co_filename), code.co_firstlineno
     begin = next((i for i, line in enumerate(lines) if line.first <= row <= line.last), None)
     if begin is None:
-        raise OSError(f"{code.co_filename}: line {row}, which defines {code.co_name}, is not in "
-                      "the file")
+        raise OSError(f"{code.co_filename}: no line {row}, where {code.co_name} was defined: the "
+                      "file has changed")
     end = begin
     while lines[end].texts[0] == "@" and end + 1 < len(lines):
         end += 1
@@ -213,7 +214,7 @@ def _statement(code: CodeType) -> list:
 
 
 def _relative(lines: list[Line]) -> list:
-    """How deep each line is below the first one, and its tokens."""
+    """Each line's depth relative to the first line, and its tokens."""
     return [[line.depth - lines[0].depth, line.texts] for line in lines]
 
 
@@ -226,10 +227,10 @@ def _file_lines(path: str) -> list[Line]:
 
 
 def logical_lines(text: str) -> list[Line]:
-    """The lines of a file without those that do nothing: docstrings and comments."""
+    """The logical lines of a file, without docstrings and comments."""
     rows = text.splitlines(keepends=True)
     lines, texts, kinds, depth, first = [], [], set(), 0, 0
-    fstrings = []                                  # where those that are open begin
+    fstrings = []                                  # start positions of open f-strings
     for kind, string, start, end, _ in tokenize.generate_tokens(io.StringIO(text).readline):
         if kind == FSTRING_START:
             fstrings.append(start)
@@ -239,8 +240,8 @@ def logical_lines(text: str) -> list[Line]:
         if kind == FSTRING_END:
             start = fstrings.pop()
             if fstrings:
-                continue                           # a part of the one around it
-            string = _between(rows, start, end)
+                continue                           # nested in another f-string
+            string = _text_between(rows, start, end)
         if kind in (tokenize.INDENT, tokenize.DEDENT):
             depth += 1 if kind == tokenize.INDENT else -1
         elif kind == tokenize.NEWLINE:
@@ -254,8 +255,8 @@ def logical_lines(text: str) -> list[Line]:
     return lines
 
 
-def _between(rows: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """The text from one (row, column) to another, as tokenize counts them."""
+def _text_between(rows: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """The text between two (row, column) positions of tokenize."""
     piece = rows[start[0] - 1:end[0]]
     piece[-1] = piece[-1][:end[1]]
     piece[0] = piece[0][start[1]:]

@@ -1,12 +1,12 @@
-"""What stands in place of a compiled model's methods, for as long as the model is as it was read.
+"""Checks at each call that a compiled model is unmodified, and runs modified parts eagerly.
 
-A call of the model looks whether anything of it was exchanged since (kernels/as_read.py). Then its
-operations are made anew, of what they know; the rest runs as it is read. A part that is called
-alone, by whoever, runs as it is read too.
+GuardedForward replaces the model's forward. If the model has changed since it was compiled
+(kernels/modifications.py), it is compiled again: unmodified parts run by native operations, the
+others in eager PyTorch. A part that is called outside of the model's forward also runs eagerly.
 
-    guard = Guard(model, compile)                  # compile(model) -> is it compiled? anew
-    model.embed_inputs = Enter(guard, model)       # a Stead
-    guard.begin(derived)
+    guard = GuardedForward(model, compile)         # compile(model) compiles it again
+    model.embed_inputs = EmbedInputs(guard, model) # a MethodOverride
+    guard.install(packed_tensors)
 """
 
 import copy
@@ -15,18 +15,18 @@ from types import MethodType
 
 from torch import Tensor, nn
 
-from gpt_faster.kernels import private
-from gpt_faster.kernels.as_read import Watch
+from gpt_faster.kernels import torch_internals
+from gpt_faster.kernels.modifications import ModelSnapshot
 
 
-class Stead:
-    """In place of a module's method, which is `plain`. A copy of the module has its own again."""
+class MethodOverride:
+    """Replaces a module's method, which is `original`. A copy of the module has its own method."""
 
-    def __init__(self, guard: "Guard", module: nn.Module, name: str):
+    def __init__(self, guard: "GuardedForward", module: nn.Module, name: str):
         self.guard, self.module, self.name = guard, module, name
 
     @property
-    def plain(self):
+    def original(self):
         return getattr(type(self.module), self.name).__get__(self.module)
 
     def __deepcopy__(self, memo):
@@ -34,87 +34,90 @@ class Stead:
         return getattr(type(module), self.name).__get__(module)
 
 
-class Outside(Stead):
-    """Around the call of a module that runs as it is read, with its hooks: whatever they call of
-    the model runs as it is read too."""
+class EagerCall(MethodOverride):
+    """Replaces the call of a module that runs eagerly, with its hooks. Parts of the model that the
+    module or its hooks call run eagerly too.
+    """
 
-    def __init__(self, guard: "Guard", module: nn.Module):
-        super().__init__(guard, module, private.AROUND)
-        self.around = vars(module).get(private.AROUND)     # torch.compile's, of a user
+    def __init__(self, guard: "GuardedForward", module: nn.Module):
+        super().__init__(guard, module, torch_internals.CALL_OVERRIDE)
+        # Set if the user called module.compile().
+        self.user_call = vars(module).get(torch_internals.CALL_OVERRIDE)
 
     def __call__(self, *args, **kwargs):
-        call = self.around or private.plain_call(self.module)
-        self.guard.inside, was_inside = False, self.guard.inside
+        call = self.user_call or torch_internals.default_call(self.module)
+        was_in_model_call = self.guard.in_model_call
+        self.guard.in_model_call = False
         try:
             return call(*args, **kwargs)
         finally:
-            self.guard.inside = was_inside
+            self.guard.in_model_call = was_in_model_call
 
 
-class Guard(Stead):
-    """In place of a model's forward."""
+class GuardedForward(MethodOverride):
+    """Replaces a model's forward."""
 
     def __init__(self, model: nn.Module, compile):
         super().__init__(self, model, "forward")
         self.compile = compile
-        self.inside = False                        # the model's own call: its parts need not look
-        self.n_call = 0                            # of the model
-        self.is_within = False                     # a layer that has done a half of its operations
-        self.alone = False                         # nobody else runs between two steps of a text
-        self.watch = None
+        self.in_model_call = False                 # checked already: the parts need not check again
+        self.n_call = 0                            # calls of the model so far
+        self.in_eager_section = False              # in the middle of a layer's operations
+        self.is_exclusive = False                  # no other code runs between two decode steps
+        self.snapshot = None
 
-    def begin(self, derived: list[Tensor]) -> None:
-        """All else of the model is in its place. derived: see Watch."""
+    def install(self, packed_tensors: list[Tensor]) -> None:
+        """Call after all other overrides are set. packed_tensors: see ModelSnapshot."""
         self.module.forward = self
-        self.watch = Watch(self.module, derived)
+        self.snapshot = ModelSnapshot(self.module, packed_tensors)
 
     @contextmanager
-    def within_a_layer(self):
-        """What is called then, by a hook say, runs as it is read: the memory is in use."""
-        self.inside, self.is_within = False, True
+    def eager_section(self):
+        """Calls of the model within it, by a hook for example, run eagerly: buffers are in use."""
+        self.in_model_call, self.in_eager_section = False, True
         yield
-        self.inside, self.is_within = True, False
+        self.in_model_call, self.in_eager_section = True, False
 
     def __call__(self, tokens, *args, **kwargs):
-        if self.is_within:
-            return self.plain(tokens, *args, **kwargs)
-        is_step = self.alone and tokens.shape[-1] == 1
-        is_same = self.watch.has_no_new_hook() if is_step else self.watch.is_same()
-        guard = self if is_same else self._renewed()
+        if self.in_eager_section:
+            return self.original(tokens, *args, **kwargs)
+        is_step = self.is_exclusive and tokens.shape[-1] == 1
+        is_unchanged = self.snapshot.has_same_hooks() if is_step else self.snapshot.is_unchanged()
+        guard = self if is_unchanged else self._recompiled()
         if guard is None:
-            return self.plain(tokens, *args, **kwargs)
+            return self.original(tokens, *args, **kwargs)
         guard.n_call += 1
-        guard.inside = True
+        guard.in_model_call = True
         try:
-            return guard.plain(tokens, *args, **kwargs)
+            return guard.original(tokens, *args, **kwargs)
         finally:
-            guard.inside = guard.is_within = False
+            guard.in_model_call = guard.in_eager_section = False
 
-    def _renewed(self) -> "Guard | None":
-        """The one of the model's new operations, if it has any."""
+    def _recompiled(self) -> "GuardedForward | None":
+        """Compile the model again -> its new guard; None: all of it runs eagerly."""
         self.compile(self.module)
         guard = guard_of(self.module)
         if guard is not None:
-            guard.alone = self.alone
+            guard.is_exclusive = self.is_exclusive
         return guard
 
 
-def guard_of(model: nn.Module) -> Guard | None:
-    return own if isinstance(own := vars(model).get("forward"), Guard) else None
+def guard_of(model: nn.Module) -> GuardedForward | None:
+    forward = vars(model).get("forward")
+    return forward if isinstance(forward, GuardedForward) else None
 
 
-def undo(model: nn.Module) -> None:
-    """Have the model's modules their own methods again, but for those that somebody else put there.
-    """
+def remove_overrides(model: nn.Module) -> None:
+    """Restore the methods that we replaced; keep those that the user replaced."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, Stead) or is_own_method(module, name, value):
+            if isinstance(value, MethodOverride) or is_copied_method(module, name, value):
                 delattr(module, name)
-            if isinstance(value, Outside) and value.around is not None:
-                setattr(module, name, value.around)
+            if isinstance(value, EagerCall) and value.user_call is not None:
+                setattr(module, name, value.user_call)
 
 
-def is_own_method(module: nn.Module, name: str, value) -> bool:
-    """As a copy of a compiled module has it."""
+def is_copied_method(module: nn.Module, name: str, value) -> bool:
+    """Is it the class's method, as MethodOverride.__deepcopy__ sets it?"""
     return (isinstance(value, MethodType) and value.__self__ is module
             and value.__func__ is getattr(type(module), name, None))

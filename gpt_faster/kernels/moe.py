@@ -1,7 +1,7 @@
-"""A mixture of experts with few tokens: each row reads its own experts' weights, no sorting.
+"""MoE for few tokens: each row is multiplied by its own experts' weights, without sorting.
 
-Compiled, indexing and product are one pass. Packed experts on a CPU go by one operator, whose loop
-depends on data.
+Compiled, the lookup of an expert's weights is fused with the matvec. On a CPU packed experts run by
+one custom operator, because its loop depends on data.
 """
 
 from itertools import groupby
@@ -13,7 +13,7 @@ from gpt_faster.kernels.cpu.products import INT4_CPU, INT8_CPU
 from gpt_faster.kernels.cuda.matvec import matvec
 from gpt_faster.kernels.cuda.products import has_kernels
 from gpt_faster.kernels.plain import PLAIN, Kernel
-from gpt_faster.kernels.private import is_compiling
+from gpt_faster.kernels.torch_internals import is_compiling
 from gpt_faster.layers.moe import RoutedMoE
 from model import ExpertLinear, MoE
 from quantize import dequantize
@@ -21,24 +21,24 @@ from quantize import dequantize
 KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU)}
 
 
-class FewRows:
-    """No more rows than experts, compiled: one by one."""
+class PerRowExperts:
+    """If compiled, process each row on its own when there are no more rows than experts."""
 
     def takes_rows_one_by_one(self, x, n_row):
-        few = is_compiling() and n_row <= self.n_expert
-        return few or super().takes_rows_one_by_one(x, n_row)
+        is_small = is_compiling() and n_row <= self.n_expert
+        return is_small or super().takes_rows_one_by_one(x, n_row)
 
 
-class FewRowsMoE(FewRows, MoE):
+class PerRowMoE(PerRowExperts, MoE):
     pass
 
 
-class FewRowsRoutedMoE(FewRows, RoutedMoE):
+class PerRowRoutedMoE(PerRowExperts, RoutedMoE):
     pass
 
 
 class FusedExpertLinear(ExpertLinear):
-    """Inductor fuses the indexing with a sum, but not with a matrix product."""
+    """Written as a sum: Inductor fuses the weight lookup with a sum, but not with a matmul."""
 
     def each_row(self, x, ids):
         if not is_compiling():
@@ -48,13 +48,13 @@ class FusedExpertLinear(ExpertLinear):
         return (self.weight[ids].float() * x[:, None].float()).sum(-1).to(x.dtype)
 
 
-def packed_rows(x: Tensor, ids: Tensor, leaves: tuple, kernel: Kernel, n_out: int) -> Tensor:
-    """Each row of x [M, in] by its own expert's packed weights -> [M, out]."""
+def packed_rows(x: Tensor, ids: Tensor, tensors: tuple, kernel: Kernel, n_out: int) -> Tensor:
+    """x [M, in], row i by the packed weights of expert ids[i] -> [M, out]."""
     if x.device.type == "cpu" and kernel.name in KERNELS:
-        return expert_rows(x, ids, *leaves, kernel.name, n_out)
+        return expert_rows(x, ids, *tensors, kernel.name, n_out)
     if is_compiling() and kernel is not PLAIN:
-        return matvec(x, *leaves, ids=ids)
-    weight, scales, zeros = (t if t is None else t[ids] for t in leaves)
+        return matvec(x, *tensors, ids=ids)
+    weight, scales, zeros = (t if t is None else t[ids] for t in tensors)
     w = dequantize(weight, scales, zeros, torch.float32)
     return (w * x[:, None].float()).sum(-1).to(x.dtype)
 
@@ -62,13 +62,13 @@ def packed_rows(x: Tensor, ids: Tensor, leaves: tuple, kernel: Kernel, n_out: in
 @torch.library.custom_op("gpt_faster::expert_rows", mutates_args=())
 def expert_rows(x: Tensor, ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
                 kernel: str, n_out: int) -> Tensor:
-    """Each row of x [M, in] by its own expert's packed weights, neighbours of the same together.
+    """x [M, in], row i by the packed weights of expert ids[i]. One matmul per run of equal ids.
 
-    An operator because its loop depends on data, which only a CPU may read at no cost.
+    A custom operator, because its loop depends on data. CPU only: a GPU would have to synchronize.
     """
     y, a = x.new_empty(x.shape[0], n_out), 0
-    for e, same in groupby(ids.tolist()):
-        b = a + len(list(same))
+    for e, group in groupby(ids.tolist()):
+        b = a + len(list(group))
         zero = None if zeros is None else zeros[e]
         y[a:b] = KERNELS[kernel].product(x[a:b], weight[e], scales[e], zero)[:, :n_out]
         a = b

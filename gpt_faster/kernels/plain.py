@@ -1,5 +1,6 @@
-"""What a kernel of quantized products is; and the one that is quantize.py's plain formulas, which
-runs on any device, in any dtype: the reference of all others.
+"""The interface of quantized matmul kernels, and PLAIN: quantize.py's formulas.
+
+PLAIN runs on any device in any dtype and is the reference for all other kernels.
 
     weight, scales, zeros = kernel.pack(weight, scales, zeros)   # once, when a model is loaded
     y = kernel.product(x, weight, scales, zeros)                 # [M, in] -> [M, out]
@@ -14,10 +15,10 @@ from quantize import product
 
 
 class Kernel(NamedTuple):
-    """pack: the tensors on disk -> the same three in the kernel's layout. product: as above.
+    """pack: tensors in the layout on disk -> the same three in the kernel's layout.
 
-    rows: pack's weight, ids [...] -> those rows as on disk [..., in], or longer, where a head may
-    also be an embedding.
+    rows: for a head that is also the embedding. Packed weight, ids [...] -> these rows in the
+    layout on disk [..., in], possibly padded at the end.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Kernel(NamedTuple):
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
 
-    def __deepcopy__(self, memo):                  # a copied module has the same kernel
+    def __deepcopy__(self, memo):                  # copies of a module share its kernel
         return self
 
 

@@ -56,8 +56,8 @@ def is_trusted(path: Path) -> bool:
         return False
     if reason:
         # Imported late, since kernels/digest.py, which imports this file, runs without torch.
-        from gpt_faster.kernels import private
-        private.note(f"{path} is not used: {reason}")
+        from gpt_faster.kernels import torch_internals
+        torch_internals.note_once(f"{path} is not used: {reason}")
     return not reason
 
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.storage import disk
 
 ALIGN = 4096                                       # bytes: pages
@@ -38,7 +38,7 @@ def max_bytes() -> int:
     try:
         limit = int(os.environ.get("GPT_FASTER_WEIGHTS_MB", 8192)) << 20
     except ValueError:
-        private.note("GPT_FASTER_WEIGHTS_MB is no whole number: 8192 is taken")
+        torch_internals.note_once("GPT_FASTER_WEIGHTS_MB is no whole number: 8192 is taken")
         limit = 8192 << 20
     return min(limit, shutil.disk_usage(_home()).free // 2)
 
@@ -68,7 +68,7 @@ def load(key: str) -> dict[str, Tensor] | None:
             os.utime(folder)                       # used just now
         return {name: _view(storage, *where) for name, where in index["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        private.note(f"{folder} is made anew: {e}")
+        torch_internals.note_once(f"{folder} is made anew: {e}")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 

@@ -68,7 +68,7 @@ def run(argv: list[str] | None = None) -> int:
     left = statistics.median(times["nothing"]) / uncompiled
     print(f"| (uncompiled) | {uncompiled:.1f} | {left:.2f} |")
     model(torch.tensor([ids]), torch.arange(len(ids)))     # looks anew, now that no hook is left
-    watch = guard_of(model).watch
+    watch = guard_of(model).snapshot
     whole = microseconds(watch.is_same, 2000)
     hooks_alone = microseconds(watch.has_no_new_hook, 100_000)
     print(f"\n{len(watch.modules)} modules are looked at in {whole:.0f} µs, for new hooks alone in "

@@ -20,7 +20,7 @@ from dry_run.report import judge_each, within
 from generate import Batch, Steps, generate
 from gpt_faster.decoding import engines, samplers
 from gpt_faster.decoding.samplers import DeviceSampler
-from gpt_faster.kernels.compile import as_one_graph
+from gpt_faster.kernels.compile import as_cuda_graph
 from sampling import SamplingParams
 from speculate import FixedLength, SpeculativeBatch
 
@@ -68,7 +68,7 @@ def run(where: str, family: str, params: SamplingParams, prompts: list, n_new: i
     model = gpu_check.random_model(family, where, FP32, **how)
     steps, verify = Steps(pad=pad), speculate.verify
     if where == "cuda":
-        steps, verify = engines.build_steps(model, "compile", pad), as_one_graph(verify)
+        steps, verify = engines.build_steps(model, "compile", pad), as_cuda_graph(verify)
     model.setup_cache(len(prompts), LENGTH, 24)
     with patch.multiple(samplers, ShortlistSampler=Watched, DeviceSampler=Watched):
         sampler = samplers.build_sampler(model, [params] * len(prompts))

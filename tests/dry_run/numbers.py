@@ -18,8 +18,8 @@ import torch
 from dry_run.report import judge_each, within
 from gpt_faster.decoding import samplers
 from gpt_faster.kernels import linear, moe
-from gpt_faster.kernels.compile import exchange_modules
-from gpt_faster.kernels.cuda import few_rows
+from gpt_faster.kernels.compile import replace_modules
+from gpt_faster.kernels.cuda import fused_layer
 from gpt_faster.kernels.cuda import products as cuda
 from sampling import SamplingParams
 
@@ -37,7 +37,7 @@ DRAWS = {"top k": [SamplingParams(temperature=0.8, top_k=200)], "of all": [Sampl
          "top p": [SamplingParams(top_p=0.3), SamplingParams(temperature=4.0, top_p=1e-6)],
          "rows": [SamplingParams(temperature=0), SamplingParams(top_k=50, temperature=2.0), HOT]}
 SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 1e-4)}
-PRETENDERS = (few_rows, linear, moe, cuda, samplers)
+PRETENDERS = (fused_layer, linear, moe, cuda, samplers)
 
 
 @torch.inference_mode()
@@ -98,8 +98,8 @@ def differing_draws(params: list[SamplingParams], n: int = 8) -> int:
 
 def use_kernels(model) -> None:
     """As a compiled step of a GPU has them."""
-    exchange_modules(model)
-    few_rows.fuse_layers(model)
+    replace_modules(model)
+    fused_layer.fuse_layers(model)
     pretend(True)
 
 

@@ -47,8 +47,8 @@ def loop_faults() -> dict[str, tuple]:
 
 def number_faults() -> dict[str, tuple]:
     """-> name: what is put in, and the arguments of numbers.compare() that show it."""
-    from gpt_faster.kernels.cuda import few_rows
-    attention, matvec = few_rows.cached_attention, few_rows.matvec
+    from gpt_faster.kernels.cuda import fused_layer
+    attention, matvec = fused_layer.cached_attention, fused_layer.matvec
 
     def unmasked(*args):
         return attention(*args[:5], torch.ones_like(args[5]), *args[6:])
@@ -57,10 +57,10 @@ def number_faults() -> dict[str, tuple]:
         weight = weight if zeros is None else weight >> 4 | weight << 4
         return matvec(x, weight, scales, zeros, *rest)
     return {
-        "no mask": ([patch.object(few_rows, "cached_attention", unmasked)],
+        "no mask": ([patch.object(fused_layer, "cached_attention", unmasked)],
                     dict(family="Llama", case="verify")),
         "another order of nibbles": (
-            [patch.object(few_rows, "matvec", swapped)],
+            [patch.object(fused_layer, "matvec", swapped)],
             dict(family="Llama", case="decode", mode="int4", groupsize=32)),
     }
 
@@ -71,8 +71,8 @@ def generated_faults() -> dict[str, tuple]:
 
     from dry_run.generated import TOP_K
     from gpt_faster.decoding.samplers import DeviceSampler
-    from gpt_faster.kernels.cuda import few_rows
-    attention, counter, load = few_rows.cached_attention, DeviceSampler.counter, AsyncCompile.triton
+    from gpt_faster.kernels.cuda import fused_layer
+    attention, counter, load = fused_layer.cached_attention, DeviceSampler.counter, AsyncCompile.triton
 
     def wrong_kernel(self, name, source, **more):
         return load(self, name, source.replace(" <= ", " < "), **more)
@@ -89,7 +89,7 @@ def generated_faults() -> dict[str, tuple]:
             [patch.object(DeviceSampler, "counter", wrong_noise)],
             dict(family="Llama", params=TOP_K, n_new=3)),
         "keys in the slot after theirs": (
-            [patch.object(few_rows, "cached_attention", wrong_slot)], dict(family="Llama")),
+            [patch.object(fused_layer, "cached_attention", wrong_slot)], dict(family="Llama")),
     }
 
 

@@ -1,1 +1,1 @@
-"""A CPU: operations in C++ and the Python beside them."""
+"""CPU: operations in C++, and the Python code that uses them."""

@@ -1,10 +1,10 @@
-"""A mixture's experts on a CPU as two operations: gate and up with the activation, then down; and
-matrices for each head of latent attention, which are experts to the operations.
+"""MoE experts on a CPU as two operations: gate, up and activation, then down. Also the per-head
+matrices of latent attention, which the operations treat as experts.
 
-In a call of many tokens; with few the router and the sum are operations too (feed_forward.py).
-Experts lie one after the other, each matrix filled up to whole blocks.
+Used in calls with many tokens; with few, routing and combining are operations too
+(feed_forward.py). The experts' matrices are contiguous, each padded to whole blocks.
 
-    moe.experts = Experts(moe)                     # where fits_experts(moe)
+    moe.experts = FusedExperts(moe)                # if supports_experts(moe)
 """
 
 import ctypes
@@ -17,126 +17,126 @@ from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.linears import (
     OPERATIONS,
     OperationsLinear,
-    arguments,
-    fits_leaves,
-    has_leaves,
+    can_pack,
+    disk_layout,
     is_packed,
-    on_disk,
+    is_quantized_or_packed,
     shape_of,
+    weight_args,
 )
-from gpt_faster.kernels.linear import PackedLinear, methods_of
+from gpt_faster.kernels.linear import PackedLinear, methods_implemented_by
 from gpt_faster.layers.feed_forward import GATED
 from gpt_faster.layers.moe import BesideMoE, RoutedMoE
 from model import ExpertLinear, MoE
 
 
-def fits_experts(moe: nn.Module) -> bool:
-    """Are they what the operations know? Reads no weight."""
-    if isinstance(experts := vars(moe).get("experts"), Experts):
-        return experts.are_those_of(moe)
+def supports_experts(moe: nn.Module) -> bool:
+    """Do the operations support this MoE's experts? Reads no weights."""
+    if isinstance(experts := vars(moe).get("experts"), FusedExperts):
+        return experts.is_installed_in(moe)
     linears = moe.gate, moe.up, moe.down
     return (type(moe) in (MoE, RoutedMoE, BesideMoE) and moe.activation in GATED.values()
-            and all(map(fits_leaves, linears)) and not any(map(is_packed, linears)))
+            and all(map(can_pack, linears)) and not any(map(is_packed, linears)))
 
 
-def fits_head_matrices(module: nn.Module) -> bool:
-    """Is it an ExpertLinear without bias, whatever its scheme, that the operations know?"""
-    is_matrices = has_leaves(module) and len(module.shape) == 3
+def supports_head_matrices(module: nn.Module) -> bool:
+    """Is it an ExpertLinear without bias, of any supported scheme?"""
+    is_matrices = is_quantized_or_packed(module) and len(module.shape) == 3
     if not is_matrices and not isinstance(module, ExpertLinear):
         return False
-    return module.bias is None and fits_leaves(module)
+    return module.bias is None and can_pack(module)
 
 
 class PackedExperts(OperationsLinear):
-    """An ExpertLinear alone, whose rows are sorted: that of each head of latent attention."""
+    """A packed ExpertLinear whose input rows are sorted by expert; in latent attention, by head."""
 
     def forward(self, x, ids, ends):
         x, ends = x.contiguous(), ends.contiguous()
         y = x.new_empty(len(x), self.shape[1])
-        op = product(self, x, y, ends)
+        op = expert_linear(self, x, y, ends)
         native.run([ctypes.addressof(op)])
         return y
 
 
-def packed(matrices: list[nn.Module], bias: Tensor | None) -> PackedExperts:
-    """Experts' matrices [E, out, in], one or two beside each other, as one of E len(matrices) out
-    rows.
+def pack_experts(matrices: list[nn.Module], bias: Tensor | None) -> PackedExperts:
+    """Pack experts' matrices [E, out, in], one or two interleaved by expert, as one matrix with
+    E len(matrices) out rows.
     """
-    leaves = [None if parts[0] is None else filled(torch.stack(parts, 1))
-              for parts in zip(*map(on_disk, matrices))]
+    tensors = [None if parts[0] is None else pad_to_blocks(torch.stack(parts, 1))
+              for parts in zip(*map(disk_layout, matrices))]
     n_expert, n_out, n_in = shape_of(matrices[0])
-    _, weight, scales, _ = native.pack_weight(*leaves)
+    _, weight, scales, _ = native.pack_weight(*tensors)
     new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
-    new.set_leaves((weight, scales, None))
-    new.stands_for = methods_of(matrices[0])
+    new.set_tensors((weight, scales, None))
+    new.implements = methods_implemented_by(matrices[0])
     return new
 
 
-def filled(leaf: Tensor) -> Tensor:
-    """[E, matrices, out, (…)], each out filled up to whole blocks -> [E matrices out', (…)]."""
-    short = -leaf.shape[2] % native.panel_width()
-    return F.pad(leaf, (0, 0) * (leaf.dim() - 3) + (0, short)).flatten(0, 2)
+def pad_to_blocks(t: Tensor) -> Tensor:
+    """[E, matrices, out, (…)] -> [E matrices out', (…)], out padded to out', a whole block."""
+    n_pad = -t.shape[2] % native.panel_width()
+    return F.pad(t, (0, 0) * (t.dim() - 3) + (0, n_pad)).flatten(0, 2)
 
 
-class Experts:
-    """In place of MoE.experts, whose matrices it makes its own."""
+class FusedExperts:
+    """Replaces MoE.experts, and the MoE's matrices by packed ones."""
 
     def __init__(self, moe: MoE):
-        self.moe = [moe]                           # in a list: no part of what is the mixture's
+        self.moe = [moe]                           # a back reference, not a part of it
         up, down = (moe.gate, moe.up), moe.down
         bias = None if down.bias is None else torch.cat([m.bias for m in up], 1)
-        self.gate_up = packed(up, bias)
-        self.down = packed([down], down.bias)
+        self.gate_up = pack_experts(up, bias)
+        self.down = pack_experts([down], down.bias)
         self.activation = next(name for name, f in GATED.items() if f is moe.activation)
         moe.gate, moe.up, moe.down = self.gate_up, None, self.down
 
-    def are_those_of(self, moe: MoE) -> bool:
+    def is_installed_in(self, moe: MoE) -> bool:
         return moe.gate is self.gate_up and moe.up is None and moe.down is self.down
 
-    def give_back(self) -> None:
-        """The mixture runs as it is read: gate, up and down are modules that it calls itself.
+    def uninstall(self) -> None:
+        """Give the MoE separate gate, up and down modules again, so that it can run eagerly.
 
-        gate stays the module that it is, with its hooks. Of a mixture whose parts were replaced
-        nothing can be given back: its next call raises.
+        gate stays the same module, with its hooks. Does nothing if one of the three was replaced:
+        the next call raises.
         """
         [moe] = self.moe
-        if not self.are_those_of(moe):
+        if not self.is_installed_in(moe):
             return
         n_expert, n_out, n_in = self.gate_up.shape
         shape = torch.Size((n_expert, n_out // 2, n_in))
         halves = [(t, t) if t is None else t.unflatten(0, (n_expert, 2, -1)).unbind(1)
-                  for t in self.gate_up.leaves()]
-        gate, up = ([t if t is None else t.flatten(0, 1).contiguous() for t in leaves]
-                    for leaves in zip(*halves))
+                  for t in self.gate_up.tensors()]
+        gate, up = ([t if t is None else t.flatten(0, 1).contiguous() for t in tensors]
+                    for tensors in zip(*halves))
         bias, up_bias = 2 * [None]
         if self.gate_up.bias is not None:
             bias, up_bias = (half.contiguous() for half in self.gate_up.bias.chunk(2, 1))
         moe.up = PackedExperts(shape, up_bias, OPERATIONS)
-        moe.up.stands_for = moe.gate.stands_for
-        moe.up.set_leaves(up)
+        moe.up.implements = moe.gate.implements
+        moe.up.set_tensors(up)
         moe.gate.shape = shape
         moe.gate.bias = bias
-        moe.gate.set_leaves(gate)
+        moe.gate.set_tensors(gate)
         del moe.experts
 
     def __call__(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
-        """x [M, D], sorted by expert, the rows of e before ends[e] -> [M, D]."""
-        if not self.are_those_of(*self.moe):
-            raise TypeError("a compiled mixture's gate, up or down was replaced: replace them "
-                            "before it is compiled")
+        """x [M, D] sorted by expert; ends[e]: index after expert e's last row -> [M, D]."""
+        if not self.is_installed_in(*self.moe):
+            raise TypeError("gate, up or down of a compiled MoE was replaced: replace it before "
+                            "the model is compiled")
         x, ends = x.contiguous(), ends.int().contiguous()
         hidden = torch.empty(len(x), self.down.shape[2])
         y = torch.empty_like(x)
-        up = product(self.gate_up, x, hidden, ends)
+        up = expert_linear(self.gate_up, x, hidden, ends)
         up.activation, up.gated = native.ACTIVATIONS[self.activation], True
-        down = product(self.down, hidden, y, ends)
+        down = expert_linear(self.down, hidden, y, ends)
         native.run([ctypes.addressof(op) for op in (up, down)])
         return y
 
 
-def product(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> native.Linear:
+def expert_linear(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> native.Linear:
     n_expert, *shape = linear.shape
-    weights = arguments(linear.packed, linear.scales, shape[1])
+    weights = weight_args(linear.packed, linear.scales, shape[1])
     return native.linear(*weights, shape, linear.bias, M=len(x), x=x, out=out,
                          x_bits=native.x_bits(out.dtype), n_expert=n_expert,
                          expert_ends=ends)

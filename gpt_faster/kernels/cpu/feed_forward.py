@@ -1,23 +1,23 @@
-"""A layer's second half as operations, and what follows it: feed-forward, a mixture of experts with
-few tokens, an end with an embedding of the layer's own.
+"""A layer's feed-forward as operations: dense, or MoE with few tokens. Also the layer's end, which
+adds a per-layer embedding (Gemma 4).
 
-As mixers.py's: fits() says whether it has the parts that are known, add_to() adds them.
+The interface is that of mixers.py: supports() checks a layer's modules, add_to() adds operations.
 
-    half = feed_forward_of(layer)
-    if half.fits(layer): half(layer).add_to(operations)
+    ffn = feed_forward_of(layer)
+    if ffn.supports(layer): ffn(layer).add_to(operations)
 """
 
 import torch
 from torch import nn
 
 from gpt_faster.kernels.cpu import native
-from gpt_faster.kernels.cpu.experts import fits_experts
+from gpt_faster.kernels.cpu.experts import supports_experts
 from gpt_faster.kernels.cpu.linears import (
-    fits_linear,
-    fits_norm,
-    has_leaves,
+    is_quantized_or_packed,
     norm_struct,
     shape_of,
+    supports_linear,
+    supports_norm,
 )
 from gpt_faster.layers.block import norm_behind
 from gpt_faster.layers.feed_forward import GATED, UNGATED
@@ -26,18 +26,19 @@ from gpt_faster.layers.norms import Scale
 from model import MoE
 from tp import shared_by
 
-MOST_BLOCK_ROWS = 32                               # of any CPU's layout
+MAX_BLOCK_ROWS = 32                                # largest block of any CPU's layout
 
 
-def is_feed_forward(ffn: nn.Module) -> bool:
-    linears = [getattr(ffn, name, None) for name in (name_of_up(ffn), "down")]
-    if not all(isinstance(linear, nn.Linear) or has_leaves(linear) for linear in linears):
+def supports_feed_forward(ffn: nn.Module) -> bool:
+    linears = [getattr(ffn, name, None) for name in (up_name(ffn), "down")]
+    if not all(isinstance(linear, nn.Linear) or is_quantized_or_packed(linear)
+               for linear in linears):
         return False
-    even = name_of_up(ffn) == "up" or shape_of(linears[0])[0] % (2 * MOST_BLOCK_ROWS) == 0
-    return even and activation_of(ffn) is not None and all(map(fits_linear, linears))
+    is_aligned = up_name(ffn) == "up" or shape_of(linears[0])[0] % (2 * MAX_BLOCK_ROWS) == 0
+    return is_aligned and activation_of(ffn) is not None and all(map(supports_linear, linears))
 
 
-def name_of_up(ffn: nn.Module) -> str:
+def up_name(ffn: nn.Module) -> str:
     return "gate_up" if hasattr(ffn, "gate_up") else "up"
 
 
@@ -48,41 +49,41 @@ def activation_of(ffn: nn.Module) -> str | None:
 
 
 def up_options(ffn: nn.Module) -> dict:
-    """Of the first linear's operation."""
+    """Options of the up (or gate and up) operation."""
     return dict(activation=native.ACTIVATIONS[activation_of(ffn)], gated=hasattr(ffn, "gate_up"))
 
 
-class DenseHalf:
-    few_rows = False
+class DenseFeedForward:
+    decode_only = False
 
     def __init__(self, layer: nn.Module):
-        self.up = name_of_up(layer.ffn)
+        self.up = up_name(layer.ffn)
         self.linears = [self.up, "down"]
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         norms = layer.ffn_norm, norm_behind(layer, "ffn")
-        return is_feed_forward(layer.ffn) and all(map(fits_norm, norms))
+        return supports_feed_forward(layer.ffn) and all(map(supports_norm, norms))
 
-    def widths(self, width_of) -> dict[str, int]:
-        return {"hidden": width_of("down")[0]}
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        return {"hidden": dims_of("down")[0]}
 
     def add_to(self, ops) -> None:
-        ffn, x = ops.parts.ffn, None if ops.parallel else "x1"
-        ops.linear(f"ffn.{self.up}", x, "hidden", ops.parts.ffn_norm, **up_options(ffn))
+        ffn, x = ops.module.ffn, None if ops.parallel else "x1"
+        ops.linear(f"ffn.{self.up}", x, "hidden", ops.module.ffn_norm, **up_options(ffn))
         ops.branch("ffn.down", "hidden", "x1", "x2", ffn,
-                   norm_behind(ops.parts, "ffn"))
+                   norm_behind(ops.module, "ffn"))
 
 
-class MixtureHalf:
-    """[norm, router] [choice] [norm, gate, up, activation] [down] of the chosen, [sum of all]"""
+class MoEFeedForward:
+    """[norm, router] [top-k] [norm, gate, up, activation] [down] [weighted sum]"""
 
-    few_rows = True
+    decode_only = True
 
     def __init__(self, layer: nn.Module):
         moe = layer.ffn
         self.linears = ["router", "experts.gate_up", "experts.down"]
-        if shared_of(moe) is not None:
+        if shared_expert_of(moe) is not None:
             self.linears += ["shared.gate_up", "shared.down"]
         if shared_gate_of(moe) is not None:
             self.linears.append("shared_expert_gate")
@@ -90,75 +91,79 @@ class MixtureHalf:
         self.ends = torch.zeros(moe.n_expert, dtype=torch.int32)
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         moe = layer.ffn
-        if not fits_experts(moe) or any(map(shared_by, moe.modules())):
+        if not supports_experts(moe) or any(map(shared_by, moe.modules())):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
         norms = [layer.ffn_norm, norm_behind(layer, "ffn")]
         if isinstance(moe, BesideMoE):
             norms += [moe.norm, moe.shared_norm, moe.router_norm, moe.post_norm,
                       moe.post_shared_norm]
-        shared_fits = shared_of(moe) is None or is_feed_forward(shared_of(moe))
-        return shared_fits and all(map(fits_linear, linears)) and all(map(fits_norm, norms))
+        shared = shared_expert_of(moe)
+        supports_shared = shared is None or supports_feed_forward(shared)
+        return (supports_shared and all(map(supports_linear, linears))
+                and all(map(supports_norm, norms)))
 
-    def widths(self, width_of) -> dict[str, int]:
-        D, A = width_of("router")[0], self.n_active
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        D, A = dims_of("router")[0], self.n_active
         widths = dict(logits=self.n_expert, prob=A, place=A, order=A, expert_out=A * D,
-                      expert_hidden=A * width_of("experts.down")[0])
+                      expert_hidden=A * dims_of("experts.down")[0])
         if "shared.down" in self.linears:
-            widths |= dict(shared_out=D, shared_hidden=width_of("shared.down")[0], share=1)
+            widths |= dict(shared_out=D, shared_hidden=dims_of("shared.down")[0], share=1)
         return widths
 
     def add_to(self, ops) -> None:
-        moe, at, A = ops.parts.ffn, ops.at, self.n_active
+        moe, buffers, A = ops.module.ffn, ops.buffers, self.n_active
         x = None if ops.parallel else "x1"
-        beside = isinstance(moe, BesideMoE)
-        norm = shared_norm = router_norm = ops.parts.ffn_norm
-        if beside:
+        has_parallel_dense = isinstance(moe, BesideMoE)
+        norm = shared_norm = router_norm = ops.module.ffn_norm
+        if has_parallel_dense:
             norm, shared_norm, router_norm = moe.norm, moe.shared_norm, moe.router_norm
         ops.linear("ffn.router", x, "logits", router_norm)
-        self.add_choice(ops, moe)
-        up = up_options_of_experts(moe)
-        order = at["order"].view(torch.int32)
+        self.add_routing(ops, moe)
+        up = expert_up_options(moe)
+        order = buffers["order"].view(torch.int32)
         ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A,
                    gather_rows=order, expert_ends=self.ends, **up)
         ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A,
                    expert_ends=self.ends)
         shared = gate = None
-        if shared_of(moe) is not None:
+        if shared_expert_of(moe) is not None:
             ops.linear("ffn.shared.gate_up", x, "shared_hidden", shared_norm,
                        **up_options(moe.shared))
             ops.linear("ffn.shared.down", "shared_hidden", "shared_out")
-            shared = at["shared_out"]
+            shared = buffers["shared_out"]
         if shared_gate_of(moe) is not None:
             ops.linear("ffn.shared_expert_gate", x, "share", shared_norm)
-            gate = at["share"]
-        post = norm_behind(ops.parts, "ffn")
-        own_norms = (moe.post_norm, moe.post_shared_norm) if beside else 2 * (nn.Identity(),)
-        ops.add(native.Combine(
+            gate = buffers["share"]
+        post = norm_behind(ops.module, "ffn")
+        post_norms = 2 * (nn.Identity(),)
+        if has_parallel_dense:
+            post_norms = moe.post_norm, moe.post_shared_norm
+        ops.add_per_row(native.Combine(
             kind=native.COMBINE, D=ops.dim, A=A, factor=factor_of(post),
-            norm=norm_struct(own_norms[0]), shared_norm=norm_struct(own_norms[1]),
-            post_norm=norm_struct(post), y=at["expert_out"], prob=at["prob"],
-            sorted_row=at["place"].view(torch.int32), shared=shared, gate=gate, residual=at["x1"],
-            out=at["x2"]))
+            norm=norm_struct(post_norms[0]), shared_norm=norm_struct(post_norms[1]),
+            post_norm=norm_struct(post), y=buffers["expert_out"], prob=buffers["prob"],
+            sorted_row=buffers["place"].view(torch.int32), shared=shared, gate=gate,
+            residual=buffers["x1"], out=buffers["x2"]))
 
-    def add_choice(self, ops, moe: nn.Module) -> None:
-        at, router = ops.at, dict(n_group=1, topk_group=1, group_top=2, routed_scale=1.0)
+    def add_routing(self, ops, moe: nn.Module) -> None:
+        buffers, router = ops.buffers, dict(n_group=1, topk_group=1, group_top=2, routed_scale=1.0)
         if isinstance(moe, RoutedMoE):
             router = dict(n_group=moe.n_group, topk_group=moe.topk_group, group_top=moe.group_top,
                           routed_scale=moe.routed_scale, use_sigmoid=moe.scores is not softmax)
-        ops.add(native.Route(
+        ops.add_per_row(native.Route(
             kind=native.ROUTE, E=self.n_expert, A=self.n_active, **router,
-            norm_topk_prob=moe.norm_topk_prob, logits=at["logits"],
+            norm_topk_prob=moe.norm_topk_prob, logits=buffers["logits"],
             bias=getattr(moe, "choice_bias", None),
-            expert_scale=getattr(moe, "expert_scale", None), prob=at["prob"],
-            sorted_row=at["place"].view(torch.int32),
-            sorted_token=at["order"].view(torch.int32), expert_ends=self.ends))
+            expert_scale=getattr(moe, "expert_scale", None), prob=buffers["prob"],
+            sorted_row=buffers["place"].view(torch.int32),
+            sorted_token=buffers["order"].view(torch.int32), expert_ends=self.ends))
 
 
-def shared_of(moe: nn.Module) -> nn.Module | None:
-    """The expert that serves every token."""
+def shared_expert_of(moe: nn.Module) -> nn.Module | None:
+    """The shared expert, which runs for every token."""
     return getattr(moe, "shared", None)
 
 
@@ -166,7 +171,7 @@ def shared_gate_of(moe: nn.Module) -> nn.Module | None:
     return getattr(moe, "shared_expert_gate", None)
 
 
-def up_options_of_experts(moe: nn.Module) -> dict:
+def expert_up_options(moe: nn.Module) -> dict:
     name = next(name for name, f in GATED.items() if f is moe.activation)
     return dict(activation=native.ACTIVATIONS[name], gated=True)
 
@@ -176,30 +181,31 @@ def factor_of(post: nn.Module) -> float:
 
 
 def feed_forward_of(layer: nn.Module) -> type:
-    return MixtureHalf if isinstance(layer.ffn, MoE) else DenseHalf
+    return MoEFeedForward if isinstance(layer.ffn, MoE) else DenseFeedForward
 
 
-class EndHalf:
-    """(x + norm(down(act(gate(x)) * own))) * scale"""
+class LayerEnd:
+    """(x + norm(down(act(gate(x)) * own))) * scale, own: the per-layer embedding"""
 
-    few_rows = False
+    decode_only = False
 
     def __init__(self, layer: nn.Module):
         self.linears = ["gate", "down"]
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         end = layer.end
         return (getattr(end, "gate", None) is not None and end.activation in GATED.values()
-                and fits_linear(end.gate) and fits_linear(end.down) and fits_norm(end.norm))
+                and supports_linear(end.gate) and supports_linear(end.down)
+                and supports_norm(end.norm))
 
-    def widths(self, width_of) -> dict[str, int]:
-        return {"end_hidden": width_of("down")[0]}
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        return {"end_hidden": dims_of("down")[0]}
 
     def add_to(self, ops) -> None:
-        end = ops.parts.end
+        end = ops.module.end
         activation = next(name for name, f in GATED.items() if f is end.activation)
-        ops.multiplied = ops.linear("end.gate", "x2", "end_hidden",
+        ops.op_with_multiplier = ops.linear("end.gate", "x2", "end_hidden",
                                     activation=native.ACTIVATIONS[activation])
-        ops.linear("end.down", "end_hidden", "before")
+        ops.linear("end.down", "end_hidden", "branch_out")
         ops.add_norm("x2", "x2", end.norm, scale=end.scale)

@@ -1,15 +1,15 @@
-"""A model on a CPU as a list of native operations, for any number of rows.
+"""Runs a model's layers on a CPU as a list of native operations, for any number of rows.
 
     [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
 
-A layer's call writes down where its inputs are; the last one's runs the list, without Python in
-between. So nothing is compiled for a length, a number of rows or a group size. A layer has two
-halves: one that the operations do not know runs as it is, with quicker linears and experts. What
-was edited, hooked or exchanged runs as it is read, the rest by operations (as_read.py, guard.py):
-those of the layers in between are then a list of their own, whose last layer gives what it would
-give as it is read.
+Each layer's call sets its inputs' addresses and queues its operations; the last layer's call runs
+the queue, without Python in between. Nothing is compiled per length, number of rows or group size.
+A layer has three sublayers: mixer (attn), feed-forward (ffn) and end. One that the operations do
+not support runs eagerly, with packed linears and experts. Modified parts (modifications.py,
+guard.py) run eagerly too: then each run of unmodified layers has a queue of its own, and its last
+layer returns x in the model's dtype.
 
-    if use_operations(model): ...                  # else a note said why
+    if use_operations(model): ...                  # False: all of it runs eagerly, see the note
 """
 
 import ctypes
@@ -18,25 +18,34 @@ import operator
 import torch
 from torch import Tensor, nn
 
-from gpt_faster.kernels import private
-from gpt_faster.kernels.as_read import HALVES, Unknown, unknown_packed, unknown_parts
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
-from gpt_faster.kernels.cpu.ends import Enter, Leave
-from gpt_faster.kernels.cpu.experts import Experts, fits_experts, fits_head_matrices
-from gpt_faster.kernels.cpu.experts import packed as packed_experts
-from gpt_faster.kernels.cpu.feed_forward import EndHalf, factor_of, feed_forward_of
+from gpt_faster.kernels.cpu.embed_unembed import EmbedInputs, Unembed
+from gpt_faster.kernels.cpu.experts import (
+    FusedExperts,
+    pack_experts,
+    supports_experts,
+    supports_head_matrices,
+)
+from gpt_faster.kernels.cpu.feed_forward import LayerEnd, factor_of, feed_forward_of
 from gpt_faster.kernels.cpu.linears import (
     DTYPES,
     OperationsEmbedding,
-    arguments,
-    fits_linear,
     is_packed,
     norm_struct,
-    packed,
+    pack_linear,
+    supports_linear,
+    weight_args,
 )
-from gpt_faster.kernels.cpu.mixers import FEW, mixer_of
-from gpt_faster.kernels.guard import Guard, Outside, Stead, undo
-from gpt_faster.kernels.linear import PackedEmbedding, methods_of, pack_linears
+from gpt_faster.kernels.cpu.mixers import MAX_DECODE_ROWS, mixer_of
+from gpt_faster.kernels.guard import EagerCall, GuardedForward, MethodOverride, remove_overrides
+from gpt_faster.kernels.linear import PackedEmbedding, methods_implemented_by, pack_linears
+from gpt_faster.kernels.modifications import (
+    SUBLAYERS,
+    Modifications,
+    find_modifications,
+    modified_after_packing,
+)
 from gpt_faster.layers.block import ParallelBlock, norm_behind
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
@@ -44,129 +53,136 @@ from model import MoE
 from quantize import QuantizedEmbedding
 from tp import of_all, share, shared_by
 
-NARROW = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden", "end_hidden"}
-                                                   # buffers that one product alone reads
+# Only a matmul reads these buffers, so they have the model's dtype; all others are fp32.
+MODEL_DTYPE_BUFFERS = {"hidden", "attended", "latents", "expert_hidden", "shared_hidden",
+                       "end_hidden"}
 
 
 # ---- A call of the model ------------------------------------------------------------------------
 
-class Call:
-    """The operations that were asked for and not done yet, and the memory between them.
+class CallState:
+    """The queue of operations and the buffers between them, which all layers share.
 
-    Layers take turns with the same memory. widths: name -> numbers for a row, which are fp32 or,
-    of what one product alone reads, in the model's dtype; few: the same, for FEW rows at most.
+    widths: buffer name -> elements per row; decode_widths: the same, of buffers that hold at most
+    MAX_DECODE_ROWS rows. dtype: the model's.
     """
 
-    def __init__(self, widths: dict[str, int], few: dict[str, int], dtype: torch.dtype):
-        self.widths, self.few, self.dtype = widths, few, dtype
-        self.dtypes = {name: dtype if name in NARROW else torch.float32 for name in widths | few}
-        self.buffers = {}                          # by name; another dict where they grew
-        self.n_row = 0                             # that they have room for
+    def __init__(self, widths: dict[str, int], decode_widths: dict[str, int], dtype: torch.dtype):
+        self.widths, self.decode_widths, self.dtype = widths, decode_widths, dtype
+        self.dtypes = {name: dtype if name in MODEL_DTYPE_BUFFERS else torch.float32
+                       for name in widths | decode_widths}
+        self.buffers = {}                          # by name; a new dict when they grow
+        self.n_row = 0                             # capacity of the buffers
         self.shape = None                          # B, T
-        self.n_call = None                         # the model's call that it is
-        self.structs = []                          # of the first mask and RoPE of a call, …
+        self.n_call = None                         # GuardedForward.n_call of this call
+        self.structs = []                          # native.Positions, reused by all calls
 
     def begin(self, x: Tensor, n_call: int) -> None:
-        """x [B, T, D]. Also after a call that was interrupted."""
+        """x [B, T, D]. Discards what an interrupted call has queued."""
         self.addresses = []
-        self.x = x                                 # has to live until the end
+        self.x = x                                 # keeps it alive until the queue has run
         if n_call != self.n_call:
-            self.n_call, self.kept = n_call, []    # as long as the call: their ids stand for them
-            self.taken = {}                        # mask and RoPE -> their struct
+            self.n_call = n_call
+            self.alive = []                        # masks and RoPE tables: their ids are keys
+            self.positions_of = {}                 # ids of mask and RoPE -> struct
             self.mask = self.rope = self.positions = None
         if x.shape[:2] != self.shape:
-            self._make_room(x.shape[:2].numel())
+            self._grow(x.shape[:2].numel())
             self.shape = x.shape[:2]
-            self.out = self.rows("x2")
+            self.out = self.view("x2")
 
-    def rows(self, name: str) -> Tensor:
-        """[B, T, width] of a buffer."""
+    def view(self, name: str) -> Tensor:
+        """A buffer as [B, T, width]."""
         n = self.widths[name]
         return self.buffers[name][:self.shape.numel() * n].view(*self.shape, n)
 
-    @torch.inference_mode(False)                   # whoever calls: they serve everyone
-    def _make_room(self, n_row: int) -> None:
+    @torch.inference_mode(False)                   # other calls use the buffers too
+    def _grow(self, n_row: int) -> None:
         if n_row > self.n_row:
             self.n_row = 1 << (n_row - 1).bit_length()
-            room = [(name, self.n_row * n) for name, n in self.widths.items()]
-            room += [(name, min(self.n_row, FEW) * n) for name, n in self.few.items()]
-            self.buffers = {name: torch.empty(n, dtype=self.dtypes[name]) for name, n in room}
+            n_decode = min(self.n_row, MAX_DECODE_ROWS)
+            sizes = [(name, self.n_row * n) for name, n in self.widths.items()]
+            sizes += [(name, n_decode * n) for name, n in self.decode_widths.items()]
+            self.buffers = {name: torch.empty(n, dtype=self.dtypes[name]) for name, n in sizes}
 
-    def take(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None,
-             half: int | None) -> None:
-        """Have self.positions describe these; half: of a head's width, angles may be of more."""
+    def set_positions(self, rope, slot: Tensor, mask: Tensor, batch_idx: Tensor | None,
+                      rope_half: int | None) -> None:
+        """Fill self.positions. rope_half: columns of the RoPE tables that the mixer uses."""
         self.mask, self.rope = mask, rope
         key = id(mask), id(rope[0])
-        if key not in self.taken:
-            n = len(self.taken)
+        if key not in self.positions_of:
+            n = len(self.positions_of)
             if n == len(self.structs):
                 self.structs.append(native.Positions())
-            self.taken[key] = self.structs[n]
-            cos, sin = (t[..., :half] for t in rope)
-            fill(self.structs[n], self.shape, cos, sin, slot, mask, batch_idx)
-            self.kept += [mask, rope]
-        self.positions = self.taken[key]
+            self.positions_of[key] = self.structs[n]
+            cos, sin = (t[..., :rope_half] for t in rope)
+            fill_positions(self.structs[n], self.shape, cos, sin, slot, mask, batch_idx)
+            self.alive += [mask, rope]
+        self.positions = self.positions_of[key]
 
     def run(self) -> None:
-        """What is written down so far."""
+        """Run the queued operations."""
         addresses, self.addresses = self.addresses, []
         native.run(addresses)
 
 
-def fill(at: native.Positions, shape: torch.Size, cos, sin, slot, mask, batch_idx) -> None:
-    """For a call of B rows with T tokens each. ValueError where these are of another one."""
+def fill_positions(positions: native.Positions, shape: torch.Size, cos, sin, slot, mask,
+                   batch_idx) -> None:
+    """shape: B, T. Raises ValueError if the tensors have other shapes."""
     B, T = shape
     cos, sin, slot, mask = (t.contiguous() for t in (cos, sin, slot.long(), mask))
-    alike = cos.shape == sin.shape and cos.shape[-2] == slot.shape[-1] == mask.shape[-2] == T
-    if not alike or any(t.shape[0] not in (1, B) for t in (cos, mask) if t.dim() == 4) or (
+    same_T = cos.shape == sin.shape and cos.shape[-2] == slot.shape[-1] == mask.shape[-2] == T
+    if not same_T or any(t.shape[0] not in (1, B) for t in (cos, mask) if t.dim() == 4) or (
             slot.dim() == 2 and len(slot) not in (1, B)):
-        raise ValueError(f"positions [{', '.join(map(str, slot.shape))}] are not those of tokens "
+        raise ValueError(f"positions [{', '.join(map(str, slot.shape))}] do not match tokens "
                          f"[{B}, {T}]")
     for name, t in dict(cos=cos, sin=sin, slot=slot, mask=mask).items():
-        at.set(name, t)
-    at.set("rows", None if batch_idx is None else batch_idx.long().contiguous())
+        positions.set(name, t)
+    positions.set("rows", None if batch_idx is None else batch_idx.long().contiguous())
     if batch_idx is not None and batch_idx.shape != (B,):
-        raise ValueError(f"batch_idx has {batch_idx.numel()} rows, and the tokens {B}")
-    at.n_key = at.mask_stride_t = mask.shape[-1]
-    at.mask_stride_b = mask.stride(0) if mask.dim() == 4 and len(mask) == B else 0
-    at.rope_stride_b = cos.stride(0) if cos.dim() == 4 and len(cos) == B else 0
-    at.slot_stride_b = slot.stride(0) if slot.dim() == 2 and len(slot) == B else 0
+        raise ValueError(f"batch_idx has {batch_idx.numel()} rows, tokens have {B}")
+    positions.n_key = positions.mask_stride_t = mask.shape[-1]
+    positions.mask_stride_b = mask.stride(0) if mask.dim() == 4 and len(mask) == B else 0
+    positions.rope_stride_b = cos.stride(0) if cos.dim() == 4 and len(cos) == B else 0
+    positions.slot_stride_b = slot.stride(0) if slot.dim() == 2 and len(slot) == B else 0
 
 
 # ---- A layer ------------------------------------------------------------------------------------
 
 class Operations:
-    """What a layer does, in order, with a cache and in a call's memory.
+    """A layer's operations in order, for one KV cache and one set of buffers.
 
-    steps: addresses of operations, or a function of what the layer is given, before which the
-    operations up to it are run.
+    steps: each a list of operations' addresses, or an eager function, before which the queue runs.
+    ops_with_...: operations of which some fields change from call to call.
     """
 
-    def __init__(self, layer: "OperationsLayer", call: Call, cache: nn.Module, halves: tuple):
-        """halves: mixer, feed-forward and end; those that are None run as they are."""
-        self.layer, self.parts, self.parallel, self.dim = (
+    def __init__(self, layer: "OperationsLayer", call: CallState, cache: nn.Module,
+                 sublayers: tuple):
+        """sublayers: mixer, feed-forward and end; None: runs eagerly."""
+        self.layer, self.module, self.parallel, self.dim = (
             layer, layer.layer, layer.parallel, layer.dim)
-        self.call, self.cache, self.buffers, self.halves = call, cache, call.buffers, halves
-        self.x = self.positions = self.shape = self.multiplied = None
-        self.at = call.buffers
-        self.reads_x, self.adds_x, self.by_rows, self.mixing, self.steps = [], [], [], [], []
-        plain = self.plain_attention, self.plain_feed_forward, self.plain_end
-        for half, as_it_is in zip(halves, plain):
-            if half is not None:
-                half.add_to(self)
-            elif as_it_is != self.plain_end or layer.has_end:
-                self.steps.append(as_it_is)
+        self.call, self.cache, self.buffers, self.sublayers = call, cache, call.buffers, sublayers
+        self.x = self.positions = self.shape = self.op_with_multiplier = None
+        self.ops_with_input_x, self.ops_with_residual_x = [], []
+        self.ops_per_row, self.ops_with_positions = [], []
+        self.steps = []
+        eager_sublayers = self.eager_attention, self.eager_feed_forward, self.eager_end
+        for sublayer, eager in zip(sublayers, eager_sublayers):
+            if sublayer is not None:
+                sublayer.add_to(self)
+            elif eager != self.eager_end or layer.has_end:
+                self.steps.append(eager)
 
-    # - What the halves are made of
+    # - Called by the sublayers' add_to()
 
-    def add(self, op: ctypes.Structure, rows: int = 1) -> None:
-        """rows: for each of x."""
+    def add_per_row(self, op: ctypes.Structure, rows: int = 1) -> None:
+        """rows: the operation's rows per row of x."""
         self._append(op)
-        self.by_rows.append((op, rows))
+        self.ops_per_row.append((op, rows))
 
-    def at_positions(self, op: ctypes.Structure) -> None:
+    def add_with_positions(self, op: ctypes.Structure) -> None:
         self._append(op)
-        self.mixing.append(op)
+        self.ops_with_positions.append(op)
 
     def _append(self, op: ctypes.Structure) -> None:
         if not self.steps or callable(self.steps[-1]):
@@ -175,156 +191,158 @@ class Operations:
 
     def linear(self, name: str, x: str | None, out: str, norm: nn.Module | None = None,
                rows: int = 1, **more) -> native.Linear:
-        """x None: each call has its own. more: the struct's other fields."""
+        """x: input buffer; None: the layer's input, set at each call. more: other struct fields."""
         linear = self.layer.linears[name]
         *n_expert, n_out, n_in = linear.shape
-        weights = arguments(linear.packed, linear.scales, n_in)
+        weights = weight_args(linear.packed, linear.scales, n_in)
         op = native.linear(
-            *weights, (n_out, n_in), linear.bias, x=self.at.get(x), out=self.at[out],
+            *weights, (n_out, n_in), linear.bias, x=self.buffers.get(x), out=self.buffers[out],
             norm=norm_struct(norm) if norm else native.Norm(),
             x_bits=native.x_bits(self.call.dtype), n_expert=n_expert[0] if n_expert else 0, **more)
         if x is None:
-            self.reads_x.append(op)
-        self.add(op, rows)
+            self.ops_with_input_x.append(op)
+        self.add_per_row(op, rows)
         return op
 
     def branch(self, name: str, y: str, x: str | None, out: str, module: nn.Module,
                post: nn.Module) -> None:
-        """out = x + post(linear(y)), linear being the module's last. x None: each call has its own.
-        """
+        """out = x + post(linear(y)), the end of a residual branch. x None: the layer's input."""
         if not shared_by(module) and isinstance(post, nn.Identity | Scale):
-            op = self.linear(name, y, out, residual=self.at.get(x))
+            op = self.linear(name, y, out, residual=self.buffers.get(x))
             op.factor = factor_of(post)
             if x is None:
-                self.adds_x.append(op)
+                self.ops_with_residual_x.append(op)
             return
-        self.linear(name, y, "before")
+        self.linear(name, y, "branch_out")
         if shared_by(module):
             self.steps.append(lambda *_: self.sum_over_ranks(module))
         self.add_norm(x, out, post)
 
     def add_norm(self, x: str | None, out: str, norm: nn.Module,
                  scale: Tensor | None = None) -> None:
-        """out = (x + norm(before)) * scale"""
+        """out = (x + norm(branch_out)) * scale"""
         op = native.AddNorm(
             kind=native.ADD_NORM, D=self.dim, factor=factor_of(norm), scale=scale,
-            norm=norm_struct(norm), x=self.at["before"], residual=self.at.get(x), out=self.at[out])
-        self.add(op)
+            norm=norm_struct(norm), x=self.buffers["branch_out"], residual=self.buffers.get(x),
+            out=self.buffers[out])
+        self.add_per_row(op)
         if x is None:
-            self.adds_x.append(op)
+            self.ops_with_residual_x.append(op)
 
-    # - What runs as it is, in the model's dtype
+    # - Eager steps, in the model's dtype
 
     def sum_over_ranks(self, module: nn.Module) -> None:
-        y = self.call.rows("before")
+        y = self.call.view("branch_out")
         y.copy_(of_all(module, y.to(self.call.dtype)))
 
-    def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
-        layer, x = self.parts, self.x
-        y = layer.attn(layer.attn_norm(self.own(x)), rope, slot, mask, batch_idx)
-        self.call.rows("x1").copy_(x + norm_behind(layer, "attn")(y))
+    def eager_attention(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
+        layer, x = self.module, self.x
+        y = layer.attn(layer.attn_norm(self.copy(x)), rope, slot, mask, batch_idx)
+        self.call.view("x1").copy_(x + norm_behind(layer, "attn")(y))
 
-    def plain_feed_forward(self, *_) -> None:
-        layer, attended = self.parts, self.call.rows("x1")
+    def eager_feed_forward(self, *_) -> None:
+        layer, attended = self.module, self.call.view("x1")
         x = self.x if self.parallel else attended
-        y = layer.ffn(layer.ffn_norm(self.own(x)))
-        self.call.rows("x2").copy_(attended + norm_behind(layer, "ffn")(y))
+        y = layer.ffn(layer.ffn_norm(self.copy(x)))
+        self.call.view("x2").copy_(attended + norm_behind(layer, "ffn")(y))
 
-    def plain_end(self, rope, slot, mask, batch_idx, *own) -> None:
-        x = self.call.rows("x2")
-        x.copy_(self.parts.end(self.own(x), *own))
+    def eager_end(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
+        x = self.call.view("x2")
+        x.copy_(self.module.end(self.copy(x), *layer_embed))
 
-    def own(self, x: Tensor) -> Tensor:
-        """In memory that nothing else is written to, whoever keeps it."""
+    def copy(self, x: Tensor) -> Tensor:
+        """x in the model's dtype. A copy: eager code and hooks may keep it."""
         return x.to(self.call.dtype, copy=True)
 
-    # - What differs from call to call
+    # - Set at each call
 
-    def take_shape(self, shape: torch.Size) -> None:
+    def set_shape(self, shape: torch.Size) -> None:
         self.shape = shape
-        for op in self.mixing:
+        for op in self.ops_with_positions:
             op.B, op.T = shape
-        for op, rows in self.by_rows:
+        for op, rows in self.ops_per_row:
             op.M = rows * shape.numel()
 
-    def take(self, x: Tensor) -> None:
+    def set_input(self, x: Tensor) -> None:
         self.x = x
-        for op in self.reads_x:
+        for op in self.ops_with_input_x:
             op.set("x", x)
-        for op in self.adds_x:
+        for op in self.ops_with_residual_x:
             op.set("residual", x)
 
-    def take_positions(self, at: native.Positions) -> None:
-        self.positions = at
-        for op in self.mixing:
-            op.set("positions", at)
+    def set_positions(self, positions: native.Positions) -> None:
+        self.positions = positions
+        for op in self.ops_with_positions:
+            op.set("positions", positions)
 
-    def multiply_by(self, own: Tensor) -> None:
-        """own [B, T, P]"""
-        own = own.contiguous()
-        self.multiplied.set("multiplier", own)
-        self.multiplied.multiplier_stride = own.shape[2]
+    def set_multiplier(self, layer_embed: Tensor) -> None:
+        """layer_embed [B, T, P]: the layer's embedding of each token (Gemma 4)"""
+        layer_embed = layer_embed.contiguous()
+        self.op_with_multiplier.set("multiplier", layer_embed)
+        self.op_with_multiplier.multiplier_stride = layer_embed.shape[2]
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:
-    """Whose cache it reads: its own, or an earlier layer's."""
+    """The module whose KV cache attn reads: itself, or an earlier layer's attention."""
     return attn.source[0] if isinstance(attn, SharedAttention) else attn
 
 
-class OperationsLayer(Stead):
-    """The forward of a layer with packed linears, in its place.
+class OperationsLayer(MethodOverride):
+    """Replaces the forward of a layer with packed linears.
 
-    halves: which of mixer, feed-forward and end are operations, none perhaps: x stays in fp32
-    between layers; first, last: of those that are run together. gives_own: x goes to what runs as
-    it is read, in the model's dtype.
+    sublayers: which of mixer, feed-forward and end run by operations (may be none: x still stays in
+    fp32 between layers). first, last: of the layers that share one run of the queue. returns_copy:
+    eager code reads the output, so return a copy in the model's dtype.
     """
 
-    def __init__(self, guard: Guard, layer: nn.Module, halves: tuple[bool, ...], cfg):
+    def __init__(self, guard: GuardedForward, layer: nn.Module, sublayers: tuple[bool, ...], cfg):
         super().__init__(guard, layer, "forward")
-        self.layer, self.first, self.last, self.gives_own = layer, False, False, False
+        self.layer, self.first, self.last, self.returns_copy = layer, False, False, False
         self.owner = cache_owner(layer.attn)
-        self.parallel = isinstance(layer, ParallelBlock)   # both halves read x
+        self.parallel = isinstance(layer, ParallelBlock)   # attn and ffn both read x
         self.dim = cfg.dim
         self.has_end = has_end(layer)
-        kinds = mixer_of(layer), feed_forward_of(layer), EndHalf
-        self.is_known, self.linears = halves, {}   # name -> OperationsLinear
-        self.halves = tuple(kind(layer) if known else None for kind, known in zip(kinds, halves))
-        for where, half in zip(("attn", "ffn", "end"), self.halves):
-            for name in half.linears if half else ():
+        kinds = mixer_of(layer), feed_forward_of(layer), LayerEnd
+        self.supported, self.linears = sublayers, {}       # name -> OperationsLinear
+        self.sublayers = tuple(kind(layer) if supported else None
+                               for kind, supported in zip(kinds, sublayers))
+        for where, sublayer in zip(("attn", "ffn", "end"), self.sublayers):
+            for name in sublayer.linears if sublayer else ():
                 name = f"{where}.{name}"
                 self.linears[name] = operator.attrgetter(name)(layer)
-        self.mixer = self.halves[0]
-        self.operations = {}                       # halves that a call takes -> Operations
+        self.mixer = self.sublayers[0]
+        self.operations = {}                       # is_decode -> Operations
         self.current = None
 
-    def widths(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of what Operations writes, for any number of rows and for few."""
+    def buffer_widths(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Buffer name -> elements per row: of all calls, and of decode steps only."""
         D = self.dim
-        widths = dict(x1=D, x2=D, before=D), {}
-        for where, half in zip(("attn", "ffn", "end"), self.halves):
-            if half:
-                def width_of(name, where=where):
+        widths = dict(x1=D, x2=D, branch_out=D), {}
+        for where, sublayer in zip(("attn", "ffn", "end"), self.sublayers):
+            if sublayer:
+                def dims_of(name, where=where):
                     *_, n_out, n_in = self.linears[f"{where}.{name}"].shape
                     return n_in, n_out
-                widths[half.few_rows].update(half.widths(width_of))
+                widths[sublayer.decode_only].update(sublayer.buffer_widths(dims_of))
         return widths
 
-    def _choose(self, call: Call, cache: nn.Module) -> Operations:
-        """For a call of its shape."""
-        few = call.shape.numel() <= FEW and call.shape[1] <= getattr(self.mixer, "most", FEW)
-        halves = tuple(half if half and (few or not half.few_rows) else None
-                       for half in self.halves)
-        known = self.operations.get(few)
-        if known is None or known.cache is not cache or known.buffers is not call.buffers:
-            known = self.operations[few] = Operations(self, call, cache, halves)
-        if known.shape is not call.shape:
-            known.take_shape(call.shape)
-        return known
+    def _choose(self, call: CallState, cache: nn.Module) -> Operations:
+        """The operations for the call's shape."""
+        max_tokens = getattr(self.mixer, "max_tokens", MAX_DECODE_ROWS)
+        is_decode = call.shape.numel() <= MAX_DECODE_ROWS and call.shape[1] <= max_tokens
+        sublayers = tuple(sublayer if sublayer and (is_decode or not sublayer.decode_only) else None
+                          for sublayer in self.sublayers)
+        ops = self.operations.get(is_decode)
+        if ops is None or ops.cache is not cache or ops.buffers is not call.buffers:
+            ops = self.operations[is_decode] = Operations(self, call, cache, sublayers)
+        if ops.shape is not call.shape:
+            ops.set_shape(call.shape)
+        return ops
 
-    def __call__(self, x, rope, slot, mask, batch_idx=None, *own) -> Tensor:
+    def __call__(self, x, rope, slot, mask, batch_idx=None, *layer_embed) -> Tensor:
         call, cache, operations = self.call, self.owner._modules.get("cache"), self.current
-        if cache is None or not self.guard.inside:
-            return self.plain(x, rope, slot, mask, batch_idx, *own)
+        if cache is None or not self.guard.in_model_call:
+            return self.original(x, rope, slot, mask, batch_idx, *layer_embed)
         if self.first:
             x = x.contiguous()
             call.begin(x, self.guard.n_call)
@@ -332,192 +350,199 @@ class OperationsLayer(Stead):
                 or operations.buffers is not call.buffers or operations.shape is not call.shape):
             operations = self.current = self._choose(call, cache)
         if x is not operations.x:
-            operations.take(x)
+            operations.set_input(x)
         if mask is not call.mask or rope is not call.rope:
-            call.take(rope, slot, mask, batch_idx, self.mixer and self.mixer.half)
-        if operations.mixing and call.positions is not operations.positions:
-            operations.take_positions(call.positions)
-        if operations.multiplied:
-            operations.multiply_by(*own)
+            rope_half = self.mixer and self.mixer.rope_half
+            call.set_positions(rope, slot, mask, batch_idx, rope_half)
+        if operations.ops_with_positions and call.positions is not operations.positions:
+            operations.set_positions(call.positions)
+        if operations.op_with_multiplier:
+            operations.set_multiplier(*layer_embed)
         for step in operations.steps:
             if type(step) is list:
                 call.addresses += step
             else:
                 call.run()
-                with self.guard.within_a_layer():
-                    step(rope, slot, mask, batch_idx, *own)
+                with self.guard.eager_section():
+                    step(rope, slot, mask, batch_idx, *layer_embed)
         if self.last:
             call.run()
-        return operations.own(call.out) if self.gives_own else call.out
+        return operations.copy(call.out) if self.returns_copy else call.out
 
 
 def has_end(layer: nn.Module) -> bool:
     return not isinstance(getattr(layer, "end", nn.Identity()), nn.Identity)
 
 
-def pack_modules(layer: nn.Module, known: tuple[str, ...] = ("",)) -> None:
-    """Have the linears and experts of a layer the operations' layout, but for halves that run as
-    they are read. In place.
+def pack_modules(layer: nn.Module, unmodified: tuple[str, ...] = ("",)) -> None:
+    """Convert a layer's linears and experts to the operations' layout. In place.
 
-    known: what is in the names of its other parts.
+    unmodified: pack only submodules with one of these in their name; the others run eagerly.
     """
     for name, module in list(layer.named_modules()):
-        if is_packed(module) or not any(half in name.partition(".")[0] for half in known):
+        child = name.partition(".")[0]
+        if is_packed(module) or not any(sublayer in child for sublayer in unmodified):
             continue
-        if isinstance(module, MoE) and fits_experts(module) and "experts" not in vars(module):
-            module.experts = Experts(module)
-        elif name.startswith("attn.") and fits_head_matrices(module):
-            layer.set_submodule(name, packed_experts([module], None))
-        elif fits_linear(module):
-            layer.set_submodule(name, packed(module))
+        if isinstance(module, MoE) and supports_experts(module) and "experts" not in vars(module):
+            module.experts = FusedExperts(module)
+        elif name.startswith("attn.") and supports_head_matrices(module):
+            layer.set_submodule(name, pack_experts([module], None))
+        elif supports_linear(module):
+            layer.set_submodule(name, pack_linear(module))
 
 
 # ---- A model ------------------------------------------------------------------------------------
 
-def fits(model: nn.Module) -> bool:
-    """Is it one that use_operations() takes, by its parts?"""
-    return model.dtype in DTYPES and fits_linear(model.head)
+def supports(model: nn.Module) -> bool:
+    """Can use_operations() compile this model?"""
+    return model.dtype in DTYPES and supports_linear(model.head)
 
 
 def uses_operations(model: nn.Module) -> bool:
-    """Do operations run any of it?"""
-    return any(isinstance(value, Stead) and not isinstance(value, Guard)
+    """Does any part of the model run by operations?"""
+    return any(isinstance(value, MethodOverride) and not isinstance(value, GuardedForward)
                for module in model.modules() for value in vars(module).values())
 
 
-@torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
+@torch.inference_mode(False)                       # normal tensors even if called in inference mode
 @torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
-    """Have a model run by operations as far as it is as it was read, and look at each call whether
-    it still is. In place; False: all of it runs uncompiled. A note says what does, and why."""
-    undo(model)
-    if not fits(model):
-        give_back_experts(model)
+    """Have a model's unmodified parts run by operations; each call checks that they still are
+    unmodified. In place. Prints a note if parts run eagerly. -> False: all of the model does.
+    """
+    remove_overrides(model)
+    if not supports(model):
+        uninstall_experts(model)
         is_dtype = model.dtype not in DTYPES
-        what = f"in {str(model.dtype)[6:]}" if is_dtype else "with such an output layer"
-        private.note(f"on a CPU a model {what} runs uncompiled")
+        what = str(model.dtype)[6:] if is_dtype else f"{type(model.head).__name__} as output layer"
+        torch_internals.note_once(
+            f"the CPU kernels don't support {what}; running the model in eager PyTorch")
         pack_linears(model)
         return False
     if not native.is_available():
         pack_linears(model)
         return False
-    if what := unknown_packed(model):
-        raise RuntimeError(f"{what} after weights were packed for it: exchange it before the model "
-                           "is loaded or compiled")
-    found = unknown_parts(model)
-    guard = None if "forward" in vars(model) else Guard(model, use_operations)
-    known = [known_of(i, found) for i in range(len(model.layers))]
-    nothing = guard is None or found.model or not (any(known) or not found.behind)
+    if reason := modified_after_packing(model):
+        raise RuntimeError(f"{reason} after weights were packed for it: replace it before the "
+                           "model is loaded or compiled")
+    found = find_modifications(model)
+    guard = None if "forward" in vars(model) else GuardedForward(model, use_operations)
+    unmodified = [unmodified_sublayers(i, found) for i in range(len(model.layers))]
+    all_eager = guard is None or found.model or not (any(unmodified) or not found.unembed)
     if found.all():
-        give_back_experts(model)
-        private.note(f"{in_words(found.all())}: {which(found, nothing, known)} as it is read, "
-                     "uncompiled")
-    if nothing:
+        uninstall_experts(model)
+        torch_internals.note_once(f"{summarize(found.all())}; running "
+                                  f"{eager_parts(found, all_eager, unmodified)} in eager PyTorch")
+    if all_eager:
         pack_linears(model)
         if guard:
-            guard.begin([])
+            guard.install([])
         return False
-    pack_modules(model.per_layer, () if found.before else ("",))
-    for layer, halves in zip(model.layers, known):
-        pack_modules(layer, halves)
-    pack_beside(model, found)
-    pack_linears(model)                            # of what runs as it is read
-    put_layers(model, guard, known, found)
-    if not found.before and Enter.fits(model):
-        model.embed_inputs = Enter(guard, model)
-    if not found.behind and Leave.fits(model) and "unembed" not in vars(model):
-        model.unembed = Leave(guard, model)        # else a drafter listens there
-    guard.begin([t for m in model.modules() if is_packed(m) for t in m.leaves() if t is not None])
+    pack_modules(model.per_layer, () if found.embed else ("",))
+    for layer, sublayers in zip(model.layers, unmodified):
+        pack_modules(layer, sublayers)
+    pack_outer_linears(model, found)
+    pack_linears(model)                            # the linears that are left run eagerly
+    install_layers(model, guard, unmodified, found)
+    if not found.embed and EmbedInputs.supports(model):
+        model.embed_inputs = EmbedInputs(guard, model)
+    if not found.unembed and Unembed.supports(model) and "unembed" not in vars(model):
+        model.unembed = Unembed(guard, model)      # a drafter may have set its own
+    packed = [m for m in model.modules() if is_packed(m)]
+    guard.install([t for m in packed for t in m.tensors() if t is not None])
     return True
 
 
-def known_of(i: int, found: Unknown) -> tuple[str, ...]:
-    """The halves of layer i that are as the operations know them."""
-    return tuple(half for half in HALVES if (i, half) not in found.halves)
+def unmodified_sublayers(i: int, found: Modifications) -> tuple[str, ...]:
+    """The sublayers of layer i that were not modified."""
+    return tuple(sublayer for sublayer in SUBLAYERS if (i, sublayer) not in found.sublayers)
 
 
-def in_words(found: list[str]) -> str:
-    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+def summarize(reasons: list[str]) -> str:
+    return reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
 
 
-def which(found: Unknown, nothing: bool, known: list[tuple[str, ...]]) -> str:
-    """What of a model runs as it is read."""
-    if nothing:
-        return "the model runs"
-    n_whole = sum(not halves for halves in known)
-    parts = [f"{n_whole} of {len(known)} layers"] if n_whole else []
-    for half, name in dict(attn="attention", ffn="feed-forward", end="end").items():
-        n = sum(bool(halves) and half not in halves for halves in known)
-        parts += [f"{name} of {n} of {len(known)} layers"] if n else []
-    parts += ["the model's forward"] if found.step else []
-    parts += ["the embedding"] if found.before else []
-    parts += ["the output layer"] if found.behind else []
-    return f"{', '.join(parts)} run{'' if len(parts) > 1 or n_whole > 1 else 's'}"
+def eager_parts(found: Modifications, all_eager: bool, unmodified: list[tuple[str, ...]]) -> str:
+    """The parts of a model that run eagerly, for a note."""
+    if all_eager:
+        return "the model"
+    n_layer = len(unmodified)
+    n_whole = sum(not sublayers for sublayers in unmodified)
+    parts = [f"{n_whole} of {n_layer} layers"] if n_whole else []
+    for sublayer, name in dict(attn="attention", ffn="feed-forward", end="end").items():
+        n = sum(bool(sublayers) and sublayer not in sublayers for sublayers in unmodified)
+        parts += [f"{name} of {n} of {n_layer} layers"] if n else []
+    parts += ["the model's forward"] if found.forward else []
+    parts += ["the embedding"] if found.embed else []
+    parts += ["the output layer"] if found.unembed else []
+    return ", ".join(parts)
 
 
-def give_back_experts(model: nn.Module) -> None:
-    """A mixture that runs as it is read calls its own experts, not what stood in their place."""
+def uninstall_experts(model: nn.Module) -> None:
+    """Restore the experts of all MoE modules: one that runs eagerly must call its own."""
     for module in model.modules():
-        if isinstance(experts := vars(module).get("experts"), Experts):
-            experts.give_back()
+        if isinstance(experts := vars(module).get("experts"), FusedExperts):
+            experts.uninstall()
 
 
-def put_layers(model: nn.Module, guard: Guard, known: list[tuple[str, ...]],
-               found: Unknown) -> None:
-    """known: the halves of each layer that are as they were read; of a layer that has none, its
-    own forward stays."""
-    layers = [OperationsLayer(guard, layer, halves_known(layer, halves), model.cfg)
-              if halves else None for layer, halves in zip(model.layers, known)]
-    put = [layer for layer in layers if layer]
-    if not put:
+def install_layers(model: nn.Module, guard: GuardedForward, unmodified: list[tuple[str, ...]],
+                   found: Modifications) -> None:
+    """unmodified: the sublayers of each layer that were not modified. A layer with none keeps its
+    forward.
+    """
+    layers = [OperationsLayer(guard, layer, supported_sublayers(layer, sublayers), model.cfg)
+              if sublayers else None for layer, sublayers in zip(model.layers, unmodified)]
+    installed = [layer for layer in layers if layer]
+    if not installed:
         return
-    widths = (widest(each) for each in zip(*(layer.widths() for layer in put)))
-    call = Call(*widths, model.dtype)
+    widths, decode_widths = zip(*(layer.buffer_widths() for layer in installed))
+    call = CallState(max_widths(widths), max_widths(decode_widths), model.dtype)
     for before, layer, after in zip([None, *layers], layers, [*layers[1:], None]):
         if layer:
             layer.call, layer.layer.forward = call, layer
-            layer.first = before is None or found.step is not None
-            layer.last = after is None or found.step is not None
-            layer.gives_own = layer.last and bool(found.all())
+            layer.first = before is None or found.forward is not None
+            layer.last = after is None or found.forward is not None
+            layer.returns_copy = layer.last and bool(found.all())
     for layer in model.layers:
         if not isinstance(layer.forward, OperationsLayer):
-            setattr(layer, private.AROUND, Outside(guard, layer))
+            setattr(layer, torch_internals.CALL_OVERRIDE, EagerCall(guard, layer))
 
 
-def halves_known(layer: nn.Module, known: tuple[str, ...]) -> tuple[bool, ...]:
-    """Which of mixer, feed-forward and end have the parts that the operations know."""
-    return ("attn" in known and mixer_of(layer).fits(layer),
-            "ffn" in known and feed_forward_of(layer).fits(layer),
-            "end" in known and has_end(layer) and EndHalf.fits(layer))
+def supported_sublayers(layer: nn.Module, unmodified: tuple[str, ...]) -> tuple[bool, ...]:
+    """Which of mixer, feed-forward and end are unmodified and supported by the operations."""
+    return ("attn" in unmodified and mixer_of(layer).supports(layer),
+            "ffn" in unmodified and feed_forward_of(layer).supports(layer),
+            "end" in unmodified and has_end(layer) and LayerEnd.supports(layer))
 
 
-def widest(widths: tuple[dict[str, int], ...]) -> dict[str, int]:
-    names = {name for width in widths for name in width}
-    return {name: max(width.get(name, 0) for width in widths) for name in names}
+def max_widths(widths: tuple[dict[str, int], ...]) -> dict[str, int]:
+    names = {name for layer in widths for name in layer}
+    return {name: max(layer.get(name, 0) for layer in widths) for name in names}
 
 
-def pack_beside(model: nn.Module, found: Unknown) -> None:
-    """The linears outside the layers; a head from a model that is compiled already stays, and one
-    that runs as it is read, or whose weight an embedding has that does."""
+def pack_outer_linears(model: nn.Module, found: Modifications) -> None:
+    """Pack the linears outside of the layers. Keeps the head if it is packed already (shared with
+    a compiled model), runs eagerly, or is tied to an embedding that runs eagerly.
+    """
     for name, module in list(model.named_children()):
-        if name != "head" and fits_linear(module):
-            setattr(model, name, packed(module))
+        if name != "head" and supports_linear(module):
+            setattr(model, name, pack_linear(module))
     is_tied = getattr(model.embed, "weight", None) is getattr(model.head, "weight", None)
-    if not (is_packed(model.head) or found.behind or found.before and is_tied):
-        use_packed_head(model)
+    if not (is_packed(model.head) or found.unembed or found.embed and is_tied):
+        pack_head(model)
 
 
-def use_packed_head(model: nn.Module) -> None:
-    """Where its weight is the embedding's too, it stays so."""
+def pack_head(model: nn.Module) -> None:
+    """Pack the head. Embeddings that share its weight share the packed one."""
     old = model.head
-    model.head = packed(old)
+    model.head = pack_linear(old)
     if forward := shared_by(old):
         share(model.head, forward)
-    scales = model.head.scales                     # in fp32, as operations read them
+    scales = model.head.scales                     # fp32, as the operations need
     for name, embed in list(model.named_modules()):
         kinds = nn.Embedding | PackedEmbedding | QuantizedEmbedding
         if isinstance(embed, kinds) and getattr(embed, "weight", None) is old.weight:
             scales = getattr(embed, "scales", None) if scales is None else scales
             new = OperationsEmbedding(model.head, scales, model.dtype)
-            new.stands_for = methods_of(embed)
+            new.implements = methods_implemented_by(embed)
             model.set_submodule(name, new)

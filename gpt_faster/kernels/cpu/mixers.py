@@ -1,18 +1,18 @@
-"""What exchanges information between positions, as operations: attention, latent attention, gated
-DeltaNet, short convolutions.
+"""Token mixers as operations: attention, latent attention, gated DeltaNet, short convolutions.
 
-Each says whether a layer's first half has the parts that its operations know and how many tokens
-of a call they take, and adds them to a layer's list (layers.Operations).
+supports() checks whether a layer's mixer has only modules that the operations implement;
+decode_only and max_tokens limit the calls that use them; add_to() adds the operations to a layer's
+list (layers.Operations).
 
     mixer = mixer_of(layer)
-    if mixer.fits(layer): mixer(layer).add_to(operations)
+    if mixer.supports(layer): mixer(layer).add_to(operations)
 """
 
 from torch import Tensor, nn
 
 from gpt_faster.kernels.cpu import native
-from gpt_faster.kernels.cpu.experts import fits_head_matrices
-from gpt_faster.kernels.cpu.linears import fits_linear, fits_norm, norm_struct
+from gpt_faster.kernels.cpu.experts import supports_head_matrices
+from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
 from gpt_faster.layers.block import norm_behind
 from gpt_faster.layers.delta import DeltaNet
 from gpt_faster.layers.latent import AnyWidths, LatentAttention
@@ -20,23 +20,23 @@ from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
 
-FEW = 64                                           # rows of a call that is no long prompt's
+MAX_DECODE_ROWS = 64                               # B T of a call that counts as a decode step
 
 
 class AttentionMixer:
-    """RoPE of queries and keys, the cache, softmax, a gate."""
+    """RoPE of queries and keys, cache update, softmax, optional gate."""
 
-    few_rows = False                               # takes any number
+    decode_only = False                            # True: up to MAX_DECODE_ROWS rows only
 
     def __init__(self, layer: nn.Module):
-        self.before = linears_before(layer.attn)   # linears that read the layer's normalized input
-        self.linears = [*self.before, "wo"]
-        self.half = layer.attn.head_dim // 2       # as many of RoPE's angles, if there are more
+        self.input_linears = input_linears_of(layer.attn)  # they read the normalized input
+        self.linears = [*self.input_linears, "wo"]
+        self.rope_half = layer.attn.head_dim // 2  # RoPE tables may have more columns
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         attn, attend = layer.attn, getattr(layer.attn, "attend", None)
-        linears = [getattr(attn, name, None) for name in (*linears_before(attn), "wo")]
+        linears = [getattr(attn, name, None) for name in (*input_linears_of(attn), "wo")]
         if None in linears or not hasattr(attend, "scale"):
             return False
         has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
@@ -44,164 +44,168 @@ class AttentionMixer:
             return False
         others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
         norms = layer.attn_norm, *others, norm_behind(layer, "attn")
-        return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
+        return has_scores and all(map(supports_norm, norms)) and all(map(supports_linear, linears))
 
-    def widths(self, width_of) -> dict[str, int]:
-        """Numbers for a row of what lies between; width_of: a linear's name -> inputs, outputs."""
-        return {name: width_of(name)[1] for name in self.before} | {"attended": width_of("wo")[0]}
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        """Buffer name -> elements per row. dims_of: linear's name -> its inputs, outputs."""
+        widths = {name: dims_of(name)[1] for name in self.input_linears}
+        return widths | {"attended": dims_of("wo")[0]}
 
     def add_to(self, ops) -> None:
-        attn, norm = ops.parts.attn, ops.parts.attn_norm
-        for name in self.before:
+        attn, norm = ops.module.attn, ops.module.attn_norm
+        for name in self.input_linears:
             ops.linear(f"attn.{name}", None, name, norm)
-        ops.at_positions(self.operation(attn, ops.at))
+        ops.add_with_positions(self.operation(attn, ops.buffers))
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.parts, "attn"))
+                   norm_behind(ops.module, "attn"))
 
-    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> native.Attention:
-        """at: buffers by the linears' names, and "attended"."""
+    def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Attention:
+        """buffers: by the linears' names, and "attended"."""
         attend, cache = attn.attend, attn.cache
         n_row, K, S, H = cache.k.shape
         sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
         norms = {name: norm_struct(getattr(attn, name, nn.Identity()), H)
                  for name in ("q_norm", "k_norm", "v_norm")}
-        queries = self.before[0]                   # with keys and values, or without
+        queries = self.input_linears[0]            # "wqkv", or "wq" if keys are shared
         return native.Attention(
             kind=native.ATTENTION, N=attn.wo.shape[1] // H, K=K, H=H, V=H, S=S, n_row=n_row,
             wide_norm=isinstance(attn.q_norm, WideNorm),
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
-            has_keys=queries == "wqkv", qkv=at[queries],
-            gate=at["gate"] if "gate" in self.before else None, sinks=sinks, k_cache=cache.k,
-            v_cache=cache.v, out=at["attended"], **norms)
+            has_keys=queries == "wqkv", qkv=buffers[queries],
+            gate=buffers["gate"] if "gate" in self.input_linears else None, sinks=sinks,
+            k_cache=cache.k, v_cache=cache.v, out=buffers["attended"], **norms)
 
 
-def linears_before(attn: nn.Module) -> list[str]:
+def input_linears_of(attn: nn.Module) -> list[str]:
     queries = "wq" if isinstance(attn, SharedAttention) else "wqkv"
     return [queries] if getattr(attn, "gate", None) is None else [queries, "gate"]
 
 
 class LatentMixer:
-    """Latents into the cache, queries absorbed, one key for all heads; of few tokens."""
+    """MLA with absorbed matrices: latents in the cache, one key for all heads. Few tokens only."""
 
-    few_rows = True
+    decode_only = True
 
     def __init__(self, layer: nn.Module):
         attn = layer.attn
-        self.before = ["wqkv_a", "wq_b"] if attn.has_q_rank else ["wq_kv_a"]
-        self.linears = [*self.before, "wk_b", "wv_b", "wo"]
-        self.half, self.most = attn.rope_dim // 2, min(FEW, attn.most_absorbed)
+        self.input_linears = ["wqkv_a", "wq_b"] if attn.has_q_rank else ["wq_kv_a"]
+        self.linears = [*self.input_linears, "wk_b", "wv_b", "wo"]
+        self.rope_half = attn.rope_dim // 2
+        self.max_tokens = min(MAX_DECODE_ROWS, attn.most_absorbed)
         self.n_head, self.rank, self.rope_dim = attn.n_head, attn.kv_rank, attn.rope_dim
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         attn = layer.attn
         norms = layer.attn_norm, norm_behind(layer, "attn"), attn.kv_a_norm
         if attn.has_q_rank:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
             queries = [attn.wq_kv_a]
-        return (type(attn.attend) is AnyWidths and all(map(fits_norm, norms))
-                and all(map(fits_linear, (*queries, attn.wo)))
-                and all(map(fits_head_matrices, (attn.wk_b, attn.wv_b))))
+        return (type(attn.attend) is AnyWidths and all(map(supports_norm, norms))
+                and all(map(supports_linear, (*queries, attn.wo)))
+                and all(map(supports_head_matrices, (attn.wk_b, attn.wv_b))))
 
-    def widths(self, width_of) -> dict[str, int]:
-        return {name: width_of(name)[1] for name in self.before} | {
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        return {name: dims_of(name)[1] for name in self.input_linears} | {
             "queries": self.n_head * (self.rank + self.rope_dim),
-            "latents": self.n_head * self.rank, "attended": width_of("wo")[0]}
+            "latents": self.n_head * self.rank, "attended": dims_of("wo")[0]}
 
     def add_to(self, ops) -> None:
-        attn, N, width = ops.parts.attn, self.n_head, self.rank + self.rope_dim
-        ops.linear(f"attn.{self.before[0]}", None, self.before[0], ops.parts.attn_norm)
-        stride = sum(attn.split)                   # of queries or their latent, then keys'
-        q, q_stride, k = ops.at[self.before[0]], stride, ops.at[self.before[0]][attn.split[0]:]
+        attn, N, width = ops.module.attn, self.n_head, self.rank + self.rope_dim
+        first, last = self.input_linears[0], self.input_linears[-1]
+        ops.linear(f"attn.{first}", None, first, ops.module.attn_norm)
+        stride = sum(attn.split)                   # queries or their latent, then keys
+        q, q_stride, k = ops.buffers[first], stride, ops.buffers[first][attn.split[0]:]
         if attn.has_q_rank:
             ops.linear("attn.wq_b", "wqkv_a", "wq_b", attn.q_a_norm, x_stride=stride)
-            q, q_stride = ops.at["wq_b"], N * (attn.nope_dim + self.rope_dim)
+            q, q_stride = ops.buffers["wq_b"], N * (attn.nope_dim + self.rope_dim)
         cache = attn.cache.k
         n_row, S, _ = cache.shape
-        ops.at_positions(native.Latent(
+        ops.add_with_positions(native.Latent(
             kind=native.LATENT, N=N, nope=attn.nope_dim, rope=self.rope_dim, rank=self.rank, S=S,
             n_row=n_row, q_stride=q_stride, k_stride=stride, norm=norm_struct(attn.kv_a_norm), q=q,
-            k=k, queries=ops.at["queries"], cache=cache))
-        ops.linear("attn.wk_b", self.before[-1], "queries", x_stride=q_stride,
+            k=k, queries=ops.buffers["queries"], cache=cache))
+        ops.linear("attn.wk_b", last, "queries", x_stride=q_stride,
                    x_expert_stride=attn.nope_dim + self.rope_dim, out_stride=N * width,
                    out_expert_stride=width)
-        ops.at_positions(native.Attention(
+        ops.add_with_positions(native.Attention(
             kind=native.ATTENTION, N=N, K=1, H=width, V=self.rank, S=S, n_row=n_row,
-            rope_applied=True, scale=attn.attend.scale, qkv=ops.at["queries"], k_cache=cache,
-            v_cache=cache, out=ops.at["latents"]))
+            rope_applied=True, scale=attn.attend.scale, qkv=ops.buffers["queries"], k_cache=cache,
+            v_cache=cache, out=ops.buffers["latents"]))
         ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank,
                    x_expert_stride=self.rank, out_stride=N * attn.v_dim,
                    out_expert_stride=attn.v_dim)
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.parts, "attn"))
+                   norm_behind(ops.module, "attn"))
 
 
 class DeltaMixer:
-    """A short convolution, a state for each head, a gated norm."""
+    """Gated DeltaNet: a short convolution, a state per head, a gated norm."""
 
-    few_rows = False
+    decode_only = False
 
     def __init__(self, layer: nn.Module):
-        self.before, self.half = ["qkv", "gate", "rates"], None
-        self.linears = [*self.before, "wo"]
-        lay_out_by_taps(layer.attn.conv)
+        self.input_linears, self.rope_half = ["qkv", "gate", "rates"], None
+        self.linears = [*self.input_linears, "wo"]
+        store_transposed(layer.attn.conv)
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         attn = layer.attn
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
         lanes = native.panel_width() // 2
-        whole = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
+        is_aligned = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
         norms = layer.attn_norm, norm_behind(layer, "attn")
-        return (whole and attn.shape.n_tap <= native.MAX_TAPS and all(map(fits_norm, norms))
-                and all(map(fits_linear, linears)))
+        return (is_aligned and attn.shape.n_tap <= native.MAX_TAPS
+                and all(map(supports_norm, norms)) and all(map(supports_linear, linears)))
 
-    widths = AttentionMixer.widths
+    buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
 
-    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> native.Delta:
+    def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Delta:
         shape, cache = attn.shape, attn.cache
         return native.Delta(
             kind=native.DELTA, Nk=shape.n_k_head, N=shape.n_v_head, Dk=shape.k_dim,
             Dv=shape.v_dim, n_tap=shape.n_tap, n_state=cache.states.shape[1],
             n_input=cache.inputs.shape[1], n_row=len(cache.inputs), q_scale=shape.k_dim**-0.5,
             norm=native.Norm(kind=1, eps=attn.eps, weight=attn.norm.weight), taps=attn.conv.T,
-            decay_rate=attn.decay_rate, decay_bias=attn.decay_bias, x=at["qkv"], z=at["gate"],
-            rates=at["rates"], states=cache.states, inputs=cache.inputs, out=at["attended"])
+            decay_rate=attn.decay_rate, decay_bias=attn.decay_bias, x=buffers["qkv"],
+            z=buffers["gate"], rates=buffers["rates"], states=cache.states, inputs=cache.inputs,
+            out=buffers["attended"])
 
 
 class ShortConvMixer:
-    """A convolution between two gates."""
+    """A short convolution between two gates."""
 
-    few_rows = False
+    decode_only = False
 
     def __init__(self, layer: nn.Module):
-        self.before, self.half = ["wbcx"], None
-        self.linears = [*self.before, "wo"]
-        lay_out_by_taps(layer.attn.taps)
+        self.input_linears, self.rope_half = ["wbcx"], None
+        self.linears = [*self.input_linears, "wo"]
+        store_transposed(layer.attn.taps)
 
     @staticmethod
-    def fits(layer: nn.Module) -> bool:
+    def supports(layer: nn.Module) -> bool:
         linears = layer.attn.wbcx, layer.attn.wo
         norms = layer.attn_norm, norm_behind(layer, "attn")
-        return all(map(fits_norm, norms)) and all(map(fits_linear, linears))
+        return all(map(supports_norm, norms)) and all(map(supports_linear, linears))
 
-    widths = AttentionMixer.widths
+    buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
 
-    def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> native.ShortConv:
+    def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.ShortConv:
         inputs = attn.cache.inputs
         return native.ShortConv(
             kind=native.SHORT_CONV, width=attn.shape.width, n_tap=attn.shape.n_tap,
             n_input=inputs.shape[1], n_row=len(inputs), taps=attn.taps.T, bias=attn.taps_bias,
-            x=at["wbcx"], inputs=inputs, out=at["attended"])
+            x=buffers["wbcx"], inputs=inputs, out=buffers["attended"])
 
 
-def lay_out_by_taps(taps: nn.Parameter) -> None:
-    """taps [channels, n_tap] in memory as [n_tap, channels], which is how operations read them.
+def store_transposed(taps: nn.Parameter) -> None:
+    """Store taps [channels, n_tap] as [n_tap, channels] in memory, the operations' layout.
 
-    The tensor stays the module's own: an edit of it counts.
+    In place: later edits of the parameter still take effect.
     """
     taps.data = taps.data.T.contiguous().T
 
@@ -210,6 +214,6 @@ MIXERS = {DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: 
 
 
 def mixer_of(layer: nn.Module) -> type:
-    """Which of them a layer's first half may be; its fits() says whether it is."""
+    """The mixer class for a layer's attn; its supports() has the final say."""
     kinds = [mixer for kind, mixer in MIXERS.items() if isinstance(layer.attn, kind)]
     return kinds[0] if kinds else AttentionMixer

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.storage import disk
 
 SOURCE = Path(__file__).with_name("run.cpp")       # includes the headers next to it
@@ -58,7 +58,7 @@ def library_path() -> Path:
     files = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
     texts = [re.sub(r"//.*", "", file.read_text()) for file in files]
     code = re.sub(r"\s+", " ", "\n".join(texts))
-    key = hashlib.sha256(repr((code, OPTIONS, compiler(), private.cpu_flags())).encode())
+    key = hashlib.sha256(repr((code, OPTIONS, compiler(), torch_internals.cpu_flags())).encode())
     return _home() / f"cpu_ops-{key.hexdigest()[:32]}.so"
 
 
@@ -149,7 +149,7 @@ def is_available() -> bool:
         library()
         return True
     except (OSError, RuntimeError) as e:
-        private.note(f"the CPU kernels are unavailable ({e}): this runs uncompiled")
+        torch_internals.note_once(f"the CPU kernels are unavailable ({e}): this runs uncompiled")
         return False
 
 

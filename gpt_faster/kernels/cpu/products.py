@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_faster.kernels import private
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.plain import Kernel
 from quantize import pack_nibbles, product, unpack_nibbles
 
@@ -22,7 +22,7 @@ from quantize import pack_nibbles, product, unpack_nibbles
 # them once into a bf16 scratch buffer is faster, but only on a CPU with bf16 arithmetic.
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-HAS_BF16 = AVX512 and private.has_bf16()
+HAS_BF16 = AVX512 and torch_internals.has_bf16()
 SCRATCH_SIZE = 1 << 24                             # weights unpacked at a time
 
 
@@ -64,7 +64,7 @@ def int8_cpu(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = N
     weight, n_out, n_in = weight.view(torch.int8), weight.shape[0], x.shape[1]
     x = x.unflatten(-1, (4, -1)).transpose(-1, -2).reshape(x.shape)        # as packed
     if x.dtype == torch.bfloat16 and (x.shape[0] <= 16 or not HAS_BF16):
-        y = private.int8_product(x, weight, scales)
+        y = torch_internals.int8_product(x, weight, scales)
         if y is not None:
             return y
     y = x.new_empty(x.shape[0], n_out)
@@ -99,7 +99,7 @@ def pack_int4_cpu(weight, scales, zeros):
     for a in range(0, padded, step):
         q = unpack_nibbles(weight[a:a + step]).int()
         q = F.pad(q, (0, 0, 0, min(step, padded - a) - q.shape[0]))
-        part = private.int4_packed(q)
+        part = torch_internals.int4_packed(q)
         if part is None:
             return weight, scales, zeros
         packed[a:a + step] = part
@@ -116,7 +116,7 @@ def int4_block() -> tuple[int, bool]:
     """
     def first_column(q):
         q = torch.stack((q, torch.zeros(64, dtype=torch.int32)), 1)
-        return private.int4_packed(q).flatten().tolist()
+        return torch_internals.int4_packed(q).flatten().tolist()
     ones = torch.ones(64, dtype=torch.int32)
     return 2 * first_column(ones).index(0), first_column(ones.cumsum(0).eq(2).int())[0] != 0
 
@@ -156,7 +156,7 @@ def int4_cpu(x, weight, scales, zeros=None):
     if x.shape[0] > 96 and HAS_BF16:
         return int4_large_batch(x, weight, scales)
     group = 2 * weight.shape[1] // scales.shape[0]
-    y = private.int4_product(x, weight, group, scales)
+    y = torch_internals.int4_product(x, weight, group, scales)
     if y is not None:
         return y
     scales, zeros = scales.permute(2, 1, 0)

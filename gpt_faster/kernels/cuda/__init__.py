@@ -1,1 +1,1 @@
-"""A GPU: Triton, the captured graph."""
+"""GPU: Triton kernels, CUDA graphs."""

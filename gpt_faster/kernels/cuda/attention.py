@@ -1,7 +1,7 @@
-"""Attention where SDPA's own choice is slow: masks on a GPU.
+"""Masked attention on a GPU, where SDPA's default kernel is slow.
 
-None of its fused kernels but cuDNN's takes a mask and shared heads, so that all scores would be
-written out; and cuDNN plans anew for each length of a prompt.
+Only cuDNN's fused kernel takes both a mask and grouped heads (GQA); without it SDPA materializes
+all scores. But cuDNN builds a new plan for each prompt length.
 """
 
 import torch
@@ -12,7 +12,7 @@ from gpt_faster.layers.latent import AnyWidths
 
 
 class RepeatedHeads(nn.Module):
-    """In place of model.SDPA on a GPU: queries that share keys have a copy each."""
+    """Replaces model.SDPA on a GPU: repeats keys and values for the queries that share them."""
 
     def __init__(self, plain: nn.Module):
         super().__init__()
@@ -27,12 +27,12 @@ class RepeatedHeads(nn.Module):
 
 
 def use_fused_attention(model: nn.Module) -> nn.Module:
-    """On an NVIDIA GPU: have SDPA take a kernel that takes masks, and plans nothing. In place."""
+    """Have SDPA use a fused kernel that takes masks without planning. NVIDIA only, in place."""
     if model.freq.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
         for layer in model.layers:
             owner = layer.attn
-            if not hasattr(owner, "attend"):       # a layer of another kind
+            if not hasattr(owner, "attend"):       # no attention
                 continue
             if isinstance(owner.attend, ScaledQueries):
                 owner = owner.attend

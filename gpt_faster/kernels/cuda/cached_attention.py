@@ -1,7 +1,6 @@
-"""RoPE, the cache's write and attention of a few queries, as one operator of a compiled GPU step.
+"""RoPE, cache update and attention for a few queries, as one operator of a compiled GPU step.
 
-triton_attention.py does it on a GPU; on a CPU the plain reference runs, so that whatever uses the
-operator can be tested there.
+Runs by triton_attention.py on a GPU, by the PyTorch reference on a CPU, for tests.
 
     y = cached_attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, …)
 """
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gpt_faster.layers.attention import ScoredAttention
 
-MOST_QUERIES = 128                                 # that share a key head
+MAX_QUERIES = 128                                  # per key head
 
 
 @torch.library.custom_op("gpt_faster::cached_attention",
@@ -24,18 +23,19 @@ def cached_attention(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, 
                      sinks: Tensor | None, arrivals: Tensor, scale: float, cap: float | None,
                      eps: float, ring: bool) -> Tensor:
     """qkv [B, T, (N + 2K) H], cos sin [(B, 1,) T, H/2], mask [(B, 1,) T, S], slot [(B,) T] ->
-    [B, T, N H]; the caches [B, K, S', H] get the new keys and values.
+    [B, T, N H]. Writes the new keys and values to the caches [B, K, S', H].
 
-    q_norm, k_norm [H]: RMSNorm each head before RoPE; sinks [N], cap: layers/attention.py's;
-    arrivals [>= B K] int32: zeros at first, then its own; ring: slots beyond the last are in use.
+    q_norm, k_norm [H]: RMSNorm each head before RoPE. sinks [N], cap: see layers/attention.py.
+    arrivals [>= B K] int32: the kernel's counters, initialized to zero and not changed by others.
+    ring: slots after the highest new one are in use too.
     """
-    arguments = (qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals,
+    weight_args = (qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals,
                  scale, cap, eps, ring)
     if qkv.is_cuda or os.environ.get("TRITON_INTERPRET"):
         from gpt_faster.kernels.cuda.triton_attention import launch
         return launch(*(t.contiguous() if t is qkv or t is cos or t is sin else t
-                        for t in arguments))
-    return plain_attention(*arguments)
+                        for t in weight_args))
+    return plain_attention(*weight_args)
 
 
 @cached_attention.register_fake
@@ -50,8 +50,8 @@ def plain_attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache,
     K, H = k_cache.shape[1], k_cache.shape[3]
     N = width // H - 2 * K
     q, k, v = (t.transpose(1, 2) for t in qkv.view(B, T, -1, H).split((N, K, K), dim=2))
-    q = _turned(q, q_norm, eps, cos, sin)
-    k = _turned(k, k_norm, eps, cos, sin)
+    q = _apply_rope(q, q_norm, eps, cos, sin)
+    k = _apply_rope(k, k_norm, eps, cos, sin)
     rows = torch.arange(B, device=slot.device)[:, None]
     slots = slot.expand(B, T)
     k_cache[rows, :, slots] = k.transpose(1, 2)
@@ -63,7 +63,7 @@ def plain_attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache,
     return y.transpose(1, 2).reshape(B, T, N * H)
 
 
-def _turned(x, norm, eps, cos, sin):
+def _apply_rope(x, norm, eps, cos, sin):
     h = x.float()
     if norm is not None:
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)

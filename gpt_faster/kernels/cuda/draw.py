@@ -1,4 +1,4 @@
-"""Sampling as one operator of a compiled GPU step: see triton_draw.py; sampling.py has the math.
+"""Sampling as one operator of a compiled GPU step. Kernel: triton_draw.py, math: sampling.py.
 
     token = draw(logits, temperature, top_k, top_p, min_p, seeds, arrivals)    # [B, V] -> [B, 1]
 """
@@ -6,16 +6,17 @@
 import torch
 from torch import Tensor
 
-FILTERS = {"top_k", "top_p", "min_p"}              # that it knows
+FILTERS = {"top_k", "top_p", "min_p"}              # supported by the kernel
 
 
 @torch.library.custom_op("gpt_faster::draw", mutates_args=("arrivals",))
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
          seeds: Tensor, arrivals: Tensor) -> Tensor:
-    """logits [B, V] fp32 and each row's parameters [B, 1], 0 or 1 where off -> token ids [B, 1].
+    """logits [B, V] fp32, parameters [B, 1] per row (0 or 1 if off) -> token ids [B, 1].
 
-    temperature 0: the likeliest token; seeds [B, 1] int64: of this token's noise, a row's
-    seed and counter (sampling.uniform); arrivals [B] int32: zeros at first, then its own.
+    temperature 0: greedy. seeds [B, 1] int64: of this token's noise, from the row's seed and
+    counter (sampling.uniform). arrivals [B] int32: the kernel's counters, initialized to zero and
+    not changed by others.
     """
     from gpt_faster.kernels.cuda.triton_draw import launch
     return launch(logits.contiguous(), temperature, top_k, top_p, min_p, seeds, arrivals)

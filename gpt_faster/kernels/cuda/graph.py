@@ -1,7 +1,7 @@
-"""A step as a CUDA graph: launched whole, from a few microseconds of Python.
+"""Captures a step as a CUDA graph and decides when it can be replayed.
 
-It owns when a graph may be replayed. A replay looks at nothing but what its tensors hold: other
-shapes, numbers, modules or KV caches have a graph of their own.
+A replay reads only the tensors' current contents. Other shapes, scalars, modules or KV caches get
+another graph.
 
     step = CudaGraph(torch.compile(decode_one_token)); token = step(model, token, pos, 256, sampler)
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class CudaGraph:
-    """step(*args) -> a tensor or several; elsewhere than on a GPU it is simply called.
+    """step(*args) -> a tensor or several. Calls the step directly if no argument is on a GPU.
 
-    Tensors among the args are copied to where the graph reads them; whatever else the step reads
-    and writes must stay where it is. The first call of a kind runs the step three times: calling
-    it twice for the same position must not differ from calling it once.
+    Tensor arguments are copied to the graph's inputs; other tensors that the step reads or writes
+    must keep their addresses. The first call with new shapes runs the step three times, so it must
+    be idempotent for one position.
     """
 
     def __init__(self, step: Callable):
@@ -29,7 +29,7 @@ class CudaGraph:
             return self.step(*args)
         caches = [layer.attn.cache for a in args for layer in getattr(a, "layers", ())[:1]]
         if len(caches) != len(self.caches) or any(a is not b for a, b in zip(caches, self.caches)):
-            self.graphs, self.caches = {}, caches  # they wrote the old ones
+            self.graphs, self.caches = {}, caches  # the graphs write to the old caches
         key = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
         if key not in self.graphs:
             self.graphs[key] = self._capture(args)
@@ -42,20 +42,20 @@ class CudaGraph:
         return tuple(t if t is None else t.clone() for t in out)
 
     def forget(self) -> None:
-        """What a graph reads lies elsewhere now."""
+        """Drop all graphs: tensors that they read have moved."""
         self.graphs = {}
 
     def _capture(self, args) -> tuple:
-        """-> the graph, the tensors it reads, and what it writes its result to."""
+        """-> the graph, its input tensors, its output."""
         args = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a
                 for a in args]
-        side = torch.cuda.Stream()                 # capture wants warmed-up libraries
+        side = torch.cuda.Stream()                 # warm up outside of the capture
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):                     # to compile, and what that has put off
+            for _ in range(2):                     # compile; lazy initialization
                 self.step(*args)
         torch.cuda.current_stream().wait_stream(side)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()            # results are copied
+        self.pool = self.pool or torch.cuda.graph_pool_handle()            # outputs are copied
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             out = self.step(*args)

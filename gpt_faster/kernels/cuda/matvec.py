@@ -1,8 +1,8 @@
-"""A few rows by a weight matrix, as one operator of a compiled GPU step, and its plain reference.
+"""Matmul of a few rows as one operator of a compiled GPU step, and its PyTorch reference.
 
-What it reads is normalized and what it writes is activated or added to on the way, in the modules'
-own roundings, but that on a GPU the normalized row is not rounded. triton_matvec.py does it there;
-on a CPU the reference runs, so that whatever uses the operator can be tested.
+Fuses an RMSNorm of the input and an activation or residual of the output. Rounds as the separate
+modules do, except that a GPU does not round the normalized row. Runs by triton_matvec.py on a GPU,
+by the reference on a CPU, for tests.
 
     y = matvec(x, weight, norm=norm.weight, eps=norm.eps)        # [M, in], M <= 8 -> [M, out]
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt_faster.layers.feed_forward import GATED
 from quantize import dequantize
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 FUSED_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 
 
 @torch.library.custom_op("gpt_faster::matvec", mutates_args=(),
-                         tags=(torch.Tag.flexible_layout,))    # else each call copies what it reads
+                         tags=(torch.Tag.flexible_layout,))    # else each call copies its inputs
 def _matvec(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
             bias: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
             activation: str, ids: Tensor | None, share: int) -> Tensor:
@@ -38,11 +38,11 @@ def _(x, weight, scales, zeros, bias, norm, eps, residual, activation, ids, shar
 
 def matvec(x, weight, scales=None, zeros=None, bias=None, norm=None, eps=0.0, residual=None,
            activation="", ids=None, share=1) -> Tensor:
-    """x [M, in] by weight [out, in], or codes as quantize.py has them -> [M, out].
+    """x [M, in] @ weight [out, in], or quantize.py's codes -> [M, out].
 
-    norm [in], fp32: RMSNorm x before; activation: of a gate and what is beside it, both halves
-    of the outputs; residual [M, out]: is added; ids [M share]: as many rows of outputs, row m of
-    x[m // share] by weight[ids[m]], weight [E, out, in].
+    norm [in], fp32: RMSNorm x first. activation: gated; the outputs are gate and up, concatenated.
+    residual [M, out]: added to the output. ids [M share]: experts; weight is [E, out, in] and
+    output row m is x[m // share] @ weight[ids[m]].
     """
     return _matvec(x.contiguous(), weight, scales, zeros, bias, norm, eps, residual, activation,
                    ids, share)

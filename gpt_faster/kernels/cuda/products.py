@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU, as they lie on disk: Triton multiplies few rows by them.
+"""Quantized matmul on a GPU, in the layout on disk: few rows by Triton, many by dequantizing.
 
     y = INT4_CUDA.product(x, weight, scales, zeros)
 """
@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_faster.kernels.cuda.matvec import MOST_ROWS, matvec
+from gpt_faster.kernels.cuda.matvec import MAX_ROWS, matvec
 from gpt_faster.kernels.plain import Kernel
-from gpt_faster.kernels.private import is_compiling
+from gpt_faster.kernels.torch_internals import is_compiling
 from quantize import dequantize
 
-TWICE = 4                                          # up to 4 passes of MOST_ROWS beat unpacking
+MAX_PASSES = 4                                     # of MAX_ROWS rows: faster than dequantizing
 
 
 def has_kernels(device) -> bool:
-    """Is this a GPU that our Triton kernels are for?"""
+    """Is this a GPU that our Triton kernels support?"""
     device = torch.device(device)
     if device.type != "cuda":
         return False
@@ -24,9 +24,9 @@ def has_kernels(device) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Few rows, compiled: a pass over the codes for each MOST_ROWS. Else by way of the weights."""
-    if is_compiling() and x.shape[0] <= TWICE * MOST_ROWS:
-        parts = [matvec(part, weight, scales, zeros) for part in x.split(MOST_ROWS)]
+    """Few compiled rows: one pass over the codes per MAX_ROWS. Otherwise dequantizes."""
+    if is_compiling() and x.shape[0] <= MAX_PASSES * MAX_ROWS:
+        parts = [matvec(part, weight, scales, zeros) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
 

@@ -1,19 +1,19 @@
-"""A layer of a compiled GPU step: five kernels for a Llama's, and few more for any other's.
+"""A layer of a compiled GPU step: five kernels for a Llama, a few more for other models.
 
     [norm, qkv]  [RoPE, cache, attention]  [output, + x]  [norm, gate, up, activation]  [down, + x]
 
-What a layer has beside that (norms after a branch, experts, LayerNorm) runs as in the plain layer,
-between these. Several rows by plain weights are a library's product, and of more than MOST_ROWS
-only the attention is ours.
+Other parts of a layer (post-norms, experts, LayerNorm) run between these as in the original layer.
+Several rows with unquantized weights use the BLAS matmul. With more than MAX_ROWS rows only the
+attention kernel is ours.
 """
 
 import torch
 from torch import Tensor, nn
 
-from gpt_faster.kernels.cuda.cached_attention import MOST_QUERIES, cached_attention
-from gpt_faster.kernels.cuda.few_experts import few_experts, leaves, stack_gates
-from gpt_faster.kernels.cuda.matvec import FUSED_ACTIVATIONS, MOST_ROWS, matvec
-from gpt_faster.kernels.private import is_compiling
+from gpt_faster.kernels.cuda.cached_attention import MAX_QUERIES, cached_attention
+from gpt_faster.kernels.cuda.fused_moe import fused_moe, matvec_weights, stack_gates
+from gpt_faster.kernels.cuda.matvec import FUSED_ACTIVATIONS, MAX_ROWS, matvec
+from gpt_faster.kernels.torch_internals import is_compiling
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import NOTHING, BlockVariant, norm_behind
 from gpt_faster.layers.feed_forward import GATED
@@ -21,30 +21,31 @@ from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, WideNorm
 from model import MoE
 from tp import of_all, shared_by
 
-MOST_BATCH = 256
+MAX_BATCH = 256
 
 
-@torch.inference_mode(False)                       # ordinary tensors even if the caller is in it
+@torch.inference_mode(False)                       # normal tensors even if called in inference mode
 def fuse_layers(model: nn.Module) -> None:
-    """Exchange the class of each of the model's layers, where the kernels know them. In place, and
-    anew where parts of them were exchanged."""
+    """Replace the class of each supported layer, in place. Call it again after modules were
+    replaced.
+    """
     cfg = model.cfg
-    if not knows(cfg):
+    if not supports_config(cfg):
         return
     for i, layer in enumerate(model.layers):
-        if not hasattr(layer.attn, "attend"):      # it has no keys
+        if not hasattr(layer.attn, "attend"):      # no attention
             continue
-        layer.few = FewRows(cfg, layer.attn, cfg.window[i % len(cfg.window)])
-        arrivals = torch.zeros(MOST_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
+        layer.fusion = FusionPlan(cfg, layer.attn, cfg.window[i % len(cfg.window)])
+        arrivals = torch.zeros(MAX_BATCH * cfg.n_head, dtype=torch.int32, device=model.freq.device)
         layer.register_buffer("arrivals", arrivals, persistent=False)
         if isinstance(layer.ffn, MoE):
             layer.ffn.stacked = stack_gates(layer.ffn)
         if not hasattr(type(layer), "is_fused"):
-            layer.__class__ = fused(type(layer))
+            layer.__class__ = fused_layer_class(type(layer))
 
 
-def knows(cfg) -> bool:
-    """Are attention and the order of a layer's parts as the kernels have them?"""
+def supports_config(cfg) -> bool:
+    """Do the kernels support this attention and order of a layer's modules?"""
     block, attention = cfg.block or BlockVariant(), cfg.attention or AttentionVariant()
     if not isinstance(block, BlockVariant) or not isinstance(attention, AttentionVariant):
         return False
@@ -55,13 +56,13 @@ def knows(cfg) -> bool:
 
 
 def is_rms_norm(norm: nn.Module) -> bool:
-    """With a weight, over one vector."""
+    """An RMSNorm with a weight, over one vector."""
     others = (LayerNorm, WideNorm, HeadLayerNorm)
     return hasattr(norm, "eps") and norm.weight is not None and not isinstance(norm, others)
 
 
-class FewRows:
-    """What the kernels can do of a layer, by its config."""
+class FusionPlan:
+    """The parts of a layer that the kernels run, from its config."""
 
     def __init__(self, cfg, attn: nn.Module, window: int | None):
         has_pre_norm = cfg.block is None or cfg.block.pre_norm
@@ -69,13 +70,13 @@ class FewRows:
         self.qk_norm = cfg.qk_norm
         self.wide_norm = cfg.attention is not None and cfg.attention.qk_norm == "wide"
         self.group = attn.split[0] // attn.split[1]
-        self.ring = window is not None             # or may be: then slots beyond the last have keys
+        self.ring = window is not None             # may be a ring cache, with keys in all slots
         activation = "silu" if cfg.ffn is None else getattr(cfg.ffn, "activation", "")
         self.activation = activation if activation in FUSED_ACTIVATIONS else ""
         self.cap = cfg.attention and cfg.attention.cap
 
-    def is_of(self, layer: nn.Module) -> bool:
-        """Has it the parts that its config says? They may have been exchanged since."""
+    def matches(self, layer: nn.Module) -> bool:
+        """Does the layer still have the modules of its config? They may have been replaced."""
         attn = layer.attn
         if not hasattr(attn, "attend") or getattr(attn, "gate", None) is not None:
             return False
@@ -96,61 +97,62 @@ class FewRows:
                 and (not self.activation or not hasattr(layer.ffn, "gate_up")
                      or layer.ffn.activation is GATED[self.activation]))
 
-    def fits(self, x, cache, batch_idx) -> bool:
+    def applies_to(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape
-        return (is_compiling() and cache is not None and batch_idx is None and B <= MOST_BATCH
-                and T * self.group <= MOST_QUERIES and B == cache.k.shape[0])
+        return (is_compiling() and cache is not None and batch_idx is None and B <= MAX_BATCH
+                and T * self.group <= MAX_QUERIES and B == cache.k.shape[0])
 
 
-def fused(kind: type) -> type:
-    """A layer's class -> one that takes few rows through the kernels."""
+def fused_layer_class(kind: type) -> type:
+    """A layer's class -> a subclass that uses the kernels for few rows."""
 
     class FusedLayer(kind):
         is_fused = True
 
         def forward(self, x, rope, slot, mask, batch_idx=None):
-            few, attn = self.few, self.attn
-            if not few.fits(x, attn.cache, batch_idx) or not few.is_of(self):
+            fusion, attn = self.fusion, self.attn
+            if not fusion.applies_to(x, attn.cache, batch_idx) or not fusion.matches(self):
                 return super().forward(x, rope, slot, mask, batch_idx)
-            qkv = project(attn.wqkv, x, self.attn_norm, few.norm)
-            if few.wide_norm:
-                qkv = wide_normed(qkv, attn)
+            qkv = project(attn.wqkv, x, self.attn_norm, fusion.norm)
+            if fusion.wide_norm:
+                qkv = apply_wide_norm(qkv, attn)
             attend = getattr(attn.attend, "plain", attn.attend)
             norms, eps = (None, None), 0.0
-            if few.qk_norm:
+            if fusion.qk_norm:
                 norms, eps = (attn.q_norm.weight, attn.k_norm.weight), attn.q_norm.eps
             y = cached_attention(
                 qkv, *norms, *rope, mask, slot, attn.cache.k, attn.cache.v,
-                getattr(attend, "sinks", None), self.arrivals, attend.scale, few.cap, eps, few.ring)
+                getattr(attend, "sinks", None), self.arrivals, attend.scale, fusion.cap, eps,
+                fusion.ring)
             x = branch(attn, attn.wo, y, x, norm_behind(self, "attn"))
             ffn = self.ffn
-            if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MOST_ROWS:
-                fusable = few.norm and x.shape[:-1].numel() == 1
+            if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MAX_ROWS:
+                fusable = fusion.norm and x.shape[:-1].numel() == 1
                 flat = (x if fusable else self.ffn_norm(x)).flatten(0, 1)
-                y = few_experts(ffn, flat, self.ffn_norm if fusable else None)
+                y = fused_moe(ffn, flat, self.ffn_norm if fusable else None)
                 return x + norm_behind(self, "ffn")(of_all(ffn, y.view_as(x)))
             if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
                 return x + norm_behind(self, "ffn")(ffn(self.ffn_norm(x)))
-            activation = few.activation if ours(ffn.gate_up, x) else ""
-            h = project(ffn.gate_up, x, self.ffn_norm, few.norm, activation)
+            activation = fusion.activation if matvec_weights_if_faster(ffn.gate_up, x) else ""
+            h = project(ffn.gate_up, x, self.ffn_norm, fusion.norm, activation)
             if not activation:
                 h = ffn.activation(*h.chunk(2, dim=-1))
             return branch(ffn, ffn.down, h, x, norm_behind(self, "ffn"))
     return FusedLayer
 
 
-def ours(linear: nn.Module, x: Tensor) -> tuple | None:
-    """Its weights, as matvec() takes them, where that is the faster product of so many rows."""
-    weights = leaves(linear)
+def matvec_weights_if_faster(linear: nn.Module, x: Tensor) -> tuple | None:
+    """matvec_weights() if matvec() is the fastest kernel for the rows of x; else None."""
+    weights = matvec_weights(linear)
     is_plain = weights is not None and weights[1] is None
-    return weights if x.shape[:-1].numel() <= (1 if is_plain else MOST_ROWS) else None
+    return weights if x.shape[:-1].numel() <= (1 if is_plain else MAX_ROWS) else None
 
 
 def project(linear, x, norm, fusable: bool, activation: str = "", residual=None) -> Tensor:
-    """linear(norm(x)), activated or added to the residual, x [B, T, D]."""
-    weights = ours(linear, x)
+    """linear(norm(x)), x [B, T, D], with an activation or a residual to add."""
+    weights = matvec_weights_if_faster(linear, x)
     if norm is not None and not (fusable and weights and x.shape[:-1].numel() == 1):
-        x, norm = norm(x), None                    # several rows: written once, not by each program
+        x, norm = norm(x), None                    # several rows: normalize once, not per program
     if weights is None:
         y = linear(x)
         return y if residual is None else residual + y
@@ -162,13 +164,13 @@ def project(linear, x, norm, fusable: bool, activation: str = "", residual=None)
 
 
 def branch(module, linear, y, x, post) -> Tensor:
-    """x + post(what the module's last linear gives for y, of all ranks)."""
+    """x + post(linear(y)), linear's output summed over ranks."""
     if isinstance(post, nn.Identity) and not shared_by(module):
         return project(linear, y, None, False, residual=x)
     return x + post(of_all(module, project(linear, y, None, False)))
 
 
-def wide_normed(qkv, attn) -> Tensor:
+def apply_wide_norm(qkv, attn) -> Tensor:
     q, k, v = qkv.split(attn.split, dim=-1)
     heads = q.unflatten(-1, (-1, attn.head_dim)), k.unflatten(-1, (-1, attn.head_dim))
     return torch.cat((attn.q_norm(heads[0]).flatten(-2), attn.k_norm(heads[1]).flatten(-2), v), -1)

@@ -1,7 +1,7 @@
-"""A CPU's operations before a model's layers and after them: embedding, angles and masks of a few
-tokens; the logits of one position of each row.
+"""Native operations before and after a model's layers: embedding, RoPE tables and masks for few
+tokens; the logits of one position per row.
 
-    model.embed_inputs, model.unembed = Enter(model), Leave(model)
+    model.embed_inputs, model.unembed = EmbedInputs(guard, model), Unembed(guard, model)
 """
 
 import ctypes
@@ -12,40 +12,41 @@ from torch import Tensor, nn
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.linears import (
     OperationsEmbedding,
-    are_floats,
-    arguments,
-    fits_bias,
-    fits_norm,
+    is_fp32_on_cpu,
     is_packed,
     norm_struct,
+    supports_bias,
+    supports_norm,
+    weight_args,
 )
-from gpt_faster.kernels.guard import Stead
+from gpt_faster.kernels.guard import MethodOverride
 from gpt_faster.layers.embedding import ScaledEmbedding
 from tp import shared_by
 
-FEW = 64                                           # tokens of which a call may be a decoding step's
+MAX_DECODE_TOKENS = 64                             # B T of a call that counts as a decode step
+MAX_SHAPES = 64                                    # cached InputBuffers
 
 
-class Inputs:
-    """What a step's layers are given, in memory that stays; for tokens [B, T] and kv_len."""
+class InputBuffers:
+    """The layers' inputs for tokens [B, T] and kv_len: preallocated, rewritten by each step."""
 
-    def __init__(self, model: nn.Module, B: int, T: int, own_pos: bool, kv_len: int):
+    def __init__(self, model: nn.Module, B: int, T: int, per_row_pos: bool, kv_len: int):
         half = model.freq.shape[1]
-        lead = (B, 1, T) if own_pos else (T,)
+        batch_shape = (B, 1, T) if per_row_pos else (T,)
         self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
-        self.angles, self.masks, self.parts = [], [], []
+        self.angles, self.masks, self.outputs = [], [], []
         self.model = model
-        self.amplitude = torch.empty(model.amplitude.shape)    # fp32, whatever the model's dtype
-        n = B * T if own_pos else T
+        self.amplitude = torch.empty(model.amplitude.shape)    # fp32 in every model
+        n = B * T if per_row_pos else T
         for freq, amplitude in zip(model.freq, self.amplitude):
-            cos, sin = torch.empty(2, *lead, half, dtype=torch.float32)
-            self.parts += [cos, sin]
+            cos, sin = torch.empty(2, *batch_shape, half, dtype=torch.float32)
+            self.outputs += [cos, sin]
             self.angles.append(native.RopeTable(
                 kind=native.ROPE_TABLE, n=n, half=half, freq=freq, amplitude=amplitude, cos=cos,
                 sin=sin))
         for window in model.windows:
-            mask = torch.empty(*lead, kv_len, dtype=torch.bool)
-            self.parts.append(mask)
+            mask = torch.empty(*batch_shape, kv_len, dtype=torch.bool)
+            self.outputs.append(mask)
             self.masks.append(native.Mask(
                 kind=native.MASK, B=1, T=n, n_key=kv_len, window=window or 0, mask=mask))
         embed = model.embed
@@ -54,7 +55,7 @@ class Inputs:
         if isinstance(embed, OperationsEmbedding):
             if embed.scales is not None:
                 self.scales = torch.empty(embed.scales.shape)  # fp32
-            kind, weight, _, _ = arguments(embed.packed, None, 0)
+            kind, weight, _, _ = weight_args(embed.packed, None, 0)
             self.embed = native.Embed(
                 kind=native.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
                 n_vocab=model.cfg.vocab_size, weight=weight, scales=self.scales, out=self.x)
@@ -62,7 +63,7 @@ class Inputs:
         self.addresses = [ctypes.addressof(op) for op in ops]
 
     def fill(self, tokens: Tensor, pos: Tensor) -> None:
-        self.amplitude.copy_(self.model.amplitude)             # at each call: an edit counts
+        self.amplitude.copy_(self.model.amplitude)  # may have been edited
         if self.scales is not None:
             self.scales.copy_(self.model.embed.scales)
         for op in (*self.angles, *self.masks):
@@ -72,68 +73,69 @@ class Inputs:
         native.run(self.addresses, n_thread=1)
 
 
-class Enter(Stead):
-    """embed_inputs of few tokens, in its place."""
+class EmbedInputs(MethodOverride):
+    """Replaces embed_inputs for up to MAX_DECODE_TOKENS tokens."""
 
     def __init__(self, guard, model: nn.Module):
         super().__init__(guard, model, "embed_inputs")
         self.model = model
-        self.kept = {}                             # shapes -> Inputs
+        self.buffers = {}                          # shapes -> InputBuffers
 
     @staticmethod
-    def fits(model: nn.Module) -> bool:
-        return not model.rings and embed_scale_of(model) is not None and are_floats(model.freq)
+    def supports(model: nn.Module) -> bool:
+        has_scale = embed_scale_of(model) is not None
+        return not model.rings and has_scale and is_fp32_on_cpu(model.freq)
 
     def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
         is_long = tokens.dtype == pos.dtype == torch.int64
-        if (not self.guard.inside or tokens.numel() > FEW or batch_idx is not None
-                or self.model.rings or not is_long):
-            return self.plain(tokens, pos, kv_len, batch_idx)
+        is_decode = tokens.numel() <= MAX_DECODE_TOKENS and batch_idx is None
+        if not (self.guard.in_model_call and is_decode and is_long) or self.model.rings:
+            return self.original(tokens, pos, kv_len, batch_idx)
         tokens, pos = tokens.contiguous(), pos.contiguous()
         key = *tokens.shape, pos.dim() == 2, kv_len
-        inputs = self.kept.get(key)
+        inputs = self.buffers.get(key)
         if inputs is None:
-            if len(self.kept) > FEW:
-                self.kept.clear()
+            if len(self.buffers) > MAX_SHAPES:
+                self.buffers.clear()
             with torch.inference_mode(False), torch.no_grad():
-                inputs = self.kept[key] = Inputs(self.model, *key)
+                inputs = self.buffers[key] = InputBuffers(self.model, *key)
         inputs.fill(tokens, pos)
-        x, parts, n = inputs.x, inputs.parts, 2 * len(inputs.angles)
+        x, outputs, n = inputs.x, inputs.outputs, 2 * len(inputs.angles)
         if inputs.embed is None:
             x = self.model.embed_tokens(tokens, pos)
-        masks = (part for mask in parts[n:] for part in (pos, mask))
-        own = [] if isinstance(self.model.per_layer, nn.Identity) else [
+        masks = (part for mask in outputs[n:] for part in (pos, mask))
+        per_layer = [] if isinstance(self.model.per_layer, nn.Identity) else [
             self.model.per_layer(tokens, x)]
-        return x, *parts[:n], *masks, *own
+        return x, *outputs[:n], *masks, *per_layer
 
 
 def embed_scale_of(model: nn.Module) -> float | None:
-    """What embeddings are multiplied by; None where they go through anything else."""
-    parts = [getattr(model, name) for name in model.after_embed]
-    if not parts:
+    """The factor of embeddings; None if other modules process them."""
+    modules = [getattr(model, name) for name in model.after_embed]
+    if not modules:
         return 1.0
-    return parts[0].factor if [type(part) for part in parts] == [ScaledEmbedding] else None
+    return modules[0].factor if [type(m) for m in modules] == [ScaledEmbedding] else None
 
 
-class Leave(Stead):
-    """unembed of a position of each row, in its place."""
+class Unembed(MethodOverride):
+    """Replaces unembed for one position per row."""
 
     def __init__(self, guard, model: nn.Module):
         super().__init__(guard, model, "unembed")
         self.model, head = model, model.head
-        weights = arguments(head.packed, head.scales, head.shape[1])
+        weights = weight_args(head.packed, head.scales, head.shape[1])
         self.op = native.linear(*weights, head.shape, head.bias, norm=norm_struct(model.norm),
                                  x_bits=native.x_bits(model.dtype))
         self.addresses = [ctypes.addressof(self.op)]
 
     @staticmethod
-    def fits(model: nn.Module) -> bool:
-        return (is_packed(model.head) and not shared_by(model.head) and fits_norm(model.norm)
-                and fits_bias(model.head))
+    def supports(model: nn.Module) -> bool:
+        return (is_packed(model.head) and not shared_by(model.head) and supports_norm(model.norm)
+                and supports_bias(model.head))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.guard.inside or x.shape[1] > 1:
-            return self.plain(x)
+        if not self.guard.in_model_call or x.shape[1] > 1:
+            return self.original(x)
         x, op = x.contiguous(), self.op
         logits = torch.empty(x.shape[0], 1, op.N)
         op.M = x.shape[0]
