@@ -6,7 +6,7 @@
 import sys
 
 if __name__ == "__main__":
-    from gpt_faster.cli.quick_import import need_torch
+    from gpt_faster.cli.fast_start import need_torch
     need_torch()
     from gpt_faster.bench.main import main
     sys.exit(main())

@@ -422,7 +422,7 @@ TESTS = (
     ("gpt_faster/kernels/linear.py", f"{QUANTIZE} tests/test_quantize_core.py tests/test_cpu_ops.py"),
     ("gpt_faster/storage/kept_tensors.py", "tests/test_kept_weights.py"),
     ("gpt_faster/storage/disk.py", "tests/test_kept_weights.py tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),
-    ("gpt_faster/cli/quick_import.py", "tests/test_start.py"),
+    ("gpt_faster/cli/fast_start.py", "tests/test_start.py"),
     ("gpt_faster/kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
     ("gpt_faster/kernels/cpu/*", "tests/test_cpu_ops.py"),
     ("gpt_faster/decoding/slots.py", f"tests/test_chat.py::test_n_common tests/test_chat.py::test_two_turns {IN_SLOTS} {SLOTS}"),

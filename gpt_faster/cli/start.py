@@ -1,6 +1,6 @@
 """What generate.py and quantize.py do where this room is beside them: the whole commands."""
 
-from gpt_faster.cli.quick_import import import_torch, need_torch
+from gpt_faster.cli.fast_start import import_torch, need_torch
 
 
 def generate() -> int:
