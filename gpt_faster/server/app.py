@@ -33,7 +33,7 @@ from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Busy, Delivery, Draining, Engine
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import Model
-from gpt_faster.server.protocol import ChatRequest, CompletionRequest, Refused, parse
+from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_SECONDS = 60                                  # that a body may take to arrive
@@ -64,7 +64,7 @@ class Http:
                   Route("/v1/chat/completions", self.chat, methods=["POST"]),
                   Route("/v1/completions", self.complete, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={
-            404: self.not_found, 405: self.not_found, Refused: self.refuse,
+            404: self.not_found, 405: self.not_found, ApiError: self.refuse,
             Exception: self.fail})                 # Starlette raises it again: guarded() logs it
         self.app = self.guarded(app)
 
@@ -94,13 +94,13 @@ class Http:
 
             try:
                 if (name := self.foreign_host(scope)) is not None:
-                    error = Refused(403, f"the Host header names '{name}', which this server does "
-                                    "not answer to: --allowed_hosts adds names",
-                                    "authentication_error", code="host_not_allowed")
+                    error = ApiError(403, f"the Host header names '{name}', which this server does "
+                                     "not answer to: --allowed_hosts adds names",
+                                     "authentication_error", code="host_not_allowed")
                     return await self.refuse(None, error)(scope, receive, counted)
                 if not self.is_allowed(scope):
-                    error = Refused(401, "a key is needed: Authorization: Bearer KEY",
-                                    "authentication_error", code="invalid_api_key")
+                    error = ApiError(401, "a key is needed: Authorization: Bearer KEY",
+                                     "authentication_error", code="invalid_api_key")
                     return await self.refuse(None, error)(scope, receive, counted)
                 await app(scope, receive, counted)
             except ClientDisconnect:
@@ -139,17 +139,17 @@ class Http:
         sent = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
 
-    def refuse(self, request, error: Refused) -> Response:
+    def refuse(self, request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
         return JSONResponse(dict(error=error.error), error.status, headers)
 
     def fail(self, request, error: Exception) -> Response:
         """A mistake of ours: nothing of it for the client."""
-        return self.refuse(request, Refused(500, ERRORS["internal"][1], "server_error",
-                                            code="internal"))
+        return self.refuse(request, ApiError(500, ERRORS["internal"][1], "server_error",
+                                             code="internal"))
 
     def not_found(self, request, error) -> Response:
-        return self.refuse(request, Refused(error.status_code, f"{request.method} "
+        return self.refuse(request, ApiError(error.status_code, f"{request.method} "
                            f"{request.url.path}: {error.detail}"))
 
     # ---- The small ones -------------------------------------------------------------------------
@@ -184,16 +184,16 @@ class Http:
                                  CompletionAnswer)
 
     async def body(self, request: Request) -> bytes:
-        """Refused where it is too large, or no JSON by its header: a page of another site, which a
+        """ApiError where it is too large, or no JSON by its header: a page of another site, which a
         browser lets send only plain text unasked, is not to use this server."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refused(415, "Content-Type: application/json is needed")
+            raise ApiError(415, "Content-Type: application/json is needed")
         limit, parts, n = int(self.options.max_body_mb * 1e6), [], 0
         async for part in request.stream():
             n += len(part)
             if n > limit:
-                raise Refused(413, f"the body is larger than {self.options.max_body_mb:g} MB")
+                raise ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
             parts.append(part)
         return b"".join(parts)
 
@@ -201,7 +201,7 @@ class Http:
         try:
             body = await asyncio.wait_for(self.body(request), BODY_SECONDS)
         except asyncio.TimeoutError:
-            raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
+            raise ApiError(408, f"the body took longer than {BODY_SECONDS} seconds") from None
         asked = parse(kind, body, self.model.limit)
         self.model.check_name(asked.model)
         if self.engine.draining:
@@ -213,7 +213,7 @@ class Http:
             try:
                 work = await asyncio.to_thread(prepare, asked)
             except RecursionError:
-                raise Refused(400, "the body is nested too deeply") from None
+                raise ApiError(400, "the body is nested too deeply") from None
         answer, events = shape(self.model, asked, work), asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
         asked_for = work.generations if work.n_new else []     # of an echo alone nothing runs
@@ -230,12 +230,12 @@ class Http:
                                lambda: self.engine.cancel(asked_for))
         return await self.whole(request, answer, asked_for, events)
 
-    def busy(self) -> Refused:
-        return Refused(429, f"{self.options.max_queue} answers wait already: try again soon",
-                       "rate_limit_error", code="queue_full", retry_after=2)
+    def busy(self) -> ApiError:
+        return ApiError(429, f"{self.options.max_queue} answers wait already: try again soon",
+                        "rate_limit_error", code="queue_full", retry_after=2)
 
-    def stopping(self) -> Refused:
-        return Refused(503, "the server is stopping", "server_error", retry_after=10)
+    def stopping(self) -> ApiError:
+        return ApiError(503, "the server is stopping", "server_error", retry_after=10)
 
     async def whole(self, request, answer, asked_for: list[Generation],
                     events: asyncio.Queue) -> Response:
@@ -318,9 +318,9 @@ def rest(queue: asyncio.Queue) -> Iterator:
         yield queue.get_nowait()
 
 
-def failure(error: str) -> Refused:
+def failure(error: str) -> ApiError:
     status, message = ERRORS[error]
-    return Refused(status, message, "server_error", code=error.replace(" ", "_"))
+    return ApiError(status, message, "server_error", code=error.replace(" ", "_"))
 
 
 # ---- The two threads ----------------------------------------------------------------------------
