@@ -1,4 +1,4 @@
-"""Time the engines beside each other and beside peers: the command of gpt_faster/bench/.
+"""Benchmark the engines and other programs (peers): gpt_faster/bench/.
 
     python benchmark.py -m org/name -p 512 -n 200 --engines kv_cache,compile,int8 --peers llama.cpp
 """

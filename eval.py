@@ -1,4 +1,4 @@
-"""Perplexity of a text, and lm-eval's tasks: the command of gpt_faster/cli/evaluate.py.
+"""Perplexity of a text, and lm-eval's tasks: gpt_faster/cli/evaluate.py.
 
     python eval.py -m org/name --perplexity wiki.txt
     python eval.py -m org/name --compile --tasks hellaswag winogrande

@@ -1,4 +1,4 @@
-"""Serve a model as OpenAI's API has it: the command of gpt_faster/server/.
+"""Serve a model over an OpenAI-compatible HTTP API: gpt_faster/server/.
 
     python serve.py --compile --checkpoint_path org/name --port 8000
 """

@@ -578,7 +578,7 @@ def test_bad_flags(capfd):
         taken.listen()
         status, line = run("--port", str(taken.getsockname()[1]))
         assert status == 2 and "cannot listen on 127.0.0.1" in line
-    assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: drafting is for one row: it cannot be combined with --batch_size")
+    assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: speculation requires --batch_size 1")
 
 
 # ---- The slots, without HTTP ---------------------------------------------------------------------

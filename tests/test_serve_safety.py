@@ -33,7 +33,7 @@ from gpt_faster.formats.shapes import of_random_weights
 from gpt_faster.kernels import private
 from gpt_faster.kernels.cpu import native
 from gpt_faster.server import main as serve
-from gpt_faster.server.app import Http
+from gpt_faster.server.app import HttpServer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.storage import disk, kept_tensors
@@ -62,7 +62,7 @@ class InProcess:
 
     def __init__(self, *argv):
         parser = serve.build_parser()
-        args = serve.checked(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
+        args = serve.check_options(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
         torch.manual_seed(0)
         source = of_random_weights(Path("tiny"), CFG)
         self.tokenizer = byte_tokenizer()
@@ -74,7 +74,7 @@ class InProcess:
                     p.normal_(0, 0.3)              # so that no two tokens are nearly as likely
         slots = Slots(self.session.batch, self.session.model.longest_call)
         self.engine = Engine(slots, args.max_queue, Metrics())
-        self.http = Http(self.session, self.engine, Metrics())
+        self.http = HttpServer(self.session, self.engine, Metrics())
         self.http.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
         self.thread.start()
@@ -188,11 +188,11 @@ def test_every_reader_asks_the_same_table(tmp_path):
             with pytest.raises(ValueError, match=f"{name} must be .*at most"):
                 SamplingParams(**{name: wrong})
             with pytest.raises(ValueError, match=f'"{name}": must be'):
-                batch.own_value(name, wrong)
+                batch.sampling_value(name, wrong)
             with pytest.raises(SystemExit):
                 flags.build_parser().parse_args([f"--{name}={wrong}"])
             assert sampling_values({name: wrong}) == {}
-        batch.own_value(name, allowed.kind(allowed.maximum))
+        batch.sampling_value(name, allowed.kind(allowed.maximum))
         flags.build_parser().parse_args([f"--{name}={allowed.kind(allowed.maximum)}"])
         assert SamplingParams(**{name: allowed.kind(allowed.maximum)})
     with pytest.raises(ValueError, match="temperature must be"):
@@ -501,7 +501,7 @@ def test_a_foreign_host_is_refused_on_loopback(server, monkeypatch):
     assert status("My.Example:443") == status("localhost") == 200 and status("evil.example") == 403
     monkeypatch.setattr(server.http, "loopback", False)
     assert status("my.example") == 200 and status("evil.example") == 403
-    assert server.refused(403, COMPLETIONS, dict(prompt="a"), host="evil.example")["message"].startswith("the Host header names 'evil.example'")
+    assert server.refused(403, COMPLETIONS, dict(prompt="a"), host="evil.example")["message"].startswith("the Host header 'evil.example' is not allowed")
 
 
 def test_allowed_hosts_is_a_flag():

@@ -197,7 +197,7 @@ def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
                             params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None)
     asked = SimpleNamespace(stop=None, stream=None, stream_options=None, n=2, ignore_eos=None)
     for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
-        tasks = Model.work(model, asked, [[1, 2, 3]], limit, None, None).generations
+        tasks = Model.build(model, asked, [[1, 2, 3]], limit, None, None).generations
         assert [task.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
 
 

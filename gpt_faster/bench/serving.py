@@ -170,7 +170,7 @@ def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> dict
                    "--prompts_file", prompts, "--output", Path(directory) / "out.jsonl",
                    "--temperature", "0", "--ignore_eos", "--max_seq_length", str(LENGTH), *flags]
         result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True)
-    return dict(tok_s=float(re.search(r"([\d.]+) tok/s in all", result.stderr)[1]))
+    return dict(tok_s=float(re.search(r"([\d.]+) tok/s in total", result.stderr)[1]))
 
 
 def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int) -> dict:

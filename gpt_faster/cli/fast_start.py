@@ -22,7 +22,7 @@ UNUSED = ("ao", "distributions", "export", "masked", "nn.intrinsic", "nn.qat", "
 # these register meta kernels for compilers: load before the module COMPILER
 REGISTERING = "_meta_registrations", "distributed._meta_registrations"
 COMPILER = "_dynamo"
-NEEDED = "_prims.rng_prims"                        # torch.Generator needs it; a lazy module imports it
+NEEDED = "_prims.rng_prims"                        # for torch.Generator; lazy modules import it
 
 
 class LazyLoader:

@@ -272,8 +272,8 @@ class Model:
             raise ApiError(400, "the prompt is empty", param="prompt")
         for i in (min(ids), max(ids)):
             if not 0 <= i < self.n_vocab:
-                raise ApiError(400, f"token id {str(i)[:40]} is out of range: the vocabulary has "
-                               f"{self.n_vocab} tokens", param="prompt")
+                raise ApiError(400, f"prompt: token id {str(i)[:40]} is out of range: the "
+                               f"vocabulary has {self.n_vocab} tokens", param="prompt")
         if len(ids) >= self.limit:
             raise ApiError(400, f"the prompt has {len(ids)} tokens, the context {self.limit}: "
                            "shorten it, or start the server with a larger --max_seq_length",
