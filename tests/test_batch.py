@@ -375,7 +375,7 @@ def test_interrupted_rows_are_run_again(jsonl, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err and "3 of 6 prompts" in err
-    assert output.read_text() == "".join(first) + out and len(batch.done_before(output)[0]) == 3
+    assert output.read_text() == "".join(first) + out and len(batch.read_finished(output)[0]) == 3
 
 
 def test_chat_is_the_template_once(capsys):
