@@ -127,7 +127,7 @@ def conversation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
 
     def note(line):
         nonlocal n_forgotten
-        n_forgotten += "forgotten" in line
+        n_forgotten += "dropped" in line
     chat = Chat(runner.tokenizer, answer, LENGTH - n_new, engines.rewind(batch), note)
     for turns in (range(n), range(min(n, AGAIN))):
         for i in turns:
