@@ -112,8 +112,9 @@ def products(device) -> str:
             for dtype in (BF16, torch.float16, FP32):
                 kernel = linear.kernel_for(scheme, device, dtype, dense.shape)
                 compute_dtype = FP32 if dtype == torch.float16 else dtype
-                own = weight, *(t if t is None else t.to(compute_dtype) for t in (scales, zeros))
-                dequantized, packed = quantize.dequantize(*own, torch.float64), kernel.pack(*own)
+                scale, zero = (t if t is None else t.to(compute_dtype) for t in (scales, zeros))
+                dequantized = quantize.dequantize(weight, scale, zero, torch.float64)
+                packed = kernel.pack(weight, scale, zero)
                 used.add(kernel.name)
                 for n_row in (1, 2, 7, 64, 200):
                     x = torch.randn(n_row, n_in, device=device).to(dtype)
@@ -293,7 +294,7 @@ def run(argv=None) -> int:
     p.add_argument("--only", help="comma-separated names of checks")
     args = p.parse_args(argv)
     device, failed = pick_device(args.device), 0
-    native.set_activation_bits(16)                # test weights, not activation rounding
+    native.set_activation_bits(16)                 # test weights, not activation rounding
     known = {check.__name__: check for check in CHECKS}
     for name in args.only.split(",") if args.only else known:
         if name not in known:

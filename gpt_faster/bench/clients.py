@@ -28,7 +28,7 @@ class Answer:
         self.start = time.perf_counter()
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.sendall((head + body).encode())
-        self.tail = b""                          # may end in a partial marker
+        self.tail = b""                            # may end in a partial marker
 
     def read(self) -> None:
         """Read what has arrived. RuntimeError if it is not a stream or the connection closes."""

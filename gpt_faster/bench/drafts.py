@@ -13,7 +13,7 @@ from generate import Batch, generate
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from speculate import SpeculativeBatch
 
-MAX_PASSES = 10                                        # until the speculative text is stable
+MAX_PASSES = 10                                    # until the speculative text is stable
 
 
 class FixedAcceptanceDrafter:
@@ -39,7 +39,7 @@ class FixedAcceptanceDrafter:
     def propose(self, history: Tensor, n: int, k: int, sampler) -> tuple:
         drafts, _, _ = self.drafter.propose(history, n, k, sampler)
         known = self.text[:, n:n + k]
-        correct = drafts.clone()                        # beyond the text: unchanged
+        correct = drafts.clone()                   # beyond the text: unchanged
         correct[:, :known.shape[1]] = known
         chance = torch.rand(1, k, generator=self.generator).to(correct.device)
         drafts = torch.where(chance < self.acceptance, correct, (correct + 1) % self.n_vocab)

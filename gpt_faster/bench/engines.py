@@ -162,7 +162,7 @@ class Engine:
         """-> each row's new tokens; the time before the first step and after each token."""
         sequences = [Sequence(self.tokenizer, []) for _ in prompts]
         if not self.is_repeatable:
-            self.seed += 1                                 # new samples in each run
+            self.seed += 1                         # new samples in each run
         times, interrupted = follow(self.tokens(prompts, n_new), sequences, None)
         if interrupted:
             raise KeyboardInterrupt
@@ -188,6 +188,6 @@ class Engine:
         layers = [*self.model.layers, *(self.head.layers if self.head else ())]
         n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
         if self.head:
-            own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
-            n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes
+            head_weights = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
+            n_bytes += sum(p.nbytes for p in head_weights) + self.model.hidden.nbytes
         return n_bytes

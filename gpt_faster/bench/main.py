@@ -203,11 +203,11 @@ def check_suite(args, parser: Parser, device: torch.device) -> list[str]:
         raise ValueError("--suite serve has one table: it cannot be combined with --only")
     if args.suite == "gpu" and device.type == "cpu":
         raise ValueError("--suite gpu needs a GPU, but the device is cpu: use --suite cpu")
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    others = given - {"suite", "device", "plot", "only"}
-    if others:
+    explicit = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    conflicting = explicit - {"suite", "device", "plot", "only"}
+    if conflicting:
         raise ValueError(f"--suite has its own commands and cannot be combined with "
-                         f"--{min(others)}")
+                         f"--{min(conflicting)}")
     if args.suite == "serve":
         return []
     titles = names(args.only) if args.only else list(SUITES[args.suite])

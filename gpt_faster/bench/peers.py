@@ -226,11 +226,11 @@ def convert(name: str, source, shape: str | None, weights: Weights) -> Path:
     partial = Path(f"{export}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     argv = CONVERTERS[name](model, partial, kind, groupsize)
-    done = subprocess.run([environment(name) / "bin/python", *argv], text=True, capture_output=True,
-                          env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    process = subprocess.run([environment(name) / "bin/python", *argv], text=True,
+                             capture_output=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
     shutil.rmtree(f"{partial}.cache", ignore_errors=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or ["no message"])[-1][:200]
         raise ValueError(f"{name} cannot convert the model: {reason}")
     os.replace(partial, export)
     return export

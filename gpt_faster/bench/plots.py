@@ -275,5 +275,5 @@ def title(chart: Chart, result: dict, rows: list[dict]) -> str:
     n_wrong = sum(row.get("compared") is False for row in rows)
     if n_wrong:
         notes.append(f"{n_wrong} with wrong tokens")
-    shown = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
-    return f"{chart.title}: {shown}\n" + " · ".join(filter(None, notes))
+    names = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
+    return f"{chart.title}: {names}\n" + " · ".join(filter(None, notes))

@@ -85,7 +85,7 @@ def vllm_server(n_slot: int, port: int, flags: list[str]) -> list:
 
 
 SERVERS = {"vllm": vllm_server, "llama.cpp": llama_server, "serve.py": our_server}
-NEEDS_IDS = {"vllm"}                                # its export has a dummy tokenizer
+NEEDS_IDS = {"vllm"}                               # its export has a dummy tokenizer
 
 
 def is_installed(name: str) -> bool:

@@ -245,29 +245,29 @@ class StepEngine:
     """
 
     def __call__(self, prompt, n_new, batch):
-        ids, begun, first, end = self._run([prompt] * batch, [n_new] * batch, batch)
+        ids, starts, first, end = self._run([prompt] * batch, [n_new] * batch, batch)
         step_s = (max(end) - max(first)) / (n_new - 1) if n_new > 1 else None
-        return dict(ids=ids[0], ttft_s=max(first) - begun[0], step_s=step_s)
+        return dict(ids=ids[0], ttft_s=max(first) - starts[0], step_s=step_s)
 
     def serve(self, prompts, n_new, batch):
         """Keep `batch` prompts in the engine: add the next when one is complete."""
-        ids, begun, first, end = self._run(prompts, n_new, batch)
-        return dict(ids=ids, total_s=max(end) - begun[0],
-                    request_s=[b - a for a, b in zip(begun, end)],
-                    first_s=[b - a for a, b in zip(begun, first)])
+        ids, starts, first, end = self._run(prompts, n_new, batch)
+        return dict(ids=ids, total_s=max(end) - starts[0],
+                    request_s=[b - a for a, b in zip(starts, end)],
+                    first_s=[b - a for a, b in zip(starts, first)])
 
     def _run(self, prompts, n_new, n_slots):
         """-> for each prompt: new ids, and the times of its start, first token and end."""
         ids = [[] for _ in prompts]
-        begun = []
+        starts = []
         first = [None] * len(prompts)
         end = [None] * len(prompts)
         active = set()
-        while len(begun) < len(prompts) or active:
-            while len(begun) < len(prompts) and len(active) < n_slots:
-                i = len(begun)
+        while len(starts) < len(prompts) or active:
+            while len(starts) < len(prompts) and len(active) < n_slots:
+                i = len(starts)
                 active.add(i)
-                begun.append(time.perf_counter())
+                starts.append(time.perf_counter())
                 self.add(i, prompts[i], n_new[i])
             new_ids = self.step()
             now = time.perf_counter()
@@ -279,7 +279,7 @@ class StepEngine:
                     active.remove(i)
             if active and not self.is_busy():
                 raise ValueError("fewer tokens than requested: is --length too small?")
-        return ids, begun, first, end
+        return ids, starts, first, end
 
 
 class OpenVINO(StepEngine):

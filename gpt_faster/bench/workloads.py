@@ -53,13 +53,13 @@ class Workload(NamedTuple):
             n_prompt = draw.randint(1, self.n_prompt)
             max_new_tokens.append(draw.randint(1, self.n_new))
             ids = encode_english(17 * i + n_prompt, tokenizer, cfg)
-            prompts.append(ids[-n_prompt:])                # each starts at another offset
+            prompts.append(ids[-n_prompt:])        # each starts at another offset
         return prompts, max_new_tokens
 
     def memory_bytes(self, cfg, dtype: torch.dtype, use_cache: bool) -> int:
         """Estimate: KV cache, ten activations of model width, three copies of the logits."""
         cache_bytes = 0
-        n_active = self.n_prompt + self.n_new              # tokens of the largest forward
+        n_active = self.n_prompt + self.n_new      # tokens of the largest forward
         if use_cache:
             per_token = 2 * cfg.n_layer * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
             cache_bytes = per_token * self.n_positions()

@@ -34,7 +34,7 @@ from sampling import RANGES
 class Request:
     """A prompt, or messages for the chat template.
 
-    where: its name in error messages; shown: text to print before the output; sampling: overrides
+    where: its name in error messages; echo: text to print before the output; sampling: overrides
     of the flags; n_random: an integer --prompt, which means that many random tokens.
     """
 
@@ -44,7 +44,7 @@ class Request:
     messages: list[dict] | None = None
     max_new_tokens: int | None = None
     sampling: dict = field(default_factory=dict)
-    shown: str = ""
+    echo: str = ""
     n_random: int | None = None
 
 
@@ -61,8 +61,8 @@ def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
     if args.chat:
         requests = [r if r.prompt is None else
                     replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
-    shown = [r if r.messages else replace(r, shown=r.prompt) for r in requests]
-    return shown, errors
+    echo = [r if r.messages else replace(r, echo=r.prompt) for r in requests]
+    return echo, errors
 
 
 def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
@@ -241,7 +241,7 @@ class Results:
             print(line, flush=True)
         elif not self.file:
             i = request.id
-            self.texts[i] = f"--- {i} ---\n{request.shown}{result['text']}"
+            self.texts[i] = f"--- {i} ---\n{request.echo}{result['text']}"
             while self.waiting and self.waiting[0] in self.texts:
                 print(self.texts.pop(self.waiting.popleft()), flush=True)
 

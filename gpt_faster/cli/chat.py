@@ -43,7 +43,7 @@ class Chat:
         self.no_template = tokenizer.chat_template is None
         self.messages = []
         self.cached_ids = []                       # tokens in the KV cache
-        self.max_cached = 0                       # the most it has held since it was empty
+        self.max_cached = 0                        # the most it has held since it was empty
         self.stats = "no answer yet"
 
     def run(self) -> None:
@@ -139,7 +139,7 @@ class Chat:
         self.max_cached = max(self.max_cached, len(self.cached_ids))
         if self.max_cached - n_cached > self.rewind:      # a sliding window has overwritten them
             n_cached = self.max_cached = 0
-        self.cached_ids = []                             # in case the answer is interrupted
+        self.cached_ids = []                       # in case the answer is interrupted
         sequence, stats = self.answer(ids, n_cached)
         self.stats = f"last answer: {n_cached} of {len(ids)} tokens were in the cache, {stats}"
         if sequence.finish_reason == "length":

@@ -28,11 +28,11 @@ def guarded(run: Callable, argv: list[str] | None = None) -> int:
 
     Other exceptions are bugs: they keep their traceback and Python's status 1.
     """
-    with suppress(AttributeError):                         # not every terminal is UTF-8
+    with suppress(AttributeError):                 # not every terminal is UTF-8
         sys.stdout.reconfigure(errors="replace")
     try:
         return run(argv)
-    except BrokenPipeError:                                # e.g. `| head`
+    except BrokenPipeError:                        # e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:

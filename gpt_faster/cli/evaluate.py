@@ -148,8 +148,8 @@ class LMEvalModel:
         self.batch_size, self.max_length = batch_size, max_length
         self.tokenizer_name = source.path.name
         self.eos_ids, self.ignored = source.eos_ids, set()
-        named = tokenizer.encode(tokenizer.names.get("eos_token") or "", bos=False)
-        self.eot_token_id = named[0] if len(named) == 1 else [*self.eos_ids, 0][0]
+        eos = tokenizer.encode(tokenizer.names.get("eos_token") or "", bos=False)
+        self.eot_token_id = eos[0] if len(eos) == 1 else [*self.eos_ids, 0][0]
         self.prefix_token_id = self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):

@@ -1,7 +1,7 @@
 """A command's options: the user's flags, else the model's defaults, else the parser's.
 
     options = Options.parse(build_parser(), argv)
-    options = options.over(source.defaults)                    # generation_config.json
+    options = options.over(source.defaults)        # generation_config.json
     options.temperature
 """
 

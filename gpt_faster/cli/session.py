@@ -55,16 +55,16 @@ def run(argv: list[str] | None) -> int:
     engine = pick_engine(device, options.engine, options.compile or options.compile_prefill)
     many = flags.many(options)
     if engine == "compile" and device.type == "cpu":
-        native.start_building()                   # while the model loads
+        native.start_building()                    # while the model loads
     if options.json_schema:
-        read_schema(options.json_schema)                # fail before the model is loaded
+        read_schema(options.json_schema)           # fail before the model is loaded
         import_llguidance()
     results = batch.Results(options.json)
     requests, errors, finished = from_rank_0(lambda: read_input(options, results))
 
     start = time.perf_counter()
     source, tokenizer = open_model(options.checkpoint_path, options.random, options.adapter)
-    options = options.over(source.defaults)                # the model's, unless set by the user
+    options = options.over(source.defaults)        # the model's, unless set by the user
     limit = options.max_seq_length or source.cfg.context
     dtype = pick_dtype(options.dtype, device, source.cfg)
     if limit > source.cfg.context:
@@ -211,15 +211,15 @@ def run_chat(session: Session) -> int:
 def show_samples(session: Session, generation: Generation) -> int:
     """Generate --num_samples times from one prompt, in --batch_size rows."""
     options, request, ids = session.options, generation.about, generation.prompt_ids
-    shown = "" if options.random else request.shown
+    echo = "" if options.random else request.echo
     if options.json or options.batch_size > 1:
-        shown = None
+        echo = None
     speeds, interrupted = [], False
     for i in range(options.num_samples):
         sequences = [session.sequence(ids, generation.max_new) for _ in range(options.batch_size)]
         with traced(options.profile if i == options.num_samples - 1 else None):
             tokens = session.tokens([ids] * len(sequences), generation.max_new)
-            times, interrupted = follow(tokens, sequences, shown, session.batch)
+            times, interrupted = follow(tokens, sequences, echo, session.batch)
         f = session.figures(times, len(ids), sequences)
         if options.compare and not interrupted:
             interrupted = compare(session, generation, f)
@@ -230,7 +230,7 @@ def show_samples(session: Session, generation: Generation) -> int:
                     new_ids=sequence.ids, finish_reason=sequence.finish_reason, sample=i, row=j,
                     **f, **session.about())), flush=True)
             elif options.batch_size > 1:
-                print(f"--- row {j} ---\n{request.shown}{sequence.text}", flush=True)
+                print(f"--- row {j} ---\n{request.echo}{sequence.text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:

@@ -3,7 +3,7 @@
 HTTP runs in its own thread with its own event loop. server/engine.py runs the model;
 server/protocol.py validates requests.
 
-    serve(session, slots, listener)               # until SIGTERM or Ctrl-C
+    serve(session, slots, listener)                # until SIGTERM or Ctrl-C
 """
 
 import asyncio

@@ -281,18 +281,18 @@ class Model:
 
     def params(self, request: Request, grammar, n_top: int | None) -> RequestParams:
         """Sampling parameters: the request's, with the server's flags as defaults."""
-        stated = {name: getattr(self.options, name)
+        values = {name: getattr(self.options, name)
                   for name in RANGES if name not in ("seed", "top_n_sigma")}
-        for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
+        for name in (*values, "frequency_penalty", "presence_penalty", "seed"):
             if (value := getattr(request, name)) is not None:
-                stated[name] = value
+                values[name] = value
         bias = []
         for text, value in (request.logit_bias or {}).items():
             if not re.fullmatch(r"\d{1,9}", text) or int(text) >= self.n_vocab:
                 raise ApiError(400, f"logit_bias: '{text[:20]}' is not a token id",
                                param="logit_bias")
             bias.append((int(text), float(value)))
-        return RequestParams(**stated, logit_bias=tuple(bias), grammar=grammar,
+        return RequestParams(**values, logit_bias=tuple(bias), grammar=grammar,
                              logprobs=n_top is not None)
 
 

@@ -57,7 +57,7 @@ def main() -> int:
     LOCKS.mkdir(exist_ok=True)
     texts = {}
     locked = {}
-    include_line = ""                                     # includes the previous lock
+    include_line = ""                              # includes the previous lock
     with tempfile.TemporaryDirectory() as directory:
         constraints = Path(directory) / "constraints.txt"
         for name in LAYERS:

@@ -42,7 +42,7 @@ from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
 from model import Transformer  # noqa: E402
 
-N_REPEATED = 8                                          # first runs to repeat at the end
+N_REPEATED = 8                                     # first runs to repeat at the end
 MB_PER_100 = 1.0                                   # allowed growth per 100 runs
 ARENA_MB = 4                                       # a one-time malloc arena is allowed
 LENGTH = 512                                       # context length of each row

@@ -45,7 +45,7 @@ CHARACTERS, ITEMS = 20_000, 200
 MODULES = ("graphlib", "sched", "zipapp")          # standard library modules
 LLAMA_CPP = ("Q4_K_M", "Q4_K_M+imatrix")
 MIN_MAX = {"min-max-g32": Int4(32), "min-max-g64": Int4(64)}
-CHUNK, CONTEXTS = 512, 8                         # positions per call; cloze batch size
+CHUNK, CONTEXTS = 512, 8                           # positions per call; cloze batch size
 
 
 # ---- The texts ----------------------------------------------------------------------------------

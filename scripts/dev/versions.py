@@ -3,7 +3,7 @@
 Each version and its dependencies are installed into a folder under .cache/versions that precedes
 .venv's packages, and removed after the run: torch's CUDA build takes several GB.
 
-    python scripts/dev/versions.py                     # run all, print a table
+    python scripts/dev/versions.py                 # run all, print a table
     python scripts/dev/versions.py --only "torch 2.11.0" --keep
 """
 
