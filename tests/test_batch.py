@@ -238,9 +238,9 @@ def test_a_row_whose_cache_is_full_ends(ours):
 @pytest.mark.parametrize("line, words", [
     ('{"prompt": "a"', "not valid JSON"), ('["a"]', "expected an object"), ('{"id": 1}', "expected an object"),
     ('{"prompt": "a", "messages": []}', "expected an object"), ('{"prompt": 5}', '"prompt" must be a string'),
-    ('{"messages": []}', '"messages" is no list'), ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
-    ('{"messages": "hi"}', '"messages" is no list'), ('{"prompt": "a", "id": [1]}', '"id" is neither'),
-    ('{"prompt": "a", "id": true}', '"id" is neither'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
+    ('{"messages": []}', '"messages" must be a list'), ('{"messages": [{"role": "user"}]}', '"messages" must be a list'),
+    ('{"messages": "hi"}', '"messages" must be a list'), ('{"prompt": "a", "id": [1]}', '"id" must be an integer'),
+    ('{"prompt": "a", "id": true}', '"id" must be an integer'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
     ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperatur": 1}', "unknown key"),
     ('{"prompt": "a", "temperature": -1}', '"temperature": must be at least 0'), ('{"prompt": "a", "top_p": "b"}', '"top_p": expected'),
     ('{"prompt": "a", "top_k": 1.5}', '"top_k": expected an integer'), ('{"prompt": "a", "seed": true}', '"seed": expected'),

@@ -39,7 +39,7 @@ def test_a_flag_wins_over_the_models_files_and_these_over_the_default():
 
 def test_nobody_changes_them():
     options = Options.parse(flags.build_parser(), [])
-    with pytest.raises(AttributeError, match="temperature: options are not changed"):
+    with pytest.raises(AttributeError, match="temperature: options are immutable"):
         options.temperature = 0.5
     with pytest.raises(AttributeError, match="no flag is called warmth"):
         print(options.warmth)

@@ -377,7 +377,7 @@ TOOL = dict(type="function", function=dict(name="weather", parameters=dict(
 
 
 def test_tools_are_refused_by_a_template_that_knows_none(server):
-    assert refused(server, 400, "knows no tools", tools=[TOOL])["param"] == "tools"
+    assert refused(server, 400, "does not support tools", tools=[TOOL])["param"] == "tools"
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "gemma"])
