@@ -41,7 +41,7 @@ def test_nobody_changes_them():
     options = Options.parse(flags.build_parser(), [])
     with pytest.raises(AttributeError, match="temperature: options are immutable"):
         options.temperature = 0.5
-    with pytest.raises(AttributeError, match="no flag is called warmth"):
+    with pytest.raises(AttributeError, match="no flag is named warmth"):
         print(options.warmth)
 
 
