@@ -1,4 +1,4 @@
-"""Serve a model as OpenAI's API has it: the command of gpt_faster/server/.
+"""Serve a model over an OpenAI-compatible HTTP API: gpt_faster/server/.
 
     python serve.py --compile --checkpoint_path org/name --port 8000
 """
@@ -6,7 +6,7 @@
 import sys
 
 if __name__ == "__main__":
-    from gpt_faster.cli.quick_import import need_torch
+    from gpt_faster.cli.fast_start import need_torch
     need_torch()
     from gpt_faster.server.main import main
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Convert anything that generate.py reads into one model.pth, which loads faster.
+"""Convert any checkpoint that generate.py reads into model.pth, which loads faster.
 
     python scripts/convert_hf_checkpoint.py --checkpoint_dir checkpoints/org/name
 """
@@ -21,7 +21,7 @@ def run(argv=None) -> int:
     p.add_argument("--output", type=Path, metavar="FILE",
                    help="default: model.pth in the directory, or checkpoints/NAME/model.pth")
     p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
-                   help="default: what the source has (a GGUF's packed weights become bfloat16)")
+                   help="default: that of the source (bfloat16 for a quantized GGUF)")
     args = p.parse_args(argv)
     path = resolve(args.checkpoint_dir)
     source = read_checkpoint(path)

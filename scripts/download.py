@@ -12,7 +12,7 @@ from gpt_faster.formats.hub import download  # noqa: E402
 
 
 def run(argv=None) -> int:
-    p = Parser(description="Download a model from the hub into checkpoints/ORG/NAME.")
+    p = Parser(description="Download a model from the Hugging Face hub into checkpoints/ORG/NAME.")
     p.add_argument("--repo_id", required=True, help="org/name")
     p.add_argument("--hf_token", help="for gated models; default: HF_TOKEN, or `hf auth login`")
     args = p.parse_args(argv)

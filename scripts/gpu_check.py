@@ -1,7 +1,7 @@
-"""Are the results right on this machine's GPU? Random models and matrices; no files are needed.
+"""Check results on this machine's GPU, with random models and matrices; needs no files.
 
-    python scripts/gpu_check.py                    # a line per check, exit status 1 if one fails
-    python scripts/gpu_check.py --device cpu       # the same on a CPU, what is a GPU's left out
+    python scripts/gpu_check.py                    # one line per check, exit status 1 on failure
+    python scripts/gpu_check.py --device cpu       # the same on a CPU, without CUDA graphs
 """
 
 import sys
@@ -68,7 +68,7 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(
 
 
 def config(facts: dict) -> ModelConfig:
-    """Of FlatConfig's fields, MoEVariant's and Scores' in one dictionary."""
+    """A ModelConfig from fields of FlatConfig, MoEVariant and Scores in one dictionary."""
     facts, activation = dict(facts), facts.get("activation", "silu")
     parts = {kind: {f.name: facts.pop(f.name) for f in fields(kind) if f.name in facts}
              for kind in (MoEVariant, Scores)}
@@ -78,8 +78,10 @@ def config(facts: dict) -> ModelConfig:
 
 
 def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transformer:
-    """Weights so large that every layer matters; drafts: not the model but a head that drafts for
-    it. how: of gpt_faster.formats.quantize_on_load.quantized()."""
+    """A model with random weights large enough that every layer affects the output.
+
+    drafts: build an MTP head for it instead; how: arguments of quantize_on_load.quantized().
+    """
     cfg, draw = config(SMALL | MODELS[name]), torch.Generator().manual_seed(0)
     cfg = mtp_head_config(cfg, any(cfg.sparse)) if drafts else cfg
 
@@ -96,10 +98,10 @@ def random_model(name: str, device, dtype=FP32, drafts=False, **how) -> Transfor
     return use_fused_attention(load_model(source, dtype, device))
 
 
-# ---- The checks: each -> what it saw, or AssertionError -----------------------------------------
+# ---- Checks: each returns a summary, or raises AssertionError -----------------------------------
 
 def products(device) -> str:
-    """int8 and int4 against float64, over dtypes, groups, sizes and rows of x, compiled too."""
+    """int8 and int4 matmuls against float64: dtypes, group sizes, shapes, rows; also compiled."""
     worst, used = 0.0, set()
     for n_out, n_in in MATRICES[device.type]:
         dense = torch.randn(n_out, n_in, device=device)
@@ -109,23 +111,25 @@ def products(device) -> str:
             weight, scales, zeros = (parts.get(leaf) for leaf in ("weight", "scales", "zeros"))
             for dtype in (BF16, torch.float16, FP32):
                 kernel = linear.kernel_for(scheme, device, dtype, dense.shape)
-                precise = FP32 if dtype == torch.float16 else dtype
-                own = weight, *(t if t is None else t.to(precise) for t in (scales, zeros))
-                meant, packed = quantize.dequantize(*own, torch.float64), kernel.pack(*own)
+                compute_dtype = FP32 if dtype == torch.float16 else dtype
+                scale, zero = (t if t is None else t.to(compute_dtype) for t in (scales, zeros))
+                dequantized = quantize.dequantize(weight, scale, zero, torch.float64)
+                packed = kernel.pack(weight, scale, zero)
                 used.add(kernel.name)
                 for n_row in (1, 2, 7, 64, 200):
                     x = torch.randn(n_row, n_in, device=device).to(dtype)
-                    worst = max(worst, off(kernel.product(x, *packed), x, meant, dtype))
+                    y = kernel.product(x, *packed)
+                    worst = max(worst, error_ratio(y, x, dequantized, dtype))
                 if device.type != "cpu" and (n_out, n_in) == MATRICES[device.type][-1]:
                     compiled = torch.compile(kernel.product, dynamic=False)
                     for n_row in (1, 7):
                         x = torch.randn(n_row, n_in, device=device).to(dtype)
-                        worst = max(worst, off(compiled(x, *packed), x, meant, dtype))
+                        worst = max(worst, error_ratio(compiled(x, *packed), x, dequantized, dtype))
     return f"{', '.join(sorted(used))}: at most {worst:.2f} of the rounding allowed"
 
 
-def off(y: Tensor, x: Tensor, weight: Tensor, dtype) -> float:
-    """The largest error, as a share of what rounding the weights or the sum once may cause."""
+def error_ratio(y: Tensor, x: Tensor, weight: Tensor, dtype) -> float:
+    """The largest error relative to the bound of rounding the weights or the sum once."""
     expected, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
     unit = {BF16: 2**-7, torch.float16: 2**-10, FP32: 1e-5 / 4}[dtype]
     share = ((y[:, :len(weight)].double() - expected).abs() / (size * unit)).max().item()
@@ -135,7 +139,7 @@ def off(y: Tensor, x: Tensor, weight: Tensor, dtype) -> float:
 
 @torch.inference_mode()
 def families(device) -> str:
-    """Logits of a prompt and of steps after it, in fp32, against a CPU's without a cache."""
+    """fp32 logits of a prompt and decode steps against a CPU without a KV cache."""
     worst = 0.0
     for name in MODELS:
         ids = torch.randint(0, SMALL["vocab_size"], (2, 40))
@@ -148,14 +152,14 @@ def families(device) -> str:
         error = (torch.cat(parts, 1).cpu() - expected).abs().max() / expected.std()
         assert error < 1e-3, f"{name}: logits differ by {error:.1e} of their standard deviation"
         worst = max(worst, error.item())
-    return f"{len(MODELS)} kinds, logits within {worst:.0e} of their standard deviation"
+    return f"{len(MODELS)} families, logits within {worst:.0e} of their standard deviation"
 
 
 PROMPT = [7 * i % SMALL["vocab_size"] for i in range(20)]
 
 
 def sampler_of(model, params):
-    """A GPU's, on a CPU too."""
+    """The GPU sampler, also on a CPU."""
     device = model.freq.device
     generator = torch.Generator(device).manual_seed(0)
     return DeviceSampler([params], model.cfg.vocab_size, device, generator)
@@ -168,7 +172,7 @@ def tokens(batch, n: int) -> list[int]:
 
 
 def ready(model, engine: str, n: int, params=SamplingParams(temperature=0.0)) -> Batch:
-    """A batch of one row for n new tokens, warm."""
+    """A warmed-up batch of one row for n new tokens."""
     steps = build_steps(model, engine)
     model.setup_cache(1, 20 + n, 20)
     batch = Batch(model, sampler_of(model, params), steps)
@@ -182,8 +186,8 @@ def engine_names(device) -> list[str]:
 
 
 def engines(device) -> str:
-    """Tokens drawn from the same noise, in fp32: of graphs that replay, of eager steps, and of
-    computing everything anew for each token."""
+    """fp32 tokens sampled with the same noise must agree between all engines, and with recomputing
+    the whole text for each token."""
     n_step = 500 if device.type == "cuda" else 60
     for name in ("Llama", "Gemma 3", "Mixtral"):
         how = SamplingParams(1.0, 50)
@@ -192,43 +196,42 @@ def engines(device) -> str:
         first = None
         for engine in engine_names(device):
             model = random_model(name, device)
-            said = tokens(ready(model, engine, n_step, how), n_step)
-            assert said[:50] == expected, f"{name}, {engine}: not what recomputing everything gives"
-            first = first or said
-            assert said == first, f"{name}, {engine}: other tokens than kv_cache's"
-            assert len(set(said)) > 20, f"{name}: {len(set(said))} different tokens show nothing"
+            ids = tokens(ready(model, engine, n_step, how), n_step)
+            assert ids[:50] == expected, f"{name}, {engine}: differs from engine recompute"
+            first = first or ids
+            assert ids == first, f"{name}, {engine}: differs from engine kv_cache"
+            assert len(set(ids)) > 20, f"{name}: only {len(set(ids))} distinct tokens"
     return f"recompute, {', '.join(engine_names(device))} agree over {n_step} steps"
 
 
 def quantized(device) -> str:
-    """Decoding with packed weights: each token is near the best for fp32 of what they stand for.
+    """Decoding with packed weights: each token's fp32 logit must be near the best one.
 
-    Rounding makes a router exchange experts: with plain bf16 weights too single tokens of a mixture
-    are up to 2.6 standard deviations away (eight seeds), all tokens' mean 0.02 to 0.11, quantized
-    to 0.28. So of a mixture the mean counts; of tokens drawn blindly it is 3.
+    Rounding can flip experts in a router: in bf16 single tokens of an MoE are up to 2.6 standard
+    deviations off (eight seeds), the mean is 0.02 to 0.11, up to 0.28 if quantized. So for MoE the
+    mean is checked; random tokens have 3.
     """
     seen = []
     for how in (dict(mode="int8"), dict(mode="int4", groupsize=64)):
         for name in ("Llama", "Mixtral"):
             model, plain = (random_model(name, device, dtype, **how) for dtype in (BF16, FP32))
             for engine in engine_names(device):
-                said = tokens(ready(model, engine, 50), 50)
+                ids = tokens(ready(model, engine, 50), 50)
                 whole = torch.arange(20, device=device)[None] * 7 % SMALL["vocab_size"]
-                whole = torch.cat((whole, torch.tensor([said], device=device)), 1)
+                whole = torch.cat((whole, torch.tensor([ids], device=device)), 1)
                 with torch.inference_mode():
                     plain.setup_cache(0, 128)
                     logits = plain(whole, torch.arange(70, device=device), 51)[0, :-1]
-                lack = logits.amax(-1) - logits.gather(1, whole[0, 20:, None])[:, 0]
-                lack = lack.mean() if name == "Mixtral" else lack.max()
-                seen.append((lack / logits.std()).item())
+                gap = logits.amax(-1) - logits.gather(1, whole[0, 20:, None])[:, 0]
+                gap = gap.mean() if name == "Mixtral" else gap.max()
+                seen.append((gap / logits.std()).item())
                 assert seen[-1] < 0.5, f"{name}, {how}, {engine}: {seen[-1]:.2f} below the best"
     return f"tokens within {max(seen):.2f} standard deviations of the best logit in fp32"
 
 
 def drafting(device) -> str:
-    """Greedy tokens with drafts by look-up, by a copy, by a model and by a head that know
-    nothing."""
-    kept = []
+    """Greedy tokens must not change with ngram, int8, draft-model and (random) MTP speculation."""
+    accepted = []
     for engine in engine_names(device):
         model = random_model("Llama", device)
         batch = ready(model, engine, 200)
@@ -240,14 +243,14 @@ def drafting(device) -> str:
             drafts = build_speculative(model, batch.sampler, batch.steps, engine, 4, True, draft)
             if engine != "kv_cache":
                 warm_up(drafts, [PROMPT], range(21, 220))
-            said = tokens(drafts, 200)
-            assert said == plain, f"{engine}, {name}: other tokens than without drafts"
-            kept.append(f"{name} {drafts.mean_accepted() or 0:.1f}")
-    return f"of 4 drafts right, {', '.join(engine_names(device))}: {', '.join(kept)}"
+            ids = tokens(drafts, 200)
+            assert ids == plain, f"{engine}, {name}: other tokens than without drafts"
+            accepted.append(f"{name} {drafts.mean_accepted() or 0:.1f}")
+    return f"accepted of 4 drafts, {', '.join(engine_names(device))}: {', '.join(accepted)}"
 
 
-class Reads(TorchDispatchMode):
-    """What the host reads of tensors within."""
+class HostReads(TorchDispatchMode):
+    """Records device-to-host reads of tensors."""
 
     seen = ()
 
@@ -258,28 +261,28 @@ class Reads(TorchDispatchMode):
 
 
 def no_waiting(device) -> str:
-    """The host reads nothing while it decodes, so that it is ahead of the GPU."""
-    reads, n = Reads(), 0
+    """Decoding must not synchronize with the GPU."""
+    reads, n = HostReads(), 0
     for engine in engine_names(device):
         for name, how in SAMPLINGS.items():
             if engine == "compile" and name != "top-k":
-                continue                           # half a minute each on a GPU
+                continue                           # compiling takes half a minute each
             model = random_model("Llama", device)
-            made = generate(ready(model, engine, 40, how), [[1, 2, 3]], 40)
+            stream = generate(ready(model, engine, 40, how), [[1, 2, 3]], 40)
             for _ in range(4):
-                next(made)
+                next(stream)
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 with reads if engine == "kv_cache" else nullcontext():
                     for _ in range(30):
-                        next(made)
+                        next(stream)
             finally:
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
             assert not reads.seen, f"{engine}, {name}: {reads.seen[0]}"
             n += 1
-    return f"{n} ways to draw and to run"
+    return f"{n} combinations of sampling and engine"
 
 
 CHECKS = (products, families, engines, quantized, drafting, no_waiting)
@@ -288,10 +291,10 @@ CHECKS = (products, families, engines, quantized, drafting, no_waiting)
 def run(argv=None) -> int:
     p = Parser(description=__doc__.splitlines()[0], formatter_class=Help)
     p.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
-    p.add_argument("--only", help="names of checks, with commas")
+    p.add_argument("--only", help="comma-separated names of checks")
     args = p.parse_args(argv)
     device, failed = pick_device(args.device), 0
-    native.set_activation_bits(16)                # it is weights that are checked
+    native.set_activation_bits(16)                 # test weights, not activation rounding
     known = {check.__name__: check for check in CHECKS}
     for name in args.only.split(",") if args.only else known:
         if name not in known:
@@ -300,13 +303,13 @@ def run(argv=None) -> int:
         start = time.perf_counter()
         try:
             line = f"ok      {name}: {known[name](device)}"
-        except Exception as e:                     # one that breaks must not hide the others
+        except Exception as e:                     # run the other checks anyway
             traceback.print_exc()
             line, failed = f"FAILED  {name}: {type(e).__name__}: {str(e).splitlines()[0]}", 1
         print(f"{line} ({time.perf_counter() - start:.0f} s)", flush=True)
         torch._dynamo.reset()
     if device.type == "cpu":
-        log("no GPU was asked: CUDA graphs and waiting for a GPU were not looked at")
+        log("no GPU: CUDA graphs and synchronization were not checked")
     return failed
 
 

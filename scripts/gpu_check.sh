@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# All that wants an NVIDIA GPU: is it right (scripts/gpu_check.py), and how fast is it, into
-# benchmarks/GPU.json:
-#   bash scripts/gpu_check.sh ["tables of benchmark.py --suite gpu, with commas"]
+# Check results on an NVIDIA GPU (scripts/gpu_check.py), then benchmark it into benchmarks/GPU.json:
+#   bash scripts/gpu_check.sh ["comma-separated tables of benchmark.py --suite gpu"]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes the environments of benchmark.py's --peers, each with its converters. What is there already
-# is kept, and what a machine cannot have is said in one line:
-#   bash scripts/install_peers.sh                  # all of them
-#   bash scripts/install_peers.sh llama.cpp        # or some
-# transformers, llama.cpp  .venv-peers, with torch and gguf as pinned for ours; llama.cpp's server is
-#                          built there for this CPU, by clang where there is one (clang-19, else
-#                          clang, else g++), from the source package that llama-cpp-python brings
+# Create the environments for benchmark.py --peers, with their converters. Existing ones are kept; a
+# peer that this machine cannot run is reported in one line:
+#   bash scripts/install_peers.sh                  # all peers
+#   bash scripts/install_peers.sh llama.cpp        # some of them
+# transformers, llama.cpp  .venv-peers, with the same torch and gguf pins as ours; llama-server is
+#                          built for this CPU (with clang-19, else clang, else g++) from the sources
+#                          in llama-cpp-python
 # openvino                 .venv-peers-openvino; onnxruntime: .venv-peers-onnxruntime; vllm:
-#                          .venv-peers-vllm (built for a CPU): they want other versions of packages
+#                          .venv-peers-vllm (CPU build): they need other package versions
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,9 +18,9 @@ die() { say "error: $*"; exit 2; }
 
 python=$(command -v python3 || command -v python) || die "no python3: install Python 3.10 or newer"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-  || die "$("$python" --version) is too old: Python 3.10 or newer is needed"
+  || die "$("$python" --version) is too old: need Python 3.10 or newer"
 
-# pinned NAME...: these packages as our requirements pin them
+# pinned NAME...: these packages with the pins of our requirements
 pinned() { grep -hE "^($(IFS='|'; echo "$*"))==" requirements*.txt; }
 
 # environment DIRECTORY PACKAGE...: a virtual environment with these packages
@@ -28,15 +28,15 @@ environment() {
   local directory=$1 stamp=$1/installed
   shift
   if [ ! -x "$directory/bin/python" ]; then
-    say "Making $directory"
+    say "Creating $directory"
     "$python" -m venv "$directory" \
       || { rm -rf "$directory"; die "no venv module: apt-get install python3-venv"; }
   fi
   printf '%s\n' "$@" | cmp -s - "$stamp" && return
   say "Installing $* into $directory (torch is large: this takes a few minutes)"
   "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> "$directory/log" \
-    || { say "$directory cannot be installed here: $(grep -i error "$directory/log" | tail -n 1)"; return 1; }
-  # The registry's packages for pictures and sound do not fit every torch; no peer needs them here.
+    || { say "$directory: installation failed: $(grep -i error "$directory/log" | tail -n 1)"; return 1; }
+  # Vision and audio packages may not match this torch; no peer needs them here.
   for name in torchvision torchaudio torchcodec; do
     "$directory/bin/python" -c "import $name" 2> /dev/null \
       || "$directory/bin/python" -m pip uninstall --quiet --disable-pip-version-check --yes "$name" \
@@ -45,10 +45,10 @@ environment() {
   printf '%s\n' "$@" > "$stamp"
 }
 
-# works DIRECTORY MODULE: can it be imported? Some packages need newer instructions than a CPU has.
+# works DIRECTORY MODULE: check the import; some packages need newer CPU instructions.
 works() {
   "$1/bin/python" -c "import $2" > "$1/log" 2>&1 && return
-  say "$1: $2 cannot be imported here: $(tail -n 1 "$1/log")"
+  say "$1: importing $2 failed: $(tail -n 1 "$1/log")"
   return 1
 }
 
@@ -62,21 +62,21 @@ llama.cpp() {
   for name in clang-19 clang; do
     command -v "$name" > /dev/null && cc=$name cxx=${name/clang/clang++} && break
   done
-  cpu=$(grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m)   # another CPU: build again
+  cpu=$(grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m)   # rebuild on another CPU
   printf '%s\n' "$llama_cpp" "$cxx" "$cpu" | cmp -s - "$stamp" && return
   for name in cmake "$cxx"; do
-    command -v "$name" > /dev/null || { say "llama.cpp: no $name: apt-get install cmake g++"; return 1; }
+    command -v "$name" > /dev/null || { say "llama.cpp: $name not found: apt-get install cmake g++"; return 1; }
   done
-  say "Building llama.cpp of $llama_cpp with $cxx for this CPU (a quarter of an hour on two cores)"
+  say "Building llama.cpp from $llama_cpp with $cxx for this CPU (15 minutes on two cores)"
   rm -rf "$build"
   mkdir "$build"
   build_llama_server "$build" "$cc" "$cxx" > "$build/log" 2>&1 \
-    || { say "llama.cpp cannot be built here, $build/log has: $( (grep -i error "$build/log" || cat "$build/log") | tail -n 1)"; return 1; }
+    || { say "llama.cpp: build failed, see $build/log: $( (grep -i error "$build/log" || cat "$build/log") | tail -n 1)"; return 1; }
   rm -rf "$build"
   printf '%s\n' "$llama_cpp" "$cxx" "$cpu" > "$stamp"
 }
 
-# build_llama_server DIRECTORY CC CXX: from the source package, into .venv-peers/bin
+# build_llama_server DIRECTORY CC CXX: build from the source package into .venv-peers/bin
 build_llama_server() {
   .venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
     --no-binary "${llama_cpp%==*}" -d "$1" "$llama_cpp" \
@@ -111,7 +111,7 @@ ready=()
 for peer in "$@"; do
   case $peer in
     transformers | llama.cpp | openvino | onnxruntime | vllm) ;;
-    *) die "no peer $peer: transformers, llama.cpp, openvino, onnxruntime, vllm" ;;
+    *) die "unknown peer $peer: expected transformers, llama.cpp, openvino, onnxruntime, vllm" ;;
   esac
   if "$peer"; then ready+=("$peer"); fi
 done

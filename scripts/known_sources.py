@@ -1,12 +1,12 @@
-"""Which functions of the core and of layers/ the kernels stand for, by their source.
+"""Digests of the functions in the core and layers/ that the kernels reimplement.
 
-After an edit of one of them the parts of a compiled model that it concerns run as they are read,
-uncompiled, until the kernels do the same again and this command says so: it runs the kernels' tests
-with the new digests and keeps them only if all pass.
+After an edit of such a function, the affected modules run in PyTorch, uncompiled, until the kernels
+are adapted and this command records the new digests: --write keeps them only if the kernels' tests
+pass.
 
-    python scripts/known_sources.py                # what differs from known_sources.json in
-                                                   # gpt_faster/kernels/, and which parts of
-                                                   # models it concerns
+    python scripts/known_sources.py                # list changes since
+                                                   # gpt_faster/kernels/known_sources.json, and the
+                                                   # modules they affect
     python scripts/known_sources.py --write
 """
 
@@ -37,68 +37,69 @@ def current() -> dict[str, dict[str, str]]:
     modules = list(map(importlib.import_module, MODULES))
     models = {kind for module in modules for kind in vars(module).values()
               if isinstance(kind, type) and issubclass(kind, Transformer)}
-    methods = [method for kind in (*models, ExpertLinear)      # are asked for one by one
+    methods = [method for kind in (*models, ExpertLinear)      # looked up one by one
                for method in modifications.methods_of(kind).values()]
     reached = modifications.core_code(modules, [*quantized, *methods])
     return dict(names=dict(sorted(reached.names.items())),
                 sources=dict(sorted(reached.sources.items())))
 
 
-def differing() -> list[str]:
-    """The names whose entry is not in the file, or another one."""
+def changed_names() -> list[str]:
+    """Names whose digest is missing from the file or differs."""
     now = current()
     known = modifications.known_sources()
     return [name for part in now for name in sorted(now[part].keys() | known[part].keys())
             if now[part].get(name) != known[part].get(name)]
 
 
-def concerned(name: str) -> list[str]:
-    """The modules whose code comes to this function, class or name; none: they are of no model."""
+def affected_modules(name: str) -> list[str]:
+    """Names of the nn.Module classes that use this function, class or name."""
     kinds = dict.fromkeys(kind for module in map(importlib.import_module, MODULES)
                           for kind in vars(module).values() if modifications.is_core(kind)
                           and isinstance(kind, type) and issubclass(kind, nn.Module))
-    found = []
+    affected = []
     for kind in kinds:
         reached = modifications.ReachableCode(filter(modifications.is_core, kind.__mro__))
         if name in reached.sources or name in reached.names:
-            found.append(kind.__qualname__)
-    return sorted(found)
+            affected.append(kind.__qualname__)
+    return sorted(affected)
 
 
-def of_a_llama() -> str:
-    """The parts of a Llama that would run eagerly."""
+def unsupported_in_llama() -> str:
+    """The parts of a Llama that run in PyTorch after the current edits."""
     with torch.device("meta"):
         model = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 160, 128, qk_norm=True))
-    found = modifications.find_modifications(model)
-    known = [cpu_layers.unmodified_sublayers(i, found) for i in range(len(model.layers))]
-    return cpu_layers.eager_parts(found, bool(found.model), known)
+    unknown = modifications.find_modifications(model)
+    known = [cpu_layers.unmodified_sublayers(i, unknown) for i in range(len(model.layers))]
+    return cpu_layers.which(unknown, bool(unknown.model), known)
 
 
 def write() -> int:
-    """-> the exit status of the tests; where they fail the file is as it was."""
+    """Write the digests and run the tests -> their exit status; restore the file on failure."""
     file = modifications.KNOWN_SOURCES_FILE
-    before = file.read_bytes() if file.exists() else None
+    previous = file.read_bytes() if file.exists() else None
     file.write_text(json.dumps(current(), indent=1) + "\n")
     status = 1
     try:
         status = subprocess.run([sys.executable, "-m", "pytest", *TESTS], cwd=ROOT).returncode
     finally:
-        if status and before is not None:
-            file.write_bytes(before)
+        if status and previous is not None:
+            file.write_bytes(previous)
     return status
 
 
 def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
-    p.add_argument("--write", action="store_true", help="test the kernels, then write the digests")
+    p.add_argument("--write", action="store_true",
+                   help="run the kernels' tests and record the digests if they pass")
     args = p.parse_args(argv)
     if args.write:
         return write()
-    names = differing()
+    names = changed_names()
     for name in names:
-        print(f"{name}: {', '.join(concerned(name)) or 'no part of a model'}")
+        print(f"{name}: {', '.join(affected_modules(name)) or 'no module'}")
     if names:
-        print(f"A Llama compiled on a CPU would run {of_a_llama()} in eager PyTorch.")
+        print(f"In a Llama compiled on a CPU, {unsupported_in_llama()} uncompiled.")
     return 0
 
 

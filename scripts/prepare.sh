@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Download a model, convert it to checkpoints/NAME/model.pth, and quantize that to model_int8.pth. NAME
-# is a hub name, or a path of anything generate.py reads.
+# is a hub name, or a path of any checkpoint that generate.py reads.
 #   ./scripts/prepare.sh org/name
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: ./scripts/prepare.sh ORG/NAME|PATH" >&2; exit 2; }
 here=$(dirname "$0")
-python=$here/../.venv/bin/python                # what quickstart.sh made, else the active environment
+python=$here/../.venv/bin/python                # of quickstart.sh, else the active environment
 [ -x "$python" ] || python=python
 source=$1
 if [ ! -e "$source" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to text: environment, default model, generate. Arguments go to generate.py.
+# Create the environment, download the default model, generate text. Arguments go to generate.py.
 #   bash scripts/quickstart.sh --prompt "The capital of France is"
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CodeLlama-34B, guessed by CodeLlama-7B in int4
+# CodeLlama-34B in bf16 with CodeLlama-7B in int4 as the draft model. Prepare both first:
 #     for M in 7b 34b; do scripts/prepare.sh codellama/CodeLlama-$M-Python-hf; done
 #     python quantize.py --checkpoint_path checkpoints/codellama/CodeLlama-7b-Python-hf/model.pth --mode int4
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama-2-70B in bf16 over eight GPUs, guessed by Llama-2-7B in int4: both must be prepared first
+# Llama-2-70B in bf16 on eight GPUs with Llama-2-7B in int4 as the draft model. Prepare both first:
 #     for M in 7b 70b; do scripts/prepare.sh meta-llama/Llama-2-$M-chat-hf; done
 #     python quantize.py --checkpoint_path checkpoints/meta-llama/Llama-2-7b-chat-hf/model.pth --mode int4
 set -euo pipefail

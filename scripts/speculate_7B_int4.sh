@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama-2-7B in int4, guessed by TinyLlama in int8
+# Llama-2-7B in int4 with TinyLlama in int8 as the draft model. Prepare both first:
 #     scripts/prepare.sh meta-llama/Llama-2-7b-chat-hf; scripts/prepare.sh TinyLlama/TinyLlama-1.1B-Chat-v1.0
 #     python quantize.py --checkpoint_path checkpoints/meta-llama/Llama-2-7b-chat-hf/model.pth --mode int4
 set -euo pipefail

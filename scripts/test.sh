@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs a tier of them (tests/tiers.py says which tests that
-# is). Other arguments go to pytest:
+# Install the test dependencies into .venv and run a tier of tests (see tests/tiers.py). Other arguments
+# go to pytest:
 #   bash scripts/test.sh                  # the quick tier: 3 minutes on 2 cores
-#   bash scripts/test.sh --all            # and slow tests until 15 minutes are over
+#   bash scripts/test.sh --all            # plus slow tests, up to 15 minutes
 #   bash scripts/test.sh --exhaustive     # everything, in shards
 #   bash scripts/test.sh --all -k sampling
 set -euo pipefail
@@ -10,6 +10,6 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh requirements-dev.txt gemma
 .venv/bin/ruff check .
 if [[ " $* " == *" --all "* ]]; then .venv/bin/python scripts/dev/audit.py; fi
-export OMP_NUM_THREADS=1                         # two processes of one thread each: tiny models want no more
-export OMP_WAIT_POLICY=passive                   # those that do have two wait for each other asleep
+export OMP_NUM_THREADS=1                         # two processes with one thread each: models are tiny
+export OMP_WAIT_POLICY=passive                   # threads of multi-threaded tests sleep while waiting
 exec .venv/bin/python tests/tiers.py "$@"

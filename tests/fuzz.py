@@ -46,7 +46,7 @@ import torch  # noqa: E402
 
 from checkpoint import Unforeseen, is_out_of_memory  # noqa: E402
 from gpt_faster.cli import session  # noqa: E402
-from gpt_faster.cli.common import explained  # noqa: E402
+from gpt_faster.cli.common import error_line  # noqa: E402
 from gpt_faster.formats.gguf_file import read_gguf_header  # noqa: E402
 
 FINDS = ("unforeseen", "hang", "memory", "crash")
@@ -328,7 +328,7 @@ def judge(e: BaseException, directory: Path) -> tuple[str, str]:
         return "unforeseen", text
     if str(directory) not in str(outer) and not place.startswith(("gpt_faster/cli/", "generate.py")):
         return "unforeseen", "names no file: " + text
-    if len(explained(outer).splitlines()) > 1 or len(explained(outer)) > 1100:
+    if len(error_line(outer).splitlines()) > 1 or len(error_line(outer)) > 1100:
         return "unforeseen", "more than a line: " + text
     return "refused", text
 

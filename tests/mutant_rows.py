@@ -213,7 +213,7 @@ NAMED = [
            "following = ids[at:at + len(piece)]", "tests/test_serve.py::test_logprobs_are_the_models"),
 
     # ---- The server ------------------------------------------------------------------------------
-    Mutant("max-tokens-one-more", "gpt_faster/server/prepare.py", "stops, max(1, n_new), own,", "stops, max(1, n_new) + (n_new < room), own,",
+    Mutant("max-tokens-one-more", "gpt_faster/server/prepare.py", "max(1, n_new), choice_params,", "max(1, n_new) + (n_new < free), choice_params,",
            "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
            "tests/test_serve.py::test_stop_n_seed_echo"),
     Mutant("finish-reason", "gpt_faster/server/answers.py", 'and reason == "stop" else reason', 'and reason == "stop" else "stop"',
@@ -222,7 +222,7 @@ NAMED = [
     Mutant("stream-drops-what-was-held-back", "gpt_faster/server/answers.py", "            deltas += parser.finish()\n", "            pass\n",
            "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
            "tests/test_serve.py::test_chat_whole_and_streamed"),
-    Mutant("pieces-that-waited-are-lost", "gpt_faster/server/engine.py", "text=before.text + event.text", "text=event.text",
+    Mutant("pieces-that-waited-are-lost", "gpt_faster/server/engine.py", "text=pending.text + event.text", "text=event.text",
            "tests/test_serve.py::test_tokens_come_together_but_the_first_and_the_last_at_once"),
     Mutant("answers-share-a-seed", "gpt_faster/server/prepare.py", "(params.seed + i - allowed.minimum)", "(params.seed - allowed.minimum)",
            "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
@@ -422,7 +422,7 @@ TESTS = (
     ("gpt_faster/kernels/linear.py", f"{QUANTIZE} tests/test_quantize_core.py tests/test_cpu_ops.py"),
     ("gpt_faster/storage/kept_tensors.py", "tests/test_kept_weights.py"),
     ("gpt_faster/storage/disk.py", "tests/test_kept_weights.py tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),
-    ("gpt_faster/cli/quick_import.py", "tests/test_start.py"),
+    ("gpt_faster/cli/fast_start.py", "tests/test_start.py"),
     ("gpt_faster/kernels/*.py", "tests/test_gpu.py tests/test_cpu_ops.py tests/test_model.py::test_compiled_equals_eager[llama3] " + QUANTIZE),
     ("gpt_faster/kernels/cpu/*", "tests/test_cpu_ops.py"),
     ("gpt_faster/decoding/slots.py", f"tests/test_chat.py::test_n_common tests/test_chat.py::test_two_turns {IN_SLOTS} {SLOTS}"),

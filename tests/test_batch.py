@@ -237,15 +237,15 @@ def test_a_row_whose_cache_is_full_ends(ours):
 
 @pytest.mark.parametrize("line, words", [
     ('{"prompt": "a"', "not valid JSON"), ('["a"]', "expected an object"), ('{"id": 1}', "expected an object"),
-    ('{"prompt": "a", "messages": []}', "expected an object"), ('{"prompt": 5}', '"prompt" is no text'),
-    ('{"messages": []}', '"messages" is no list'), ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
-    ('{"messages": "hi"}', '"messages" is no list'), ('{"prompt": "a", "id": [1]}', '"id" is neither'),
-    ('{"prompt": "a", "id": true}', '"id" is neither'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
+    ('{"prompt": "a", "messages": []}', "expected an object"), ('{"prompt": 5}', '"prompt" must be a string'),
+    ('{"messages": []}', '"messages" must be a list'), ('{"messages": [{"role": "user"}]}', '"messages" must be a list'),
+    ('{"messages": "hi"}', '"messages" must be a list'), ('{"prompt": "a", "id": [1]}', '"id" must be an integer'),
+    ('{"prompt": "a", "id": true}', '"id" must be an integer'), ('{"prompt": "a", "max_new_tokens": 0}', "above 0"),
     ('{"prompt": "a", "max_new_tokens": true}', "above 0"), ('{"prompt": "a", "temperatur": 1}', "unknown key"),
     ('{"prompt": "a", "temperature": -1}', '"temperature": must be at least 0'), ('{"prompt": "a", "top_p": "b"}', '"top_p": expected'),
     ('{"prompt": "a", "top_k": 1.5}', '"top_k": expected an integer'), ('{"prompt": "a", "seed": true}', '"seed": expected'),
-    ('{"prompt": "b\\ud800"}', "half a character"),
-    ('{"prompt": "b", "id": "x"}', "the id 'x' is that of line 1"), ("[" * 9999, "not valid JSON")])
+    ('{"prompt": "b\\ud800"}', "lone surrogate"),
+    ('{"prompt": "b", "id": "x"}', "duplicate id 'x', also in line 1"), ("[" * 9999, "not valid JSON")])
 def test_a_bad_line_is_named_and_the_others_stay(tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'\ufeff{{"prompt": "a", "id": "x"}}\n\n{line}\n{{"prompt": "c", "max_new_tokens": 3}}\r\n')
@@ -344,7 +344,7 @@ def test_a_file_of_prompts_and_going_on_after_an_interruption(capsys, jsonl, tmp
     for kept in (2, 5):
         output.write_text("".join(line + "\n" for line in lines[:kept]) + lines[0][:40])   # cut short
         status, out, err = run(capsys, *argv, "--output", output)
-        assert status == 0 and f"{kept} results are in {output} already: {5 - kept} prompts to go" in err
+        assert status == 0 and f"{output} has {kept} results already: {5 - kept} prompts to go" in err
         again = [json.loads(line) for line in output.read_text().splitlines()]
         assert {o["id"]: o["new_ids"] for o in again} == {o["id"]: o["new_ids"] for o in timeless}
         assert len(again) == 5
@@ -357,7 +357,7 @@ def test_bad_rows_do_not_stop_the_others(capsys, jsonl):
     status, out, err = run(capsys, *ARGV, "--prompts_file", jsonl, "--json")
     found = [json.loads(line)["id"] for line in out.splitlines()]
     assert status == 1 and found == ["r0", "r1", "r2", "r3", 4, "last"]
-    for line, words in ((6, "not valid JSON"), (7, "the prompt is empty"), (8, "8192"), (9, "that of line 1")):
+    for line, words in ((6, "not valid JSON"), (7, "the prompt is empty"), (8, "8192"), (9, "also in line 1")):
         complaint = next(c for c in err.splitlines() if f"{jsonl}:{line}: " in c)
         assert words in complaint and complaint.startswith("generate.py: error: "), complaint
 
@@ -375,7 +375,7 @@ def test_interrupted_rows_are_run_again(jsonl, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err and "3 of 6 prompts" in err
-    assert output.read_text() == "".join(first) + out and len(batch.done_before(output)[0]) == 3
+    assert output.read_text() == "".join(first) + out and len(batch.read_finished(output)[0]) == 3
 
 
 def test_chat_is_the_template_once(capsys):
@@ -399,19 +399,19 @@ def test_bad_input(capsys, tmp_path, jsonl):
     base = ["-m", SMOLLM2, "--device", "cpu"]
     for argv, words in (
             (["--prompts_file", tmp_path / "none.txt"], "No such file"),
-            (["--prompts_file", tmp_path / "empty.txt"], "there is no prompt in it"),
+            (["--prompts_file", tmp_path / "empty.txt"], "no prompts in this file"),
             (["--prompts_file", tmp_path / "bad.txt"], "not UTF-8"),
-            (["--prompts_file", jsonl, "--prompt", "x"], "exclude each other"),
+            (["--prompts_file", jsonl, "--prompt", "x"], "mutually exclusive"),
             (["--prompts_file", jsonl, "--output", tmp_path / "no/where"], "No such file"),
             (["--prompts_file", jsonl, "--output", tmp_path], "Is a directory"),
-            (["--prompts_file", jsonl, "--output", tmp_path / "other.jsonl"], "other.jsonl:1: not a result of ours"),
-            (["--prompts_file", jsonl, "--output", tmp_path / "deep.jsonl"], "deep.jsonl:1: not a result of ours"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "other.jsonl"], "other.jsonl:1: not a result of an earlier run"),
+            (["--prompts_file", jsonl, "--output", tmp_path / "deep.jsonl"], "deep.jsonl:1: not a result of an earlier run"),
             (["--prompts_file", jsonl, "--output", tmp_path / "precious.json"], "precious.json:1: not a result"),
-            (["--prompts_file", jsonl, "--output", jsonl], "prompts.jsonl:1: not a result of ours"),
+            (["--prompts_file", jsonl, "--output", jsonl], "prompts.jsonl:1: not a result of an earlier run"),
             (["--prompt", "a", "--prompt", "b", "--num_samples", 2], "cannot be combined with --num_samples"),
             (["--prompt", "a", "--prompt", "b", "--engine", "recompute"], "--engine recompute"),
             (["--prompts_file", jsonl, "--interactive"], "--interactive cannot be combined with --prompts_file"),
-            (["--system_prompt", "x"], "for --chat, --interactive"),
+            (["--system_prompt", "x"], "require --chat, --interactive"),
             (["--chat", "--prompt", ""], "the prompt is empty"),
             (["--chat", "--chat_template_kwargs", "[1]"], "expected a JSON object"),
             (["--prefill_chunk", "0"], "must be at least 1")):

@@ -121,8 +121,8 @@ def test_guessing_ahead(capsys):
 
 def test_drafts_of_a_known_acceptance(capsys, monkeypatch):
     """A head of random weights, quantized as the model, whose tokens are right four times of five."""
-    kept, original = [], engines.with_known_drafts
-    monkeypatch.setattr(engines, "with_known_drafts", lambda batch, *more: original(batch, *more) or kept.append(batch))
+    kept, original = [], engines.use_fixed_acceptance
+    monkeypatch.setattr(engines, "use_fixed_acceptance", lambda batch, *more: original(batch, *more) or kept.append(batch))
     monkeypatch.setattr(engines, "measure_drafts", lambda batch, n: setattr(batch, "draft_length", FixedLength(2)))
     argv = ["--random", "stories15M", "-r", 3, "--device", "cpu", "-o", "json", "--dtype", "float32", "-n", 150, "-d", 12]
     status, out, _ = run(capsys, *argv, "--engines", "compile,mtp", "--quantize", "int8")
@@ -214,7 +214,7 @@ def test_nano_gpt_spelling(capsys, monkeypatch):
         [dict(engine=c.engine, test=str(workload), batch=workload.batch_size, compared=None, error=None) for c in cases], [1.0]))
     status, out, err = run(capsys, "--init_from=gpt2", "--max_new_tokens=100", "--device=cpu", "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and "gpt2: no such file, so random weights of that shape" in err
+    assert status == 0 and "gpt2: no such file: using random weights of that shape" in err
     assert [(r["engine"], r["batch"]) for r in rows] == [
         (e, b) for b in (1, 8, 64, 512) for e in ("recompute", "kv_cache", "cuda_graph")]
 
@@ -291,14 +291,14 @@ def test_ratios_are_to_weights_alike():
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--engines", ","], "--engines or --quantize names none"),
+    (["--engines", ","], "--engines or --quantize is empty"),
     (["--engines", "steam"], "unknown engine 'steam'"),
     (["--peers", "gpt-slow"], "unknown peer 'gpt-slow'"),
     (["--quantize", "int3"], "--quantize int3: expected none, int8, int4"),
-    (["-n", "1"], "-n 1: decoding is timed between tokens"),
-    (["-n", "0"], "nothing to time: give -p or -n"),
+    (["-n", "1"], "-n 1: decode timing needs at least 2 tokens"),
+    (["-n", "0"], "nothing to time: set -p or -n"),
     (["-n", "x"], "expected an integer, got 'x'"),
-    (["--random", " ,"], "--random names none: known shapes are stories15M"),
+    (["--random", " ,"], "--random is empty: known shapes are stories15M"),
     (["--random", "stories15M,Llama-9"], "--random Llama-9: no such shape (known: stories15M"),
     (["-p", "9000"], "9001 tokens exceed the context of 8192"),
     (["-d", "8000", "-n", "1000"], "9000 tokens exceed the context of 8192"),

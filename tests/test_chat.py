@@ -549,7 +549,7 @@ def test_the_oldest_messages_are_forgotten(monkeypatch):
     talk = Talk(monkeypatch, lines, limit=60)
     notes = talk.notes[1:]
     assert notes and all(re.fullmatch(
-        r"the conversation exceeds 60 tokens: its oldest \d messages are forgotten \(/clear starts a new one\)", note)
+        r"the conversation exceeds 60 tokens: dropped its oldest \d messages \(/clear starts a new one\)", note)
         for note in notes)
     assert len(notes) < 5                                  # it makes room for several turns
     assert [text[-11:] for text, _ in talk.calls] == [f"u:{line};a:" for line in lines]
@@ -562,7 +562,7 @@ def test_the_oldest_messages_are_forgotten(monkeypatch):
 
 def test_a_message_that_is_too_long(monkeypatch):
     talk = Talk(monkeypatch, ["Hi", "x" * 60, "Well?"], limit=40)
-    assert talk.notes[1:] == ["error: 65 tokens do not fit into 40: shorten the message or give a larger "
+    assert talk.notes[1:] == ["error: 65 tokens exceed the limit of 40: shorten the message or raise "
                               "--max_seq_length"]
     assert talk.said == ["Hi", "Yo", "Well?", "Yo"] and talk.calls[1][1] == len("u:Hi;a:Yo")
     assert [len(text) for text, _ in Talk(monkeypatch, ["x" * 35], limit=40).calls] == [40]
@@ -592,7 +592,7 @@ def test_save(monkeypatch, tmp_path):
     assert json.loads(path.read_text()) == dict(messages=messages) and path.read_text().count("\n") == 1
     (request,), complaints = batch.read_prompts(path)
     assert not complaints and request.messages == messages
-    assert talk.notes[1] == f"2 messages in {path}"
+    assert talk.notes[1] == f"saved 2 messages to {path}"
     assert talk.notes[2].startswith("error: [Errno 2]") and "\n" not in talk.notes[2]
     assert len(talk.said) == 4 and os.listdir(tmp_path) == [path.name]
 
@@ -620,7 +620,7 @@ def test_other_commands(monkeypatch):
 
 def test_ctrl_c_at_the_prompt_does_not_end_it(monkeypatch):
     talk = Talk(monkeypatch, ["Hi", KeyboardInterrupt, KeyboardInterrupt, "Well?"])
-    assert talk.notes[1:] == ["\n(Ctrl-D or /exit leaves)"] * 2 and len(talk.said) == 4
+    assert talk.notes[1:] == ["\n(Ctrl-D or /exit to quit)"] * 2 and len(talk.said) == 4
 
 
 def test_bytes_that_are_no_text(monkeypatch):
@@ -641,8 +641,8 @@ def test_without_a_template(monkeypatch):
     plain = Letters(chat_template=None)
     talk = Talk(monkeypatch, ["Once upon", "Once more", "/system Be brief", "/clear", "Once more"], tokenizer=plain)
     assert talk.calls == [("^Once upon", 0), ("^Once more", 6), ("^Once more", 9)] and talk.said == []
-    assert talk.notes == ["no chat template: each line is continued as it is", "no chat template, so nowhere to put it"]
-    with pytest.raises(ValueError, match="--system_prompt needs a chat template, and this model has none"):
+    assert talk.notes == ["no chat template: each line is completed as plain text", "this model has no chat template: no system prompt"]
+    with pytest.raises(ValueError, match="--system_prompt: this model has no chat template"):
         Talk(monkeypatch, ["Hi"], tokenizer=plain, system="Be brief")
 
 
@@ -808,7 +808,7 @@ def terminal():
 
 
 def test_a_session_in_a_terminal(terminal):
-    assert "type a message; /help says what else" in terminal.until(r"(?m)^> $")
+    assert "type a message, or /help for commands" in terminal.until(r"(?m)^> $")
     first = terminal.say("What is the capital of France?")
     assert first == "The capital of France is Paris."
     assert terminal.say("And of Italy?") == "The capital of Italy is Rome."     # alone: see below
@@ -830,7 +830,7 @@ def test_a_session_in_a_terminal(terminal):
         os.write(terminal.fd, b"\x03")
         if select.select([terminal.fd], [], [], 1)[0]:
             break
-    assert "(Ctrl-D or /exit leaves)" in terminal.until(r"(?m)^> $")
+    assert "(Ctrl-D or /exit to quit)" in terminal.until(r"(?m)^> $")
     assert terminal.say("/nonsense") == HELP
     assert terminal.say("/clear") == "" and terminal.say("What is the capital of France?") == first
     os.write(terminal.fd, b"\x04")

@@ -141,7 +141,7 @@ def test_debug_shows_what_an_error_followed_from(tmp_path, capsys):
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal():
-    assert common.explained(ValueError("a\x1b[2Jb\nc\u202ed")) == "a\\x1b[2Jb c\\u202ed"
+    assert common.error_line(ValueError("a\x1b[2Jb\nc\u202ed")) == "a\\x1b[2Jb c\\u202ed"
 
 
 # ---- Sizes are checked before they are allocated -------------------------------------------------------

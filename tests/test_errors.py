@@ -325,7 +325,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     (["--profile", "/nowhere/trace"], "expected a file in an existing directory"),
     (["-m", " "], "a path or name is empty: an unset variable?"),
     (["--interactive", "--json"], "--interactive cannot be combined with --json"),
-    (["--interactive", "--batch_size", "2"], "--interactive answers one message at a time"),
+    (["--interactive", "--batch_size", "2"], "--interactive requires --batch_size 1"),
 ], ids=" ".join)
 def test_arguments(capsys, llama, argv, message):
     assert message in refused(capsys, *(["-m", llama] if "--random" not in argv else []), *argv)

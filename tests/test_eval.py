@@ -95,7 +95,7 @@ def test_pieces_change_nothing(ours, monkeypatch):
 
 def test_few_logits_at_a_time(ours, monkeypatch):
     model, widths = ours("llama2"), []
-    monkeypatch.setattr(evaluation, "AT_ONCE", 160 * 40)
+    monkeypatch.setattr(evaluation, "MAX_LOGITS", 160 * 40)
     model.head.register_forward_hook(lambda m, args, out: widths.append(out.numel()))
     evaluation.score(model, [(list(range(100)), 99), (list(range(60)), 59)], 2)
     assert max(widths) <= 160 * 40 and sum(widths) >= 160 * (99 + 59)
@@ -187,7 +187,7 @@ def adapters(peer):
     from lm_eval.models.huggingface import HFLM
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
     model, source, own = loading.load_model(SMOLLM2, "cpu", torch.float32)
-    kind = type("Ours", (evaluation.Adapter, TemplateLM), {})
+    kind = type("Ours", (evaluation.LMEvalModel, TemplateLM), {})
     ours = {n: kind(model, source, own, generate.Steps(), False, n, 64) for n in (1, 4)}
     steps = engines.build_steps(compiled := share_weights(model), "compile", compile_prefill=True)
     ours["compiled"] = kind(compiled, source, own, steps, True, 2, 64)
@@ -277,7 +277,7 @@ def test_arguments_of_generation(adapters, capsys):
     how, stops, eos_ids = adapters[1].sampling(dict(do_sample=True, temperature=0.5, top_p=0.9, until=["", "x", "<|im_end|>"],
                                                     max_gen_toks=3, num_beams=4))
     assert (how.temperature, how.top_p, how.top_k) == (0.5, 0.9, 0) and stops == ["x"] and 2 in eos_ids
-    assert "arguments of a task that mean nothing here: num_beams" in capsys.readouterr().err
+    assert "ignored task arguments: num_beams" in capsys.readouterr().err
     assert adapters[1].sampling(dict(do_sample=False, temperature=0.5, until=[]))[0].temperature == 0
 
 
@@ -290,7 +290,7 @@ def test_beginning_of_sequence_once(families, tmp_path):
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     fast.save(str(tmp_path / "llama/tokenizer.json"))
     model, source, own = loading.load_model(tmp_path / "llama", "cpu", torch.float32)
-    adapter = evaluation.Adapter(model, source, own, generate.Steps(), False, 1, 8)
+    adapter = evaluation.LMEvalModel(model, source, own, generate.Steps(), False, 1, 8)
     assert adapter.prefix_token_id == 2
     assert adapter.tok_encode("a") == adapter.tok_encode("<s>a") == [2, 0]
     assert adapter.tok_encode("a", add_special_tokens=False) == [0]
@@ -303,9 +303,9 @@ def test_beginning_of_sequence_once(families, tmp_path):
     (["--perplexity", "pydoc", "--tasks", "x"], "not allowed with argument"),
     (["--perplexity", "/nowhere/text"], "No such file or directory: '/nowhere/text'"),
     (["--perplexity", "/"], "Is a directory"),
-    (["--perplexity", "{empty}"], "perplexity needs 2 tokens at least, this text has 0"),
+    (["--perplexity", "{empty}"], "perplexity needs at least 2 tokens, this text has 0"),
     (["--perplexity", "{binary}"], "not UTF-8 text: invalid start byte at byte 3"),
-    (["--perplexity", "pydoc", "--limit", "1"], "perplexity needs 2 tokens at least, this text has 1"),
+    (["--perplexity", "pydoc", "--limit", "1"], "perplexity needs at least 2 tokens, this text has 1"),
     (["--perplexity", "pydoc", "--limit", "0"], "must be at least 1, got 0"),
     (["--perplexity", "pydoc", "--stride", "0"], "must be at least 1, got 0"),
     (["--perplexity", "pydoc", "--stride", "2000"], "--stride 2000 exceeds the window of 1024 tokens"),
@@ -314,9 +314,9 @@ def test_beginning_of_sequence_once(families, tmp_path):
     (["--perplexity", "pydoc", "--batch_size", "0"], "must be at least 1, got 0"),
     (["--perplexity", "pydoc", "--device", "abacus"], "device 'abacus' not found"),
     (["--perplexity", "pydoc", "-m", "/nowhere/model.pth"], "no such file or directory"),
-    (["--tasks", "local_chioce", "nonsense"], "no such task: local_chioce, nonsense (near: local_choice)"),
+    (["--tasks", "local_chioce", "nonsense"], "no such task: local_chioce, nonsense (did you mean local_choice?)"),
     (["--tasks", "local_choice", "--include_path", "/nowhere"], "--include_path /nowhere: no such directory"),
-    (["--tasks", "local_text", "--max_seq_length", "8"], "lm-eval: 8 new tokens leave no room for a prompt in 8 positions"),
+    (["--tasks", "local_text", "--max_seq_length", "8"], "lm-eval: 8 new tokens leave no room for a prompt in a context of 8"),
     (["--tasks", "local_far"], "lm-eval: Couldn't reach 'no/where' on the Hub"),
 ], ids=str)
 def test_bad_input(capsys, argv, message, tasks, local_only, tmp_path):

@@ -435,8 +435,8 @@ def test_full_disk_for_results(checkpoint, prompts, tmp_path):
         pytest.skip("mounting is not allowed here")
     full, done = (json.loads(line[7:]) for line in child.said().splitlines() if line.startswith("ended: "))
     assert full[0] == 2 and 0 < full[1]["out.jsonl"] <= 8192 and done[0] == 0
-    assert "out.jsonl cannot be written: No space left on device: run this again with more room" in child.error()
-    went_on = re.search(r"(\d+) results are in .*out.jsonl already: (\d+) prompts to go", child.said())
+    assert "out.jsonl cannot be written: No space left on device: free some space" in child.error()
+    went_on = re.search(r"out.jsonl has (\d+) results already: (\d+) prompts to go", child.said())
     assert int(went_on[1]) > 0 and int(went_on[1]) + int(went_on[2]) == 20
     whole = Child(tmp_path, *results_of(checkpoint, tmp_path / "whole.jsonl"))
     assert whole.wait() == 0

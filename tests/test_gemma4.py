@@ -333,10 +333,10 @@ def test_a_drafter_for_another_model(families, drafters):
 
 def test_the_command(families, drafters, tmp_path, capsys):
     """generate.py with the drafter beside the model, and what it says of memory; and a drafter for another width."""
-    from gpt_faster.bench.exports import _write_made_up_tokenizer
+    from gpt_faster.bench.exports import _write_dummy_tokenizer
     from gpt_faster.cli.session import main
     shutil.copytree(families("gemma4")[0], tmp_path / "model")
-    _write_made_up_tokenizer(160, tmp_path / "model")
+    _write_dummy_tokenizer(160, tmp_path / "model")
     run = ["--checkpoint_path", str(tmp_path / "model"), "--prompt", "t5 t9 t7", "--max_new_tokens", "12", "--temperature", "0", "--json",
            "--dtype", "float32", "--ignore_eos"]
     said = {}

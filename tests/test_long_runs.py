@@ -17,8 +17,8 @@ def watched(memory, ids_of, monkeypatch):
 
     def run(runner, n):
         yield from ((i, ids_of(i, False)) for i in range(n))
-        yield from ((i, ids_of(i, True)) for i in range(long_runs.AGAIN))
-    return long_runs.watch(long_runs.Part("runs", 1, run), None, n)[1]
+        yield from ((i, ids_of(i, True)) for i in range(long_runs.N_REPEATED))
+    return long_runs.measure_part(long_runs.Part("runs", 1, run), None, n)[1]
 
 
 @pytest.mark.parametrize("memory, grows", [

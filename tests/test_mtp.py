@@ -335,7 +335,7 @@ def test_the_command(capsys, command, tmp_path):
     status, out, default_err = run(capsys, *argv)          # where nothing is said, it drafts
     found = json.loads(out)
     assert (found["speculate"], found["new_ids"]) == ("mtp", expected["new_ids"])
-    assert "own head drafts tokens" in default_err and "Drafting 4 tokens costs" in default_err
+    assert "MTP speculation is on by default" in default_err and "Drafting 4 tokens costs" in default_err
     for more in ([], ["--speculate_k", 2, "--compile"], ["--quantize", "int8"]):
         status, out, err = run(capsys, *argv, "--speculate", "mtp", "--compare", *more)
         found = json.loads(out)
@@ -365,8 +365,8 @@ def test_the_memory_statement_counts_the_head(heads, monkeypatch):
 def test_bad_input(capsys, families, command, tmp_path):
     directory = command[1]
     assert "has no head that drafts" in refused(capsys, "-m", SMOLLM2, "--speculate", "mtp")
-    assert "one row" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
-    assert "contradicts" in refused(capsys, *command, "--speculate", "mtp", "--no_speculate")
+    assert "needs --batch_size 1" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
+    assert "conflicts with" in refused(capsys, *command, "--speculate", "mtp", "--no_speculate")
     disk = load_file(directory / "model.safetensors")
     for change, words in ((lambda d: d.pop("model.layers.4.eh_proj.weight"), "1 tensors are missing: eh_proj.weight"),
                           (lambda d: d.update({"model.layers.4.hnorm.weight": torch.ones(32)}), "hidden_norm.weight is [32], but the config asks for [64]"),

@@ -22,26 +22,26 @@ def test_what_is_not_given_is_the_default_as_argparse_has_it(name):
     argv = NEEDED.get(name, [])
     expected = vars(PARSERS[name]().parse_args(argv))
     options = Options.parse(PARSERS[name](), argv)
-    assert options.values == expected and options.given.keys() <= {"mode", "checkpoint_path", "perplexity"}
+    assert options.values == expected and options.explicit.keys() <= {"mode", "checkpoint_path", "perplexity"}
 
 
 def test_a_flag_wins_over_the_models_files_and_these_over_the_default():
     options = Options.parse(flags.build_parser(), ["--temperature", "0.8", "--stop", "a", "--stop=b", "--max-new-tokens", "7"])
-    assert options.given == dict(temperature=0.8, stop=["a", "b"], max_new_tokens=7)
+    assert options.explicit == dict(temperature=0.8, stop=["a", "b"], max_new_tokens=7)
     both = options.over(dict(temperature=0.1, top_k=3, no_flag_of_ours=1))
     assert (both.temperature, both.top_k, both.top_p) == (0.8, 3, 1.0)     # 0.8 is the default too, and was asked for
     assert (options.top_k, options.prompt) == (200, [])
     assert "no_flag_of_ours" not in both.values
     assert both.replaced(top_k=9).over(dict(top_k=4)).top_k == 9
     again = Options.parse(flags.build_parser(), [])
-    assert again.stop == [] and again.given == {}              # no list is shared
+    assert again.stop == [] and again.explicit == {}              # no list is shared
 
 
 def test_nobody_changes_them():
     options = Options.parse(flags.build_parser(), [])
-    with pytest.raises(AttributeError, match="temperature: options are not changed"):
+    with pytest.raises(AttributeError, match="temperature: options are immutable"):
         options.temperature = 0.5
-    with pytest.raises(AttributeError, match="no flag is called warmth"):
+    with pytest.raises(AttributeError, match="no flag is named warmth"):
         print(options.warmth)
 
 

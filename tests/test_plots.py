@@ -90,7 +90,7 @@ def test_errors_and_missing_figures(tmp_path, monkeypatch):
     rows = [row(**bare), failed(engine="cuda_graph"), row("kv_cache", compared=False, **bare)]
     names, figures = draw(tmp_path, monkeypatch, rows)
     assert names == ALL[:2] and labels(figures["throughput"].axes[0]) == ["compile", "kv_cache"]
-    assert figures["ttft"].get_suptitle().endswith("1 could not run · 1 with wrong tokens")
+    assert figures["ttft"].get_suptitle().endswith("1 failed · 1 with wrong tokens")
 
 
 def test_only_prompts(tmp_path, monkeypatch):

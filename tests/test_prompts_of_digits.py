@@ -44,5 +44,5 @@ def test_the_flag_s_integer_says_so(capsys, encode, prompts):
     rows = sorted(map(json.loads, out.splitlines()), key=lambda row: prompts.index(row["prompt"]))
     for text, row in zip(prompts, rows):
         assert len(row["prompt_ids"]) == int(text) if text != "words" else row["prompt_ids"] == encode(text)
-    said = re.findall(r"note: --prompt.* (\S+): a synthetic prompt of so many random tokens", err)
+    said = re.findall(r"note: --prompt.* (\S+): an integer means a synthetic prompt of that many random tokens", err)
     assert said == [text for text in prompts if text != "words"]

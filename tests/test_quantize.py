@@ -1194,7 +1194,7 @@ def test_what_cannot_be_quantized(capsys, model, text):
     (["--calibration_file", "short.txt"], "the calibration text has 3 tokens, less than two windows of 32"),
     (["--calibration_file", "latin1.txt"], "latin1.txt: not UTF-8 text"), (["--calibration_file", "."], "Is a directory"),
     (["--calibration_tasks", "no_such_task", "nor_this"], "lm-eval has no task no_such_task, nor_this"),
-    (["--calibration_file", "short.txt", "--calibration_tasks", "x"], "--calibration_file and --calibration_tasks exclude each other"),
+    (["--calibration_file", "short.txt", "--calibration_tasks", "x"], "--calibration_file and --calibration_tasks are mutually exclusive"),
     (["--calibration_seq_length", "500"], "--calibration_seq_length 500 exceeds the model's context of 128"),
     (["--calibration_limit", "1"], "must be at least 2, got 1"), (["--calibration_seq_length", "1"], "must be at least 2, got 1"),
     (["--percdamp", "0"], "must be above 0, got 0"), (["--percdamp", "nan"], "must be above 0"),

@@ -356,7 +356,7 @@ def test_json_object_regex_and_grammar(server):
         assert isinstance(json.loads(got.choices[0].message.content), dict)
     refused(server, 400, "regex", regex="(a")
     refused(server, 400, "contains", response_format=dict(type="json_schema", json_schema=dict(schema={"contains": 3})))
-    refused(server, 400, "exclude each other", regex="a", grammar="start: \"a\"")
+    refused(server, 400, "mutually exclusive", regex="a", grammar="start: \"a\"")
 
 
 def test_generate_py_takes_a_schema(tmp_path):
@@ -377,7 +377,7 @@ TOOL = dict(type="function", function=dict(name="weather", parameters=dict(
 
 
 def test_tools_are_refused_by_a_template_that_knows_none(server):
-    assert refused(server, 400, "knows no tools", tools=[TOOL])["param"] == "tools"
+    assert refused(server, 400, "does not support tools", tools=[TOOL])["param"] == "tools"
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "gemma"])
@@ -407,12 +407,12 @@ def test_a_forced_call_comes_back_as_one(form):
 WRONG = [
     (400, "not supported", dict(foo=1)), (400, "not supported", dict(suffix="x", best_of=2)), (400, "temperature", dict(temperature=-1)),
     (400, "temperature", dict(temperature="hot")), (400, "top_p", dict(top_p=0)), (400, "^n:", dict(n=0)),
-    (400, "stop", dict(stop=[""])), (400, "is no token", dict(logit_bias={"x": 1})), (400, "is no token", dict(logit_bias={"999999": 1})),
-    (404, "is not here", dict(model="gpt-4")), (400, "stream_options", dict(stream_options=dict(include_usage=True))),
-    (400, "exceed", dict(max_tokens=5000)), (400, "logprobs", dict(top_logprobs=3)), (400, "one limit", dict(max_tokens=3, max_completion_tokens=3)),
+    (400, "stop", dict(stop=[""])), (400, "is not a token", dict(logit_bias={"x": 1})), (400, "is not a token", dict(logit_bias={"999999": 1})),
+    (404, "does not exist", dict(model="gpt-4")), (400, "stream_options", dict(stream_options=dict(include_usage=True))),
+    (400, "exceed", dict(max_tokens=5000)), (400, "logprobs", dict(top_logprobs=3)), (400, "only one of", dict(max_tokens=3, max_completion_tokens=3)),
     (400, "messages", dict(messages=[])), (400, "role", dict(messages=[dict(role="robot", content="x")])),
     (400, "content", dict(messages=[dict(role="user", content=[dict(type="image_url", image_url="x")])])),
-    (400, "cannot replace", dict(chat_template_kwargs=dict(messages=[]))), (400, "needs tools", dict(tool_choice="required")),
+    (400, "cannot replace", dict(chat_template_kwargs=dict(messages=[]))), (400, "requires tools", dict(tool_choice="required")),
 ]
 
 
@@ -423,11 +423,11 @@ def test_what_is_wrong_is_named(server, status, match, fields):
 
 def test_wrong_completions(server):
     path = "/v1/completions"
-    refused(server, 400, "positions: shorten", path, prompt="word " * 600)
-    refused(server, 400, "no tokens", path, prompt="")
+    refused(server, 400, "shorten it", path, prompt="word " * 600)
+    refused(server, 400, "is empty", path, prompt="")
     refused(server, 400, "prompt", path, prompt=[])
     refused(server, 400, "id 60000", path, prompt=[1, 60000])
-    refused(server, 400, "needs echo", path, max_tokens=0)
+    refused(server, 400, "requires echo", path, max_tokens=0)
     refused(server, 400, "best_of", path, best_of=3)
 
 
@@ -509,7 +509,7 @@ def test_the_queue_has_the_length_that_was_asked_for(ours):
     """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
     from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
-    from gpt_faster.server.engine import Busy, Delivery, Engine
+    from gpt_faster.server.engine import Delivery, Engine, QueueFull
     from gpt_faster.server.metrics import Metrics
     from tokenizer import NullTokenizer
     model = ours("llama3")
@@ -522,7 +522,7 @@ def test_the_queue_has_the_length_that_was_asked_for(ours):
         engine = Engine(slots, 4, Metrics())
         for n in pieces:
             engine.submit([some(i) for i in range(n)])
-        with pytest.raises(Busy):
+        with pytest.raises(QueueFull):
             engine.submit([some(0)])
         assert len(engine.inbox) == 6
 
@@ -578,7 +578,7 @@ def test_bad_flags(capfd):
         taken.listen()
         status, line = run("--port", str(taken.getsockname()[1]))
         assert status == 2 and "cannot listen on 127.0.0.1" in line
-    assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: drafting is for one row: it cannot be combined with --batch_size")
+    assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: speculation requires --batch_size 1")
 
 
 # ---- The slots, without HTTP ---------------------------------------------------------------------
@@ -761,8 +761,8 @@ ANSWERS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("form, text, calls, content", ANSWERS)
 def test_tool_calls_are_found_however_the_text_comes(form, text, calls, content, size):
-    from gpt_faster.server.parsing import FORMATS, AnswerParser
-    parser = AnswerParser(FORMATS[form], TOOLS)
+    from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
+    parser = AnswerParser(TOOL_FORMATS[form], TOOLS)
     deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
     found = [c["function"] for d in deltas for c in d.get("tool_calls", [])]
     assert [(f["name"], json.loads(f["arguments"])) for f in found] == calls
@@ -782,9 +782,9 @@ NO_CALLS = [
 
 @pytest.mark.parametrize("form, text", NO_CALLS, ids=[f"{form}-{i}" for i, (form, _) in enumerate(NO_CALLS)])
 def test_what_is_no_call_stays_text(form, text):
-    from gpt_faster.server.parsing import FORMATS, AnswerParser
-    begin, end = next(iter(FORMATS[form].markers.items()))
-    parser = AnswerParser(FORMATS[form], TOOLS)
+    from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
+    begin, end = next(iter(TOOL_FORMATS[form].markers.items()))
+    parser = AnswerParser(TOOL_FORMATS[form], TOOLS)
     deltas = [*parser.push(begin + text + end), *parser.finish()]
     assert not any("tool_calls" in delta for delta in deltas)
     assert "".join(delta.get("content", "") for delta in deltas) == begin + text + end
@@ -794,7 +794,7 @@ def test_what_is_no_call_stays_text(form, text):
 @pytest.mark.parametrize("inside, text", [(False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."), (True, "Hm, 1 < 2.\n</think>\n\nYes.")])
 def test_thinking_is_apart(inside, text, size):
     from gpt_faster.server.parsing import AnswerParser
-    parser = AnswerParser(thinks=True, inside=inside)
+    parser = AnswerParser(thinks=True, in_thinking=inside)
     deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
     assert "".join(d.get("reasoning_content", "") for d in deltas).strip() == "Hm, 1 < 2."
     assert "".join(d.get("content", "") for d in deltas) == "Yes."

@@ -33,7 +33,7 @@ from gpt_faster.formats.known_shapes import with_random_weights
 from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
 from gpt_faster.server import main as serve
-from gpt_faster.server.app import Http
+from gpt_faster.server.app import HttpServer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.storage import disk, kept_tensors
@@ -62,7 +62,7 @@ class InProcess:
 
     def __init__(self, *argv):
         parser = serve.build_parser()
-        args = serve.checked(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
+        args = serve.check_options(Options.parse(parser, ["--device", "cpu", "--batch_size", "6", "--max_seq_length", str(LENGTH), *argv]))
         torch.manual_seed(0)
         source = with_random_weights(Path("tiny"), CFG)
         self.tokenizer = byte_tokenizer()
@@ -74,7 +74,7 @@ class InProcess:
                     p.normal_(0, 0.3)              # so that no two tokens are nearly as likely
         slots = Slots(self.session.batch, self.session.model.longest_call)
         self.engine = Engine(slots, args.max_queue, Metrics())
-        self.http = Http(self.session, self.engine, Metrics())
+        self.http = HttpServer(self.session, self.engine, Metrics())
         self.http.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
         self.thread.start()
@@ -173,7 +173,7 @@ def test_half_a_character_anywhere_is_refused_by_its_field(server):
     for (_, fields), response in zip(TEXTS, server.ask(*TEXTS)):
         field = next(name for name in fields if LONE in json.dumps({name: fields[name]}, ensure_ascii=False))
         error = response.json()["error"]
-        assert response.status_code == 400 and "half a character" in error["message"], (fields, response.text)
+        assert response.status_code == 400 and "lone surrogate" in error["message"], (fields, response.text)
         assert error["message"].startswith(ascii(field)[1:-1])
     raw = b'{"prompt": "\xed\xa0\xbd"}'                     # the same in bytes that no UTF-8 has
     assert "not valid JSON" in server.refused(400, COMPLETIONS, raw)["message"]
@@ -188,11 +188,11 @@ def test_every_reader_asks_the_same_table(tmp_path):
             with pytest.raises(ValueError, match=f"{name} must be .*at most"):
                 SamplingParams(**{name: wrong})
             with pytest.raises(ValueError, match=f'"{name}": must be'):
-                batch.own_value(name, wrong)
+                batch.sampling_value(name, wrong)
             with pytest.raises(SystemExit):
                 flags.build_parser().parse_args([f"--{name}={wrong}"])
             assert sampling_values({name: wrong}) == {}
-        batch.own_value(name, allowed.kind(allowed.maximum))
+        batch.sampling_value(name, allowed.kind(allowed.maximum))
         flags.build_parser().parse_args([f"--{name}={allowed.kind(allowed.maximum)}"])
         assert SamplingParams(**{name: allowed.kind(allowed.maximum)})
     with pytest.raises(ValueError, match="temperature must be"):
@@ -203,7 +203,7 @@ def test_every_reader_asks_the_same_table(tmp_path):
 def test_500_is_json_and_says_nothing_of_files(server, monkeypatch, capsys):
     def fails(*args):
         raise OverflowError("/secret/model.gguf: the file is damaged")
-    monkeypatch.setattr(server.http.model, "work", fails)
+    monkeypatch.setattr(server.http.model, "build", fails)
     error = server.refused(500, COMPLETIONS, dict(prompt="a"))
     assert error["type"] == "server_error" and "secret" not in error["message"]
     assert "OverflowError" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_a_prompt_is_refused_by_its_bytes_before_it_is_tokenized(server, monkeyp
     """As many bytes as positions times the longest token can hold: here 96 x 12."""
     def never(*args):
         raise AssertionError("tokenized")
-    assert server.http.model.most_bytes == LENGTH * len("<|im_start|>")
+    assert server.http.model.max_bytes == LENGTH * len("<|im_start|>")
     monkeypatch.setattr(server.tokenizer.backend, "encode", never)
     long = "a " * 600
     for path, body in ((COMPLETIONS, dict(prompt=long)), (COMPLETIONS, dict(prompt=["a", long][1:])),
@@ -374,7 +374,7 @@ def test_a_prompt_is_refused_by_its_bytes_before_it_is_tokenized(server, monkeyp
                        (CHAT, dict(messages=[dict(role="user", content=long[:400])] * 3)),
                        (CHAT, dict(messages=[dict(role="user", content=[dict(type="text", text=long)])]))):
         error = server.refused(400, path, body)
-        assert "bytes are more than 96 positions can hold (1,152)" in error["message"] and error["code"] == "context_length_exceeded"
+        assert "bytes exceed what 96 tokens can hold (1,152)" in error["message"] and error["code"] == "context_length_exceeded"
     monkeypatch.undo()
     assert server.ask((COMPLETIONS, dict(prompt=long[:90], max_tokens=1)))[0].status_code == 200
 
@@ -382,7 +382,7 @@ def test_a_prompt_is_refused_by_its_bytes_before_it_is_tokenized(server, monkeyp
 def test_stop_strings_are_short(server):
     """Each of their beginnings is looked for after each token, in the thread that all share."""
     for stop in ("a" * 257, ["a"] * 17, ["b", ""]):
-        assert "at most 16 texts of 1 to 256" in server.refused(400, COMPLETIONS, dict(prompt="a", stop=stop))["message"]
+        assert "at most 16 strings of 1 to 256" in server.refused(400, COMPLETIONS, dict(prompt="a", stop=stop))["message"]
     g = random.Random(0)
     for _ in range(2000):
         text, stop = ("".join(g.choice("ab") for _ in range(g.randint(n, 7))) for n in (0, 1))
@@ -408,7 +408,7 @@ def test_a_body_of_a_million_parts_is_refused_before_it_is_read(server, middle):
     assert time.process_time() - start < 2
     assert "more than 62,288 values" in server.refused(400, COMPLETIONS, b'{"prompt": [' + b"1," * 70_000 + b"1]}")["message"]
     text = json.dumps("{[:," * 30_000).encode()             # in a string they are text
-    assert "bytes are more" in server.refused(400, COMPLETIONS, b'{"prompt": ' + text + b"}")["message"]
+    assert "bytes exceed" in server.refused(400, COMPLETIONS, b'{"prompt": ' + text + b"}")["message"]
 
 
 def test_a_long_text_holds_no_lock_that_others_need(server, monkeypatch):
@@ -422,7 +422,7 @@ def test_a_long_text_holds_no_lock_that_others_need(server, monkeypatch):
             raise ValueError("too long")
         return encode(text, *more)
     monkeypatch.setattr(server.tokenizer, "encode", slowly)
-    monkeypatch.setattr(server.http.model, "most_bytes", 1 << 30)
+    monkeypatch.setattr(server.http.model, "max_bytes", 1 << 30)
 
     async def both():
         async with server.client() as client:
@@ -501,7 +501,7 @@ def test_a_foreign_host_is_refused_on_loopback(server, monkeypatch):
     assert status("My.Example:443") == status("localhost") == 200 and status("evil.example") == 403
     monkeypatch.setattr(server.http, "loopback", False)
     assert status("my.example") == 200 and status("evil.example") == 403
-    assert server.refused(403, COMPLETIONS, dict(prompt="a"), host="evil.example")["message"].startswith("the Host header names 'evil.example'")
+    assert server.refused(403, COMPLETIONS, dict(prompt="a"), host="evil.example")["message"].startswith("the Host header 'evil.example' is not allowed")
 
 
 def test_allowed_hosts_is_a_flag():

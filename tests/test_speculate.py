@@ -372,11 +372,11 @@ def test_bad_input(capsys, monkeypatch):
             (["--draft_checkpoint_path", "/nowhere/x"], "/nowhere/x"),
             (["--speculate", "ngram", "--speculate_k", 0], "must be at least 1"),
             (["--speculate", "ngram", "--speculate_k", 9000], "--speculate_k 9000 does not fit into"),
-            (["--speculate_k", 4], "need --draft_checkpoint_path or --speculate"), (["--compare"], "need --draft"),
-            (["--speculate", "ngram", "--batch_size", 2], "one row"),
-            (["--speculate", "ngram", "--engine", "recompute"], "one row and the KV cache"),
-            (["--speculate", "ngram", "--draft_model", SMOLLM2], "exclude each other"),
-            (["--speculate", "ngram", "--compare", "--interactive"], "--compare is for one prompt")):
+            (["--speculate_k", 4], "require --draft_checkpoint_path or --speculate"), (["--compare"], "require --draft"),
+            (["--speculate", "ngram", "--batch_size", 2], "needs --batch_size 1"),
+            (["--speculate", "ngram", "--engine", "recompute"], "needs --batch_size 1 and a KV cache"),
+            (["--speculate", "ngram", "--draft_model", SMOLLM2], "mutually exclusive"),
+            (["--speculate", "ngram", "--compare", "--interactive"], "--compare supports one prompt only")):
         assert words in refused(capsys, *base, *argv), argv
     argv = ["--random", "stories15M", "--device", "cpu", "--prompt", 5, "--speculate", "int8"]
     assert "--random makes no two alike" in refused(capsys, *argv)

@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 
 BEGIN = """
 import sys
-from gpt_faster.cli.quick_import import REGISTERING, UNUSED, import_torch
+from gpt_faster.cli.fast_start import REGISTERING, UNUSED, import_torch
 import_torch()
 import torch
 def waiting(parts):

@@ -96,7 +96,7 @@ def finding(name, *fixed, aliases=()):
 
 
 @pytest.mark.parametrize("found,status,says", [
-    ([], 0, "1 packages scanned, 0 found, 0 to mend"),
+    ([], 0, "1 packages scanned, 0 found, 0 to fix"),
     ([finding("GHSA-1", "2.0", "1.9.1")], 1, "toy 1.0: GHSA-1, fixed in 2.0, 1.9.1"),
     ([finding("GHSA-1")], 0, "toy 1.0: GHSA-1, fixed in no version yet"),
     ([finding("GHSA-1", "2.0", aliases=["CVE-1"])], 0, "toy 1.0: GHSA-1, accepted: not reached"),
@@ -111,7 +111,7 @@ def test_what_a_scan_finds(monkeypatch, capsys, found, status, says):
 
 @pytest.mark.parametrize("stdout,stderr,says", [
     ("", "ERROR: could not connect", "pip-audit: ERROR: could not connect"),
-    ("", "", "it said nothing"),
+    ("", "", "no output"),
     ('{"dependencies": [{"name": "torch", "skip_reason": "unknown"}]}', "", "unknown"),
 ])
 def test_an_index_without_advisories_is_said(monkeypatch, capsys, stdout, stderr, says):

@@ -857,7 +857,7 @@ def test_edited_files(copied):
 
 def test_known_sources_are_those_of_this_code():
     """Where the core was edited: python scripts/known_sources.py --write."""
-    assert known_sources.differing() == []
+    assert known_sources.changed_names() == []
     assert json.loads(modifications.KNOWN_SOURCES_FILE.read_text()).keys() == {"names", "sources"}
 
 
@@ -989,7 +989,7 @@ def test_digests_are_renewed_where_the_kernels_tests_pass(tmp_path, monkeypatch)
     monkeypatch.setattr(modifications, "KNOWN_SOURCES_FILE", file)
     monkeypatch.setattr(known_sources.subprocess, "run", tests)
     modifications.known_sources.cache_clear()
-    assert "model.SDPA" in known_sources.differing() and known_sources.write() == 1
+    assert "model.SDPA" in known_sources.changed_names() and known_sources.write() == 1
     assert "of other code" in file.read_text() and seen[0] not in (None, "of other code"), "tested with the new ones, kept none"
     status[0] = 0
     assert known_sources.write() == 0 and json.loads(file.read_text())["sources"]["model.SDPA"] == seen[0]

@@ -1,1 +1,1 @@
-"""benchmark.py: engines, workloads, peers, tables, plots."""
+"""benchmark.py: engines, workloads, peers, tables and plots."""

@@ -1,8 +1,8 @@
-"""Does an engine generate the tokens that it should?
+"""Check that an engine generates the correct tokens.
 
-In fp32 the tokens are those of the first greedy engine with these weights. In lower precision
-near-ties may flip, so the comparison is teacher-forced within a margin of logits. Engines that
-sample with one seed must draw the same as each other.
+In fp32 they must equal those of the first greedy engine with the same weights. In lower precision
+near-ties may flip, so each token, teacher-forced, must be within a margin of the best logit.
+Engines that sample with the same seed must draw the same tokens.
 
     tokens_agree(run, runs)                        # cases.CaseRun -> True, False or None
 """
@@ -16,7 +16,7 @@ LOGIT_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 def logit_margin(model: Transformer) -> float:
-    """Rounding makes a router exchange near-tied experts, so mixtures get twice the margin."""
+    """Rounding can flip near-tied experts in a router, so MoE models get twice the margin."""
     margin = LOGIT_MARGIN[model.dtype]
     is_rounded_mixture = any(model.cfg.sparse) and model.dtype != torch.float32
     return 2 * margin if is_rounded_mixture else margin
@@ -24,7 +24,7 @@ def logit_margin(model: Transformer) -> float:
 
 @torch.inference_mode()
 def is_plausible(model: Transformer, prompt: list[int], ids: list[int]) -> bool:
-    """Teacher-forced, no cache: is each token, after those before it, near the best logit?"""
+    """Whether each token is near the best logit, teacher-forced without a KV cache."""
     model = share_weights(model)
     tokens = torch.tensor([prompt + ids], device=model.freq.device)
     model.setup_cache(0, tokens.shape[1])
@@ -35,9 +35,9 @@ def is_plausible(model: Transformer, prompt: list[int], ids: list[int]) -> bool:
 
 
 def tokens_agree(run, runs: list) -> bool | None:
-    """Does every row of the last run have the right tokens? None where each run draws its own.
+    """Whether all rows of the last run have the correct tokens; None if runs use different seeds.
 
-    run: a cases.CaseRun of an engine; runs: those of all cases of this workload.
+    run: a cases.CaseRun of an engine; runs: all cases of this workload.
     """
     engine = run.runner
     if not engine.is_repeatable:

@@ -1,6 +1,6 @@
-"""Run every engine and peer on a workload, interleaved, and make the rows of a result.
+"""Run all engines and peers on a workload, interleaved -> rows of the result.
 
-It drives engines and peers and knows neither's insides, and no flags.
+It knows no flags, and nothing of how engines and peers work.
 
     rows, bandwidths = run_workload(cases, tokenizers, workload, repetitions=5, device=device)
 """
@@ -27,9 +27,9 @@ from gpt_faster.bench.workloads import Workload
 from gpt_faster.decoding.ranks import sent_bytes
 from gpt_faster.devices import free_memory, reset_peak_memory
 
-CONVERTING_PEERS = ("openvino", "onnxruntime")     # their float16 may be float32 in memory
-PAUSE = 0.5                                        # seconds: clocks and caches settle
-N_WARM_UP = 16                                     # new tokens of the round that is not counted
+CONVERTING_PEERS = ("openvino", "onnxruntime")     # may hold float16 weights as float32
+PAUSE = 0.5                                        # seconds between runs, to let clocks settle
+N_WARM_UP = 16                                     # max new tokens of the warm-up round
 FIGURES = ("tok_s", "tok_s_runs", "tok_s_min", "tok_s_max", "tok_s_per_request", "ttft_ms",
            "itl_ms", "itl_p99_ms", "peak_memory_bytes", "compile_s", "achieved_gb_s",
            "bandwidth_fraction", "compared")
@@ -42,19 +42,19 @@ class BenchmarkCase:
     weights: Weights
     engine: str
     temperature: float = 0.0
-    start_peer: Callable | None = None             # () -> what answers (prompt, n_new, batch)
-    error: str | None = None                       # why it cannot run at all
+    start_peer: Callable | None = None             # () -> peers.Peer
+    error: str | None = None                       # why it cannot run
 
     @property
     def has_other_bytes(self) -> bool:
-        """Are the weights stored by another program, so that ours say nothing of their size?"""
+        """Whether another program stores the weights, so our sizes do not apply."""
         is_quantized = self.weights.quantization != "none"
         return self.engine in CONVERTING_PEERS or self.engine in PEER_NAMES and is_quantized
 
 
 def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters: dict,
                 dtype: torch.dtype, device: torch.device, temperature: float) -> list:
-    """All engines and peers for one model; each scheme's weights are loaded once.
+    """Cases for all engines and peers of one model; each scheme's weights are loaded once.
 
     schemes_of_engines: (engine, scheme) in the order of the rows; peer_starters: name -> a function
     of Weights that starts the peer.
@@ -63,7 +63,7 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     drafting = {scheme for engine, scheme in schemes_of_engines if engine == MTP}
     weights_of = {scheme: load_weights(source, scheme, dtype, device, scheme in drafting)
                   for scheme in schemes}
-    plain_weights_of = dict(weights_of)            # as PyTorch alone multiplies by them
+    plain_weights_of = dict(weights_of)            # layouts for plain PyTorch matmuls
     for engine, scheme in schemes_of_engines:
         if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
             plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, engine=engine)
@@ -88,28 +88,28 @@ def _bind(start: Callable, weights: Weights) -> Callable:
 
 
 class Round(NamedTuple):
-    """One run of a workload, timed."""
+    """One timed run of a workload."""
 
-    tok_s: float                                   # of all rows: new tokens, or the prompt's
+    tok_s: float                                   # all rows: new tokens, or prompt tokens
     tok_s_per_request: float
     ttft_s: float | None
-    bandwidth_gb_s: float                          # of weights; 0 where that says nothing
-    token_gaps_s: list[float]                      # between tokens
+    bandwidth_gb_s: float                          # weight reads; 0 if not meaningful
+    token_gaps_s: list[float]                      # inter-token latencies
 
 
 class CaseRun:
-    """A case on one workload: what runs it, its rounds, or the error that ended it."""
+    """A case on one workload: its runner, rounds and error."""
 
     def __init__(self, case: BenchmarkCase, workload: Workload, tokenizer):
         self.case = case
         self.workload = workload
         self.tokenizer = tokenizer
         self.error = case.error
-        self.runner = None                         # an Engine, or a peer
-        self.tokens: list[list[int]] = []          # an engine's, of the last run
+        self.runner = None                         # an Engine or a Peer
+        self.tokens: list[list[int]] = []          # of an engine's last run
         self.rounds: list[Round] = []
         self.peak_bytes: int | None = 0
-        self.prompts: list[list[int]] = []         # a row each, or a request each
+        self.prompts: list[list[int]] = []         # one per row or request
         self.max_new_tokens: list[int] = []
         if self.error is None:
             cfg = case.weights.model.cfg
@@ -117,12 +117,11 @@ class CaseRun:
 
     @contextmanager
     def errors_to_row(self) -> Iterator[None]:
-        """Out of memory and whatever else a case cannot do is its row's error, not the command's.
-        """
+        """Record out of memory and other failures of a case in its row."""
         try:
             yield
         except (RuntimeError, ValueError, OSError, AssertionError) as e:
-            if tp.world() > 1 and not isinstance(e, ValueError):   # the other ranks wait
+            if tp.world() > 1 and not isinstance(e, ValueError):   # other ranks would hang
                 raise
             line = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
             if isinstance(e, torch.OutOfMemoryError) or "allocate memory" in str(e):
@@ -143,14 +142,14 @@ class CaseRun:
         n_bytes = self.workload.memory_bytes(model.cfg, model.dtype, case.engine != "recompute")
         n_bytes += engines.compiled_layout_bytes(case.engine, model)
         free = free_memory(model.freq.device)
-        if n_bytes > free:                         # a CPU's allocator would not refuse
+        if n_bytes > free:                         # a CPU would swap or be killed
             raise torch.OutOfMemoryError(
-                f"some {n_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} free")
+                f"about {n_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
         self.runner = Engine(case.engine, model, self.prompts, self.workload, self.tokenizer,
                              case.temperature, weights.head)
 
     def run_round(self, n_new: int) -> Round:
-        """Run the workload once with at most n_new new tokens in each row."""
+        """Run the workload once with at most n_new new tokens per row."""
         device = self.case.weights.model.freq.device
         before = reset_peak_memory(device)
         result = self._serve(n_new) if self.workload.n_requests else self._generate(n_new)
@@ -186,7 +185,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if self.case.engine in (MTP, NGRAM):       # there a step gives several tokens
+        if self.case.engine in (MTP, NGRAM):       # a step yields several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt * batch_size,
                          [n_new] * batch_size, read_bytes)
@@ -195,7 +194,7 @@ class CaseRun:
                      gaps)
 
     def row(self, runs: list["CaseRun"], bandwidths: list[float]) -> dict:
-        """A row of the result. bandwidths: of each round, GB/s."""
+        """A row of the result. bandwidths: GB/s of each round."""
         weights = self.case.weights
         workload = self.workload
         model_bytes = None
@@ -216,7 +215,7 @@ class CaseRun:
         return row
 
     def _figures(self, bandwidths: list[float]) -> dict:
-        """All of FIGURES that can be measured here."""
+        """The FIGURES that could be measured."""
         speeds = [r.tok_s for r in self.rounds]
         result = dict(
             tok_s=statistics.median(speeds), tok_s_runs=speeds, tok_s_min=min(speeds),
@@ -229,7 +228,7 @@ class CaseRun:
         gaps = sorted(gap for r in self.rounds for gap in r.token_gaps_s)
         if gaps:
             result["itl_ms"] = 1e3 * statistics.median(gaps)
-        if gaps and not self.case.start_peer:      # a peer tells the mean only
+        if gaps and not self.case.start_peer:      # peers report only the mean
             result["itl_p99_ms"] = 1e3 * gaps[len(gaps) * 99 // 100]
         reads = [r.bandwidth_gb_s for r in self.rounds]
         if any(reads) and not self.case.has_other_bytes:
@@ -241,14 +240,14 @@ class CaseRun:
 
 def run_workload(cases: list[BenchmarkCase], tokenizers: dict, workload: Workload,
                  repetitions: int, device: torch.device) -> tuple[list[dict], list[float]]:
-    """Every case interleaved with the others, in random order -> rows, and bandwidths in GB/s.
+    """Run all cases, interleaved in random order -> rows, memory bandwidths in GB/s.
 
-    tokenizers: by the name of the weights. The bandwidth is measured before every run of a round;
-    the first one returned is from before the first round.
+    tokenizers: by name of the weights. bandwidths: one from before the first round, then the median
+    of each round.
     """
-    torch._dynamo.reset()                          # what earlier workloads compiled is in the way
+    torch._dynamo.reset()                          # drop graphs of earlier workloads
     runs = [CaseRun(case, workload, tokenizers[case.weights.name]) for case in cases]
-    bandwidths = [read_bandwidth(device)]          # all there is if nothing runs
+    bandwidths = [read_bandwidth(device)]          # in case nothing runs
     for run in runs:
         if run.error is None:
             with run.errors_to_row():
@@ -267,9 +266,9 @@ def run_workload(cases: list[BenchmarkCase], tokenizers: dict, workload: Workloa
 
 def _run_round(runs: list[CaseRun], n_new: int, device: torch.device,
                warm_up: bool = False) -> list[float]:
-    """Run all that have no error, in random order -> bandwidths in GB/s, one before each.
+    """Run all without an error, in random order -> memory bandwidths in GB/s before each.
 
-    warm_up: nothing is counted or measured.
+    warm_up: record nothing.
     """
     bandwidths = []
     for run in random.sample(runs, len(runs)):

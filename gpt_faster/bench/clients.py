@@ -1,8 +1,8 @@
-"""Many clients of a completions server in one thread, which takes little from the server's cores.
+"""Many clients of a completions server in one thread, to use little of the server's CPU time.
 
-It notes when each event came, of one token or some, and parses nothing else.
+It records when each event (one or more tokens) arrives and parses nothing else.
 
-    answers = ask_all(port, requests, n_client=8)  # in the order in which they end
+    answers = ask_all(port, requests, n_client=8)  # in order of completion
 """
 
 import json
@@ -15,7 +15,7 @@ EVENT, LAST = b"data: {", b"data: [DONE]"
 
 
 class Answer:
-    """A streamed answer: the request, when it was sent, and when each event came."""
+    """A streamed response: its request, start time and event times."""
 
     def __init__(self, port: int, request: dict):
         """request: prompt, max_new_tokens."""
@@ -28,27 +28,28 @@ class Answer:
         self.start = time.perf_counter()
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.sendall((head + body).encode())
-        self.unread = b""                          # the end of what came: half a mark, perhaps
+        self.tail = b""                            # may end in a partial marker
 
     def read(self) -> None:
-        """What has come by now. RuntimeError where it is no stream, or breaks off."""
-        data = self.unread + self.socket.recv(1 << 16)
-        if data == self.unread:
-            raise RuntimeError(f"the server broke off: {data[-200:].decode(errors='replace')}")
+        """Read what has arrived. RuntimeError if it is not a stream or the connection closes."""
+        data = self.tail + self.socket.recv(1 << 16)
+        if data == self.tail:
+            raise RuntimeError("the server closed the connection: "
+                               f"{data[-200:].decode(errors='replace')}")
         if not self.times and data.startswith(b"HTTP/") and b" 200 " not in data[:16]:
             raise RuntimeError(data.decode(errors="replace").splitlines()[-1][:200])
         now = time.perf_counter()
         self.times += [now] * data.count(EVENT)
         self.ended = LAST in data
         end = data.rfind(EVENT)
-        self.unread = data[end + len(EVENT) if end >= 0 else 0:][-len(LAST) + 1:]
+        self.tail = data[end + len(EVENT) if end >= 0 else 0:][-len(LAST) + 1:]
 
     def close(self) -> None:
         self.socket.close()
 
 
 def ask_all(port: int, requests: list[dict], n_client: int) -> list[Answer]:
-    """Each client sends its next request when its last one has ended."""
+    """Each client sends its next request when the previous one is complete."""
     waiting, ended, n_open = deque(requests), [], 0
     with selectors.DefaultSelector() as selector:
         while waiting or n_open:
@@ -67,16 +68,16 @@ def ask_all(port: int, requests: list[dict], n_client: int) -> list[Answer]:
     return ended
 
 
-def first_token(port: int, request: dict, beside: list[dict]) -> float:
-    """Seconds to a request's first token while those beside it run; they are broken off then."""
-    others = [Answer(port, other) for other in beside]
+def first_token(port: int, request: dict, background: list[dict]) -> float:
+    """Seconds to a request's first token while `background` requests run; then cancel those."""
+    others = [Answer(port, other) for other in background]
     try:
         while not all(other.times for other in others):
             for other in others:
                 other.read()
         answer = Answer(port, request)
         others.append(answer)
-        while not answer.times:                    # theirs wait in the sockets' buffers
+        while not answer.times:                    # the others' data stays in socket buffers
             answer.read()
         return answer.times[0] - answer.start
     finally:

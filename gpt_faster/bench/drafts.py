@@ -1,9 +1,9 @@
-"""Drafts that are right as often as published ones: what a model's own head would give, timed.
+"""MTP speculation with random weights, timed at a published acceptance rate.
 
-The head works as ever, of whatever weights; then its tokens are exchanged for those of the text
-that the model is known to give, and for wrong ones where chance says so.
+The head runs as usual, then its drafts are replaced by the tokens that the model will generate, or
+by wrong ones with probability 1 - acceptance.
 
-    batch = with_known_drafts(batch, [prompt], n_new); tokens = generate(batch, [prompt], n_new)
+    use_fixed_acceptance(batch, [prompt], n_new); tokens = generate(batch, [prompt], n_new)
 """
 
 import torch
@@ -13,14 +13,14 @@ from generate import Batch, generate
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from speculate import SpeculativeBatch
 
-PASSES = 10                                        # until a text is one that rounds give, too
+MAX_PASSES = 10                                    # until the speculative text is stable
 
 
-class KnownDrafter:
-    """A drafter's work, and tokens of a known text in place of its own."""
+class FixedAcceptanceDrafter:
+    """Runs a drafter, and replaces its drafts by tokens of a known text."""
 
     def __init__(self, drafter, acceptance: float = PUBLISHED_ACCEPTANCE):
-        """acceptance: of drafts behind none that was wrong."""
+        """acceptance: probability that a draft is correct, if those before it are."""
         self.drafter, self.acceptance = drafter, acceptance
         self.text = None
         self.n_vocab = drafter.model.cfg.vocab_size
@@ -28,35 +28,35 @@ class KnownDrafter:
     def __getattr__(self, name: str):
         return getattr(self.drafter, name)
 
-    def know(self, text: list[int]) -> None:
-        """text: prompt and what follows."""
+    def set_text(self, text: list[int]) -> None:
+        """text: the prompt and the tokens after it."""
         self.text = torch.tensor([text], device=self.drafter.model.freq.device)
 
     def begin(self, *args) -> None:
-        self.generator = torch.Generator().manual_seed(1)      # each time the same are wrong
+        self.generator = torch.Generator().manual_seed(1)      # the same errors in each run
         self.drafter.begin(*args)
 
     def propose(self, history: Tensor, n: int, k: int, sampler) -> tuple:
-        own, _, _ = self.drafter.propose(history, n, k, sampler)
+        drafts, _, _ = self.drafter.propose(history, n, k, sampler)
         known = self.text[:, n:n + k]
-        right = own.clone()                        # beyond the text: as they are
-        right[:, :known.shape[1]] = known
-        chance = torch.rand(1, k, generator=self.generator).to(right.device)
-        drafts = torch.where(chance < self.acceptance, right, (right + 1) % self.n_vocab)
+        correct = drafts.clone()                   # beyond the text: unchanged
+        correct[:, :known.shape[1]] = known
+        chance = torch.rand(1, k, generator=self.generator).to(correct.device)
+        drafts = torch.where(chance < self.acceptance, correct, (correct + 1) % self.n_vocab)
         return drafts, torch.ones(k, 1, device=drafts.device), drafts.T
 
 
-def with_known_drafts(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int) -> None:
-    """Have a greedy batch draft what its model is about to say. In place.
+def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int) -> None:
+    """Replace the drafter of a greedy batch, in place.
 
-    Several rows in a call round otherwise than one, so where two logits are nearly equal the text
-    becomes another, of which nothing would be known: it is asked for until it stays.
+    Verification rounds differently from single-token steps, so near-ties may change the text.
+    Generate it repeatedly until it no longer changes.
     """
     plain = Batch(batch.model, batch.sampler, batch.steps)
     text = [t.item() for t in generate(plain, prompts, n_new)]
-    batch.drafter = KnownDrafter(batch.drafter)
-    for _ in range(PASSES):
-        batch.drafter.know([*prompts[0], *text])
-        before, text = text, [t.item() for t in generate(batch, prompts, n_new)]
-        if text == before:
+    batch.drafter = FixedAcceptanceDrafter(batch.drafter)
+    for _ in range(MAX_PASSES):
+        batch.drafter.set_text([*prompts[0], *text])
+        previous, text = text, [t.item() for t in generate(batch, prompts, n_new)]
+        if text == previous:
             break

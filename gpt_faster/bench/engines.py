@@ -1,7 +1,7 @@
-"""The engines that are compared, and what runs each: generate's public functions, from outside.
+"""The benchmarked engines, built from generate's public functions.
 
-The only file of this room, beside drafts.py, that knows the API of generate, speculate and
-sampling. An engine shares the weights it is given and compiles a model of its own over them.
+Only this file and drafts.py know the API of generate, speculate and sampling. Engines share
+weights; each compiles its own model over them.
 
     tokens, times = Engine("compile", model, prompts, workload, tokenizer).run(prompts, 64)
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from generate import PREFILL_CHUNK, Sequence, follow, generate
-from gpt_faster.bench.drafts import with_known_drafts
+from gpt_faster.bench.drafts import use_fixed_acceptance
 from gpt_faster.bench.workloads import Workload
 from gpt_faster.cli import batch
 from gpt_faster.cli.flags import ENGINES
@@ -37,20 +37,20 @@ from sampling import Sampler, SamplingParams
 
 LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "torch_compile", "compile",
           "compile+prefill")
-NGRAM = "ngram"                                    # compile, with tokens drafted by look-up
-MTP = "mtp"                                        # and with drafts by a head: drafts.py
-DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # tokens at most
+NGRAM = "ngram"                                    # compile, with n-gram drafts
+MTP = "mtp"                                        # compile, with drafts by an MTP head: drafts.py
+DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # max draft tokens
 SAMPLERS = ("sorted", "sort_free")
 GREEDY = SamplingParams(temperature=0)
-TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # what the samplers are compared with
-BF16_ROUNDING = {                                  # does the CPU multiply bf16?
-    True: "activations of bfloat16",
-    False: "weights and activations of 14 bits where more than 32 rows meet the weights",
+TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # for comparing the samplers
+BF16_ROUNDING = {                                  # native.has_bf16() ->
+    True: "bfloat16 activations",
+    False: "14-bit weights and activations in matmuls of more than 32 rows",
 }
 
 
 def share_weights(model: Transformer) -> Transformer:
-    """Another model over the same weights, not a copy, so that each engine can compile its own."""
+    """A new model over the same weights, so that each engine can compile its own."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
@@ -59,30 +59,30 @@ def has_our_kernels(name: str) -> bool:
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
-    """Bytes of the weights, which our kernels copy into a layout of their own on a CPU."""
+    """Bytes of the packed weight copy that our CPU kernels make."""
     if model.freq.device.type != "cpu" or not has_our_kernels(name):
         return 0
     return sum(p.nbytes for p in model.parameters())
 
 
 def keep_top_p_by_sorting(probs: Tensor, top_p: Tensor) -> Tensor:
-    """sampling.keep_top_p() as others have it: of the whole vocabulary too."""
+    """sampling.keep_top_p() by sorting the whole vocabulary, as other programs do it."""
     ordered = probs.sort(-1, descending=True).values
     n_more = (ordered.cumsum(-1) - ordered < top_p)[..., 1:].sum(-1, keepdim=True)
     return probs >= ordered.gather(-1, n_more)
 
 
 class Engine:
-    """One engine on a model's weights, compiled and warm for prompts like these.
+    """One engine on a model's weights, compiled and warmed up for such prompts.
 
-    temperature: of all but the samplers, which have TOP_P. ValueError where the engine cannot do
+    temperature: except for SAMPLERS, which use TOP_P. ValueError if the engine does not support
     the workload.
     """
 
     def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
                  workload: Workload, tokenizer, temperature: float = 0.0,
                  head: MTPHead | None = None):
-        """head: of mtp, which drafts."""
+        """head: the MTP head, for engine mtp."""
         if workload.n_requests and name in ("recompute", MTP, *SAMPLERS):
             raise ValueError("takes one prompt at a time")
         if name == MTP and temperature:
@@ -127,11 +127,11 @@ class Engine:
         if name in DRAFTING:
             measure_drafts(self.batch, workload.n_prompt + 1)
         if name == MTP:
-            with_known_drafts(self.batch, prompts, workload.n_new)
+            use_fixed_acceptance(self.batch, prompts, workload.n_new)
 
     @property
     def version(self) -> str | None:
-        """What products round numbers to, where they do."""
+        """The precision of matmuls, or None if they round nothing."""
         if not uses_operations(self.model):
             return None
         packed = [m for m in self.model.modules() if is_packed(m)]
@@ -140,9 +140,9 @@ class Engine:
         if not kinds:
             return None if is_exact else BF16_ROUNDING[native.has_bf16()]
         if is_exact or all(native.activation_bits(kind) == 16 for kind in kinds):
-            return "activations of 16 bits"
-        most = ", of bfloat16 where more than 48 do" if native.has_amx() else ""
-        return f"activations of 8 bits where some rows meet the weights{most}, of 16 elsewhere"
+            return "16-bit activations"
+        amx = ", bfloat16 in those of more than 48 rows" if native.has_amx() else ""
+        return f"8-bit activations in multi-row matmuls{amx}, 16-bit elsewhere"
 
     @property
     def is_greedy(self) -> bool:
@@ -150,11 +150,11 @@ class Engine:
 
     @property
     def is_repeatable(self) -> bool:
-        """Does each run give the same tokens? Sampling at a temperature, each gives its own."""
+        """Whether each run generates the same tokens: not at other temperatures."""
         return self.sampling_params in (GREEDY, TOP_P)
 
     def tokens(self, prompts: list[list[int]], n_new: int) -> Iterator[Tensor]:
-        """The tokens [B, 1] of each step, on the device."""
+        """Yield each step's tokens [B, 1], on the device."""
         self.batch.sampler.generator.manual_seed(self.seed)
         return generate(self.batch, prompts, n_new)
 
@@ -162,15 +162,17 @@ class Engine:
         """-> each row's new tokens; the time before the first step and after each token."""
         sequences = [Sequence(self.tokenizer, []) for _ in prompts]
         if not self.is_repeatable:
-            self.seed += 1                                 # another text each time
+            self.seed += 1                         # new samples in each run
         times, interrupted = follow(self.tokens(prompts, n_new), sequences, None)
         if interrupted:
             raise KeyboardInterrupt
         return [sequence.ids for sequence in sequences], times
 
     def serve(self, prompts: list[list[int]], max_new_tokens: list[int], n_slots: int) -> dict:
-        """Different prompts, n_slots at a time -> a peer's answer to that: ids, total_s, request_s,
-        first_s, all but the first a figure for each prompt in its order."""
+        """Run different prompts, n_slots at a time -> ids, total_s, request_s, first_s, as a peer.
+
+        All but total_s are lists in the order of the prompts.
+        """
         work = [Generation(self.tokenizer, prompt, max_new=n_new)
                 for prompt, n_new in zip(prompts, max_new_tokens)]
         start = time.perf_counter()
@@ -182,10 +184,10 @@ class Engine:
                     first_s=[each.first_s - each.begun_s for each in work])
 
     def cache_bytes(self) -> int:
-        """Of a head that drafts the weights too."""
+        """KV cache bytes, and the weights of an MTP head."""
         layers = [*self.model.layers, *(self.head.layers if self.head else ())]
         n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
         if self.head:
-            own = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
-            n_bytes += sum(p.nbytes for p in own) + self.model.hidden.nbytes
+            head_weights = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
+            n_bytes += sum(p.nbytes for p in head_weights) + self.model.hidden.nbytes
         return n_bytes

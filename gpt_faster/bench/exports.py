@@ -1,6 +1,6 @@
-"""Our model as a peer reads it: a GGUF for llama.cpp, a Hugging Face directory for the others.
+"""Export a model for peers: a GGUF for llama.cpp, a Hugging Face directory for the others.
 
-It knows the two formats and no peer. The package gguf is imported where it is used.
+It knows the two formats and no peer. The gguf package is imported on use.
 
     export_gguf(checkpoint, Path("model.Q8_0.gguf"), "Q8_0")
     export_hf(checkpoint, Path("model.bfloat16.hf"), torch.bfloat16)
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint import HF_NAMES
-from gpt_faster.bench.twins import UNREAD, Twin, is_plain_llama, twin_of
+from gpt_faster.bench.twins import LOOKUP_ONLY, Twin, is_plain_llama, twin_of
 
 HF_NAME_OF = {ours: theirs for theirs, ours in HF_NAMES.items()}
 GGUF_FORMATS = ("BF16", "Q8_0", "Q4_0")
@@ -27,11 +27,11 @@ CHUNK = 1 << 22                                    # elements written at a time
 
 class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]
-    read_rows: Callable                            # (begin, end) -> float32, of the flattened rows
+    read_rows: Callable                            # (begin, end) -> flattened rows, float32
 
 
 class GGUFField(NamedTuple):
-    """Metadata; item_type: of the elements where `type` is ARRAY, else anything."""
+    """A metadata field; item_type: type of the elements if `type` is ARRAY."""
 
     name: str
     value: object
@@ -46,9 +46,9 @@ class GGUFModel(NamedTuple):
 
 
 def export_hf_config(cfg, path: Path) -> Path:
-    """Write the config.json of a known shape for transformers, which makes random weights of it.
+    """Write a config.json from which transformers initializes random weights.
 
-    ValueError where it is not a plain Llama.
+    ValueError if it is not a plain Llama.
     """
     check_plain_llama(cfg, "transformers")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +57,10 @@ def export_hf_config(cfg, path: Path) -> Path:
 
 
 def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
-    """Write config.json, model.safetensors and a tokenizer; a directory that is there stays.
+    """Write config.json, model.safetensors and a tokenizer, unless the directory exists.
 
-    The weights that we run, rounded to dtype; random ones from a fixed seed. The tokenizer's words
-    are t0, t1, …: peers are given ids. ValueError where it is not a plain Llama with plain weights.
+    The weights are converted to dtype; random ones use a fixed seed. The tokenizer is a dummy (t0,
+    t1, …), since peers get token ids. ValueError if it is not a plain, unquantized Llama.
     """
     if directory.exists():
         return directory
@@ -70,14 +70,14 @@ def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
     has_plain_rope = rope == type(rope)(rope.theta, original_context=rope.original_context)
     is_quantized = any(name.endswith(".scales") for name in checkpoint.tensors)
     if not is_plain_llama(cfg) or is_quantized or not (has_plain_rope or is_random):
-        raise ValueError("a Hugging Face directory is written of a plain Llama only")
+        raise ValueError("only plain Llama models can be exported as a Hugging Face directory")
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     config = _llama_config(cfg) | dict(architectures=["LlamaForCausalLM"], bos_token_id=1,
                                        eos_token_id=2, torch_dtype=str(dtype)[6:])
     (partial / "config.json").write_text(json.dumps(config))
-    _write_made_up_tokenizer(cfg.vocab_size, partial)
+    _write_dummy_tokenizer(cfg.vocab_size, partial)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tensors = {_hf_name(name): _read(tensor, dtype)
@@ -88,7 +88,7 @@ def export_hf(checkpoint, directory: Path, dtype: torch.dtype) -> Path:
 
 
 def _llama_config(cfg) -> dict:
-    """A plain Llama's config.json."""
+    """config.json of a plain Llama."""
     return dict(
         model_type="llama", hidden_size=cfg.dim, num_hidden_layers=cfg.n_layer,
         num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim,
@@ -113,8 +113,8 @@ def _read(tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def _write_made_up_tokenizer(n: int, directory: Path) -> None:
-    """Words t0, t1, …; programs that convert models do not go on without a tokenizer."""
+def _write_dummy_tokenizer(n: int, directory: Path) -> None:
+    """Words t0, t1, …: converters require a tokenizer."""
     from tokenizers import Tokenizer, models
     words = {f"t{i}": i for i in range(n)}
     Tokenizer(models.WordLevel(words, unk_token="t0")).save(str(directory / "tokenizer.json"))
@@ -124,25 +124,24 @@ def _write_made_up_tokenizer(n: int, directory: Path) -> None:
 
 
 def check_plain_llama(cfg, peer: str) -> None:
-    """ValueError if cfg has anything that a Llama has not."""
+    """ValueError if cfg is not a plain Llama."""
     if not is_plain_llama(cfg):
-        raise ValueError(f"{peer}: --random of a plain Llama only (llama3's stretched RoPE, which "
-                         "costs nothing, is left out)")
+        raise ValueError(f"{peer}: --random supports only plain Llama models")
 
 
 def export_gguf(checkpoint, path: Path, gguf_format: str) -> Path:
-    """Write the model that we run for llama.cpp, as BF16, Q8_0 or Q4_0; a file there stays.
+    """Write a model for llama.cpp as BF16, Q8_0 or Q4_0, unless the file exists.
 
-    From a GGUF: its metadata and matrices, these dequantized and quantized again. From a known
-    shape with random weights: the architecture llama with random weights of its own. Vectors,
-    routers and position embeddings are float32; in Q4_0 the embedding and the head are Q8_0, as
-    ours are int8. A few megabytes at a time. ValueError where llama.cpp cannot have the model.
+    From a GGUF: its metadata and tensors, requantized. From a random model: its shape with new
+    random weights. Vectors, routers and position embeddings stay float32; in Q4_0 the embedding
+    and the head are Q8_0, like our int8. Written in chunks of a few megabytes. ValueError if
+    llama.cpp does not support the model.
     """
     import gguf
     if path.exists():
         return path
     if gguf_format not in GGUF_FORMATS:
-        raise ValueError(f"llama.cpp: no kind {gguf_format} of GGUF "
+        raise ValueError(f"llama.cpp: unknown GGUF format {gguf_format} "
                          f"(known: {', '.join(GGUF_FORMATS)})")
     model = open_gguf_model(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,20 +159,19 @@ def export_gguf(checkpoint, path: Path, gguf_format: str) -> Path:
 
 
 def open_gguf_model(checkpoint) -> GGUFModel:
-    """What a GGUF of this checkpoint has; no weight is read yet. ValueError where that cannot be.
-    """
+    """The metadata and lazy tensors of a GGUF for this checkpoint. ValueError if not possible."""
     import gguf
     path = Path(checkpoint.path)
     if path.suffix != ".gguf":
         if any(tensor.read_rows is not None for tensor in checkpoint.tensors.values()):
-            raise ValueError("llama.cpp: it reads GGUF files: a .gguf or --random is needed")
+            raise ValueError("llama.cpp needs a .gguf file or --random")
         twin = twin_of(checkpoint.cfg)
         return GGUFModel(twin.architecture, _random_fields(twin), _random_weights(twin))
     reader = gguf.GGUFReader(path)
     fields = [GGUFField(f.name, f.contents(), f.types[0], f.types[-1])
               for f in reader.fields.values()]
     if any(field.name == "split.count" and field.value > 1 for field in fields):
-        raise ValueError(f"llama.cpp: {path.name} is split: a GGUF in one file is needed")
+        raise ValueError(f"llama.cpp: {path.name} is split: expected a single GGUF file")
     tensors = {}
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in tensor.shape[::-1])
@@ -182,7 +180,7 @@ def open_gguf_model(checkpoint) -> GGUFModel:
 
 
 def _row_reader(tensor) -> Callable:
-    """(begin, end) -> float32 rows of a GGUF's tensor, all axes but the last one flattened."""
+    """-> (begin, end) -> float32 rows of a GGUF tensor; all axes but the last are flattened."""
     import gguf
     data = tensor.data.reshape(-1, tensor.data.shape[-1])
     return lambda begin, end: gguf.dequantize(data[begin:end], tensor.tensor_type)
@@ -190,10 +188,10 @@ def _row_reader(tensor) -> Callable:
 
 def _add_fields(writer, fields: list[GGUFField]) -> None:
     import gguf
-    # The writer makes these itself.
+    # GGUFWriter writes these itself.
     excluded = ("general.architecture", "general.file_type", "general.alignment")
     for field in fields:
-        is_empty = field.value == []               # gguf writes no empty list
+        is_empty = field.value == []               # gguf rejects empty lists
         if field.name in excluded or field.name.startswith("GGUF.") or is_empty:
             continue
         item_type = field.item_type if field.type == gguf.GGUFValueType.ARRAY else None
@@ -201,7 +199,7 @@ def _add_fields(writer, fields: list[GGUFField]) -> None:
 
 
 def _tensor_type(name: str, shape: tuple[int, ...], gguf_format: str):
-    """How a tensor is stored in a file of this format."""
+    """A tensor's GGML type in a file of this format."""
     import gguf
     types = gguf.GGMLQuantizationType
     no_matrix = re.search(r"norm|gate_inp|^pos|conv1d|\.conv\.", name)
@@ -214,7 +212,7 @@ def _tensor_type(name: str, shape: tuple[int, ...], gguf_format: str):
 
 
 def _write_tensors(writer, tensors: dict[str, GGUFTensor], gguf_format: str) -> None:
-    """The header, then the tensors, a chunk at a time."""
+    """Write the header, then the tensors in chunks."""
     import gguf
     import numpy as np
     types = {name: _tensor_type(name, t.shape, gguf_format) for name, t in tensors.items()}
@@ -239,7 +237,7 @@ def _write_tensors(writer, tensors: dict[str, GGUFTensor], gguf_format: str) -> 
 
 
 def _random_fields(twin: Twin) -> list[GGUFField]:
-    """Metadata with a vocabulary of no meaning."""
+    """Metadata with a dummy vocabulary."""
     import gguf
     types = gguf.GGUFValueType
     known = {int: (types.UINT32, None), float: (types.FLOAT32, None), bool: (types.BOOL, None),
@@ -259,7 +257,7 @@ def _random_fields(twin: Twin) -> list[GGUFField]:
 
 
 def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
-    """Normal, as small as an initialization; norms are ones, rates of decay -1, biases 0."""
+    """Normal with std 0.02; norms are 1, SSM decay rates -1, biases 0."""
     import numpy as np
     random = np.random.default_rng(0)
 
@@ -268,7 +266,7 @@ def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
             value = -1 if name.endswith("ssm_a") else 0 if name.endswith("bias") else 1
             return lambda begin, end: np.full(shape, value)
         n = shape[-1]
-        if name.startswith(UNREAD):
+        if name.startswith(LOOKUP_ONLY):
             return lambda begin, end: np.zeros((end - begin, n), np.float32)
         return lambda begin, end: 0.02 * random.standard_normal((end - begin, n), np.float32)
     return {name: GGUFTensor(shape, row_reader(name, shape))

@@ -1,4 +1,4 @@
-"""The machine that figures depend on: its memory bandwidth, its processor, versions, the commit.
+"""Describe the machine: memory bandwidth, processor, package versions, commit.
 
 It knows no model and no engine.
 
@@ -22,19 +22,19 @@ N_FLOATS = 1 << 28                                 # 1 GB, far beyond every cach
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done its work."""
+    """Wait for a GPU; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 @cache
 def _cpu_buffer() -> torch.Tensor:
-    """Allocated once: a virtual machine gets new pages slowly, 2 s for this many."""
+    """Allocated once: page faults for 1 GB take 2 s on a virtual machine."""
     return torch.ones(N_FLOATS)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """GB/s of reading 1 GB once, 1e9 bytes: the best of a few sums."""
+    """Memory read bandwidth in GB/s (1e9 bytes): the best of 7 sums over 1 GB."""
     x = _cpu_buffer() if device.type == "cpu" else torch.ones(N_FLOATS, device=device)
     seconds = []
     for _ in range(7):
@@ -47,7 +47,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def run_command(*command: str) -> str:
-    """What a program prints, "" where there is no such program or it fails."""
+    """A program's stdout, or "" if it is missing or fails."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     except OSError:
@@ -56,20 +56,20 @@ def run_command(*command: str) -> str:
 
 
 def commit() -> str:
-    """The checked-out commit, marked where files other than results differ from it."""
+    """The checked-out commit, with "-dirty" if files other than results differ."""
     name = run_command("git", "describe", "--always")
     changes = run_command("git", "status", "--short", "-uno", ".", ":!benchmarks")
     return f"{name}-dirty" if changes else name
 
 
 def cpu_capability() -> str:
-    """The widest instructions that it has: AVX2, AVX512, AMX."""
+    """The widest instruction set: AVX2, AVX512, AMX, …"""
     has_matrices = "amx_tile" in (torch_internals.cpu_flags() or "").split()
     return "AMX" if has_matrices else torch.backends.cpu.get_cpu_capability()
 
 
 def describe_machine(device: torch.device) -> dict:
-    """What figures depend on besides the model: the first fields of a result."""
+    """The machine-dependent fields of a result."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         clocks = run_command("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.limit",

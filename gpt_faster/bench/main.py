@@ -1,8 +1,7 @@
-"""benchmark.py's command line: its flags, what they ask for, and the result.
+"""benchmark.py's command: flags, cases and the result.
 
-It times the engines side by side, compares their tokens, and sets them beside machine and peers;
-the other files of this room do that. One command gives a table of the docs again, with the memory
-bandwidth measured in the same run:
+It times engines and peers, compares the engines' tokens, and measures memory bandwidth in the same
+run. One command reproduces a table of the docs:
 
     python benchmark.py -m org/name -p 512 -n 200 --engines kv_cache,compile,int8 --peers llama.cpp
 """
@@ -41,25 +40,25 @@ from gpt_faster.loading import open_model
 from tp import local_device
 
 NANO_GPT_BATCHES = [1, 8, 64, 512]
-EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of a row: not a failed command
+EXPECTED_ERRORS = "out of memory|needs an|takes one"       # of rows; the exit status stays 0
 
 
 # ---- Flags --------------------------------------------------------------------------------------
 
 def names(text: str) -> list[str]:
-    """A flag's list, separated by commas."""
+    """A comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def counts(minimum: int) -> Callable:
-    """An argparse type: integers with commas."""
+    """An argparse type: comma-separated integers."""
     return lambda text: [number(int, minimum)(n) for n in names(text)]
 
 
 def build_parser() -> Parser:
-    p = Parser(description="Benchmark engines; the table goes to stdout.", formatter_class=Help)
+    p = Parser(description="Benchmark engines. The table goes to stdout.", formatter_class=Help)
     add_model_flags(p.add_argument_group("models").add_argument)
-    add_workload_flags(p.add_argument_group("tests, each with commas").add_argument)
+    add_workload_flags(p.add_argument_group("tests (comma-separated lists)").add_argument)
     add_run_flags(p.add_argument_group("runs").add_argument)
     add_output_flags(p.add_argument_group("output").add_argument)
     return p
@@ -67,11 +66,11 @@ def build_parser() -> Parser:
 
 def add_model_flags(add: Callable) -> None:
     add("--checkpoint_path", "--model", "-m", "--init_from", action="append",
-        metavar="PATH_OR_NAME", help="as generate.py's, or a shape of --random; repeatable")
-    add("--random", metavar="NAMES", help="known shapes with random weights, with commas")
+        metavar="PATH_OR_NAME", help="same as for generate.py, or a name of --random; repeatable")
+    add("--random", metavar="NAMES", help="random weights in these models' shapes, comma-separated")
     add("--quantize", default="none", metavar="LIST",
-        help="none, int8, int4 (groups of 32), int4-g64, …, with commas: every engine with each; a "
-             "file that is quantized already stays as it is with none")
+        help="none, int8, int4 (groups of 32), int4-g64, …, comma-separated: run every engine with "
+             "each; none keeps the quantization of the file")
     add("--device", default="auto", help="auto, cpu, cuda")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     add_activation_bits(add)
@@ -79,54 +78,55 @@ def add_model_flags(add: Callable) -> None:
 
 def add_workload_flags(add: Callable) -> None:
     add("-p", "--n_prompt", type=counts(1), default=[], metavar="LIST",
-        help="time prompts of N tokens: ppN")
+        help="time prefill of N tokens: ppN")
     add("-n", "--max_new_tokens", type=counts(0), default=[200], metavar="LIST",
-        help="time decoding N tokens: tgN; 0: do not")
+        help="time decoding of N tokens: tgN; 0: skip")
     add("-d", "--depth", type=counts(1), default=[5], metavar="LIST",
-        help="tokens before the new ones: tgN @ dN")
+        help="prompt tokens before decoding: tgN @ dN")
     add("-b", "--batch_size", type=counts(1), metavar="LIST",
-        help="rows; default: 1, or 1,8,64,512 with --init_from")
+        help="batch sizes; default: 1, or 1,8,64,512 with --init_from")
     add("--text", type=Path, metavar="FILE",
-        help="a prompt, as a message where the model has a chat template; instead of DEPTH")
+        help="use this file as the prompt instead of DEPTH tokens, with the chat template if any")
     add("--temperature", type=number(float, 0), default=0.0,
-        help="of all but sorted and sort_free; above 0 each run draws its own text")
+        help="of all engines except sorted and sort_free; above 0 each run has another seed")
     add("--max_seq_length", type=counts(0), default=[0], metavar="LIST",
-        help="positions of the cache, where more than needed; 0: what is needed")
+        help="KV cache length; 0: as needed")
     add("--requests", type=number(int, 1), metavar="N",
-        help="instead: N prompts of 1 to DEPTH tokens with 1 to MAX_NEW_TOKENS new ones, of which "
-             "BATCH_SIZE run at a time: total tok/s, and the median of a request's")
+        help="continuous batching of N requests with 1 to DEPTH prompt tokens and 1 to "
+             "MAX_NEW_TOKENS new tokens, BATCH_SIZE at a time: total tok/s, and the median per "
+             "request")
 
 
 def add_run_flags(add: Callable) -> None:
     add("--engines", metavar="LIST",
-        help=f"of {', '.join(LADDER)}, {NGRAM} (compile with tokens drafted by look-up), "
-             f"{MTP} (compile with drafts by a head whose tokens are right with probability "
-             f"{PUBLISHED_ACCEPTANCE}), int8, "
-             "int4, int4-g64, … (compile with weights like that); "
+        help=f"of {', '.join(LADDER)}, {NGRAM} (compile with n-gram speculation), "
+             f"{MTP} (compile with MTP speculation at an acceptance rate of "
+             f"{PUBLISHED_ACCEPTANCE}), int8, int4, int4-g64, … (compile with such weights); "
              "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
-             "default: kv_cache,compile, or the whole ladder with --init_from")
+             "default: kv_cache,torch_compile,compile, or all of them with --init_from")
     add("--peers", default="", metavar="LIST",
-        help=f"in the same run, of {', '.join(PEERS)}: see scripts/install_peers.sh; generate.py "
-             "is ours, as a check")
+        help=f"other programs to run interleaved, of {', '.join(PEERS)} (our own, as a check); see "
+             "scripts/install_peers.sh")
     add("--ranks", type=counts(1), default=[], metavar="LIST",
-        help="the same on this many processes of this machine, which share the model")
-    add("-r", "--repetitions", type=number(int, 1), default=5, help="interleaved, in random order")
+        help="repeat with these numbers of tensor-parallel processes on this machine")
+    add("-r", "--repetitions", type=number(int, 1), default=5,
+        help="rounds; each runs all cases in random order")
     add("--suite", choices=(*SUITES, "serve"),
-        help="a list of benchmarks, into benchmarks/MACHINE.json; goes on where it was "
-             "interrupted, at the same commit; serve: serve.py's clients, a table on stdout")
-    add("--only", metavar="TITLES", help="of the suite, these tables, with commas")
+        help="run a list of benchmarks into benchmarks/MACHINE.json; resumes an interrupted run at "
+             "the same commit; serve: serve.py under load, table on stdout")
+    add("--only", metavar="TITLES", help="run only these tables of the suite, comma-separated")
 
 
 def add_output_flags(add: Callable) -> None:
-    add("-o", "--output", default="md", choices=list(OUTPUTS), help="on stdout")
-    add("--plot", type=Path, metavar="DIR", help="charts of throughput, first token, memory and "
-                                                 "bandwidth, as PNG (needs matplotlib)")
+    add("-o", "--output", default="md", choices=list(OUTPUTS), help="output format")
+    add("--plot", type=Path, metavar="DIR", help="write PNG charts of throughput, time to first "
+                                                 "token, memory and bandwidth (needs matplotlib)")
     add("--profile", type=Path, metavar="DIR",
-        help="instead of timing, a Chrome trace of steady decode steps for each case and test, "
-             "and the ten largest kernels")
+        help="instead of timing, write a Chrome trace of steady-state decode steps for each case "
+             "and test, and print the ten most expensive kernels")
 
 
-# ---- What they ask for --------------------------------------------------------------------------
+# ---- Cases and workloads ------------------------------------------------------------------------
 
 def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     """-> (engine, scheme) in the order of the rows."""
@@ -134,7 +134,7 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     requested = names(default if args.engines is None else args.engines)
     schemes = names(args.quantize)
     if not requested or not schemes:
-        raise ValueError(f"--engines or --quantize names none: choose from {', '.join(LADDER)}, "
+        raise ValueError(f"--engines or --quantize is empty: choose from {', '.join(LADDER)}, "
                          "int8, int4")
     known = (*LADDER, NGRAM, MTP)
     for name in requested:
@@ -151,19 +151,19 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
 
 
 def read_models(args) -> list[tuple[str | None, str | None]]:
-    """-> (path, None) or (None, shape). A shape's name serves as -m where no such file is."""
+    """-> (path, None) or (None, shape). -m also accepts a shape's name if no such file exists."""
     shapes = {shape.lower(): shape for shape in SHAPES}
     if args.random is not None and args.checkpoint_path:
-        raise ValueError("--random and --checkpoint_path exclude each other")
+        raise ValueError("--random and --checkpoint_path are mutually exclusive")
     if args.random is not None and not names(args.random):
-        raise ValueError("--random names none: known shapes are " + ", ".join(shapes.values()))
+        raise ValueError("--random is empty: known shapes are " + ", ".join(shapes.values()))
     if args.random is not None:
         return [(None, shape) for shape in names(args.random)]
     models = []
     for path in args.checkpoint_path or [None]:
         shape = shapes.get(path.lower()) if path and not Path(path).exists() else None
         if shape:
-            log(f"{path}: no such file, so random weights of that shape")
+            log(f"{path}: no such file: using random weights of that shape")
             path = None
         models.append((path, shape))
     return models
@@ -178,19 +178,19 @@ def read_peers(args) -> list[str]:
 
 
 def read_workloads(args, is_nano_gpt: bool, text_model: tuple) -> list[Workload]:
-    """In the order of the rows. text_model: whose tokenizer says how long --text is."""
+    """Workloads in the order of the rows. text_model: its tokenizer measures --text."""
     batch_sizes = args.batch_size or (NANO_GPT_BATCHES if is_nano_gpt else [1])
     if 1 in args.max_new_tokens:
-        raise ValueError("-n 1: decoding is timed between tokens, so at least 2 (or 0: -p alone)")
+        raise ValueError("-n 1: decode timing needs at least 2 tokens (0: only -p)")
     if args.text and args.requests:
-        raise ValueError("--text and --requests exclude each other")
+        raise ValueError("--text and --requests are mutually exclusive")
     workloads = [Workload(n, 1, b) for n in args.n_prompt for b in batch_sizes]
     workloads += [
         Workload(depth, n_new, b, cache_length, args.requests or 0, args.text)
         for depth in args.depth for n_new in args.max_new_tokens if n_new
         for cache_length in args.max_seq_length for b in batch_sizes]
     if not workloads:
-        raise ValueError("nothing to time: give -p or -n")
+        raise ValueError("nothing to time: set -p or -n")
     if args.text:
         n_prompt = len(encode_file(args.text, open_model(*text_model)[1]))
         workloads = [workload._replace(n_prompt=n_prompt) for workload in workloads]
@@ -198,16 +198,16 @@ def read_workloads(args, is_nano_gpt: bool, text_model: tuple) -> list[Workload]
 
 
 def check_suite(args, parser: Parser, device: torch.device) -> list[str]:
-    """-> the titles to run. ValueError where the flags do not fit a suite."""
+    """-> the titles to run. ValueError if other flags conflict with --suite."""
     if args.suite == "serve" and args.only:
-        raise ValueError("--suite serve is one table: it cannot be combined with --only")
+        raise ValueError("--suite serve has one table: it cannot be combined with --only")
     if args.suite == "gpu" and device.type == "cpu":
-        raise ValueError("--suite gpu needs a GPU, the device is cpu: use --suite cpu")
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    others = given - {"suite", "device", "plot", "only"}
-    if others:
+        raise ValueError("--suite gpu needs a GPU, but the device is cpu: use --suite cpu")
+    explicit = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    conflicting = explicit - {"suite", "device", "plot", "only"}
+    if conflicting:
         raise ValueError(f"--suite has its own commands and cannot be combined with "
-                         f"--{min(others)}")
+                         f"--{min(conflicting)}")
     if args.suite == "serve":
         return []
     titles = names(args.only) if args.only else list(SUITES[args.suite])
@@ -226,19 +226,19 @@ def check_ranks(args) -> None:
 # ---- The command --------------------------------------------------------------------------------
 
 def run(argv: list[str] | None = None) -> int:
-    """-> exit status: 1 where an engine failed or its tokens are wrong."""
+    """-> exit status: 1 if an engine failed or its tokens are wrong."""
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "benchmark.py", *argv])
     parser = build_parser()
     args = parser.parse_args(argv)
     device = pick_device(local_device(args.device))
     if args.plot:
-        plots.load_matplotlib()                    # complains now, not after an hour
+        plots.load_matplotlib()                    # fail now, not after an hour
     if args.only and not args.suite:
-        raise ValueError("--only chooses from a --suite")
+        raise ValueError("--only requires --suite")
     if tp.world() > 1 and (args.suite or args.peers or args.ranks):
-        raise ValueError("--suite, --peers and --ranks are not for torchrun: they start processes "
-                         "of their own")
+        raise ValueError("--suite, --peers and --ranks start processes themselves: do not use "
+                         "torchrun")
     if args.suite:
         titles = check_suite(args, parser, device)
         if args.suite == "serve":
@@ -254,7 +254,7 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def run_benchmark(args, device: torch.device, command: str) -> int:
-    """Time everything that the flags ask for and print it -> exit status."""
+    """Run the benchmark and print the result -> exit status."""
     native.set_activation_bits(args.activation_bits)
     is_nano_gpt = bool(re.search(r"--init[-_]from\b", command))
     engines = read_engines(args, is_nano_gpt)
@@ -286,7 +286,7 @@ def run_benchmark(args, device: torch.device, command: str) -> int:
 
 def open_cases(path: str | None, shape: str | None, engines: list, peers: list[str], args,
                device: torch.device, length: int) -> tuple[list[BenchmarkCase], object]:
-    """Load a model -> its cases, its tokenizer. ValueError where `length` exceeds its context."""
+    """Load a model -> its cases, its tokenizer. ValueError if `length` exceeds its context."""
     source, tokenizer = open_model(path, shape)
     dtype = pick_dtype(args.dtype, device, source.cfg)
     if length > source.cfg.context:
@@ -297,7 +297,7 @@ def open_cases(path: str | None, shape: str | None, engines: list, peers: list[s
 
 def time_workloads(cases: list[BenchmarkCase], tokenizers: dict, workloads: list[Workload],
                    repetitions: int, device: torch.device, command: str) -> dict:
-    """-> the result: the machine, the command, a row for each case and workload."""
+    """-> the result: machine, command, and a row for each case and workload."""
     machine = describe_machine(device)
     rows = []
     bandwidths = []
@@ -316,7 +316,7 @@ def report_failures(rows: list[dict]) -> int:
     for row in rows:
         error = row["error"]
         if row["compared"] is False:
-            problem = "gives other tokens than the reference"
+            problem = "generates other tokens than the reference"
         elif error and row["engine"] not in PEERS and not re.match(EXPECTED_ERRORS, error):
             problem = f"failed: {error}"
         else:

@@ -1,6 +1,6 @@
-"""Other programs that benchmark.py sets beside ours: starts each in a process and talks to it.
+"""Start the programs that benchmark.py compares with, each in a process, and talk to them.
 
-The process is worker.py, which describes the protocol, or our own generate.py.
+The process is worker.py, which documents the protocol, or our own generate.py.
 
     answer = Peer("llama.cpp", path, threads=2, device="cpu", dtype="bfloat16", length=512)(ids, 64)
 """
@@ -26,12 +26,12 @@ from gpt_faster.bench.weights import Weights
 from quantize import scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")
-EXPORTS = ROOT / "checkpoints/twins"               # the models as peers read them
-GGUF_FORMATS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}       # the nearest one
+EXPORTS = ROOT / "checkpoints/twins"               # exported models
+GGUF_FORMATS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}       # the closest format
 
 
 def environment(name: str) -> Path:
-    """The virtual environment that scripts/install_peers.sh makes for the peer, or else ours."""
+    """The peer's virtual environment (scripts/install_peers.sh), else ours."""
     for directory in (f".venv-peers-{name}", ".venv-peers"):
         path = WORKER.parents[2] / directory
         if (path / "bin/python").exists():
@@ -40,17 +40,16 @@ def environment(name: str) -> Path:
 
 
 class Peer:
-    """A worker, loaded and waiting. ValueError says in one line what it lacks.
+    """A running worker process with the model loaded. ValueError, in one line, if it fails.
 
-    threads: what the worker may use; length: positions, prompt and new tokens together; weights:
-    how those of the path are quantized.
+    length: prompt plus new tokens; weights: quantization of the model at path.
     """
 
     def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int,
                  weights: str = "none"):
         self.name = name
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")
-        # -I: otherwise the files beside the worker would hide packages of their names.
+        # -I: keep files next to the worker from shadowing packages.
         command = [environment(name) / "bin/python", "-I", WORKER, name, path,
                    "--threads", threads, "--device", device, "--dtype", dtype, "--length", length,
                    "--weights", weights]
@@ -69,31 +68,31 @@ class Peer:
 
     def _read_answer(self) -> dict:
         line = self.process.stdout.readline()
-        if not line:                               # it died: its last words
+        if not line:                               # it died: show its last line
             self.close()
             self.stderr.seek(0)
-            words = (self.stderr.read().strip().splitlines() or ["no message"])[-1][:200]
-            raise RuntimeError(f"{self.name} ended ({self.process.returncode}): {words}")
+            message = (self.stderr.read().strip().splitlines() or ["no message"])[-1][:200]
+            raise RuntimeError(f"{self.name} ended ({self.process.returncode}): {message}")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
 
     def __call__(self, prompt_ids: list[int], n_new: int, batch: int = 1) -> dict:
-        """-> ids, ttft_s, step_s, peak_memory_bytes, as in worker.py. RuntimeError says why not."""
+        """-> ids, ttft_s, step_s, peak_memory_bytes, as in worker.py. RuntimeError if it fails."""
         return self._request(prompt=list(prompt_ids), n_new=n_new, batch=batch)
 
     def serve(self, prompts: list[list[int]], n_new: list[int], batch: int) -> dict:
-        """-> ids, total_s, request_s, first_s, peak_memory_bytes, likewise. RuntimeError too."""
+        """-> ids, total_s, request_s, first_s, peak_memory_bytes. RuntimeError if it fails."""
         return self._request(prompts=prompts, n_new=n_new, batch=batch)
 
     def _request(self, **request) -> dict:
-        with suppress(OSError, ValueError):        # a closed pipe: the answer says why
+        with suppress(OSError, ValueError):        # a closed pipe: _read_answer() reports it
             print(json.dumps(request), file=self.process.stdin, flush=True)
         return self._read_answer()
 
     def close(self) -> None:
-        """End the worker and all that it started, in the middle of a request too."""
+        """Kill the worker and its children."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -102,7 +101,7 @@ class Peer:
 
 
 class GenerateCommand:
-    """generate.py itself, a process for each run, as a check that its figures and ours agree."""
+    """Runs generate.py in a process per run, to check that its speed agrees with ours."""
 
     def __init__(self, argv: list[str]):
         self.command = [sys.executable, str(ROOT / "generate.py"), *argv, "--compile", "--json",
@@ -119,7 +118,7 @@ class GenerateCommand:
         return dict(answer, step_s=1 / speed if speed else None, ids=answer["new_ids"])
 
     def serve(self, *_):
-        raise ValueError("takes one prompt at a time, here")
+        raise ValueError("takes one prompt at a time")
 
     def close(self) -> None:
         pass
@@ -127,9 +126,9 @@ class GenerateCommand:
 
 def peer_starter(name: str, source, shape: str | None, device: torch.device,
                  length: int) -> Callable:
-    """-> a function of Weights that starts the peer, or raises ValueError with why not.
+    """-> a function that starts the peer with Weights, or raises ValueError.
 
-    shape: the known shape that `source` is, with random weights; None: it is files.
+    shape: name of the random model that `source` is; None: files.
     """
     def start(weights: Weights) -> Peer | GenerateCommand:
         dtype = str(weights.dtype)[6:]
@@ -148,7 +147,7 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
 
 
 def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
-    """The model as the peer reads it, exported if need be. ValueError where it cannot have it."""
+    """The model in a format that the peer reads, exported if needed. ValueError if impossible."""
     path = source.path
     if name == "llama.cpp":
         gguf_format = GGUF_FORMATS.get(weights.quantization)
@@ -160,11 +159,11 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
     if shape and name.startswith("transformers"):
         return exports.export_hf_config(source.cfg, EXPORTS / f"{shape}.json")
     if name in CONVERTERS:
-        return converted(name, source, shape, weights)
+        return convert(name, source, shape, weights)
     if name == "vllm":
         return hf_directory(source, shape, weights.dtype)
     if shape:
-        raise ValueError("reads files, not random shapes")
+        raise ValueError("does not support --random")
     if path.suffix in (".safetensors", ".json", ".bin"):
         return path.parent
     if path.suffix != ".gguf" and not path.is_dir():
@@ -173,13 +172,13 @@ def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
 
 
 def export_name(source, shape: str | None) -> str:
-    """What exports of this model begin with."""
+    """File name prefix of this model's exports."""
     path = source.path
     return shape or (path.stem if path.suffix == ".gguf" else path.parent.name)
 
 
 def hf_directory(source, shape: str | None, dtype: torch.dtype) -> Path:
-    """The model as a Hugging Face directory: its own, or one that is written."""
+    """The model's Hugging Face directory, exported if needed."""
     if not shape and source.path.suffix in (".safetensors", ".json", ".bin"):
         return source.path.parent
     name = f"{export_name(source, shape)}.{str(dtype)[6:]}.hf"
@@ -187,7 +186,7 @@ def hf_directory(source, shape: str | None, dtype: torch.dtype) -> Path:
 
 
 def openvino_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
-    """Weights by NNCF, without data."""
+    """NNCF weight compression without calibration data."""
     options = ["--weight-format", "fp16" if kind == "none" else kind]
     if kind == "int4":
         options += ["--group-size", groupsize, "--ratio", "1.0"]
@@ -196,7 +195,7 @@ def openvino_command(model: Path, export: Path, kind: str, groupsize: str) -> li
 
 
 def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) -> list:
-    """The head of the last token alone, as ours; in int4 it is int8, as ours."""
+    """Like ours: logits of the last token only; with int4 an int8 head."""
     options = ["prune_lm_head=true"]
     if kind == "int4":
         options += [f"block_size={groupsize}", "algo_config=rtn",
@@ -209,14 +208,14 @@ def onnxruntime_command(model: Path, export: Path, kind: str, groupsize: str) ->
 CONVERTERS = {"openvino": openvino_command, "onnxruntime": onnxruntime_command}
 
 
-def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
-    """The directory that the peer's own converter makes of the weights; one there stays.
+def convert(name: str, source, shape: str | None, weights: Weights) -> Path:
+    """Convert the model with the peer's converter, unless the directory exists.
 
-    ValueError where it fails, with its last words.
+    ValueError, with the last line of its stderr, if it fails.
     """
     kind, _, groupsize = weights.quantization.partition("-g")
     if kind not in ("none", "int8", "int4"):
-        raise ValueError(f"{name}: no weights equivalent to {weights.quantization}")
+        raise ValueError(f"{name}: no equivalent of {weights.quantization} weights")
     if not environment(name).name.endswith(name):
         raise ValueError(f"{name} is not installed: run scripts/install_peers.sh")
     model = hf_directory(source, shape, weights.dtype)
@@ -227,11 +226,11 @@ def converted(name: str, source, shape: str | None, weights: Weights) -> Path:
     partial = Path(f"{export}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     argv = CONVERTERS[name](model, partial, kind, groupsize)
-    done = subprocess.run([environment(name) / "bin/python", *argv], text=True, capture_output=True,
-                          env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    process = subprocess.run([environment(name) / "bin/python", *argv], text=True,
+                             capture_output=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
     shutil.rmtree(f"{partial}.cache", ignore_errors=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or ["no message"])[-1][:200]
         raise ValueError(f"{name} cannot convert the model: {reason}")
     os.replace(partial, export)
     return export

@@ -1,8 +1,8 @@
-"""Draw what benchmark.py measured: throughput, time to first token, memory, and the roofline.
+"""Plot benchmark.py's results: throughput, time to first token, memory and roofline.
 
-It reads the result object and knows nothing of models or engines but their names. matplotlib is
-optional and imported late. PNGs are opaque white cards: no grey reaches a contrast of 4.5 on both
-a white and a near-black page, so nothing is transparent.
+It reads the result object and knows only the names of models and engines. matplotlib is optional
+and imported late. PNGs have an opaque white background: no grey has a contrast of 4.5 on both white
+and near-black pages.
 
     from gpt_faster.bench import plots; plots.plot(json.load(open("x.json")), "x")
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 CARD, TEXT, GRID = "#ffffff", "#24292f", "#d8dee4"
-COLORS = {                                         # Okabe and Ito's, and others as far from them
+COLORS = {                                         # Okabe-Ito palette, extended
     "compile": "#0072b2", "torch_compile": "#2f7d6b", "cuda_graph": "#d55e00",
     "kv_cache": "#009e73", "recompute": "#cc79a7",
     "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "mtp": "#8b1a1a", "sorted": "#7f4f00",
     "sort_free": "#4b0055"}
-PEERS = "#5a5a5a", "#949494", "#1f1f1f"            # any other engine is a peer: grey and hatched
-LINES = "-", "--", ":", "-."                       # of the weights
-MARKERS = "os^Dv"                                  # of the model, the weights or the peer
-AXES = dict(batch="batch", n_prompt="context")     # a row's key -> its name in titles
+PEERS = "#5a5a5a", "#949494", "#1f1f1f"            # other engines are peers: grey, hatched
+LINES = "-", "--", ":", "-."                       # by weights
+MARKERS = "os^Dv"                                  # by model, weights or peer
+AXES = dict(batch="batch", n_prompt="context")     # row key -> name in titles
 AXIS_LABELS = dict(batch="batch, rows", n_prompt="context, tokens in the prompt")
 STYLE = {
     "figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CARD,
@@ -33,8 +33,8 @@ STYLE = {
 
 class Chart(NamedTuple):
     title: str
-    key: str                                       # of a row
-    unit: float                                    # what it is divided by
+    key: str                                       # of a row's value
+    unit: float                                    # divisor of the value
     label: str
 
 
@@ -46,7 +46,7 @@ CHARTS = dict(
 
 
 class Look(NamedTuple):
-    """Of a series, the same in every chart."""
+    """The style of a series in all charts."""
 
     label: str
     color: str
@@ -57,15 +57,14 @@ class Look(NamedTuple):
 
 class Panel(NamedTuple):
     phase: str                                     # decode or prompt
-    axis: str | None                               # lines over this key of AXES; None: bars
+    axis: str | None                               # a key of AXES: lines over it; None: bars
     rows: list[dict]
 
 
 def load_matplotlib():
-    """matplotlib, its Figure class, and Pillow's Image, which comes with it.
+    """-> matplotlib, its Figure class, Pillow's Image. ImportError says what to install.
 
-    Call it before a long run: ImportError says what to install. No pyplot: no window, and no
-    state that would outlive a chart.
+    Call it before a long run. pyplot is not used: it opens windows and keeps global state.
     """
     try:
         import matplotlib
@@ -77,13 +76,12 @@ def load_matplotlib():
 
 
 def plot(result: dict, directory: Path) -> list[Path]:
-    """Write throughput, ttft, memory and roofline .png, those the rows have figures for.
+    """Write throughput, ttft, memory and roofline .png, if the rows have data for them.
 
-    Decode (tg) and prompt (pp) rows have panels of their own. A panel is lines over batch or over
-    context, the other one fixed where most was measured, or bars where neither varies. Of two rows
-    at one point (engine, weights, batch, context) the one with more new tokens counts. Rows with
-    an error are counted in the title, not drawn. Raises ValueError if no row ran, ImportError
-    without matplotlib.
+    Decode (tg) and prompt (pp) rows get separate panels: lines over batch or context, with the
+    other fixed at the value with most data, or bars if neither varies. Of rows at the same point
+    (engine, weights, batch, context) the one with most new tokens is drawn. The title counts rows
+    with an error. ValueError if no row ran, ImportError without matplotlib.
     """
     matplotlib, Figure, Image = load_matplotlib()
     rows = [row for row in result["rows"] if not row.get("error")]
@@ -101,26 +99,26 @@ def plot(result: dict, directory: Path) -> list[Path]:
                 figure = draw(Figure, name, chart, panels, looks, result)
                 figure.suptitle(title(chart, result, rows))
                 figure.savefig(paths[-1], dpi=150)
-            palette = Image.open(paths[-1]).convert("RGB").quantize(256)   # half the bytes
+            palette = Image.open(paths[-1]).convert("RGB").quantize(256)   # halves the file size
             palette.save(paths[-1], optimize=True)
     return paths
 
 
-# ---- What belongs together ----------------------------------------------------------------------
+# ---- Series and panels --------------------------------------------------------------------------
 
 def series(row: dict) -> tuple[str, str, str, str]:
-    """What makes a line or a bar: model, engine, weights, dtype."""
+    """The key of a line or bar: model, engine, weights, dtype."""
     weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
     return row["model"], row["engine"], weights, row["dtype"]
 
 
 def distinct(rows: list[dict]) -> list[list[str]]:
-    """The models, engines, weights and dtypes of the rows, each in order of appearance."""
+    """All models, engines, weights and dtypes of the rows, in order of appearance."""
     return [list(dict.fromkeys(filter(None, values))) for values in zip(*map(series, rows))]
 
 
 def series_looks(rows: list[dict]) -> dict[tuple, Look]:
-    """Engines differ in color, weights in the line, models or else weights in the marker."""
+    """Color by engine, line style by weights, marker by model (or weights if only one model)."""
     all_values = distinct(rows)
     models, engines, all_weights, _ = all_values
     peers = [engine for engine in engines if engine not in COLORS]
@@ -143,10 +141,10 @@ def series_looks(rows: list[dict]) -> dict[tuple, Look]:
 
 
 def build_panels(name: str, chart: Chart, rows: list[dict]) -> list[Panel]:
-    """The panels of a chart, with the figure that it shows as "y" in each row."""
+    """The panels of a chart; each row gets the plotted value as "y"."""
     rows = [{**row, "y": row[chart.key] / chart.unit} for row in rows if row.get(chart.key)]
     decode = [row for row in rows if row["n_new"]]
-    if name == "roofline":                         # a batch reads its weights once for all rows
+    if name == "roofline":                         # batched rows share weight reads
         decode = longest_runs([row for row in decode if row["batch"] == 1])
         return [Panel("decode", None, decode)] if decode else []
     prompt = [row for row in rows if not row["n_new"]]
@@ -154,16 +152,16 @@ def build_panels(name: str, chart: Chart, rows: list[dict]) -> list[Panel]:
 
 
 def longest_runs(rows: list[dict]) -> list[dict]:
-    """Of the rows at one point, the one with the most new tokens."""
-    rows = sorted(rows, key=lambda row: row["n_new"])      # the last one stays
+    """Of rows at the same point, keep the one with most new tokens."""
+    rows = sorted(rows, key=lambda row: row["n_new"])      # the last one wins
     return list({(series(row), row["batch"], row["n_prompt"]): row for row in rows}.values())
 
 
 def split(phase: str, rows: list[dict]) -> list[Panel]:
-    """A panel for each axis along which some series has two points; else one of bars."""
+    """A panel for each axis along which some series has two points; else a bar panel."""
     panels = []
     for axis, other in (("batch", "n_prompt"), ("n_prompt", "batch")):
-        best, score = [], (1, 0)                   # a line has two points at least
+        best, score = [], (1, 0)                   # a line needs two points
         for fixed in sorted({row[other] for row in rows}):
             candidates = [row for row in rows if row[other] == fixed]
             keys = [series(row) for row in candidates]
@@ -180,7 +178,7 @@ def split(phase: str, rows: list[dict]) -> list[Panel]:
 # ---- Drawing ------------------------------------------------------------------------------------
 
 def draw(Figure, name: str, chart: Chart, panels: list[Panel], looks: dict, result: dict):
-    """A figure of the panels: bars below each other, lines two abreast."""
+    """A figure of all panels: bar panels stacked, line panels in two columns."""
     n_columns = 2 if len(panels) > 1 and all(panel.axis for panel in panels) else 1
     heights = []                                   # inches
     for panel in panels[::n_columns]:
@@ -201,7 +199,7 @@ def draw(Figure, name: str, chart: Chart, panels: list[Panel], looks: dict, resu
             bandwidth = result.get("bandwidth_gb_s") if name == "roofline" else None
             draw_bars(ax, panel, looks, has_spread, bandwidth)
             ax.set_xlabel(chart.label)
-    handles = {}                                   # of all panels, each label once
+    handles = {}                                   # deduplicated by label
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
@@ -212,7 +210,7 @@ def draw(Figure, name: str, chart: Chart, panels: list[Panel], looks: dict, resu
 
 
 def spread(rows: list[dict]) -> list[list[float]]:
-    """[below, above] the median: the slowest and the fastest run."""
+    """Error bars [below, above]: distance from the median to the slowest and fastest run."""
     return [[max(0, row["tok_s"] - row["tok_s_min"]) for row in rows],
             [max(0, row["tok_s_max"] - row["tok_s"]) for row in rows]]
 
@@ -227,7 +225,7 @@ def draw_lines(ax, panel: Panel, looks: dict, has_spread: bool) -> None:
                         ls=look.line, marker=look.marker, ms=5, capsize=2, elinewidth=1,
                         mfc=CARD if look.is_peer else look.color)
     ticks = sorted({row[panel.axis] for row in panel.rows})
-    ax.set_xscale("symlog", base=2, linthresh=1)   # log2, and a depth of 0 has a place
+    ax.set_xscale("symlog", base=2, linthresh=1)   # log2 that can show 0
     ax.set_xticks(ticks, [f"{x // 1024}k" if x and x % 1024 == 0 else str(x) for x in ticks])
     ax.minorticks_off()
     values = [row["y"] for row in panel.rows]
@@ -242,7 +240,7 @@ def draw_lines(ax, panel: Panel, looks: dict, has_spread: bool) -> None:
 
 
 def draw_bars(ax, panel: Panel, looks: dict, has_spread: bool, bandwidth: float | None) -> None:
-    """The longest above; bandwidth: a line there, and what share of it each bar is."""
+    """Bars, longest on top. bandwidth: draw a line there and label bars with their fraction."""
     rows = sorted(panel.rows, key=lambda row: row["y"])
     varying = [key for key in AXES if len({row[key] for row in rows}) > 1]
     for i, row in enumerate(rows):
@@ -260,22 +258,22 @@ def draw_bars(ax, panel: Panel, looks: dict, has_spread: bool, bandwidth: float 
     ax.set_yticks(range(len(rows)), [
         ", ".join([looks[series(row)].label, *(f"{AXES[key]} {row[key]}" for key in varying)])
         for row in rows])
-    ax.margins(x=0.18)                             # room for the texts
+    ax.margins(x=0.18)                             # space for labels
     ax.set_ylim(min(-0.6, len(rows) / 2 - 2), max(len(rows) - 0.4, len(rows) / 2 + 1))
     ax.tick_params(axis="y", length=0)
     ax.grid(True, axis="x")
 
 
 def title(chart: Chart, result: dict, rows: list[dict]) -> str:
-    """What is shown of which models; below, on what machine."""
+    """The chart's title and models; second line: the machine."""
     models, _, weights, dtypes = distinct(rows)
     notes = [f"{result['machine']} ({result['device']}, {result['threads']} threads)",
              ", ".join(dict.fromkeys(dtypes + weights if len(weights) == 1 else dtypes))]
     n_failed = sum(bool(row.get("error")) for row in result["rows"])
     if n_failed:
-        notes.append(f"{n_failed} could not run")
+        notes.append(f"{n_failed} failed")
     n_wrong = sum(row.get("compared") is False for row in rows)
     if n_wrong:
         notes.append(f"{n_wrong} with wrong tokens")
-    shown = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
-    return f"{chart.title}: {shown}\n" + " · ".join(filter(None, notes))
+    names = ", ".join(models) if len(models) < 4 else f"{len(models)} models"
+    return f"{chart.title}: {names}\n" + " · ".join(filter(None, notes))

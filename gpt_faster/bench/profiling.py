@@ -1,4 +1,4 @@
-"""Chrome traces of steady decode steps, and the largest kernels of each: benchmark.py --profile.
+"""benchmark.py --profile: Chrome traces of steady-state decode steps, and the top kernels.
 
     run_profiles(cases, tokenizers, workloads, Path("traces"))
 """
@@ -23,7 +23,7 @@ def file_name(text: str) -> str:
 
 def run_profiles(cases: list[BenchmarkCase], tokenizers: dict, workloads: list[Workload],
                  directory: Path) -> None:
-    """A trace for each engine and each workload that decodes."""
+    """Write a trace for each engine and each decode workload."""
     for workload in workloads:
         for case in cases:
             if workload.n_new == 1 or case.start_peer or case.error:
@@ -39,7 +39,7 @@ def run_profiles(cases: list[BenchmarkCase], tokenizers: dict, workloads: list[W
 
 @torch.inference_mode()
 def profile(case: BenchmarkCase, tokenizer, workload: Workload, path: Path) -> str:
-    """Write a Chrome trace of steady decode steps -> the ten largest kernels, as text."""
+    """Write a Chrome trace of steady-state decode steps -> the ten largest kernels, as text."""
     run = CaseRun(case, workload, tokenizer)
     run.prepare()
     device = case.weights.model.freq.device
@@ -57,7 +57,7 @@ def profile(case: BenchmarkCase, tokenizer, workload: Workload, path: Path) -> s
 
 
 def largest_kernels(trace, n_steps: int, on_gpu: bool) -> str:
-    """A line each: milliseconds and calls per step, the name."""
+    """One line per kernel: milliseconds and calls per step, name."""
     time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     events = sorted(trace.key_averages(), key=lambda event: -getattr(event, time_of))
     lines = []

@@ -1,4 +1,4 @@
-"""One benchmark on several numbers of tensor-parallel processes, as one table.
+"""Run one benchmark with several tensor-parallel sizes, as one table.
 
     run_ranks([1, 2], ["-n", "64"], "python benchmark.py -n 64 --ranks 1,2") -> exit status, result
 """
@@ -12,9 +12,9 @@ from gpt_faster.bench.machine import ROOT
 
 
 def run_ranks(counts: list[int], argv: list[str], command: str) -> tuple[int, dict | None]:
-    """Run benchmark.py with these arguments on each number of ranks, in processes of their own.
+    """Run benchmark.py with these arguments on each number of ranks.
 
-    -> the worst exit status, and one result with the rows of all, None where nothing ran.
+    -> the worst exit status, and one result with all rows, or None if nothing ran.
     """
     results = []
     status = 0

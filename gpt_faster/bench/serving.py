@@ -1,7 +1,7 @@
-"""How fast serve.py answers many clients, beside generate.py with the same prompts and slots, and
-beside the servers of llama.cpp and vLLM where scripts/install_peers.sh has made them.
+"""Benchmark serve.py under load, compared with generate.py on the same prompts and slots, and with
+the servers of llama.cpp and vLLM if scripts/install_peers.sh has installed them.
 
-It starts all as processes, and speaks HTTP as any client does: it imports nothing of the server.
+Servers run as processes and are accessed over HTTP; nothing of gpt_faster/server is imported.
 
     python benchmark.py --suite serve
 """
@@ -34,20 +34,20 @@ from gpt_faster.text.english import english_text
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
-ROUNDS = 3                                         # in turn; the medians count
-LENGTH = 1024                                      # positions of a slot
-STARTS_WITHIN = 300                                # seconds
+ROUNDS = 3                                         # interleaved; medians are reported
+LENGTH = 1024                                      # context length of a slot
+START_TIMEOUT = 300                                # seconds
 
 
 def make_requests(n: int, seed: int = 0) -> list[dict]:
-    """Prompts of about 100 to 500 tokens, and 64 to 128 new ones; always the same."""
+    """Prompts of about 100 to 500 tokens with 64 to 128 new ones; deterministic."""
     draw, text = random.Random(seed), english_text()
-    found = []
+    results_of = []
     for _ in range(n):
         begin, length = draw.randrange(len(text) - 4000), 4 * draw.randrange(100, 500)
         prompt = text[begin:begin + length]
-        found.append(dict(prompt=prompt, max_new_tokens=draw.randrange(64, 129)))
-    return found
+        results_of.append(dict(prompt=prompt, max_new_tokens=draw.randrange(64, 129)))
+    return results_of
 
 
 def our_server(n_slot: int, port: int, flags: list[str]) -> list:
@@ -56,8 +56,7 @@ def our_server(n_slot: int, port: int, flags: list[str]) -> list:
 
 
 def llama_server(n_slot: int, port: int, flags: list[str]) -> list:
-    """On the same weights in bf16, with the threads that ours has. ValueError where it is absent.
-    """
+    """The same weights in bf16, the same number of threads. ValueError if not installed."""
     binary = environment("llama.cpp") / "bin/llama-server"
     if not binary.exists():
         raise ValueError("llama.cpp is not installed: run scripts/install_peers.sh")
@@ -70,7 +69,7 @@ def llama_server(n_slot: int, port: int, flags: list[str]) -> list:
 
 
 def vllm_server(n_slot: int, port: int, flags: list[str]) -> list:
-    """Built for a CPU, in bf16; its defaults but for the room. ValueError where it is absent."""
+    """The CPU build in bf16 with defaults, except sizes. ValueError if not installed."""
     directory = environment("vllm") / "bin"
     if not directory.parent.name.endswith("vllm"):
         raise ValueError("vLLM is not installed: run scripts/install_peers.sh vllm")
@@ -86,11 +85,11 @@ def vllm_server(n_slot: int, port: int, flags: list[str]) -> list:
 
 
 SERVERS = {"vllm": vllm_server, "llama.cpp": llama_server, "serve.py": our_server}
-TAKE_IDS = {"vllm"}                                # its files have a made-up tokenizer
+NEEDS_IDS = {"vllm"}                               # its export has a dummy tokenizer
 
 
-def is_there(name: str) -> bool:
-    """It can be started; its model is exported, too."""
+def is_installed(name: str) -> bool:
+    """Whether the server is installed. Exports its model."""
     try:
         SERVERS[name](1, 0, [])
     except ValueError as e:
@@ -106,8 +105,8 @@ def as_ids(requests: list[dict]) -> list[dict]:
 
 
 @contextmanager
-def served(command: Callable, n_slot: int, flags: list[str]):
-    """-> the port of a server that is ready. RuntimeError where it does not start."""
+def running_server(command: Callable, n_slot: int, flags: list[str]):
+    """Start a server -> its port, once it is ready. RuntimeError if it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,7 +114,7 @@ def served(command: Callable, n_slot: int, flags: list[str]):
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + STARTS_WITHIN
+        end = time.monotonic() + START_TIMEOUT
         while not is_ready(port):
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{Path(argv[0]).name} did not start")
@@ -134,35 +133,39 @@ def is_ready(port: int) -> bool:
 
 
 def measure_server(port: int, n: int, requests: list[dict], seed: int,
-                   shaped: Callable = list) -> dict:
-    """n clients of n slots -> tokens a second, and seconds. shaped: requests as this one wants
-    them."""
-    requests = shaped(requests)
+                   convert: Callable = list) -> dict:
+    """n clients on n slots -> tokens per second, and latencies in seconds.
+
+    convert: adapts requests to this server.
+    """
+    requests = convert(requests)
     begin = time.perf_counter()
     answers = ask_all(port, requests, n)
     seconds = time.perf_counter() - begin
-    beside = shaped([dict(prompt=f"{seed} {i} waves", max_new_tokens=900) for i in range(n - 1)])
-    [late, later] = shaped([dict(r, prompt=r["prompt"][:800])
+    background = convert([dict(prompt=f"{seed} {i} waves", max_new_tokens=900)
+                          for i in range(n - 1)])
+    [alone_request, loaded_request] = convert([dict(r, prompt=r["prompt"][:800])
                             for r in make_requests(2, seed=-1 - seed)])
-    alone_s = first_token(port, late, [])
-    beside_s = first_token(port, later, beside)
+    alone_s = first_token(port, alone_request, [])
+    beside_s = first_token(port, loaded_request, background)
     first = sorted(answer.times[0] - answer.start for answer in answers)
     steps = [(answer.times[-1] - answer.times[0]) / (answer.request["max_new_tokens"] - 1)
              for answer in answers]
     pauses = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:])
-                    if b > a)                      # events may come together
+                    if b > a)                      # events may arrive together
     n_new = sum(request["max_new_tokens"] for request in requests)
-    return dict(tok_s=n_new / seconds, first_s=statistics.median(first), first_99_s=at(first, 0.99),
-                step_s=statistics.median(steps), pause_99_s=at(pauses, 0.99), alone_s=alone_s,
+    return dict(tok_s=n_new / seconds, first_s=statistics.median(first),
+                first_99_s=quantile(first, 0.99),
+                step_s=statistics.median(steps), pause_99_s=quantile(pauses, 0.99), alone_s=alone_s,
                 beside_s=beside_s)
 
 
-def at(ordered: list[float], share: float) -> float:
+def quantile(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> dict:
-    """generate.py --prompts_file -> tokens a second in all."""
+    """generate.py --prompts_file -> total tokens per second."""
     with tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory) / "prompts.jsonl"
         prompts.write_text("\n".join(map(json.dumps, requests)))
@@ -170,37 +173,37 @@ def measure_command(n_slot: int, requests: list[dict], flags: list[str]) -> dict
                    "--prompts_file", prompts, "--output", Path(directory) / "out.jsonl",
                    "--temperature", "0", "--ignore_eos", "--max_seq_length", str(LENGTH), *flags]
         result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True)
-    return dict(tok_s=float(re.search(r"([\d.]+) tok/s in all", result.stderr)[1]))
+    return dict(tok_s=float(re.search(r"([\d.]+) tok/s in total", result.stderr)[1]))
 
 
 def measure(n: int, servers: dict[str, Callable], flags: list[str], rounds: int) -> dict:
-    """-> of each server and of the command, the medians of so many rounds in turn.
+    """-> medians over interleaved rounds, for each server and for the command.
 
-    All servers run all the time and get other prompts in each round; of_command: tokens a second,
-    as the median of the rounds' shares of the command's.
+    All servers stay up and get new prompts in each round. of_command: the median over rounds of
+    tokens per second relative to the command.
     """
-    found = {}
+    results_of = {}
     with ExitStack() as stack:
-        ports = {name: stack.enter_context(served(command, n, flags))
+        ports = {name: stack.enter_context(running_server(command, n, flags))
                  for name, command in servers.items()}
-        for i in range(-1, rounds):                # the first one warms up
+        for i in range(-1, rounds):                # the first one is a warm-up
             log(f"{n} clients, round {i + 1} of {rounds}" if i >= 0 else f"{n} clients, warm up")
             requests = make_requests(n * REQUESTS_PER_CLIENT.get(n, 2) if i >= 0 else n, seed=i)
             results = {name: measure_server(port, n, requests, i,
-                                            as_ids if name in TAKE_IDS else list)
+                                            as_ids if name in NEEDS_IDS else list)
                        for name, port in ports.items()}
             base = results["generate.py"] = measure_command(n, requests, flags)
             for name, result in results.items():
                 result["of_command"] = result["tok_s"] / base["tok_s"]
                 if i >= 0:
-                    found.setdefault(name, []).append(result)
+                    results_of.setdefault(name, []).append(result)
     return {name: {key: statistics.median(r[key] for r in results) for key in results[0]}
-            for name, results in found.items()}
+            for name, results in results_of.items()}
 
 
 def run(flags: list[str], clients=CLIENTS, rounds: int = ROUNDS) -> int:
-    """Print a table -> exit status. flags: for both of our commands."""
-    servers = {name: command for name, command in SERVERS.items() if is_there(name)}
+    """Print a table -> exit status. flags: for serve.py and generate.py."""
+    servers = {name: command for name, command in SERVERS.items() if is_installed(name)}
     print("| clients | | tok/s | of generate.py's | first token, ms (99 %) | between tokens, ms "
           "(pauses, 99 %) | a first token alone, ms | beside the others |\n|" + "---|" * 8)
     for n in clients:

@@ -1,6 +1,6 @@
-"""The benchmarks of a machine, one after another, into benchmarks/MACHINE.json.
+"""Run a suite of benchmarks, one after another, into benchmarks/MACHINE.json.
 
-Each is a command line of benchmark.py, run in a process of its own.
+Each is a benchmark.py command line in a separate process.
 
     run_suite("cpu", list(SUITES["cpu"]), torch.device("cpu"), charts=None)
 """
@@ -20,8 +20,8 @@ from gpt_faster.bench.machine import ROOT, describe_machine
 from gpt_faster.bench.profiling import file_name
 from gpt_faster.bench.tables import table
 
-# The tables of gpt-fast's README and of nanoGPT's inference bench that such a machine bears, and
-# what peers are measured by.
+# The tables of gpt-fast's README and nanoGPT's inference benchmark that fit such a machine, and
+# comparisons with peers.
 SUITES = {
     "cpu": {
         "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,torch_compile,compile,int8,"
@@ -64,12 +64,12 @@ SUITES = {
 
 
 def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path | None) -> int:
-    """Each entry in a process of its own, so that its memory is too -> exit status.
+    """Run each entry in its own process, so that memory is freed -> exit status.
 
-    The file grows by entry; entries that are in it at this commit are skipped.
+    The file is updated after each entry; entries already measured at this commit are skipped.
     """
     machine = describe_machine(device)
-    kind = machine["capability"] or ""             # of a CPU
+    kind = machine["capability"] or ""             # of the CPU
     name = file_name(f"{machine['machine']} {machine['threads']} threads {kind}".rstrip())
     path = ROOT / f"benchmarks/{name}.json"
     path.parent.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path 
         if title not in titles:
             continue
         if tables.get(title, {}).get("commit") == machine["commit"]:
-            log(f"{title}: measured already at {machine['commit']}")
+            log(f"{title}: already measured at {machine['commit']}")
             continue
         log(f"== {title}: benchmark.py {command}")
         process = subprocess.run(
@@ -93,7 +93,7 @@ def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path 
             continue
         tables[title] = json.loads(process.stdout)
         tables[title]["command"] = f"python benchmark.py {command}"
-        tables = {t: tables[t] for t in SUITES[suite] if t in tables}      # in that order
+        tables = {t: tables[t] for t in SUITES[suite] if t in tables}      # keep the suite's order
         write_json(path, dict(machine, tables=tables))
         print(f"### {title}\n\n{table(tables[title])}\n", flush=True)
         if charts:
@@ -102,7 +102,7 @@ def run_suite(suite: str, titles: list[str], device: torch.device, charts: Path 
 
 
 def write_json(path: Path, value: dict) -> None:
-    """The whole file or nothing."""
+    """Replace the file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(partial, path)

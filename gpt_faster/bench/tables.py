@@ -1,7 +1,7 @@
-"""What benchmark.py measured, as text: Markdown, CSV, JSON.
+"""Format benchmark.py's results as Markdown, CSV or JSON.
 
-It reads the result object, knows no engine and needs no torch, so that scripts/dev/map.py can make
-the docs' tables again from benchmarks/*.json:
+It reads the result object and needs no torch, so that scripts/dev/map.py can regenerate the docs'
+tables from benchmarks/*.json:
 
     print(OUTPUTS["md"](result))
 """
@@ -13,15 +13,16 @@ import statistics
 
 from gpt_faster.bench.worker import PEER_NAMES
 
-PEERS = (*PEER_NAMES, "generate.py")                # the last one is ours
-NOTHING = "–"
-BELOW = ("model", "M parameters", "weights", "MB", "test", "batch")    # if the same in all rows
+PEERS = (*PEER_NAMES, "generate.py")               # the last one is our own
+EMPTY = "–"
+# columns that go into the caption if equal in all rows
+CAPTION_COLUMNS = ("model", "M parameters", "weights", "MB", "test", "batch")
 BEST = "× the best peer"
-OF_RANKS = ("ranks", "sent by each per token, KB")
+RANK_COLUMNS = ("ranks", "sent by each per token, KB")
 
 
 def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
-    """A peer's row on the same test: with weights quantized alike, or else with plain ones."""
+    """A peer's row for the same test, preferably with the same quantization."""
     others = [other for other in rows
               if other["engine"] == peer and other["tok_s"] and row["tok_s"]
               and all(other[key] == row[key] for key in ("model", "test", "batch"))]
@@ -30,34 +31,34 @@ def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
 
 
 def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
-    """To a peer's counterpart: the median of the rounds' ratios.
+    """Speed relative to a peer's counterpart: the median of per-round ratios.
 
-    What slows the machine down for a while slows both down.
+    Rounds are interleaved, so temporary slowdowns of the machine affect both.
     """
     other = counterpart(row, rows, peer)
     if not other:
         return None
     ours = row.get("tok_s_runs") or [row["tok_s"]]
     theirs = other.get("tok_s_runs") or [other["tok_s"]]
-    if len(ours) != len(theirs):                   # an older result
+    if len(ours) != len(theirs):                   # an old result
         return row["tok_s"] / other["tok_s"]
     return statistics.median(a / b for a, b in zip(ours, theirs))
 
 
 def best_peer(row: dict, rows: list[dict]) -> str | None:
-    """The peer whose counterpart is the fastest, by its median."""
+    """The peer with the fastest counterpart, by its median."""
     others = {peer: counterpart(row, rows, peer) for peer in PEER_NAMES}
     speeds = {peer: other["tok_s"] for peer, other in others.items() if other}
     return max(speeds, key=speeds.get, default=None)
 
 
 def show(value, form: str = "{}", unit: float = 1) -> str:
-    """value / unit in this form, or a dash where there is no value."""
-    return NOTHING if value is None else form.format(value / unit)
+    """Format value / unit, or a dash for None."""
+    return EMPTY if value is None else form.format(value / unit)
 
 
 def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
-    """A row's cell in each column; a column that is empty in all rows is left out later."""
+    """A row's cells by column; table() drops columns that are empty in all rows."""
     line = {
         "model": row["model"],
         "M parameters": show(row["parameters"], "{:.0f}", 1e6),
@@ -75,11 +76,11 @@ def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
     for peer in peers:
         line[f"× {peer}"] = show(ratio(row, rows, peer), "{:.2f}")
     best = best_peer(row, rows)
-    line[BEST] = f"{ratio(row, rows, best):.2f} ({best})" if best else NOTHING
+    line[BEST] = f"{ratio(row, rows, best):.2f} ({best})" if best else EMPTY
     gaps = show(row["itl_ms"], "{:.1f}")
     if row["itl_p99_ms"]:
         gaps += f" ({row['itl_p99_ms']:.1f})"
-    agree = NOTHING
+    agree = EMPTY
     if row["compared"] is not None:
         agree = "yes" if row["compared"] else "NO"
     return line | {
@@ -94,7 +95,7 @@ def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
 
 
 def table(result: dict) -> str:
-    """As Markdown. What is the same in all rows stands below, not in a column."""
+    """A Markdown table. Values that are equal in all rows go into the caption below it."""
     rows = result["rows"]
     peers = [name for name in dict.fromkeys(row["engine"] for row in rows) if name in PEERS]
     lines = [cells(row, rows, peers) for row in rows]
@@ -105,14 +106,14 @@ def table(result: dict) -> str:
         del columns[BEST]
     several_ranks = any(row.get("ranks", 1) > 1 for row in rows)
     if not several_ranks:
-        for title in OF_RANKS:
+        for title in RANK_COLUMNS:
             del columns[title]
     common = []
     for title, column in list(columns.items()):
-        if title in BELOW and len(set(column)) == 1:
+        if title in CAPTION_COLUMNS and len(set(column)) == 1:
             common.append(f"{title} {column[0]}")
             del columns[title]
-        elif set(column) == {NOTHING}:
+        elif set(column) == {EMPTY}:
             del columns[title]
     text = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     text += ["| " + " | ".join(line) + " |" for line in zip(*columns.values())]
@@ -122,16 +123,16 @@ def table(result: dict) -> str:
 
 
 def versions(rows: list[dict]) -> str:
-    """What each peer was and computed in, a line each; older results do not say."""
-    stated = {(row["engine"], row["quantization"], row["dtype"]): row["version"]
+    """One line per peer with its version and precision; old results have none."""
+    version_of = {(row["engine"], row["quantization"], row["dtype"]): row["version"]
               for row in rows if row.get("version")}
     lines = [f"- {engine}, {dtype if quantization == 'none' else quantization}: {version}"
-             for (engine, quantization, dtype), version in stated.items()]
+             for (engine, quantization, dtype), version in version_of.items()]
     return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
 
 
 def conditions(result: dict) -> str:
-    """On what and how it was measured."""
+    """The machine and measurement conditions."""
     return (f"{result['rows'][0]['dtype']} on {result['machine']}, {result['threads']} threads, "
             f"reading memory at {result['bandwidth_gb_s']:.1f} GB/s in this run; medians of "
             f"{result['repetitions']}; torch {result['versions']['torch']}; commit "

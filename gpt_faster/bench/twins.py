@@ -1,8 +1,8 @@
-"""A known shape with random weights as llama.cpp reads it: an architecture, metadata, tensors.
+"""llama.cpp's equivalent of a random model: architecture, metadata and tensor shapes.
 
-It knows names and shapes; bench/exports.py has the weights and writes the file.
+bench/exports.py creates the weights and writes the file.
 
-    twin = twin_of(cfg)                            # ValueError: no architecture has such a model
+    twin = twin_of(cfg)                            # ValueError: no equivalent architecture
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
 from model import layer_config
 
-UNREAD = "per_layer_token_embd"                    # but for a row for each token: zeros will do
-BARE = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensors that are no weights
+LOOKUP_ONLY = "per_layer_token_embd"                    # embedding table: zeros suffice
+NO_SUFFIX = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensor names without .weight
 
 
 class Twin(NamedTuple):
@@ -26,8 +26,9 @@ class Twin(NamedTuple):
 
 
 def twin_of(cfg) -> Twin:
-    """Llama, whose stretched RoPE costs nothing and is left out; Qwen3.5; GLM-4.7-Flash; LFM2;
-    Gemma 4 without experts.
+    """Supports Llama, Qwen3.5, GLM-4.7-Flash, LFM2, and Gemma 4 without experts.
+
+    Llama 3's RoPE scaling is omitted: it does not affect speed.
     """
     if is_plain_llama(cfg):
         return Twin("llama", _metadata(cfg), _shapes(cfg, [_attention(cfg)] * cfg.n_layer))
@@ -39,8 +40,8 @@ def twin_of(cfg) -> Twin:
         return _lfm2(cfg)
     if cfg.block is not None and cfg.block.end and cfg.moe is None:
         return _gemma4(cfg)
-    raise ValueError("llama.cpp: --random of a plain Llama, a dense Qwen3.5, LFM2 or Gemma 4, or a "
-                     "mixture with latent attention only")
+    raise ValueError("llama.cpp: --random supports only plain Llama, dense Qwen3.5, LFM2 or "
+                     "Gemma 4, and MoE with latent attention")
 
 
 def is_plain_llama(cfg) -> bool:
@@ -60,12 +61,12 @@ def is_plain_qwen35(cfg) -> bool:
 
 
 def interval(cfg) -> int:
-    """Every so many layers one has attention."""
+    """Every interval-th layer has full attention."""
     return [*cfg.mixer, None].index(None) + 1
 
 
 def is_latent(cfg) -> bool:
-    """A mixture with latent attention and DeepSeek-V3's router, as GLM-4.7-Flash is one?"""
+    """Whether it is MoE with latent attention and DeepSeek-V3's router (GLM-4.7-Flash)."""
     return (isinstance(cfg.mixer[0], Latent) and cfg.moe is not None
             and getattr(cfg.moe, "scores", None) == "sigmoid")
 
@@ -87,7 +88,7 @@ def _attention(cfg) -> dict:
 
 
 def _shapes(cfg, layers: list[dict]) -> dict:
-    """layers: what each has, perhaps beside a feed-forward."""
+    """layers: tensors of each layer; a dense feed-forward is added unless it has a router."""
     shapes = {"token_embd.weight": (cfg.vocab_size, cfg.dim), "output_norm.weight": (cfg.dim,)}
     if not cfg.tied:
         shapes["output.weight"] = (cfg.vocab_size, cfg.dim)
@@ -95,7 +96,7 @@ def _shapes(cfg, layers: list[dict]) -> dict:
            "ffn_down": (cfg.dim, cfg.ffn_dim)}
     for i, layer in enumerate(layers):
         parts = layer if "ffn_gate_inp" in layer else ffn | layer
-        shapes |= {f"blk.{i}.{name if name in BARE else name + '.weight'}": shape
+        shapes |= {f"blk.{i}.{name if name in NO_SUFFIX else name + '.weight'}": shape
                    for name, shape in parts.items()}
     return shapes
 
@@ -126,7 +127,7 @@ def _qwen35(cfg) -> Twin:
 
 
 def _deepseek2(cfg) -> Twin:
-    """With one key head, of latents."""
+    """Multi-head latent attention: one KV head."""
     latent, moe, D, N = cfg.mixer[0], cfg.moe, cfg.dim, cfg.n_head
     width, E, F = latent.nope_dim + cfg.head_dim, moe.n_expert, moe.expert_dim
     metadata = _metadata(cfg) | {
@@ -200,6 +201,6 @@ def _gemma4(cfg) -> Twin:
         layers.append(layer)
     shapes = _shapes(cfg, layers) | {"rope_freqs.weight": (wide // 2,)}
     if P:
-        shapes |= {f"{UNREAD}.weight": (cfg.per_layer.vocab_size, n * P),
+        shapes |= {f"{LOOKUP_ONLY}.weight": (cfg.per_layer.vocab_size, n * P),
                    "per_layer_model_proj.weight": (n * P, D), "per_layer_proj_norm.weight": (P,)}
     return Twin("gemma4", metadata, shapes)

@@ -1,4 +1,4 @@
-"""A model's weights under one quantization scheme, loaded once for all engines that run them.
+"""A model's weights in one quantization scheme, loaded once for all engines.
 
 It knows checkpoints, quantization and ranks, and nothing of engines.
 
@@ -24,17 +24,17 @@ from tp import n_local
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """model is None where the weights do not fit; then `error` says why."""
+    """model is None if the weights do not fit in memory; then `error` says so."""
 
     name: str                                      # of the checkpoint
-    cfg: ModelConfig                               # of all ranks together
+    cfg: ModelConfig                               # unsharded
     n_parameters: int
     scheme: str                                    # as requested: none, int8, int4, int4-g64, …
-    quantization: str                              # as the weights are: none, int8, int4-g32, …
+    quantization: str                              # actual: none, int8, int4-g32, …
     dtype: torch.dtype
     model: Transformer | None
     error: str | None = None
-    head: MTPHead | None = None                    # that drafts, where an engine wants one
+    head: MTPHead | None = None                    # for engine mtp
 
 
 def is_scheme(name: str) -> bool:
@@ -43,35 +43,35 @@ def is_scheme(name: str) -> bool:
 
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
                  drafts: bool = False, engine: str = "kv_cache") -> Weights:
-    """A checkpoint's weights on the device, quantized unless the scheme is none.
+    """Load a checkpoint on the device, quantized unless the scheme is none.
 
-    drafts: with a head that drafts, of random weights where the checkpoint has none; engine: the
-    first that runs them, see loading.py.
+    drafts: also load the MTP head, with random weights if the checkpoint has none; engine: the
+    first that runs the weights, see loading.py.
     """
     name = source.path.name
     model = head = None
     error = None
-    stored = source
+    quantized_source = source
     try:
         if scheme != "none":
-            stored = quantize_on_load.quantized(source, scheme, device=device)
-        size = n_bytes(tp.shard(stored), dtype, device)
-        # The ranks of one machine share its memory.
+            quantized_source = quantize_on_load.quantized(source, scheme, device=device)
+        size = n_bytes(tp.shard(quantized_source), dtype, device)
+        # Ranks on one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1
         if size > free_memory(device) / n_sharing:
             raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
-        model = load_shard(stored, dtype, device, engine)
+        model = load_shard(quantized_source, dtype, device, engine)
         if drafts:
-            head = load_shard(head_of(source, scheme, device), dtype, device, engine)
+            head = load_shard(mtp_head(source, scheme, device), dtype, device, engine)
     except torch.OutOfMemoryError as e:
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
-                   scheme=scheme, quantization=schemes(stored)[0], dtype=dtype,
+                   scheme=scheme, quantization=schemes(quantized_source)[0], dtype=dtype,
                    model=model, error=error, head=head)
 
 
-def head_of(source, scheme: str, device: torch.device):
+def mtp_head(source, scheme: str, device: torch.device):
     head = source.mtp() if source.mtp else random_mtp_head(source)
     return head if scheme == "none" else quantize_on_load.quantized(head, scheme, head="none",
                                                              device=device)

@@ -1,18 +1,18 @@
-"""A peer of benchmark.py in a process of its own: another program on the same model.
+"""A worker process of benchmark.py that runs another program (a peer) on the same model.
 
-It is run by path, by the Python of the peer's environment (scripts/install_peers.sh), so it imports
-nothing at the top that is not the standard library's, and none of our files.
+The Python of the peer's environment (scripts/install_peers.sh) runs it by path, so it imports only
+the standard library at the top, and none of our files.
 
     python -I bench/worker.py llama.cpp model.gguf --threads 2 --device cpu --length 512
 
-It speaks JSON, a line each. First {"ready": true, "version": …, "load_s": …}, the version with what
-it computes in; then for each {"prompt": [ids], "n_new": N, "batch": B}, all rows alike, greedy, N
-tokens whatever they are:
+It reads and writes JSON lines. First {"ready": true, "version": …, "load_s": …}, where version
+includes the precision; then for each {"prompt": [ids], "n_new": N, "batch": B} (B equal rows,
+greedy, EOS ignored):
 
     {"ids": the first row's N, "ttft_s": from the call to the first token,
      "step_s": mean of the later ones, null if N is 1, "peak_memory_bytes": …}
 
-or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, B at a time, as it would do it:
+or for {"prompts": [[ids], …], "n_new": [N, …], "batch": B}, B at a time, with its own batching:
 
     {"ids": [each one's N], "total_s": …, "request_s": [of each],
      "first_s": [to the first token of each] or null, "peak_memory_bytes": …}
@@ -38,7 +38,7 @@ from pathlib import Path
 
 
 class Transformers:
-    """transformers' own generate(), eager: its documentation's defaults."""
+    """transformers' generate(), eager, with default settings."""
 
     def __init__(self, args):
         import torch
@@ -54,11 +54,11 @@ class Transformers:
 
     def _load(self, transformers, path, dtype, device):
         auto = transformers.AutoModelForCausalLM
-        if path.suffix == ".json":                 # a shape alone: random weights
+        if path.suffix == ".json":                 # config only: random weights
             config = transformers.LlamaConfig.from_json_file(path)
             with self.torch.device(device):
                 model = auto.from_config(config, dtype=dtype)
-        elif path.suffix == ".gguf":               # as plain weights: what we run
+        elif path.suffix == ".gguf":               # dequantized, like ours
             model = auto.from_pretrained(
                 path.parent, dtype=dtype, gguf_file=path.name,
                 quantization_config=transformers.GgufConfig(dequantize=True))
@@ -69,7 +69,7 @@ class Transformers:
     def __call__(self, prompt, n_new, batch):
         times = []
 
-        class Clock:                               # generate() hands it the prompt, then each token
+        class Clock:                               # generate() calls it for prompt and tokens
             def put(self, value):
                 times.append(time.perf_counter())
 
@@ -93,7 +93,7 @@ class Transformers:
                     step_s=(last - first) / (n_new - 1) if n_new > 1 else None)
 
     def serve(self, prompts, n_new, batch):
-        """As its documentation does: padded on the left, until the longest answer of a batch."""
+        """As in its documentation: left-padded batches, each until its longest answer ends."""
         ids = []
         request_s = []
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ class Transformers:
         return dict(ids=ids, total_s=time.perf_counter() - begin, request_s=request_s, first_s=None)
 
     def _generate_padded(self, prompts, n_new):
-        """-> each row's new tokens, as many as it asked for."""
+        """-> the requested number of new tokens per row."""
         width = max(map(len, prompts))
         padding = [[0] * (width - len(prompt)) for prompt in prompts]
         tokens = self.torch.tensor([pad + prompt for pad, prompt in zip(padding, prompts)])
@@ -117,9 +117,9 @@ class Transformers:
 
 
 class CompiledTransformers(Transformers):
-    """The same with a static cache, whose decode step generate() compiles by itself on a GPU.
+    """With a static cache, for which generate() compiles the decode step.
 
-    On a CPU it does so only by the switch that transformers' own tests use.
+    On a CPU this needs the switch that transformers' tests use.
     """
 
     def __init__(self, args):
@@ -131,10 +131,10 @@ class CompiledTransformers(Transformers):
 
 
 class LlamaCpp:
-    """llama.cpp's own server, built for this CPU, and the server's own clock.
+    """llama-server, built for this CPU, timed by its own clock.
 
-    Its prompt_ms ends with the first token, its predicted_ms begins there (n_new - 1 steps: it is
-    0.001 for one token). A batch has as many slots; for another number the server starts anew.
+    prompt_ms ends with the first token; predicted_ms covers the n_new - 1 steps after it (0.001 for
+    one token). A batch uses as many slots; changing the number restarts the server.
     """
 
     COMPUTES = {"none": "BF16 weights, activations rounded to bfloat16 for their products",
@@ -158,12 +158,12 @@ class LlamaCpp:
                         "float16 KV cache")
 
     def _run(self, *argv):
-        """What the server says before it ends."""
+        """Run llama-server -> its output."""
         return subprocess.run([self.binary, *argv], stdout=subprocess.PIPE, text=True,
                               stderr=subprocess.STDOUT).stdout
 
     def _start(self, n_slots):
-        """A server with that many slots of args.length positions each."""
+        """(Re)start the server with n_slots slots of args.length positions each."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -199,7 +199,7 @@ class LlamaCpp:
         return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
 
     def _complete(self, prompt, n_new):
-        """-> ids, seconds to the first token by the server's clock, after it, in all by ours."""
+        """-> ids, seconds to the first token and after it (server clock), total seconds (ours)."""
         start = time.perf_counter()
         with self._open("/completion", dict(
                 prompt=prompt, n_predict=n_new, temperature=0, top_k=1, samplers=["top_k"],
@@ -209,7 +209,7 @@ class LlamaCpp:
         timings = out["timings"]
         if timings["predicted_n"] != n_new or timings["prompt_n"] != len(prompt):
             raise ValueError(f"{timings['prompt_n']} + {timings['predicted_n']} tokens instead of "
-                             f"{len(prompt)} + {n_new}: is the length enough?")
+                             f"{len(prompt)} + {n_new}: is --length too small?")
         decode_s = timings["predicted_ms"] / 1e3
         return out["tokens"], timings["prompt_ms"] / 1e3, decode_s, seconds
 
@@ -222,7 +222,7 @@ class LlamaCpp:
         return dict(ids=ids, ttft_s=ttft_s, step_s=decode_s / (n_new - 1) if n_new > 1 else None)
 
     def serve(self, prompts, n_new, batch):
-        """The server's own scheduling of its slots; a request waits here for a free one."""
+        """The server schedules its slots; requests wait here for a free one."""
         if self.n_slots != batch:
             self._start(batch)
         begin = time.perf_counter()
@@ -234,40 +234,40 @@ class LlamaCpp:
                     first_s=[seconds - decode_s for *_, decode_s, seconds in answers])
 
     def peak_bytes(self):
-        """The server's memory, not this process'."""
+        """Peak memory of the server process."""
         return resident_peak(self.process.pid)
 
 
 class StepEngine:
-    """An engine that takes requests at any time, and in a step gives tokens to all that it has.
+    """Base class for engines with continuous batching.
 
-    A subclass has add(i, prompt, n_new), step() -> {i: new ids}, and is_busy().
+    Subclasses implement add(i, prompt, n_new), step() -> {i: new ids}, and is_busy().
     """
 
     def __call__(self, prompt, n_new, batch):
-        ids, begun, first, end = self._run([prompt] * batch, [n_new] * batch, batch)
+        ids, starts, first, end = self._run([prompt] * batch, [n_new] * batch, batch)
         step_s = (max(end) - max(first)) / (n_new - 1) if n_new > 1 else None
-        return dict(ids=ids[0], ttft_s=max(first) - begun[0], step_s=step_s)
+        return dict(ids=ids[0], ttft_s=max(first) - starts[0], step_s=step_s)
 
     def serve(self, prompts, n_new, batch):
-        """The next prompt enters when another is through, so that `batch` are in the engine."""
-        ids, begun, first, end = self._run(prompts, n_new, batch)
-        return dict(ids=ids, total_s=max(end) - begun[0],
-                    request_s=[b - a for a, b in zip(begun, end)],
-                    first_s=[b - a for a, b in zip(begun, first)])
+        """Keep `batch` prompts in the engine: add the next when one is complete."""
+        ids, starts, first, end = self._run(prompts, n_new, batch)
+        return dict(ids=ids, total_s=max(end) - starts[0],
+                    request_s=[b - a for a, b in zip(starts, end)],
+                    first_s=[b - a for a, b in zip(starts, first)])
 
     def _run(self, prompts, n_new, n_slots):
-        """-> of each prompt its new ids, and the times when it began, had one and was through."""
+        """-> for each prompt: new ids, and the times of its start, first token and end."""
         ids = [[] for _ in prompts]
-        begun = []
+        starts = []
         first = [None] * len(prompts)
         end = [None] * len(prompts)
         active = set()
-        while len(begun) < len(prompts) or active:
-            while len(begun) < len(prompts) and len(active) < n_slots:
-                i = len(begun)
+        while len(starts) < len(prompts) or active:
+            while len(starts) < len(prompts) and len(active) < n_slots:
+                i = len(starts)
                 active.add(i)
-                begun.append(time.perf_counter())
+                starts.append(time.perf_counter())
                 self.add(i, prompts[i], n_new[i])
             new_ids = self.step()
             now = time.perf_counter()
@@ -278,15 +278,14 @@ class StepEngine:
                     end[i] = now
                     active.remove(i)
             if active and not self.is_busy():
-                raise ValueError("fewer tokens than asked for: is the length enough?")
-        return ids, begun, first, end
+                raise ValueError("fewer tokens than requested: is --length too small?")
+        return ids, starts, first, end
 
 
 class OpenVINO(StepEngine):
-    """OpenVINO GenAI's continuous batching, which its LLMPipeline runs too; its defaults.
+    """OpenVINO GenAI's continuous batching, which LLMPipeline also uses, with default settings.
 
-    But for prefixes, which are not kept, and prompts of any length in one step, as LLMPipeline has
-    it: that is the faster here.
+    Except: no prefix caching, and whole prompts in one step, as in LLMPipeline, which is faster.
     """
 
     STEP_TOKENS = 8192
@@ -309,7 +308,7 @@ class OpenVINO(StepEngine):
         self.version = f"OpenVINO GenAI {genai.__version__}: {self._computes(args.weights)}"
 
     def _computes(self, weights):
-        """Its properties in words. It quantizes activations where there is VNNI only."""
+        """Describe the precision. Activations are quantized only on CPUs with VNNI."""
         core = self.openvino.Core()
         kind, _, groupsize = weights.partition("-g")
         activations = core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
@@ -341,7 +340,7 @@ class OpenVINO(StepEngine):
 
 
 class ONNXRuntime:
-    """ONNX Runtime GenAI's generator. Its batching of different prompts wants a GPU."""
+    """ONNX Runtime GenAI's generator. Its continuous batching needs a GPU."""
 
     COMPUTES = {
         "none": "float32 weights and activations",
@@ -380,14 +379,14 @@ class ONNXRuntime:
 
 
 class VLLM(StepEngine):
-    """vLLM's engine in this process, its defaults; prefixes are not kept."""
+    """vLLM's engine in this process, with default settings except no prefix caching."""
 
     CACHE_GIB = 2
 
     def __init__(self, args):
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
                           VLLM_CPU_KVCACHE_SPACE=str(self.CACHE_GIB),
-                          VLLM_CPU_OMP_THREADS_BIND="nobind")      # OMP_NUM_THREADS says how many
+                          VLLM_CPU_OMP_THREADS_BIND="nobind")      # threads: OMP_NUM_THREADS
         import vllm
         self.SamplingParams = vllm.SamplingParams
         self.engine = vllm.LLM(
@@ -420,13 +419,13 @@ PEER_NAMES = tuple(PEERS)
 
 
 def one_line(e: Exception) -> str:
-    """An error's first line, and the remedy where a package is missing."""
+    """An error's first line; for a missing package with the command that installs it."""
     line = (str(e).strip().splitlines() or [""])[0][:200] or type(e).__name__
     return f"{line}: run scripts/install_peers.sh" if isinstance(e, ImportError) else line
 
 
 def peak_bytes(peer, device: str) -> int | None:
-    """The peer's peak, or torch's on a GPU; None where another allocator uses the GPU."""
+    """The peer's peak memory, on a GPU torch's; None if it does not use torch there."""
     if device == "cuda":
         torch = sys.modules.get("torch")
         return torch.cuda.max_memory_allocated() if torch else None
@@ -434,8 +433,8 @@ def peak_bytes(peer, device: str) -> int | None:
 
 
 def resident_peak(pid) -> int:
-    """A process' peak; this one's where there is no /proc."""
-    with suppress(OSError):                        # Linux counts a parent's memory in ru_maxrss
+    """A process's peak resident memory; without /proc that of this process."""
+    with suppress(OSError):                        # Linux: ru_maxrss includes the parent's
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss      # macOS: bytes
 
@@ -444,30 +443,30 @@ def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="A peer of benchmark.py: JSON lines in and out.")
     p.add_argument("name", choices=PEER_NAMES)
     p.add_argument("path", type=Path,
-                   help="a Hugging Face directory, a GGUF, the config.json of a random Llama, or "
-                        "what the peer's converter wrote")
+                   help="a Hugging Face directory, a GGUF, a config.json (random Llama weights), "
+                        "or the peer's converted model")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--dtype", default="bfloat16", help="of transformers' and vLLM's weights")
-    p.add_argument("--weights", default="none", help="how the path's are quantized: int8, int4-g32")
+    p.add_argument("--dtype", default="bfloat16", help="dtype of transformers' and vLLM's weights")
+    p.add_argument("--weights", default="none", help="the model's quantization: int8, int4-g32, …")
     p.add_argument("--length", type=int, default=2048, help="positions to allocate")
     return p
 
 
 def run(peer, request: dict) -> dict:
-    """The answer to one request. ValueError where the peer cannot do it."""
+    """Run one request -> its response. ValueError if the peer does not support it."""
     if "prompts" not in request:
         return peer(**request)
     if not hasattr(peer, "serve"):
-        raise ValueError("takes one prompt at a time, here")
+        raise ValueError("takes one prompt at a time")
     return peer.serve(**request)
 
 
 def main(argv=None) -> None:
-    """Load a peer, answer requests until stdin ends."""
+    """Load a peer and answer requests until stdin closes."""
     args = build_parser().parse_args(argv)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                                  # what libraries print is no answer
+    os.dup2(2, 1)                                  # libraries may print to stdout
 
     def answer(**fields):
         print(json.dumps(fields), file=out, flush=True)
@@ -476,7 +475,7 @@ def main(argv=None) -> None:
         start = time.perf_counter()
         peer = PEERS[args.name](args)
         answer(ready=True, version=peer.version, load_s=time.perf_counter() - start)
-    except Exception as e:                         # theirs raise anything: the parent shows it
+    except Exception as e:                         # any library error: the parent reports it
         answer(error=f"{args.name}: {one_line(e)}")
         return
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""What is timed: how many prompts, of which text and length, with how many new tokens.
+"""Workloads: number, text and length of prompts, and number of new tokens.
 
-It knows tokenizers and nothing of how tokens are generated.
+It knows tokenizers and nothing of generation.
 
     Workload(n_prompt=128, n_new=64, batch_size=1).requests(tokenizer, cfg)
 """
@@ -18,11 +18,11 @@ from tokenizer import NullTokenizer
 
 
 class Workload(NamedTuple):
-    """n_new tokens after a prompt, in each of batch_size rows; n_new = 1 times the prompt alone.
+    """n_new tokens after a prompt, in each of batch_size rows; n_new = 1 times prefill only.
 
-    cache_length: positions of the cache, if more than those. n_requests: that many different
-    prompts of 1 to n_prompt tokens with 1 to n_new new ones, batch_size of them at a time. text: a
-    file that is the prompt.
+    cache_length: KV cache length, if larger than needed. n_requests: continuous batching of that
+    many prompts with 1 to n_prompt tokens and 1 to n_new new ones, batch_size at a time. text: a
+    prompt file.
     """
 
     n_prompt: int
@@ -36,7 +36,7 @@ class Workload(NamedTuple):
         return max(self.n_prompt + self.n_new, self.cache_length)
 
     def requests(self, tokenizer, cfg) -> tuple[list[list[int]], list[int]]:
-        """The prompts, and how many new tokens each gets: the same at every batch size."""
+        """-> prompts, and new tokens of each; independent of batch size."""
         if self.n_requests:
             return self._random_requests(tokenizer, cfg)
         if self.text:
@@ -53,13 +53,13 @@ class Workload(NamedTuple):
             n_prompt = draw.randint(1, self.n_prompt)
             max_new_tokens.append(draw.randint(1, self.n_new))
             ids = encode_english(17 * i + n_prompt, tokenizer, cfg)
-            prompts.append(ids[-n_prompt:])                # each begins elsewhere in the text
+            prompts.append(ids[-n_prompt:])        # each starts at another offset
         return prompts, max_new_tokens
 
     def memory_bytes(self, cfg, dtype: torch.dtype, use_cache: bool) -> int:
-        """Roughly: the cache, ten activations as wide as the model, logits three times."""
+        """Estimate: KV cache, ten activations of model width, three copies of the logits."""
         cache_bytes = 0
-        n_active = self.n_prompt + self.n_new              # tokens in the longest call
+        n_active = self.n_prompt + self.n_new      # tokens of the largest forward
         if use_cache:
             per_token = 2 * cfg.n_layer * cfg.n_kv_head * cfg.head_dim * dtype.itemsize
             cache_bytes = per_token * self.n_positions()
@@ -68,7 +68,7 @@ class Workload(NamedTuple):
         return self.batch_size * (cache_bytes + activation_bytes + 12 * cfg.vocab_size)
 
     def __str__(self):
-        """As llama-bench writes it: pp is a prompt, tg generated tokens, @ d the depth before."""
+        """llama-bench's notation: pp prompt tokens, tg generated tokens, @ d depth."""
         if self.n_requests:
             return f"rq{self.n_requests} @ d1-{self.n_prompt}, tg1-{self.n_new}"
         depth = self.text.name if self.text else f"d{self.n_prompt}"
@@ -77,9 +77,9 @@ class Workload(NamedTuple):
 
 
 def encode_english(n: int, tokenizer, cfg) -> list[int]:
-    """n tokens of Python's own documentation, or random ones where there is no tokenizer.
+    """n tokens of Python's documentation, or random ones without a tokenizer.
 
-    Not always random: after nonsense, rounding alone can change what a model generates in bf16.
+    Real text is preferred: after random tokens, bf16 rounding alone can change the output.
     """
     if n < cfg.context and not isinstance(tokenizer, NullTokenizer):
         return tokenizer.encode(english_text()[:20 * n])[:n]
@@ -87,7 +87,7 @@ def encode_english(n: int, tokenizer, cfg) -> list[int]:
 
 
 def encode_file(path: Path, tokenizer) -> list[int]:
-    """A file as a message where the model has a chat template, else as it is."""
+    """A file's token ids, as a chat message if the model has a chat template."""
     text = path.read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         return tokenizer.encode(text)

@@ -1,1 +1,1 @@
-"""What a command line needs and nobody else: flags, options, prompts in a file, chat, reports."""
+"""The commands: flags, options, prompt files, chat, evaluation, quantization."""

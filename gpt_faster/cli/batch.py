@@ -1,7 +1,7 @@
-"""Many prompts over a few slots: a slot whose text has ended takes the next prompt.
+"""Continuous batching of many prompts: when a sequence ends, its slot takes the next prompt.
 
-It owns requests, which of them is in which slot, and where results go. It drives a generate.Batch:
-no model, no device, no step of its own. One JSON object a line:
+It owns requests and results. It drives a generate.Batch and knows no model and no device. Results
+are JSON lines:
 
     python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
 """
@@ -32,9 +32,11 @@ from sampling import RANGES
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, or messages for the chat template. where: its name in complaints; shown: what to
-    print before its text; sampling: where it differs from the flags; n_random: so many random
-    tokens instead of the prompt's, which is the integer that --prompt was given."""
+    """A prompt, or messages for the chat template.
+
+    where: its name in error messages; echo: text to print before the output; sampling: overrides
+    of the flags; n_random: an integer --prompt, which means that many random tokens.
+    """
 
     id: int | str
     where: str
@@ -42,60 +44,60 @@ class Request:
     messages: list[dict] | None = None
     max_new_tokens: int | None = None
     sampling: dict = field(default_factory=dict)
-    shown: str = ""
+    echo: str = ""
     n_random: int | None = None
 
 
 def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
-    """What --prompts_file, --prompt or the default ask for, and complaints about the others."""
-    prompts, complaints = args.prompt or [default], []
+    """Requests from --prompts_file, --prompt or the default -> valid requests, error messages."""
+    prompts, errors = args.prompt or [default], []
     where = "--prompt" if len(prompts) == 1 else "--prompt {}"
     requests = [Request(i, where.format(i + 1), text, n_random=synthetic_length(text))
                 for i, text in enumerate(prompts)]
     if args.prompts_file:
-        requests, complaints = read_prompts(args.prompts_file)
-        if not requests and not complaints:
-            raise ValueError(f"{args.prompts_file}: there is no prompt in it")
+        requests, errors = read_prompts(args.prompts_file)
+        if not requests and not errors:
+            raise ValueError(f"{args.prompts_file}: no prompts in this file")
     if args.chat:
         requests = [r if r.prompt is None else
                     replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
-    shown = [r if r.messages else replace(r, shown=r.prompt) for r in requests]
-    return shown, complaints
+    echo = [r if r.messages else replace(r, echo=r.prompt) for r in requests]
+    return echo, errors
 
 
 def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
-    """A prompt a line, or where the name ends in .jsonl an object a line -> requests, complaints.
+    """Read one prompt per line, or one object per line of a .jsonl -> requests, error messages.
 
-    An object has "prompt" or "messages", and may have "id" (else its index), "max_new_tokens" and
-    values of SAMPLING. Empty lines are skipped. OSError or ValueError where the file cannot be read
-    at all.
+    An object has "prompt" or "messages", and optionally "id" (default: its index),
+    "max_new_tokens" and sampling parameters. Empty lines are skipped. OSError or ValueError if the
+    file cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
-    requests, complaints, line_of = [], [], {}
+    requests, errors, line_of = [], [], {}
     for index, (i, line) in enumerate(lines):
         try:
             fields = parse(line) if path.suffix == ".jsonl" else dict(prompt=line)
             request = Request(**{"id": index, **fields}, where=f"{path}:{i}")
             if request.id in line_of:
-                raise ValueError(f"the id {request.id!r} is that of line {line_of[request.id]}")
+                raise ValueError(f"duplicate id {request.id!r}, also in line {line_of[request.id]}")
             line_of[request.id] = i
             requests.append(request)
         except ValueError as e:
-            complaints.append(f"{path}:{i}: {e}")
-    return requests, complaints
+            errors.append(f"{path}:{i}: {e}")
+    return requests, errors
 
 
 def parse(line: str) -> dict:
-    """A line of JSON -> Request's fields. ValueError says what is wrong with it."""
+    """Parse a JSON line -> Request's fields. ValueError if it is invalid."""
     try:
         fields = json.loads(line)
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("half a character (a lone surrogate)") from None
+        raise ValueError("contains a lone surrogate (half of a UTF-16 pair)") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
@@ -105,22 +107,22 @@ def parse(line: str) -> dict:
         raise ValueError(f'unknown key "{min(unknown)}" (known: {", ".join(known)})')
     messages, limit = fields.get("messages", []), fields.get("max_new_tokens", 1)
     if not isinstance(fields.get("prompt", ""), str):
-        raise ValueError('"prompt" is no text')
+        raise ValueError('"prompt" must be a string')
     if not isinstance(messages, list) or "messages" in fields and not messages or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str)
             and isinstance(m.get("content"), str) for m in messages):
-        raise ValueError('"messages" is no list of {"role": text, "content": text}')
+        raise ValueError('"messages" must be a list of {"role": string, "content": string}')
     if type(fields.get("id", 0)) not in (int, str):
-        raise ValueError('"id" is neither a number nor text')
+        raise ValueError('"id" must be an integer or a string')
     if type(limit) is not int or limit < 1:
-        raise ValueError('"max_new_tokens" is no number above 0')
-    sampling = {name: own_value(name, fields.pop(name)) for name in RANGES
+        raise ValueError('"max_new_tokens" must be an integer above 0')
+    sampling = {name: sampling_value(name, fields.pop(name)) for name in RANGES
                 if name in fields}
     return dict(fields, sampling=sampling)
 
 
-def own_value(name: str, value):
-    """A request's own temperature, … ValueError names it."""
+def sampling_value(name: str, value):
+    """A validated sampling parameter of a request. ValueError names it."""
     try:
         return RANGES[name].of(value)
     except ValueError as e:
@@ -128,13 +130,15 @@ def own_value(name: str, value):
 
 
 def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int) -> Generation:
-    """`about` is the request. ValueError where it has no tokens, or `limit` positions no room for a
-    new one."""
+    """Tokenize a request, which becomes the generation's `about`.
+
+    limit: context length. ValueError if the prompt is empty or leaves no room for a new token.
+    """
     messages = request.messages
     if messages is None and request.n_random is not None:
         ids = random_prompt(request.n_random, cfg, args.seed)
     elif messages is None and not request.prompt:
-        raise ValueError("the prompt is empty: give it some text")
+        raise ValueError("the prompt is empty")
     elif messages is None:
         ids = tokenizer.encode(request.prompt)
     elif tokenizer.chat_template is None:
@@ -148,8 +152,8 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
     if not ids:
         raise ValueError("the prompt has no tokens")
     if max(ids) >= cfg.vocab_size:
-        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {cfg.vocab_size} "
-                         "tokens: they do not belong together")
+        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
+                         f"{cfg.vocab_size} tokens; is this its tokenizer?")
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
@@ -157,24 +161,23 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
                       sampling_params(args, **request.sampling), about=request)
 
 
-def encode_all(requests: list[Request], *more) -> tuple[list[Generation], list[str]]:
-    """-> what can run, and complaints about the others. more: encode()'s other arguments."""
-    work, complaints = [], []
+def encode_all(requests: list[Request], *encode_args) -> tuple[list[Generation], list[str]]:
+    """-> generations, and messages for requests that are invalid. encode_args: of encode()."""
+    work, errors = [], []
     for request in requests:
         try:
-            work.append(encode(request, *more))
+            work.append(encode(request, *encode_args))
         except ValueError as e:
-            complaints.append(f"{request.where}: {e}")
-    return work, complaints
+            errors.append(f"{request.where}: {e}")
+    return work, errors
 
 
 # ---- Slots --------------------------------------------------------------------------------------
 
 def serve(batch: Batch, work: Iterable[Generation]) -> Iterator[tuple[Generation, int]]:
-    """Run them through the rows of a batch, and yield each as it ends, with its slot.
+    """Run generations in the slots of a batch; yield each with its slot when it ends.
 
-    A row whose text has ended takes the next one. NotFinite where a row's logits are no numbers:
-    `generation` says whose.
+    NotFinite, with a `generation` attribute, if logits are NaN or infinite.
     """
     slots = Slots(batch)
     slots.waiting.extend(work)
@@ -188,16 +191,15 @@ def serve(batch: Batch, work: Iterable[Generation]) -> Iterator[tuple[Generation
 
 # ---- Results ------------------------------------------------------------------------------------
 
-def done_before(path: Path) -> tuple[set[int | str], int]:
-    """The ids of the results that an interrupted run left, and the bytes that they take: after
-    these comes a line that was cut short, or nothing.
+def read_finished(path: Path) -> tuple[set[int | str], int]:
+    """Read the results of an interrupted run -> their ids, and their length in bytes.
 
-    ValueError where the file is something else.
+    A partial last line is not counted. ValueError if the file has other contents.
     """
-    ids, end, beginning = set(), 0, b'{"id": '
+    ids, end, line_start = set(), 0, b'{"id": '
     with open(path, "rb") as f:
         for i, line in enumerate(f, start=1):
-            if not line.endswith(b"\n") and line.startswith(beginning[:len(line)]):
+            if not line.endswith(b"\n") and line.startswith(line_start[:len(line)]):
                 break
             try:
                 result = json.loads(line)
@@ -205,30 +207,30 @@ def done_before(path: Path) -> tuple[set[int | str], int]:
                     raise KeyError("new_ids")
                 ids.add(result["id"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise ValueError(f"{path}:{i}: not a result of ours: choose another --output, or "
-                                 "move this file away") from None
+                raise ValueError(f"{path}:{i}: not a result of an earlier run: choose another "
+                                 "--output, or move this file") from None
             end += len(line)
     return ids, end
 
 
 class Results:
-    """Writes JSON lines as rows end, to a file, to stdout, or both; else texts, in input order."""
+    """Write results: JSON lines to a file or stdout as they finish, or texts in input order."""
 
     def __init__(self, as_json: bool):
         self.path = self.file = None
         self.as_json, self.waiting, self.texts = as_json, deque(), {}
 
     def append_to(self, path: Path) -> set[int | str]:
-        """Write to this file too, which is locked -> the ids of the results that are in it.
+        """Lock a file and append results to it -> the ids of the results already in it.
 
-        OSError where another process writes it, ValueError where it is something else.
+        OSError if another process is writing it, ValueError if it has other contents.
         """
         self.path, self.file = path, open(path, "ab", buffering=0)
-        if not path.is_file():                     # a pipe, a terminal: nothing to go on from
+        if not path.is_file():                     # a pipe or terminal: nothing to resume
             return set()
         lock(self.file, path)
-        ids, end = done_before(path)
-        self.file.truncate(end)                    # without a line that was cut short
+        ids, end = read_finished(path)
+        self.file.truncate(end)                    # remove a partial last line
         return ids
 
     def write(self, request: Request, **result) -> None:
@@ -239,28 +241,28 @@ class Results:
             print(line, flush=True)
         elif not self.file:
             i = request.id
-            self.texts[i] = f"--- {i} ---\n{request.shown}{result['text']}"
+            self.texts[i] = f"--- {i} ---\n{request.echo}{result['text']}"
             while self.waiting and self.waiting[0] in self.texts:
                 print(self.texts.pop(self.waiting.popleft()), flush=True)
 
     def _append(self, data: bytes) -> None:
-        """OSError where the disk is full, which leaves what the next run removes."""
+        """OSError if the disk is full; the next run removes the partial line."""
         try:
             while data:
                 data = data[self.file.write(data):]
         except OSError as e:
-            raise OSError(f"{self.path} cannot be written: {e.strerror}: run this again with more "
-                          "room, it goes on after the results that are there") from None
+            raise OSError(f"{self.path} cannot be written: {e.strerror}: free some space and run "
+                          "this again to resume") from None
 
     def close(self) -> None:
-        """Interrupted: show what waited for a row that did not end."""
+        """After an interruption: print texts that waited for an earlier one."""
         for i in self.waiting:
             if i in self.texts:
                 print(self.texts[i], flush=True)
 
 
 def run(work: list[Generation], batch: Batch, results: Results) -> bool:
-    """Run all, write each as it ends, and say how fast it went -> whether Ctrl-C ended it."""
+    """Run all, write each result, and log the speed -> whether Ctrl-C interrupted it."""
     results.waiting.extend(generation.about.id for generation in work)
     start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
     try:
@@ -282,6 +284,6 @@ def run(work: list[Generation], batch: Batch, results: Results) -> bool:
     results.close()
     seconds = time.perf_counter() - start
     log(f"{len(speeds)} of {len(work)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "
-        f"{n_tokens / seconds:.2f} tok/s in all, "
+        f"{n_tokens / seconds:.2f} tok/s in total, "
         f"{statistics.median(speeds) if speeds else 0:.2f} per prompt (median)")
     return interrupted

@@ -1,7 +1,7 @@
-"""The interactive chat: read a line, stream the answer, remember both.
+"""The interactive chat: read a line, stream the answer, keep both in the history.
 
-It owns the conversation, and what of it the KV cache holds. It receives the tokenizer and what
-answers: no model, no device, no step of its own.
+It owns the conversation and tracks which of its tokens are in the KV cache. It gets a tokenizer
+and an answer function, and knows no model and no device.
 
     python generate.py --compile --interactive
 """
@@ -16,56 +16,56 @@ from gpt_faster.decoding.slots import n_common
 from gpt_faster.text.chat_template import encode_chat
 
 try:
-    import readline  # noqa: F401                  # input() edits lines and has a history with it
+    import readline  # noqa: F401                  # line editing and history in input()
 except ImportError:
     pass
 
 HELP = """/clear         start a new conversation
-/system TEXT   what the model is told before it; alone: nothing
-/stats         tokens so far, and how fast the last answer was
-/save FILE     the messages, as a line for --prompts_file
-/exit          leave, as does Ctrl-D; Ctrl-C stops an answer"""
+/system TEXT   set the system prompt; without TEXT: remove it
+/stats         tokens so far, and the speed of the last answer
+/save FILE     save the messages as a line for --prompts_file
+/exit          quit (or Ctrl-D); Ctrl-C stops an answer"""
 
 
 class Chat:
-    """A conversation. A model without a chat template continues each line, and forgets it."""
+    """A conversation. Without a chat template each line is completed on its own."""
 
     def __init__(self, tokenizer, answer: Callable, limit: int, rewind: int,
                  note: Callable[[str], None], system: str | None = None,
                  template: dict | None = None):
-        """answer(ids, n_cached) streams an answer -> its Sequence, and a line of figures.
+        """answer(ids, n_cached) streams an answer -> its Sequence, and speed as text.
 
-        limit: the longest prompt, in tokens; rewind: how many positions the cache may go back.
-        template: what --chat_template_kwargs gives it.
+        limit: max prompt tokens; rewind: how many positions the KV cache can go back; template:
+        --chat_template_kwargs.
         """
         self.tokenizer, self.answer, self.limit, self.rewind = tokenizer, answer, limit, rewind
         self.note, self.system, self.template = note, system, template or {}
-        self.plain = tokenizer.chat_template is None
+        self.no_template = tokenizer.chat_template is None
         self.messages = []
-        self.cached_ids = []                       # whose keys the cache has
-        self.most_cached = 0                       # how many it ever had at once
+        self.cached_ids = []                       # tokens in the KV cache
+        self.max_cached = 0                        # the most it has held since it was empty
         self.stats = "no answer yet"
 
     def run(self) -> None:
-        """Converse until the input ends."""
-        if self.plain and self.system:
-            raise ValueError("--system_prompt needs a chat template, and this model has none")
-        self.note("no chat template: each line is continued as it is" if self.plain else
-                  "type a message; /help says what else")
-        self.encode([dict(role="user", content="Hello")])  # a template may refuse: now, not later
+        """Chat until /exit or the end of input."""
+        if self.no_template and self.system:
+            raise ValueError("--system_prompt: this model has no chat template")
+        self.note("no chat template: each line is completed as plain text" if self.no_template else
+                  "type a message, or /help for commands")
+        self.encode([dict(role="user", content="Hello")])  # fail early if the template rejects it
         prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
         while True:
             try:
                 line = input(prompt)
             except UnicodeDecodeError as e:
-                self.note(f"error: this is not text: {e.reason}")
+                self.note(f"error: invalid UTF-8: {e.reason}")
                 continue
             except EOFError:
                 if prompt:
                     print()
                 return
             except KeyboardInterrupt:
-                self.note("\n(Ctrl-D or /exit leaves)")
+                self.note("\n(Ctrl-D or /exit to quit)")
                 continue
             try:
                 if line.split()[:1] == ["/exit"]:
@@ -74,7 +74,7 @@ class Chat:
                     self.command(*line.split(maxsplit=1))
                 elif line.strip():
                     self.turn(line)
-            except BrokenPipeError:                # who read the answers has left
+            except BrokenPipeError:                # stdout is closed
                 raise
             except (ValueError, OSError) as e:
                 self.note(f"error: {e}")
@@ -84,8 +84,8 @@ class Chat:
     def command(self, name: str, text: str = "") -> None:
         if name == "/clear":
             self.messages = []
-        elif name == "/system" and self.plain:
-            self.note("no chat template, so nowhere to put it")
+        elif name == "/system" and self.no_template:
+            self.note("this model has no chat template: no system prompt")
         elif name == "/system":
             self.system, before = text or None, self.system
             try:
@@ -106,7 +106,7 @@ class Chat:
                 os.replace(partial, text)
             finally:
                 partial.unlink(missing_ok=True)
-            self.note(f"{len(self.messages)} messages in {text}")
+            self.note(f"saved {len(self.messages)} messages to {text}")
         else:
             self.note(HELP)
 
@@ -115,35 +115,36 @@ class Chat:
         return system + messages
 
     def encode(self, messages: list[dict]) -> list[int]:
-        if self.plain:
+        if self.no_template:
             return self.tokenizer.encode(messages[-1]["content"])
         return encode_chat(self.tokenizer, self.with_system(messages), **self.template)
 
     def turn(self, line: str) -> None:
-        """One message and its answer. Of the history, rendered anew, most is in the cache already:
-        only what differs from cached_ids is prefilled."""
+        """Answer one message. Only tokens after the common prefix with cached_ids are prefilled."""
         messages = [*self.messages, dict(role="user", content=line)]
         ids = self.encode(messages)
-        room = self.limit if len(ids) <= self.limit else self.limit // 2   # not again next time
-        while len(ids) > room and len(messages) > 2:
-            messages = messages[2:]                # the oldest question, and its answer
+        max_prompt = self.limit
+        if len(ids) > self.limit:
+            max_prompt = self.limit // 2           # avoid truncating again next turn
+        while len(ids) > max_prompt and len(messages) > 2:
+            messages = messages[2:]                # drop the oldest question and answer
             ids = self.encode(messages)
         if len(ids) > self.limit:
-            raise ValueError(f"{len(ids)} tokens do not fit into {self.limit}: shorten the message "
-                             "or give a larger --max_seq_length")
+            raise ValueError(f"{len(ids)} tokens exceed the limit of {self.limit}: shorten the "
+                             "message or raise --max_seq_length")
         if dropped := len(self.messages) + 1 - len(messages):
-            self.note(f"the conversation exceeds {self.limit} tokens: its oldest {dropped} "
-                      "messages are forgotten (/clear starts a new one)")
+            self.note(f"the conversation exceeds {self.limit} tokens: dropped its oldest {dropped} "
+                      "messages (/clear starts a new one)")
         n_cached = min(n_common(self.cached_ids, ids), len(ids) - 1)
-        self.most_cached = max(self.most_cached, len(self.cached_ids))
-        if self.most_cached - n_cached > self.rewind:      # a ring has overwritten what is needed
-            n_cached = self.most_cached = 0
-        self.cached_ids = []                             # in case the answer is interrupted early
-        sequence, figures = self.answer(ids, n_cached)
-        self.stats = f"last answer: {n_cached} of {len(ids)} tokens were in the cache, {figures}"
+        self.max_cached = max(self.max_cached, len(self.cached_ids))
+        if self.max_cached - n_cached > self.rewind:      # a sliding window has overwritten them
+            n_cached = self.max_cached = 0
+        self.cached_ids = []                       # in case the answer is interrupted
+        sequence, stats = self.answer(ids, n_cached)
+        self.stats = f"last answer: {n_cached} of {len(ids)} tokens were in the cache, {stats}"
         if sequence.finish_reason == "length":
             self.note("(cut off: --max_new_tokens or the end of the context)")
         if sequence.ids:
-            self.cached_ids = ids + sequence.ids[:-1]         # the last one was never fed
-            answered = dict(role="assistant", content=sequence.text)
-            self.messages = [] if self.plain else [*messages, answered]
+            self.cached_ids = ids + sequence.ids[:-1]         # the last token was not processed
+            reply = dict(role="assistant", content=sequence.text)
+            self.messages = [] if self.no_template else [*messages, reply]

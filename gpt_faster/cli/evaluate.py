@@ -1,7 +1,7 @@
 """Measure a model: the perplexity of a text, and EleutherAI's lm-eval tasks.
 
-Text that is known is scored by the model's own forward, new text comes from a generate.Batch. It
-holds no decoding loop, no sampling, no file format. lm-eval is needed for --tasks only.
+Given text is scored with the model's forward, new text comes from a generate.Batch: no decoding
+loop, sampling or file format here. lm-eval is needed for --tasks only.
 
     python eval.py -m org/name --perplexity wiki.txt
     python eval.py -m org/name --compile --tasks hellaswag winogrande
@@ -37,27 +37,27 @@ from quantize import schemes
 from sampling import SamplingParams
 from tp import local_device
 
-AT_ONCE = 1 << 26                                  # logits: 256 MB of fp32
-CHUNK = 256                                        # positions of a row in one call, at most
+MAX_LOGITS = 1 << 26                               # logits in memory: 256 MB of fp32
+CHUNK = 256                                        # max positions of a row in one call
 
 
 # ---- Scoring ------------------------------------------------------------------------------------
 
 def progress(total: int) -> Callable[[int], None]:
-    """Call the result when n more are done: every ten seconds a line says how far we are."""
+    """-> a function to call with the number of newly done items; logs every ten seconds."""
     done, last = 0, time.perf_counter()
 
-    def tell(n):
+    def report(n):
         nonlocal done, last
         done += n
         if time.perf_counter() > last + 10:
             last = time.perf_counter()
             log(f"{done} of {total}")
-    return tell
+    return report
 
 
-def allot(model: Transformer, n: int, most: int, length: int, compiled: bool) -> int:
-    """A cache for n rows, or where shapes are compiled for a power of two -> how many it has."""
+def allocate_cache(model: Transformer, n: int, most: int, length: int, compiled: bool) -> int:
+    """Allocate a cache for n rows, if compiled rounded up to a power of two -> its rows."""
     B = bucket(n, most, 1) if compiled else n
     if (model.max_batch_size, model.max_seq_length) != (B, length):
         model.setup_cache(B, length, CHUNK)
@@ -67,36 +67,36 @@ def allot(model: Transformer, n: int, most: int, length: int, compiled: bool) ->
 @torch.inference_mode()
 def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int = 1,
           compiled: bool = False) -> list[list[tuple[float, bool]]]:
-    """rows: (ids, n), whose last n < len(ids) tokens are scored, each given all before it.
+    """Score the last n < len(ids) tokens of each row (ids, n), each given all before it.
 
-    -> for each row n pairs: the token's log-probability (natural, fp32), and whether it was the
-    likeliest. Rows that differ in nothing but their last token, the answers to a multiple choice,
-    are computed once. Rows are padded on the right and run through the KV cache in chunks, so that
-    few logits exist at a time; compiled: in few shapes. Changes the size of the model's cache.
+    -> n pairs per row: the token's log-probability (natural, fp32), and whether it is the argmax.
+    Rows that differ only in their last token (multiple choice) are computed once. Rows are padded
+    on the right and run through the KV cache in chunks, which bounds the memory for logits;
+    compiled: use few shapes. Resizes the model's cache.
     """
     cfg, device = model.cfg, model.freq.device
     length = min(cfg.context, max((len(ids) for ids, _ in rows), default=0))
     length = bucket(length, cfg.context) if compiled else length
-    same, results = {}, [[] for _ in rows]
+    groups, results = {}, [[] for _ in rows]
     for i, (ids, _) in enumerate(rows):
-        same.setdefault(tuple(ids[:-1]), []).append(i)
-    same = sorted(same.values(), key=lambda group: -len(rows[group[0]][0]))    # longest first
-    tell = progress(len(same))
-    for part in (same[first:first + batch_size] for first in range(0, len(same), batch_size)):
-        B = allot(model, len(part), batch_size, length, compiled)
+        groups.setdefault(tuple(ids[:-1]), []).append(i)
+    groups = sorted(groups.values(), key=lambda group: -len(rows[group[0]][0]))    # longest first
+    report = progress(len(groups))
+    for part in (groups[first:first + batch_size] for first in range(0, len(groups), batch_size)):
+        B = allocate_cache(model, len(part), batch_size, length, compiled)
         A = max(map(len, part))                   # alternatives of the last token
-        ends = [len(rows[group[0]][0]) - 1 for group in part]             # the last is no input
+        ends = [len(rows[group[0]][0]) - 1 for group in part]              # without the last token
         begins = [end - max(rows[i][1] for i in group) for group, end in zip(part, ends)]
         known = torch.zeros(B, A, length + 1, dtype=torch.int64)
         for b, group in enumerate(part):
             for a, i in enumerate(group):
                 known[b, a, :len(rows[i][0])] = torch.tensor(rows[i][0])
         known = known.to(device)                                           # [B, A, S + 1]
-        chunk = max(16, min(CHUNK, 1 << (AT_ONCE // (B * cfg.vocab_size)).bit_length() - 1))
+        chunk = max(16, min(CHUNK, 1 << (MAX_LOGITS // (B * cfg.vocab_size)).bit_length() - 1))
         for at in range(0, max(ends), chunk):
             T = min(chunk, bucket(max(ends) - at, length - at, 32) if compiled else max(ends) - at)
             low = [max(at, begin) for begin in begins]
-            counts = [min(at + T, end) - n for n, end in zip(low, ends)]   # to score, if above 0
+            counts = [min(at + T, end) - n for n, end in zip(low, ends)]   # scored, if above 0
             m = max(1, *counts)
             m = bucket(m, T, 8) if compiled else m
             keep = torch.tensor(low + [at] * (B - len(low)))[:, None] - at + torch.arange(m)
@@ -104,26 +104,26 @@ def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int
             pos, n_key = torch.arange(at, at + T, device=device), bucket(at + T, length)
             logits = model(known[:, 0, at:at + T], pos, keep, n_key)       # [B, m, V]
             target = known[:, :, at + 1:at + T + 1].gather(2, keep[:, None].expand(-1, A, -1)).mT
-            logp = (logits.gather(2, target) - logits.logsumexp(-1, keepdim=True)).tolist()
+            logprobs = (logits.gather(2, target) - logits.logsumexp(-1, keepdim=True)).tolist()
             best = (logits.argmax(-1, keepdim=True) == target).tolist()    # [B, m, A]
             for b, group in enumerate(part):
                 for a, i in enumerate(group):
-                    if not all(math.isfinite(logp[b][j][a]) for j in range(counts[b])):
+                    if not all(math.isfinite(logprobs[b][j][a]) for j in range(counts[b])):
                         raise NotFinite(f"row {i}", model.dtype)
-                    results[i] += [(logp[b][j][a], best[b][j][a]) for j in range(counts[b])]
-        tell(len(part))
+                    results[i] += [(logprobs[b][j][a], best[b][j][a]) for j in range(counts[b])]
+        report(len(part))
     return [pairs[len(pairs) - n:] for pairs, (_, n) in zip(results, rows)]
 
 
 def windows(ids: list[int], window: int, stride: int) -> list[tuple[list[int], int]]:
-    """Rows for `score`: windows `stride` apart; each scores what the one before it did not reach.
+    """Rows for `score`: windows `stride` apart; each scores the tokens after the previous window.
 
         a B C D                    window 4, stride 2; upper case: scored
             c d E F
                 e f G H
                     g h I
     """
-    rows, done = [], 1                             # the very first token has nothing before it
+    rows, done = [], 1                             # the first token has no context
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
         rows.append((ids[begin:end], min(end - done, end - begin - 1)))
@@ -134,13 +134,13 @@ def windows(ids: list[int], window: int, stride: int) -> list[tuple[list[int], i
 
 # ---- lm-eval ------------------------------------------------------------------------------------
 
-class Adapter:
-    """A model as lm-eval asks for it; `run_tasks` joins it with lm-eval's TemplateLM.
+class LMEvalModel:
+    """lm-eval's model interface; `run_tasks` combines it with lm-eval's TemplateLM.
 
-    Texts are encoded, cut and scored as by lm-eval's own HFLM, so that figures compare.
+    Encodes, truncates and scores text like lm-eval's HFLM, so that results are comparable.
     """
 
-    eot_token_id = prefix_token_id = tokenizer_name = None     # plain facts, no properties
+    eot_token_id = prefix_token_id = tokenizer_name = None     # TemplateLM has properties
 
     def __init__(self, model, source, tokenizer, steps, compiled, batch_size, max_length):
         super().__init__()
@@ -148,23 +148,23 @@ class Adapter:
         self.batch_size, self.max_length = batch_size, max_length
         self.tokenizer_name = source.path.name
         self.eos_ids, self.ignored = source.eos_ids, set()
-        named = tokenizer.encode(tokenizer.names.get("eos_token") or "", bos=False)
-        self.eot_token_id = named[0] if len(named) == 1 else [*self.eos_ids, 0][0]
+        eos = tokenizer.encode(tokenizer.names.get("eos_token") or "", bos=False)
+        self.eot_token_id = eos[0] if len(eos) == 1 else [*self.eos_ids, 0][0]
         self.prefix_token_id = self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         ids, prefix = self.tokenizer.encode(string, bos=False), self.tokenizer.prefix
         bos = self.tokenizer.add_bos and add_special_tokens is not False
-        written = ids[:len(prefix)] == prefix      # by a chat template
-        return [*prefix, *ids] if bos and not written else ids
+        has_prefix = ids[:len(prefix)] == prefix   # by the chat template
+        return [*prefix, *ids] if bos and not has_prefix else ids
 
     def apply_chat_template(self, history, add_generation_prompt=True):
-        """Without a generation prompt the last message is an answer begun, to be continued."""
+        """Without a generation prompt the last message is the start of the answer."""
         if not add_generation_prompt:
             return self.apply_chat_template(history[:-1]) + history[-1]["content"]
         try:
             return render(self.tokenizer, history)
-        except ValueError:                         # as HFLM does: a template may refuse the system
+        except ValueError:                         # like HFLM: the template may reject system
             others = [message for message in history if message["role"] != "system"]
             if others == history:
                 raise
@@ -174,68 +174,68 @@ class Adapter:
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
-                raise ValueError(f"an answer of {len(continuation)} tokens does not fit into "
-                                 f"{self.max_length} positions")
+                raise ValueError(f"an answer of {len(continuation)} tokens exceeds the context of "
+                                 f"{self.max_length}")
             rows.append(((context + continuation)[-self.max_length - 1:], len(continuation)))
         scores = score(self.model, rows, self.batch_size, self.compiled)
         return [(math.fsum(p for p, _ in row), all(best for _, best in row)) for row in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        windows, owners = [], []
+        windows, request_of_window = [], []
         for i, request in enumerate(requests):
             for window in get_rolling_token_windows(self.tok_encode(request.args[0]),
                                                     self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *make_disjoint_window(window)))
-                owners.append(i)
+                request_of_window.append(i)
         totals = [0.0] * len(requests)
-        for i, (logp, _) in zip(owners, self._loglikelihood_tokens(windows)):
-            totals[i] += logp
+        for i, (logprobs, _) in zip(request_of_window, self._loglikelihood_tokens(windows)):
+            totals[i] += logprobs
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Prompts with the same arguments run through slots, the longest first."""
+        """Prompts with the same arguments run together in slots, the longest first."""
         from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
         model, tokenizer, groups, longest = self.model, self.tokenizer, {}, 0
         for i, request in enumerate(requests):
-            wanted = normalize_gen_kwargs(request.args[1], 256)
-            room = self.max_length - wanted["max_gen_toks"]
+            gen_kwargs = normalize_gen_kwargs(request.args[1], 256)
+            room = self.max_length - gen_kwargs["max_gen_toks"]
             if room < 1:
-                raise ValueError(f"{wanted['max_gen_toks']} new tokens leave no room for a prompt "
-                                 f"in {self.max_length} positions")
+                raise ValueError(f"{gen_kwargs['max_gen_toks']} new tokens leave no room for a "
+                                 f"prompt in a context of {self.max_length}")
             ids = self.tok_encode(request.args[0])[-room:] or [self.prefix_token_id]
-            key = json.dumps(wanted, sort_keys=True, default=str)
-            groups.setdefault(key, []).append((i, ids, wanted))
-            longest = max(longest, len(ids) + wanted["max_gen_toks"])
+            key = json.dumps(gen_kwargs, sort_keys=True, default=str)
+            groups.setdefault(key, []).append((i, ids, gen_kwargs))
+            longest = max(longest, len(ids) + gen_kwargs["max_gen_toks"])
         length, answers = bucket(longest, self.max_length), [None] * len(requests)
-        tell = progress(len(requests))
+        report = progress(len(requests))
         for group in groups.values():
             B = min(self.batch_size, len(group))
             if (model.max_batch_size, model.max_seq_length) != (B, length):
                 model.setup_cache(B, length, CHUNK)
-            params, stops, eos_ids = self.sampling(wanted := group[0][2])
-            work = [Generation(tokenizer, ids, eos_ids, stops, wanted["max_gen_toks"], about=i)
-                    for i, ids, _ in sorted(group, key=lambda asked: -len(asked[1]))]
+            params, stops, eos_ids = self.sampling(gen_kwargs := group[0][2])
+            work = [Generation(tokenizer, ids, eos_ids, stops, gen_kwargs["max_gen_toks"], about=i)
+                    for i, ids, _ in sorted(group, key=lambda item: -len(item[1]))]
             slots = RowsBatch(model, build_sampler(model, [params] * B), self.steps)
-            for done, _ in batch.serve(slots, work):       # decoded as HFLM does: alone
+            for done, _ in batch.serve(slots, work):       # decode without the prompt, like HFLM
                 ids = [token for token in done.ids if token not in eos_ids]
                 text = postprocess_generated_text(tokenizer.decode(ids), stops, None)
                 answers[done.about] = text
-                tell(1)
+                report(1)
         return answers
 
-    def sampling(self, wanted: dict) -> tuple[SamplingParams, list[str], set[int]]:
-        """A task's arguments -> how to draw, stop strings, stop tokens; some name these as text."""
+    def sampling(self, gen_kwargs: dict) -> tuple[SamplingParams, list[str], set[int]]:
+        """A task's arguments -> sampling parameters, stop strings, EOS ids."""
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
-        ignored = wanted.keys() - {*names, "temperature", "do_sample", "until", "max_gen_toks"}
+        ignored = gen_kwargs.keys() - {*names, "temperature", "do_sample", "until", "max_gen_toks"}
         if ignored - self.ignored:
             self.ignored |= ignored
-            log(f"note: arguments of a task that mean nothing here: {', '.join(sorted(ignored))}")
+            log(f"note: ignored task arguments: {', '.join(sorted(ignored))}")
         params = SamplingParams(
-            wanted.get("temperature", 1.0) if wanted["do_sample"] else 0.0,
-            **{name: wanted[name] for name in names if wanted.get(name) is not None})
+            gen_kwargs.get("temperature", 1.0) if gen_kwargs["do_sample"] else 0.0,
+            **{name: gen_kwargs[name] for name in names if gen_kwargs.get(name) is not None})
         stops, eos_ids = [], set(self.eos_ids)
-        for text in filter(None, wanted["until"]):
+        for text in filter(None, gen_kwargs["until"]):
             ids = self.tokenizer.encode(text, bos=False)
             if len(ids) == 1 and not self.tokenizer.decode(ids):
                 eos_ids |= {*ids}
@@ -245,8 +245,8 @@ class Adapter:
 
 
 @contextlib.contextmanager
-def one_line():
-    """lm-eval's prints to stderr, and its errors in a line."""
+def wrap_errors():
+    """Redirect lm-eval's output to stderr, and raise its errors as one line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -255,45 +255,45 @@ def one_line():
 
 
 def load_tasks(args):
-    """-> lm-eval's TaskManager, tasks and data loaded. ImportError or ValueError in one line."""
+    """Load tasks and their data -> lm-eval's TaskManager. ImportError or ValueError."""
     try:
         import lm_eval.tasks
     except ImportError as e:
         raise ImportError(f"--tasks needs lm-eval: pip install lm-eval ({e})") from None
     if args.include_path and not args.include_path.is_dir():
         raise ValueError(f"--include_path {args.include_path}: no such directory")
-    with one_line():
+    with wrap_errors():
         manager = lm_eval.tasks.TaskManager(include_path=args.include_path)
         unknown = [n for n in args.tasks if not (manager.match_tasks([n]) or Path(n).is_file())]
         if not unknown:
             names = [name for n in args.tasks for name in manager.match_tasks([n]) or [n]]
             loaded = manager.load(names)
-            manager.load = lambda names: loaded    # once, and before the weights
+            manager.load = lambda names: loaded    # cached, and before the weights load
             return manager
-    near = [m for n in unknown for m in difflib.get_close_matches(n, manager.all_tasks, 1)]
+    suggestions = [m for n in unknown for m in difflib.get_close_matches(n, manager.all_tasks, 1)]
     raise ValueError(f"no such task: {', '.join(unknown)}"
-                     + (f" (near: {', '.join(near)})" if near else ""))
+                     + (f" (did you mean {', '.join(suggestions)}?)" if suggestions else ""))
 
 
-def run_tasks(args, manager, *about_model) -> tuple[dict, str]:
+def run_tasks(args, manager, *model_args) -> tuple[dict, str]:
     """-> lm-eval's results, and its table."""
     import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import make_table
-    adapter = type("GptFaster", (Adapter, TemplateLM), {})(*about_model)
-    with one_line():
+    adapter = type("GptFaster", (LMEvalModel, TemplateLM), {})(*model_args)
+    with wrap_errors():
         results = lm_eval.simple_evaluate(
             adapter, tasks=args.tasks, task_manager=manager, num_fewshot=args.num_fewshot,
             limit=args.limit, apply_chat_template=args.apply_chat_template, log_samples=False)
     parts = [part for part in ("results", "groups") if results.get(part)]
-    kept = {key: results[key] for key in (*parts, "versions", "n-shot", "n-samples")}
-    return kept, "\n".join(make_table(results, part) for part in parts)
+    summary = {key: results[key] for key in (*parts, "versions", "n-shot", "n-samples")}
+    return summary, "\n".join(make_table(results, part) for part in parts)
 
 
 # ---- Perplexity ---------------------------------------------------------------------------------
 
 def read_text(name: str, tokenizer, n_vocab: int, limit: int | None = None) -> list[int]:
-    """A file's token ids; pydoc: Python's documentation. ValueError or OSError in one line."""
+    """A file's token ids; pydoc: Python's documentation. ValueError or OSError if unusable."""
     if name == "pydoc" and not Path(name).exists():
         text = english_text(held_out=True)
     else:
@@ -303,53 +303,57 @@ def read_text(name: str, tokenizer, n_vocab: int, limit: int | None = None) -> l
             raise ValueError(f"{name}: not UTF-8 text: {e.reason} at byte {e.start}") from None
     ids = tokenizer.encode(text)[:limit]
     if len(ids) < 2:
-        raise ValueError(f"{name}: perplexity needs 2 tokens at least, this text has {len(ids)}")
+        raise ValueError(f"{name}: perplexity needs at least 2 tokens, this text has {len(ids)}")
     if max(ids) >= n_vocab:
-        raise ValueError(f"the tokenizer gives id {max(ids)}, but the model has {n_vocab} tokens: "
-                         "they do not belong together")
+        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
+                         f"{n_vocab} tokens; is this its tokenizer?")
     return ids
 
 
 def perplexity(model, rows, batch_size: int = 1, compiled: bool = False) -> dict:
-    """exp of the mean negative log-likelihood over all scored tokens of the rows."""
+    """exp of the mean negative log-likelihood of all scored tokens."""
     logps = [p for row in score(model, rows, batch_size, compiled) for p, _ in row]
     nats = -math.fsum(logps) / len(logps)
-    if nats > 700:                                 # e^700 is the largest that fp64 has
-        raise ValueError(f"{nats:.0f} nats per token have no finite perplexity")
+    if nats > 700:                                 # exp would overflow fp64
+        raise ValueError(f"perplexity overflows: {nats:.0f} nats per token")
     return dict(perplexity=math.exp(nats), tokens=len(logps), nats_per_token=nats)
 
 
 # ---- Command line -------------------------------------------------------------------------------
 
 def build_parser() -> Parser:
-    p = Parser(description="Perplexity of a text, or lm-eval's tasks. The result goes to stdout.",
+    p = Parser(description="Perplexity of a text, or lm-eval tasks. The result goes to stdout.",
                formatter_class=Help)
     add = p.add_argument_group("model").add_argument
-    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help="as generate.py's")
+    add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME",
+        help="same as for generate.py")
     add_adapter(add)
     add_activation_bits(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-        help="auto: generate.py's, but without --compile float32 on a CPU that lacks bfloat16")
+        help="auto: as in generate.py, but float32 without --compile on a CPU without bfloat16")
     add_quantize(add)
-    add("--compile", action="store_true", help="compile decoding, and on a CPU scoring")
+    add("--compile", action="store_true", help="compile decoding, and on a CPU also scoring")
     add("--max_seq_length", type=number(int, 2),
-        help="positions to use; default: the model's context, for perplexity 1024 at most")
-    add("--batch_size", type=number(int, 1), default=8, help="rows side by side")
+        help="context length; default: the model's, for perplexity at most 1024")
+    add("--batch_size", type=number(int, 1), default=8, help="rows computed in parallel")
     group = p.add_argument_group("what to measure, one of")
     add = group.add_mutually_exclusive_group(required=True).add_argument
     add("--perplexity", metavar="FILE",
-        help="of this text; pydoc: the last fifth of Python's own documentation")
-    add("--tasks", nargs="+", metavar="TASK", help="lm-eval's names, patterns or .yaml files")
-    group.add_argument("--limit", type=number(int, 1), help="tokens of the text, examples per task")
-    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        help="a text file; pydoc: the last fifth of Python's documentation")
+    add("--tasks", nargs="+", metavar="TASK", help="lm-eval task names, patterns or .yaml files")
+    group.add_argument("--limit", type=number(int, 1),
+                       help="max tokens of the text, or examples per task")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
     add = p.add_argument_group("perplexity").add_argument
     add("--stride", type=number(int, 1),
-        help="from one window of --max_seq_length tokens to the next; default: half of it")
+        help="distance between windows of --max_seq_length tokens; default: half of it")
     add = p.add_argument_group("tasks").add_argument
-    add("--num_fewshot", type=number(int, 0), help="examples in the prompt; default: the task's")
-    add("--apply_chat_template", action="store_true", help="prompts as the model's chat template")
-    add("--include_path", type=Path, metavar="DIR", help="tasks of your own, as .yaml files")
+    add("--num_fewshot", type=number(int, 0),
+        help="few-shot examples in the prompt; default: the task's")
+    add("--apply_chat_template", action="store_true", help="format prompts with the chat template")
+    add("--include_path", type=Path, metavar="DIR",
+        help="a directory of additional tasks (.yaml files)")
     return p
 
 
@@ -367,7 +371,7 @@ def run(argv: list[str] | None = None) -> int:
     stride = args.stride or length // 2
     if stride > length:
         raise ValueError(f"--stride {stride} exceeds the window of {length} tokens "
-                         "(--max_seq_length): some would never be scored")
+                         "(--max_seq_length): some tokens would not be scored")
     if args.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(f"{source.path.name} has no chat template")
     if args.tasks:
@@ -379,7 +383,7 @@ def run(argv: list[str] | None = None) -> int:
     model = load(source, dtype, device)
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)
-    compiled = engine == "compile" and device.type == "cpu"    # on a GPU build_steps leaves forward
+    compiled = engine == "compile" and device.type == "cpu"    # on a GPU forward is not compiled
     start = time.perf_counter()
     if args.tasks:
         result, text = run_tasks(args, manager, model, source, tokenizer, steps, compiled,

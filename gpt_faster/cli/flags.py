@@ -1,7 +1,6 @@
-"""generate.py's command line: every flag, its default, and which contradict each other.
+"""generate.py's command line: its flags, their defaults and conflicts.
 
-A default lives here and nowhere else; a model's own generation_config.json may stand in for it. It
-knows what can be asked for and nothing of how it is done.
+Defaults are defined only here; a model's generation_config.json may override them.
 
     args = build_parser().parse_args(argv); check(args)
 """
@@ -17,26 +16,26 @@ from gpt_faster.formats.known_shapes import SHAPES
 from quantize import MODES, add_choices
 
 CHECKPOINTS = ("a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
-               "default: the model that scripts/quickstart.sh fetched")
+               "default: the model that scripts/quickstart.sh downloads")
 ENGINES = ("recompute", "kv_cache", "torch_compile", "compile", "cuda_graph")
 
 
 def build_parser() -> Parser:
-    """generate.py's own flags, those that its file does without, and help that fits both."""
+    """The flags of generate.py's core, and those of the full command."""
     p = Parser(description="Generate text from an open-weight transformer. "
                            "Text goes to stdout, everything else to stderr.", formatter_class=Help,
                conflict_handler="resolve")
     groups = add_core_flags(p, CHECKPOINTS)
-    groups["sampling"].description = ("The model's own generation_config.json overrides these "
+    groups["sampling"].description = ("The model's generation_config.json overrides these "
                                       "defaults.")
     add_model(groups["model"])
     add_text(groups["text"])
     add_speed(groups["speed"])
     add = groups["speed"].add_argument
     add("--no_speculate", action="store_true",
-        help="draft nothing, where the checkpoint has a head for it and drafts are the default")
+        help="disable speculation, which is the default for checkpoints with an MTP head")
     add("--compare", action="store_true",
-        help="after each sample generate it again without drafts, and print the speedup")
+        help="generate each sample again without speculation, and print the speedup")
     add_output(groups["output"])
     return p
 
@@ -44,133 +43,136 @@ def build_parser() -> Parser:
 def add_model(group) -> None:
     add = group.add_argument
     add("--random", metavar="NAME",
-        help="a known shape with random weights and no files, for speed trials with an integer "
-             "--prompt: " + ", ".join(SHAPES))
+        help="random weights in a known model's shape, without files, to measure speed with an "
+             "integer --prompt: " + ", ".join(SHAPES))
     add_adapter(add)
     add_quantize(add)
     add("--max_seq_length", type=number(int, 2),
-        help="positions to allocate; default: what the prompt and the new tokens need. RoPE of "
-             "the kinds dynamic and longrope takes its factors for this length")
+        help="context length to allocate; default: prompt plus new tokens. dynamic and longrope "
+             "RoPE scaling use this length")
 
 
 def add_text(group) -> None:
     add = group.add_argument
     add("--prompts_file", type=Path, metavar="FILE",
-        help="a prompt a line, or in FILE.jsonl an object a line with prompt or messages, and "
-             "perhaps id, max_new_tokens, " + ", ".join(SAMPLING))
-    add("--chat", action="store_true", help="prompts are messages: apply the model's chat template")
+        help="one prompt per line; in FILE.jsonl one object per line with prompt or messages, and "
+             "optionally id, max_new_tokens, " + ", ".join(SAMPLING))
+    add("--chat", action="store_true", help="apply the model's chat template to prompts")
     add("--interactive", action="store_true",
-        help="a conversation in the terminal, by the model's chat template; /help there")
-    add("--system_prompt", metavar="TEXT", help="what a chat begins with")
+        help="chat in the terminal with the model's chat template; type /help there")
+    add("--system_prompt", metavar="TEXT", help="system prompt")
     add("--chat_template_kwargs", type=json_object, metavar="JSON",
-        help='more for the chat template, as {"enable_thinking": false}')
+        help='extra chat template variables, e.g. {"enable_thinking": false}')
     add("--json_schema", type=Path, metavar="FILE",
-        help="the text is JSON that this schema allows (needs llguidance)")
+        help="constrain the output to JSON that matches this schema (needs llguidance)")
 
 
 def add_speed(group) -> None:
-    """Those of every command that generates."""
+    """For every command that generates."""
     add = group.add_argument
     add("--compile_prefill", action="store_true",
         help="compile prefill too (on a CPU --compile does already); implies --compile")
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller model of the same vocabulary that drafts tokens; or Gemma 4's own drafter "
+        help="a smaller draft model with the same vocabulary, or Gemma 4's drafter "
              "(gemma4_assistant)")
     add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
-        help="draft tokens without one: by the head that the checkpoint has for it (multi-token "
-             "prediction), what followed the last three tokens before, or by a quantized copy of "
-             "the model itself")
+        help="speculate without a draft model: mtp: the checkpoint's multi-token prediction head; "
+             "ngram: look up the last three tokens in the text so far; int8, int4: a quantized "
+             "copy of the model")
     add("--speculate_k", type=number(int, 1), metavar="K",
-        help="always draft K tokens; default: 5 at most (4 of mtp's, 8 of ngram's), fewer while "
-             "they are wrong")
+        help="draft exactly K tokens; default: up to 5 (mtp 4, ngram 8), adapted to the "
+             "acceptance rate")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
-        help="prompts are run N tokens at a time, which bounds the memory that they need")
+        help="prefill N tokens at a time, which limits memory use")
     add("--engine", choices=ENGINES,
-        help="recompute: no KV cache; kv_cache: eager, the default; torch_compile: PyTorch's "
-             "compiler alone; compile: as --compile; cuda_graph: the eager step captured in a CUDA "
-             "graph")
+        help="recompute: no KV cache; kv_cache: eager (default); torch_compile: torch.compile "
+             "without our kernels; compile: same as --compile; cuda_graph: the eager step in a "
+             "CUDA graph")
 
 
 def add_output(group) -> None:
     add = group.add_argument
-    add("--json", action="store_true", help="one JSON object per sample and row on stdout, no text")
+    add("--json", action="store_true",
+        help="print one JSON object per sample and row instead of text")
     add("--output", type=Path, metavar="FILE",
-        help="append one JSON object per prompt to FILE; what is there already is not run again")
+        help="append one JSON object per prompt to FILE; prompts with results in it are skipped")
 
 
 def add_quantize(add) -> None:
     """For every command that loads a model."""
     add("--quantize", choices=MODES,
-        help="round the weights while loading, without a file; GPTQ is quantize.py's")
+        help="quantize the weights while loading (round to nearest; for GPTQ use quantize.py)")
     add_choices(add)
 
 
 def add_adapter(add) -> None:
     """For every command that loads a model."""
     add("--adapter", metavar="PATH_OR_NAME",
-        help="a LoRA adapter (adapter_config.json, adapter_model.safetensors), added to the "
-             "weights while loading, before they are rounded")
+        help="a LoRA adapter (adapter_config.json, adapter_model.safetensors), merged into the "
+             "weights while loading, before quantization")
 
 
 def add_activation_bits(add) -> None:
     """For every command that compiles."""
     add("--activation_bits", type=int, choices=[8, 16], default=8,
-        help="what --compile rounds activations to before products of several rows (a prompt's, a "
-             "batch's) with int4 weights on x86, and with int8 weights where it has VNNI; 16 is "
-             "finer and slower; float32 models always take it, and with AMX more than 48 rows")
+        help="precision of activations in multi-row matmuls (prefill, batches) under --compile: "
+             "with int4 weights on x86, with int8 weights if it has VNNI; 16 is more accurate and "
+             "slower; float32 models always use 16, and so do more than 48 rows with AMX")
 
 
 def json_object(text: str) -> dict:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got '{text}'")
-    return found
+    return value
 
 
 def many(args) -> bool:
-    """Prompts that run in slots: several, or those whose results go into a file."""
+    """Whether prompts run in slots: several prompts, or --output."""
     return bool(args.prompts_file or args.output or len(args.prompt) > 1)
 
 
 def may_draft(args) -> bool:
-    """One row at a time, and nothing was said of drafts."""
-    said = args.draft_checkpoint_path or args.speculate or args.no_speculate
-    alone = not many(args) and args.batch_size == 1 and args.engine != "recompute"
-    return alone and not said and not args.json_schema
+    """Whether default speculation is allowed: one row, and no flag that sets or excludes it."""
+    sets_speculation = args.draft_checkpoint_path or args.speculate or args.no_speculate
+    runs_one_row = not many(args) and args.batch_size == 1 and args.engine != "recompute"
+    return runs_one_row and not sets_speculation and not args.json_schema
 
 
 def check(args) -> None:
-    """ValueError where flags contradict each other."""
+    """ValueError if flags conflict."""
     check_output(args)
     for flag in ("json", "random", "profile", "prompt", "prompts_file", "output"):
         if args.interactive and getattr(args, flag):
             raise ValueError(f"--interactive cannot be combined with --{flag}")
     if args.interactive and (args.batch_size > 1 or args.num_samples > 1):
-        raise ValueError("--interactive answers one message at a time: one row, one sample")
-    drafting = args.draft_checkpoint_path or args.speculate
+        raise ValueError("--interactive requires --batch_size 1 and --num_samples 1")
+    speculates = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
-        raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
-    if args.no_speculate and drafting:
-        raise ValueError("--no_speculate contradicts --speculate and --draft_checkpoint_path")
-    if (args.speculate_k or args.compare) and not drafting:
-        raise ValueError("--speculate_k and --compare need --draft_checkpoint_path or --speculate")
-    if drafting and (args.batch_size > 1 or args.engine == "recompute"):
-        raise ValueError("drafting is for one row and the KV cache: it cannot be combined with "
-                         "--batch_size or --engine recompute")
-    if args.json_schema and (drafting or args.random or args.ignore_eos):
-        raise ValueError("--json_schema cannot be combined with drafting, --random or --ignore_eos")
+        raise ValueError("--draft_checkpoint_path and --speculate are mutually exclusive")
+    if args.no_speculate and speculates:
+        raise ValueError("--no_speculate conflicts with --speculate and --draft_checkpoint_path")
+    if (args.speculate_k or args.compare) and not speculates:
+        raise ValueError("--speculate_k and --compare require --draft_checkpoint_path or "
+                         "--speculate")
+    if speculates and (args.batch_size > 1 or args.engine == "recompute"):
+        raise ValueError("speculation needs --batch_size 1 and a KV cache: it cannot be combined "
+                         "with --engine recompute")
+    if args.json_schema and (speculates or args.random or args.ignore_eos):
+        raise ValueError("--json_schema cannot be combined with speculation, --random or "
+                         "--ignore_eos")
     if args.compare and (args.interactive or many(args)):
-        raise ValueError("--compare is for one prompt")
+        raise ValueError("--compare supports one prompt only")
     if args.prompts_file and args.prompt:
-        raise ValueError("--prompt and --prompts_file exclude each other")
+        raise ValueError("--prompt and --prompts_file are mutually exclusive")
     if many(args) and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
-        raise ValueError("several prompts, or --output, cannot be combined with --num_samples, "
+        raise ValueError("several prompts or --output cannot be combined with --num_samples, "
                          "--profile or --engine recompute")
-    asked = args.system_prompt or args.chat_template_kwargs
-    if asked and not (args.interactive or args.chat or args.prompts_file):
-        raise ValueError("--system_prompt and --chat_template_kwargs are for --chat, --interactive "
-                         "and --prompts_file")
+    sets_chat = args.system_prompt or args.chat_template_kwargs
+    if sets_chat and not (args.interactive or args.chat or args.prompts_file):
+        raise ValueError("--system_prompt and --chat_template_kwargs require --chat, --interactive "
+                         "or --prompts_file")

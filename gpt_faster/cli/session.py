@@ -1,4 +1,4 @@
-"""generate.py's command: a model as the flags want it, and what is done with it.
+"""generate.py's command: load a model, then run one prompt, many prompts, or a chat.
 
     python generate.py --compile --checkpoint_path org/name --prompt "Hello, my name is"
 """
@@ -55,16 +55,16 @@ def run(argv: list[str] | None) -> int:
     engine = pick_engine(device, options.engine, options.compile or options.compile_prefill)
     many = flags.many(options)
     if engine == "compile" and device.type == "cpu":
-        native.start_building()                   # beside the loading
+        native.start_building()                    # while the model loads
     if options.json_schema:
-        schema_of(options.json_schema)                # before the model is loaded
+        read_schema(options.json_schema)           # fail before the model is loaded
         import_llguidance()
     results = batch.Results(options.json)
-    requests, complaints, finished = from_rank_0(lambda: read_work(options, results))
+    requests, errors, finished = from_rank_0(lambda: read_input(options, results))
 
     start = time.perf_counter()
     source, tokenizer = open_model(options.checkpoint_path, options.random, options.adapter)
-    options = options.over(source.defaults)                # the model's, where the user is silent
+    options = options.over(source.defaults)        # the model's, unless set by the user
     limit = options.max_seq_length or source.cfg.context
     dtype = pick_dtype(options.dtype, device, source.cfg)
     if limit > source.cfg.context:
@@ -73,17 +73,17 @@ def run(argv: list[str] | None) -> int:
     requests = [request for request in requests if request.id not in finished]
     eos_ids = set() if options.ignore_eos else set(source.eos_ids)
     work, more = batch.encode_all(requests, tokenizer, source.cfg, eos_ids, options, limit)
-    complaints += more
-    if complaints and not many:
-        raise ValueError(complaints[0])
-    for complaint in complaints:
+    errors += more
+    if errors and not many:
+        raise ValueError(errors[0])
+    for complaint in errors:
         log(f"generate.py: error: {complaint}")
     if finished:
-        log(f"{len(finished)} results are in {options.output} already: {len(work)} prompts to go")
+        log(f"{options.output} has {len(finished)} results already: {len(work)} prompts to go")
     if many and not work:
-        return 1 if complaints else 0
-    speculate, acceptance = options.speculate, 1.0         # that drafts may reach if asked for
-    if source.mtp and flags.may_draft(options) and from_rank_0(lambda: drafts_by_default(source)):
+        return 1 if errors else 0
+    speculate, acceptance = options.speculate, 1.0         # assumed for drafts set by a flag
+    if source.mtp and flags.may_draft(options) and from_rank_0(lambda: can_use_mtp(source)):
         speculate, acceptance = "mtp", PUBLISHED_ACCEPTANCE
     if not many and work and work[0].max_new < options.max_new_tokens:
         log(f"note: at most {work[0].max_new} new tokens, to stay within {limit} positions")
@@ -91,76 +91,78 @@ def run(argv: list[str] | None) -> int:
     session = Session(options, source, tokenizer, work, device, dtype, engine, start, speculate,
                       acceptance)
     for request in [each.about for each in work if each.about.n_random is not None]:
-        log(f"note: {request.where} {request.prompt}: a synthetic prompt of so many random tokens "
-            "(--prompts_file reads digits as text)")
+        log(f"note: {request.where} {request.prompt}: an integer means a synthetic prompt of that "
+            "many random tokens (--prompts_file reads digits as text)")
     if options.interactive:
-        return talk(session)
+        return run_chat(session)
     if many:
         interrupted = batch.run(work, session.batch, results)
-        return 130 if interrupted else 1 if complaints else 0
+        return 130 if interrupted else 1 if errors else 0
     return show_samples(session, work[0])
 
 
-def schema_of(path: Path) -> tuple[str, str]:
-    """A file's JSON schema, for decoding/grammar.py. OSError or ValueError where there is none."""
+def read_schema(path: Path) -> tuple[str, str]:
+    """Read a JSON schema for decoding/grammar.py. OSError or ValueError if it is invalid."""
     try:
         return json_schema(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 
 
-def read_work(options, results: batch.Results) -> tuple[list, list, set]:
-    """-> requests, complaints about others, and the ids of those that are finished already."""
-    requests, complaints = [], []
+def read_input(options, results: batch.Results) -> tuple[list, list, set]:
+    """-> requests, error messages, and the ids of requests already finished in --output."""
+    requests, errors = [], []
     if not options.interactive:
-        requests, complaints = batch.read_requests(options, HELLO)
-    return requests, complaints, results.append_to(options.output) if options.output else set()
+        requests, errors = batch.read_requests(options, HELLO)
+    return requests, errors, results.append_to(options.output) if options.output else set()
 
 
-def drafts_by_default(source) -> bool:
-    """Not while operations are built: that text begins uncompiled, and drafts would wait."""
+def can_use_mtp(source) -> bool:
+    """Whether the checkpoint's MTP head works. Not while the CPU kernels are still being built:
+    until then decoding is uncompiled."""
     if native.is_building():
         return False
     try:
         source.mtp()
     except ValueError as e:
-        log(f"note: the head of this checkpoint that drafts tokens is not used: {e}")
+        log(f"note: this checkpoint's MTP head is not used: {e}")
         return False
-    log("note: this checkpoint's own head drafts tokens, where that pays (--no_speculate: it does "
-        "not)")
+    log("note: MTP speculation is on by default for this model; --no_speculate turns it off")
     return True
 
 
 class Session(Runtime):
-    """The model for these prompts (none: a conversation), all with the options' sampling or their
-    own."""
+    """The model set up for these prompts, or for a chat if there are none.
+
+    The options set the sampling; a prompt may override it.
+    """
 
     def __init__(self, options, source, tokenizer, work: list[Generation], device: torch.device,
                  dtype: torch.dtype, engine: str, start: float, speculate: str | None,
                  acceptance: float):
         self.work = work
-        ends = [len(each.prompt_ids) + each.max_new for each in work] or [4096]    # a conversation
+        lengths = [len(each.prompt_ids) + each.max_new for each in work] or [4096]    # a chat
         n_row = min(options.batch_size, len(work)) if flags.many(options) else options.batch_size
         needs_figures = options.json or options.profile or options.compile_prefill
         drafts = speculate or options.draft_checkpoint_path
         super().__init__(
-            options, source, tokenizer, device, dtype, engine, n_row=n_row, longest=max(ends),
+            options, source, tokenizer, device, dtype, engine, n_row=n_row, longest=max(lengths),
             start=start, prompts=[each.prompt_ids for each in work] or [[0]], speculate=speculate,
-            acceptance=acceptance, rewinds=int(not work),      # it may read its last token late
+            acceptance=acceptance, rewinds=int(not work),      # chat: reads the last token late
             waits=bool(needs_figures or drafts))
         self.eos_ids = set() if options.ignore_eos else set(self.source.eos_ids)
 
     def make_sampler(self) -> Sampler:
         rows = [sampling_params(self.options)] * self.n_row
-        later = [each.params for each in self.work]
-        sampler = build_sampler(self.model, rows, self.generator, later)
+        later_params = [each.params for each in self.work]
+        sampler = build_sampler(self.model, rows, self.generator, later_params)
         if self.options.json_schema:
             self.constrain(sampler)
         return sampler
 
     def constrain(self, sampler: Sampler) -> None:
-        """Every row's text is JSON of --json_schema. Where it ends, only an end may follow."""
-        spec = schema_of(self.options.json_schema)
+        """Constrain all rows to --json_schema. After the JSON only EOS is allowed."""
+        spec = read_schema(self.options.json_schema)
         n_vocab = self.model.cfg.vocab_size
         grammars = Grammars(self.tokenizer, self.source.eos_ids, n_vocab)
         try:
@@ -179,16 +181,16 @@ class Session(Runtime):
 
     def figures(self, times: list[float], n_prompt: int, sequences: list[Sequence],
                 draft: bool = True) -> dict:
-        """n_prompt: of each row."""
+        """n_prompt: tokens of each row's prompt."""
         read_bytes = 0 if draft and self.drafter else self.read_bytes
         return figures(times, n_prompt * len(sequences), [len(s.ids) for s in sequences],
                        read_bytes)
 
 
-# ---- What is done with it -----------------------------------------------------------------------
+# ---- Modes --------------------------------------------------------------------------------------
 
-def talk(session: Session) -> int:
-    """A conversation in the terminal."""
+def run_chat(session: Session) -> int:
+    """Chat in the terminal."""
     options, length = session.options, session.length
 
     def answer(ids, n_cached):
@@ -206,21 +208,21 @@ def talk(session: Session) -> int:
     return 0
 
 
-def show_samples(session: Session, asked: Generation) -> int:
-    """--num_samples times, one prompt in --batch_size rows."""
-    options, request, ids = session.options, asked.about, asked.prompt_ids
-    shown = "" if options.random else request.shown
+def show_samples(session: Session, generation: Generation) -> int:
+    """Generate --num_samples times from one prompt, in --batch_size rows."""
+    options, request, ids = session.options, generation.about, generation.prompt_ids
+    echo = "" if options.random else request.echo
     if options.json or options.batch_size > 1:
-        shown = None
+        echo = None
     speeds, interrupted = [], False
     for i in range(options.num_samples):
-        sequences = [session.sequence(ids, asked.max_new) for _ in range(options.batch_size)]
+        sequences = [session.sequence(ids, generation.max_new) for _ in range(options.batch_size)]
         with traced(options.profile if i == options.num_samples - 1 else None):
-            tokens = session.tokens([ids] * len(sequences), asked.max_new)
-            times, interrupted = follow(tokens, sequences, shown, session.batch)
+            tokens = session.tokens([ids] * len(sequences), generation.max_new)
+            times, interrupted = follow(tokens, sequences, echo, session.batch)
         f = session.figures(times, len(ids), sequences)
         if options.compare and not interrupted:
-            interrupted = compare(session, asked, f)
+            interrupted = compare(session, generation, f)
         for j, sequence in enumerate(sequences):
             if options.json:
                 print(json.dumps(dict(
@@ -228,7 +230,7 @@ def show_samples(session: Session, asked: Generation) -> int:
                     new_ids=sequence.ids, finish_reason=sequence.finish_reason, sample=i, row=j,
                     **f, **session.about())), flush=True)
             elif options.batch_size > 1:
-                print(f"--- row {j} ---\n{request.shown}{sequence.text}", flush=True)
+                print(f"--- row {j} ---\n{request.echo}{sequence.text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:
@@ -237,15 +239,15 @@ def show_samples(session: Session, asked: Generation) -> int:
     return 130 if interrupted else 0
 
 
-def compare(session: Session, asked: Generation, f: dict) -> bool:
-    """The same without drafts: puts the speedup into f -> whether Ctrl-C ended it."""
-    tokens = session.tokens([asked.prompt_ids], asked.max_new, draft=False)
-    sequences = [session.sequence(asked.prompt_ids, asked.max_new)]
+def compare(session: Session, generation: Generation, f: dict) -> bool:
+    """Generate again without speculation and set f["speedup"] -> whether Ctrl-C interrupted."""
+    tokens = session.tokens([generation.prompt_ids], generation.max_new, draft=False)
+    sequences = [session.sequence(generation.prompt_ids, generation.max_new)]
     times, interrupted = follow(tokens, sequences, None, session.plain)
-    plain = session.figures(times, len(asked.prompt_ids), sequences, draft=False)
+    plain = session.figures(times, len(generation.prompt_ids), sequences, draft=False)
     f["speedup"] = None
     if f["decode_tok_s"] and plain["decode_tok_s"]:
         f["speedup"] = f["decode_tok_s"] / plain["decode_tok_s"]
-    log(f"Without drafts: {describe(plain)}")
+    log(f"Without speculation: {describe(plain)}")
     log(f"Speedup: {f['speedup'] or 0:.2f}")
     return interrupted

@@ -1,17 +1,17 @@
-"""What generate.py and quantize.py do where this room is beside them: the whole commands."""
+"""Entry points that generate.py and quantize.py call when the gpt_faster package is present."""
 
-from gpt_faster.cli.quick_import import import_torch, need_torch
+from gpt_faster.cli.fast_start import import_torch, need_torch
 
 
 def generate() -> int:
-    """generate.py -> its exit status."""
+    """Run generate.py's command -> exit status."""
     import_torch()
     from gpt_faster.cli.session import main
     return main()
 
 
 def quantize() -> int:
-    """quantize.py -> its exit status."""
+    """Run quantize.py's command -> exit status."""
     need_torch()
     from gpt_faster.cli.quantizing import main
     return main()

@@ -1,1 +1,1 @@
-"""The HTTP side of serve.py: requests, their turns on the model, answers, the page."""
+"""serve.py's HTTP server: requests, the engine thread, responses, the chat page."""

@@ -1,28 +1,28 @@
-"""Answers in OpenAI's shapes: whole, or as events while the text comes.
+"""Responses in OpenAI's format: one object, or chunks of a stream.
 
-    answer = ChatAnswer(model, asked, work)
-    events = answer.begin(); events += answer.add(event); events += answer.end()
-    body = answer.whole()                          # after all of them, where nothing streams
+    answer = ChatAnswer(model, request, prepared)
+    chunks = answer.begin(); chunks += answer.add(event); chunks += answer.end()
+    body = answer.whole()                          # without streaming, after the last add()
 """
 
 import secrets
 import time
 
 from gpt_faster.decoding.slots import Event, Logprobs
-from gpt_faster.server.prepare import Model, Work
+from gpt_faster.server.prepare import Model, PreparedRequest
 from gpt_faster.server.protocol import Request
 
 
 class Answer:
-    """What both kinds have: an id, the choices so far, a count of tokens."""
+    """Common to chats and completions: the id, finish reasons and token counts."""
 
     prefix = kind = ""
 
-    def __init__(self, model: Model, asked: Request, work: Work):
-        self.model, self.asked, self.work = model, asked, work
+    def __init__(self, model: Model, request: Request, prepared: PreparedRequest):
+        self.model, self.request, self.prepared = model, request, prepared
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.reasons = [each.finish_reason for each in work.generations]
+        self.finish_reasons = [each.finish_reason for each in prepared.generations]
 
     def event(self, choices: list[dict], **more) -> dict:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.model.name,
@@ -32,14 +32,14 @@ class Answer:
         return event
 
     def wants_usage(self) -> bool:
-        options = self.asked.stream_options
-        return bool(self.asked.stream and options and options.include_usage)
+        options = self.request.stream_options
+        return bool(self.request.stream and options and options.include_usage)
 
     def usage(self) -> dict:
-        generations = self.work.generations
-        firsts = generations[::self.work.n_choices]      # a prompt's answers share it
+        generations = self.prepared.generations
+        firsts = generations[::self.prepared.n_choices]    # one of each prompt's choices
         n_prompt = sum(len(each.prompt_ids) for each in firsts)
-        n_new = sum(len(each.ids) for each in generations) if self.work.n_new else 0
+        n_new = sum(len(each.ids) for each in generations) if self.prepared.n_new else 0
         n_cached = sum(each.n_reused for each in firsts)
         return dict(prompt_tokens=n_prompt, completion_tokens=n_new, total_tokens=n_prompt + n_new,
                     prompt_tokens_details=dict(cached_tokens=n_cached))
@@ -59,9 +59,9 @@ class ChatAnswer(Answer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.kind = "chat.completion.chunk" if self.asked.stream else "chat.completion"
-        self.messages = [dict(role="assistant", content=None) for _ in self.work.generations]
-        self.logprobs = [[] for _ in self.work.generations]
+        self.kind = "chat.completion.chunk" if self.request.stream else "chat.completion"
+        self.messages = [dict(role="assistant", content=None) for _ in self.prepared.generations]
+        self.logprobs = [[] for _ in self.prepared.generations]
 
     def begin(self) -> list[dict]:
         return [self.event([dict(index=i, delta=dict(role="assistant", content=""),
@@ -69,7 +69,8 @@ class ChatAnswer(Answer):
                 for i in range(len(self.messages))]
 
     def add(self, event: Event) -> list[dict]:
-        i, parser = event.generation.about.index, self.work.parsers[event.generation.about.index]
+        i = event.generation.about.index
+        parser = self.prepared.parsers[i]
         deltas = parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas += parser.finish()
@@ -80,14 +81,14 @@ class ChatAnswer(Answer):
             logprobs = dict(content=logprobs, refusal=None)
         for delta in deltas:
             self.collect(self.messages[i], delta)
-        if not self.asked.stream:
+        if not self.request.stream:
             if event.finish_reason:
-                self.reasons[i] = self.reason(i, event.finish_reason)
+                self.finish_reasons[i] = self.reason(i, event.finish_reason)
             return []
         if logprobs and not deltas:
             deltas = [dict(content="")]
         events = []
-        for delta in deltas:                       # logprobs go with the first
+        for delta in deltas:                       # the first one carries the logprobs
             events.append(self.event([dict(index=i, delta=delta, logprobs=logprobs,
                                            finish_reason=None)]))
             logprobs = None
@@ -108,7 +109,8 @@ class ChatAnswer(Answer):
 
     def logprob(self, token_id: int, logprobs: Logprobs) -> dict:
         def entry(piece, p):
-            return dict(token=piece.decode(errors="replace"), logprob=finite(p), bytes=list(piece))
+            text = piece.decode(errors="replace")
+            return dict(token=text, logprob=clamp_logprob(p), bytes=list(piece))
 
         chosen = entry(self.model.token_bytes(token_id), logprobs.own)
         return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
@@ -118,9 +120,11 @@ class ChatAnswer(Answer):
         for i, message in enumerate(self.messages):
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
-            logprobs = dict(content=self.logprobs[i], refusal=None) if self.asked.logprobs else None
+            logprobs = None
+            if self.request.logprobs:
+                logprobs = dict(content=self.logprobs[i], refusal=None)
             choices.append(dict(index=i, message=dict(message, refusal=None), logprobs=logprobs,
-                                finish_reason=self.reasons[i]))
+                                finish_reason=self.finish_reasons[i]))
         return self.event(choices, usage=self.usage())
 
 
@@ -129,82 +133,82 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.texts = ["" for _ in self.work.generations]
-        self.offsets = [0 for _ in self.work.generations]
-        self.logprobs = [None if self.asked.logprobs is None else blank()
-                         for _ in self.work.generations]
-        self.begun = set()
+        self.texts = ["" for _ in self.prepared.generations]
+        self.offsets = [0 for _ in self.prepared.generations]
+        self.logprobs = [None if self.request.logprobs is None else empty_logprobs()
+                         for _ in self.prepared.generations]
+        self.echoed = set()
 
     def prompt(self, i: int) -> str:
-        return self.work.prompts[i // self.work.n_choices]
+        return self.prepared.prompts[i // self.prepared.n_choices]
 
-    def start(self, i: int) -> tuple[str, dict | None]:
-        """What is echoed of the i-th answer's prompt, once."""
-        if i in self.begun or not self.asked.echo:
+    def echo(self, i: int) -> tuple[str, dict | None]:
+        """The echoed prompt of choice i and its logprobs; empty after the first call."""
+        if i in self.echoed or not self.request.echo:
             return "", None
-        self.begun.add(i)
-        generation, logprobs = self.work.generations[i], None
-        if self.asked.logprobs is not None:
-            logprobs = blank()
+        self.echoed.add(i)
+        generation, logprobs = self.prepared.generations[i], None
+        if self.request.logprobs is not None:
+            logprobs = empty_logprobs()
             for token_id, p in zip(generation.prompt_ids, generation.prompt_logprobs):
-                self.put(logprobs, i, token_id, p)
+                self.append_logprob(logprobs, i, token_id, p)
         return self.prompt(i), logprobs
 
-    def put(self, to: dict, i: int, token_id: int, p: Logprobs) -> None:
+    def append_logprob(self, logprobs: dict, i: int, token_id: int, p: Logprobs) -> None:
         text = self.model.token_bytes(token_id).decode(errors="replace")
-        to["tokens"].append(text)
-        to["token_logprobs"].append(p.own if p.own is None else finite(p.own))
+        logprobs["tokens"].append(text)
+        logprobs["token_logprobs"].append(p.own if p.own is None else clamp_logprob(p.own))
         top = {}
         for piece, value in self.top(p):
-            top.setdefault(piece.decode(errors="replace"), finite(value))
-        to["top_logprobs"].append(None if p.own is None else top)
-        to["text_offset"].append(self.offsets[i])
+            top.setdefault(piece.decode(errors="replace"), clamp_logprob(value))
+        logprobs["top_logprobs"].append(None if p.own is None else top)
+        logprobs["text_offset"].append(self.offsets[i])
         self.offsets[i] += len(text)
 
     def add(self, event: Event) -> list[dict]:
         i = event.generation.about.index
-        text, logprobs = self.start(i)
-        if self.asked.max_tokens != 0:             # else it was run for the prompt's logprobs
+        text, logprobs = self.echo(i)
+        if self.request.max_tokens != 0:           # 0: it ran only for the prompt's logprobs
             text += event.text
             if event.logprobs:
-                logprobs = logprobs or blank()
+                logprobs = logprobs or empty_logprobs()
             for token in event.logprobs:
-                self.put(logprobs, i, *token)
+                self.append_logprob(logprobs, i, *token)
         self.texts[i] += text
         for key, values in (logprobs or {}).items():
             self.logprobs[i][key] += values
         if event.finish_reason:
-            self.reasons[i] = event.finish_reason
-        if not self.asked.stream or not (text or logprobs or event.finish_reason):
+            self.finish_reasons[i] = event.finish_reason
+        if not self.request.stream or not (text or logprobs or event.finish_reason):
             return []
         return [self.event([dict(index=i, text=text, logprobs=logprobs,
                                  finish_reason=event.finish_reason)])]
 
     def end(self) -> list[dict]:
         events = []
-        if not self.work.n_new:                    # nothing ran: the prompt alone
+        if not self.prepared.n_new:                # echo without generation
             events = [self.event([dict(index=i, text=self.prompt(i), logprobs=None,
                                        finish_reason="length")]) for i in range(len(self.texts))]
         return events + super().end()
 
     def usage(self) -> dict:
         usage = super().usage()
-        if self.asked.max_tokens == 0:
+        if self.request.max_tokens == 0:
             usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
         return usage
 
     def whole(self) -> dict:
-        if not self.work.n_new:
+        if not self.prepared.n_new:
             self.texts = [self.prompt(i) for i in range(len(self.texts))]
         choices = [dict(index=i, text=text, logprobs=self.logprobs[i],
-                        finish_reason=self.reasons[i]) for i, text in enumerate(self.texts)]
+                        finish_reason=self.finish_reasons[i]) for i, text in enumerate(self.texts)]
         return self.event(choices, usage=self.usage())
 
 
-def blank() -> dict:
+def empty_logprobs() -> dict:
     return dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 
 
-def finite(p: float) -> float:
-    """JSON has no infinity; OpenAI writes this for what is never drawn."""
+def clamp_logprob(p: float) -> float:
+    """JSON has no infinity; OpenAI uses -9999.0 for impossible tokens."""
     return max(p, -9999.0)

@@ -1,11 +1,11 @@
-"""The model's thread: takes requests in, drives decoding/slots.py, and hands tokens back.
+"""The model's thread: accepts generations, drives decoding/slots.py, and delivers their events.
 
-It owns the queue and its bound, deadlines, and the end. It knows no HTTP: a Delivery's `send` takes
-what becomes of a generation, in the order in which it happens.
+It owns the bounded queue, deadlines and shutdown. It knows no HTTP: each generation's events go to
+its Delivery's `send`, in order.
 
     engine = Engine(slots, max_queue=64, metrics)
-    engine.submit([generation])                    # any thread; Busy, Draining
-    engine.run()                                   # the thread that loaded the model
+    engine.submit([generation])                    # from any thread; QueueFull, Draining
+    engine.run()                                   # in the thread that loaded the model
 """
 
 import threading
@@ -18,54 +18,56 @@ from generate import log
 from gpt_faster.decoding.slots import Event, Generation, Slots
 from gpt_faster.server.metrics import Metrics
 
-TOGETHER_SECONDS = 0.06                            # 16 times a second text still looks as it flows
+DELIVERY_INTERVAL = 0.06                           # seconds: at most 16 deliveries a second
 
 
-class Busy(Exception):
+class QueueFull(Exception):
     """The queue is full."""
 
 
 class Draining(Exception):
-    """The server finishes what runs, and takes nothing new."""
+    """The server is shutting down: it finishes running generations and accepts no new ones."""
 
 
 @dataclass(eq=False)
 class Delivery:
-    """A generation's `about`: which of a request's answers it is, send(event) in the model's
-    thread, and when it must have ended and was submitted, of time.monotonic()."""
+    """A generation's `about`: where its events go, and its times (time.monotonic()).
+
+    index: of the choice in its request; send(event) is called in the model's thread.
+    """
 
     index: int
     send: Callable[[Event], None]
     deadline: float
     submitted: float = 0.0
-    last: float = 0.0                              # its last token; 0: none yet
+    last: float = 0.0                              # time of the last token; 0: none yet
 
 
 class Engine:
-    """The queue before the slots."""
+    """The request queue in front of the slots."""
 
     def __init__(self, slots: Slots, max_queue: int, metrics: Metrics,
                  flush: Callable[[list[Event]], None] = lambda events: None):
-        """flush(events): delivers what some steps gave, one event a generation."""
+        """flush(events): deliver the events of several steps, merged to one per generation."""
         self.slots, self.max_queue, self.metrics, self.flush = slots, max_queue, metrics, flush
-        slots.arrivals = self._arrivals
+        slots.arrivals = self._poll
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
-        self.live = {}                             # all that have not ended, as keys
-        self.events, self.urgent, self.delivered = {}, False, 0.0      # by generation
+        self.active = {}                           # unfinished generations, as an ordered set
+        self.events, self.flush_now, self.last_flush = {}, False, 0.0      # by generation
         self.draining = self.dead = False
 
     # ---- From other threads ---------------------------------------------------------------------
 
     def submit(self, new: list[Generation]) -> None:
-        """Busy where they do not fit into the queue beside those that wait."""
+        """Queue generations. QueueFull if they do not all fit, Draining during shutdown."""
         with self.lock:
             if self.draining:
                 raise Draining
             n_waiting = len(self.inbox) + self.slots.n_waiting()
             n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.beginning)
             if n_waiting + len(new) > self.max_queue + max(0, n_free):
-                raise Busy
+                raise QueueFull
             now = time.monotonic()
             for generation in new:
                 generation.about.submitted = now
@@ -73,100 +75,100 @@ class Engine:
             self.lock.notify()
 
     def cancel(self, generations: list[Generation]) -> None:
-        """Whoever wanted them has left. Those that have ended are left alone."""
+        """The client disconnected. Finished generations are ignored."""
         with self.lock:
             self.cancelled.update(generations)
             self.lock.notify()
 
     def drain(self) -> None:
-        """Take nothing new, and end when all has ended. From a signal handler too: no lock."""
+        """Accept nothing new; run() returns when all are finished. Signal-safe: takes no lock."""
         self.draining = True
 
     def load(self) -> tuple[int, int]:
-        """How many run and how many wait."""
+        """-> how many sequences run, and how many wait."""
         slots = self.slots
         return len(slots.running) + len(slots.beginning), slots.n_waiting() + len(self.inbox)
 
     # ---- The model's thread ---------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until drain(), and until what was taken in has ended."""
+        """Serve until drain() was called and all accepted generations are finished."""
         try:
             while True:
                 with self.lock:
-                    while not (self.draining or self.cancelled or self._has_more()):
-                        self.lock.wait(0.2)        # in short: a signal handler sets draining
-                    if self.draining and not self._has_more():
+                    while not (self.draining or self.cancelled or self._has_work()):
+                        self.lock.wait(0.2)        # poll: drain() does not notify
+                    if self.draining and not self._has_work():
                         break
                 for event in self.slots.run():
-                    self._take(event)
-                self._arrivals()
+                    self._handle(event)
+                self._poll()
         finally:
             self.dead = self.draining = True
             with self.lock:
-                self.live.update(dict.fromkeys(self.inbox))
-            for generation in list(self.live):
-                self._end(generation, error="the server has stopped")
+                self.active.update(dict.fromkeys(self.inbox))
+            for generation in list(self.active):
+                self._finish(generation, error="the server has stopped")
             self._deliver()
 
-    def _has_more(self) -> bool:
-        """Also what came when the slots had just run out of work, and has been taken in since."""
+    def _has_work(self) -> bool:
+        """slots.waiting: moved there by _poll() after slots.run() had returned."""
         return bool(self.inbox or self.slots.waiting)
 
-    def _arrivals(self) -> None:
-        """Between two calls of the model: who came, who left, whose time is over."""
+    def _poll(self) -> None:
+        """Between two model calls: accept new generations, end cancelled and expired ones."""
         self._deliver()
         with self.lock:
-            new, gone = list(self.inbox), self.cancelled
+            new, cancelled = list(self.inbox), self.cancelled
             self.inbox.clear()
             self.cancelled = set()
             self.slots.waiting.extend(new)
-        self.live.update(dict.fromkeys(new))
-        for generation in gone & self.live.keys():
-            self._end(generation, finish_reason="cancelled")
+        self.active.update(dict.fromkeys(new))
+        for generation in cancelled & self.active.keys():
+            self._finish(generation, finish_reason="cancelled")
         now = time.monotonic()
-        for generation in [each for each in self.live if each.about.deadline < now]:
-            self._end(generation, error="timeout")
+        for generation in [g for g in self.active if g.about.deadline < now]:
+            self._finish(generation, error="timeout")
         running, waiting = self.load()
         self.metrics.running.set(running)
         self.metrics.waiting.set(waiting)
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         generation = event.generation
-        if generation not in self.live:
+        if generation not in self.active:
             return
         if event.error is not None:
-            log(f"serve.py: error: a request failed: {type(event.error).__name__}: "
+            log(f"serve.py: error: request failed: {type(event.error).__name__}: "
                 f"{str(event.error).splitlines()[0] if str(event.error) else ''}")
-            self._end(generation, error="internal")
+            self._finish(generation, error="internal")
             return
         self.metrics.token(generation, time.monotonic())
         first = len(generation.ids) == 1
-        self.urgent |= first or event.finish_reason is not None
+        self.flush_now |= first or event.finish_reason is not None
         if event.finish_reason:
-            del self.live[generation]
+            del self.active[generation]
         self._add(event)
-        if first:                                  # a step of all runs before the next arrivals
+        if first:                                  # a decode step runs before the next _poll()
             self._deliver()
 
-    def _end(self, generation: Generation, finish_reason: str | None = None,
+    def _finish(self, generation: Generation, finish_reason: str | None = None,
              error: str | None = None) -> None:
         self.slots.drop(generation)
-        self.live.pop(generation, None)
+        self.active.pop(generation, None)
         self._add(Event(generation, finish_reason=finish_reason, error=error))
-        self.urgent = True
+        self.flush_now = True
 
     def _add(self, event: Event) -> None:
-        """To what waits of this generation already."""
-        if before := self.events.get(event.generation):
-            event = event._replace(text=before.text + event.text,
-                                   logprobs=before.logprobs + event.logprobs)
+        """Merge the event into the undelivered one of its generation."""
+        if pending := self.events.get(event.generation):
+            event = event._replace(text=pending.text + event.text,
+                                   logprobs=pending.logprobs + event.logprobs)
         self.events[event.generation] = event
 
     def _deliver(self) -> None:
-        """First tokens and ends at once, others together: each delivery wakes the other thread."""
+        """First and last tokens at once, others batched: each flush wakes the HTTP thread."""
         now = time.monotonic()
-        if self.events and (self.urgent or now - self.delivered >= TOGETHER_SECONDS):
+        if self.events and (self.flush_now or now - self.last_flush >= DELIVERY_INTERVAL):
             events, self.events = self.events, {}
-            self.urgent, self.delivered = False, now
+            self.flush_now, self.last_flush = False, now
             self.flush(list(events.values()))

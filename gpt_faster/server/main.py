@@ -1,6 +1,6 @@
-"""serve.py's command: its flags, the model they ask for, and the two threads that serve it.
+"""serve.py's command: flags, model loading, and the two threads of the server.
 
-The main thread is the model's; HTTP has one beside it, on rank 0 alone.
+The main thread runs the model; on rank 0 a second one runs HTTP.
 
     python serve.py --compile --checkpoint_path org/name --port 8000
 """
@@ -27,8 +27,8 @@ from sampling import Sampler
 from tp import local_device
 
 INSTALL = "pip install -r requirements-serve.txt"
-ROWS, LENGTH = 8, 4096                             # where the flags say nothing
-WARM = 1024                                        # positions that it is compiled for at the start
+DEFAULT_BATCH_SIZE, DEFAULT_LENGTH = 8, 4096
+COMPILED_LENGTH = 1024                             # positions to compile for at startup
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,35 +36,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    p = Parser(description="Serve a model over HTTP, as OpenAI's API has it, and a chat page at "
-                           "/. What happens is said on stderr.", formatter_class=Help,
+    p = Parser(description="Serve a model over HTTP with an OpenAI-compatible API, and a chat page "
+                           "at /. Logs go to stderr.", formatter_class=Help,
                conflict_handler="resolve")
     model = p.add_argument_group("model")
     add_model_flags(model, flags.CHECKPOINTS)
     flags.add_model(model)
     add = p.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0: the whole network")
-    add("--port", type=number(int, 0, 65535), default=8000, help="0: a free one")
+    add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0: all interfaces")
+    add("--port", type=number(int, 0, 65535), default=8000,
+        help="the port to listen on; 0: any free port")
     add("--api_key", metavar="KEY", default=os.environ.get("GPT_FASTER_API_KEY"),
-        help="what clients must send as a bearer token; default: the environment's "
-             "GPT_FASTER_API_KEY, which other users of the machine do not see in ps")
+        help="the key that clients must send as a bearer token; default: the environment "
+             "variable GPT_FASTER_API_KEY, which is not visible in ps")
     add("--allowed_hosts", nargs="+", metavar="NAME", type=str.lower, default=[],
-        help="names that a Host header may have beside localhost and 127.0.0.1; default: on "
-             "loopback none, else any")
-    add("--served_name", metavar="NAME", help="the model's name; default: the checkpoint's")
+        help="names to accept in the Host header besides localhost and 127.0.0.1; default: "
+             "none when listening on loopback, else any")
+    add("--served_name", metavar="NAME",
+        help="the model name in the API; default: the checkpoint's name")
     add("--batch_size", type=number(int, 1), metavar="N",
-        help=f"answers that run at a time; default: {ROWS}, or 1 with speculation")
+        help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
+             "speculation")
     add("--max_queue", type=number(int, 0), default=64, metavar="N",
-        help="answers that may wait for a slot; beyond, requests get 429 and Retry-After")
+        help="max sequences waiting for a slot; further requests get 429 with Retry-After")
     add("--request_timeout", type=number(float, 0, above=True), default=600.0, metavar="SECONDS",
-        help="an answer that takes longer, its wait included, ends with an error")
+        help="time limit of a request, including its time in the queue")
     add("--max_body_mb", type=number(float, 0, above=True), default=8.0, metavar="MB",
-        help="larger requests get 413")
+        help="max request body size; larger requests get 413")
     add("--tool_format", choices=["hermes", "qwen_xml", "llama", "gemma"],
-        help="how the model calls tools; default: what its chat template teaches")
-    add("--system_prompt", metavar="TEXT", help="what a chat without one begins with")
+        help="the model's tool-call format; default: detected from its chat template")
+    add("--system_prompt", metavar="TEXT", help="system prompt for chats without one")
     add("--chat_template_kwargs", type=flags.json_object, metavar="JSON",
-        help='more for the chat template, as {"enable_thinking": false}')
+        help='extra chat template variables, e.g. {"enable_thinking": false}')
     add_sampling_flags(p.add_argument_group("sampling"))
     speed = p.add_argument_group("speed")
     add_speed_flags(speed)
@@ -72,27 +75,27 @@ def build_parser() -> Parser:
     return p
 
 
-def checked(args: Options) -> Options:
-    """With the number of rows. ValueError where flags contradict each other."""
-    drafting = args.draft_checkpoint_path or args.speculate
+def check_options(args: Options) -> Options:
+    """Set the default batch size. ValueError if flags conflict."""
+    speculates = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
-        raise ValueError("--draft_checkpoint_path and --speculate exclude each other")
-    if args.speculate_k and not drafting:
-        raise ValueError("--speculate_k needs --draft_checkpoint_path or --speculate")
-    if drafting and (args.batch_size or 1) > 1:
-        raise ValueError("drafting is for one row: it cannot be combined with --batch_size")
+        raise ValueError("--draft_checkpoint_path and --speculate are mutually exclusive")
+    if args.speculate_k and not speculates:
+        raise ValueError("--speculate_k requires --draft_checkpoint_path or --speculate")
+    if speculates and (args.batch_size or 1) > 1:
+        raise ValueError("speculation requires --batch_size 1")
     if args.engine == "recompute":
-        raise ValueError("--engine recompute has no cache that slots could share: use kv_cache")
+        raise ValueError("--engine recompute is not supported: the server needs a KV cache")
     if args.api_key is not None and not args.api_key.strip():
-        raise ValueError("--api_key, or the environment's GPT_FASTER_API_KEY, is empty: give a "
-                         "key, or leave it out (unset the variable) to serve without one")
+        raise ValueError("--api_key (or GPT_FASTER_API_KEY in the environment) is empty: set a "
+                         "key, or unset it to serve without one")
     if args.random:
-        raise ValueError("--random has no tokenizer, so nothing to serve")
-    return args.replaced(batch_size=args.batch_size or (1 if drafting else ROWS))
+        raise ValueError("--random is not supported: it has no tokenizer")
+    return args.replaced(batch_size=args.batch_size or (1 if speculates else DEFAULT_BATCH_SIZE))
 
 
 def import_http():
-    """What serves, or an error that names the command that installs it."""
+    """The app module. ImportError names the command that installs its dependencies."""
     try:
         from gpt_faster.server import app
     except ImportError as e:
@@ -101,11 +104,11 @@ def import_http():
 
 
 def run(argv: list[str] | None) -> int:
-    options = checked(Options.parse(build_parser(), argv))
+    options = check_options(Options.parse(build_parser(), argv))
     http = import_http()
-    listening = None                               # before the long load
+    listener = None                                # bind before loading the model
     if tp.rank() == 0:
-        listening = listen(options.host, options.port)
+        listener = listen(options.host, options.port)
     device = pick_device(local_device(options.device))
     native.set_activation_bits(options.activation_bits)
     engine = pick_engine(device, options.engine, options.compile or options.compile_prefill)
@@ -114,58 +117,58 @@ def run(argv: list[str] | None) -> int:
     start = time.perf_counter()
     source, tokenizer = open_model(options.checkpoint_path, None, options.adapter)
     options, context = options.over(source.defaults), source.cfg.context
-    length = options.max_seq_length or min(LENGTH, context)
+    length = options.max_seq_length or min(DEFAULT_LENGTH, context)
     if length > context:
         raise ValueError(f"--max_seq_length {length} exceeds the model's context of {context}")
     options = options.replaced(max_seq_length=length)
     dtype = pick_dtype(options.dtype, device, source.cfg)
     session = ServerSession(options, source, tokenizer, device, dtype, engine, start)
     if tp.rank():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)          # rank 0 says when it is over
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)          # rank 0 shuts down all ranks
     slots = Slots(session.batch, session.model.longest_call, reuse=True)
 
     def call(name, *call_args):
         try:
             return getattr(slots.worker, name)(*call_args)
         except Exception:
-            if tp.rank() == 0:                     # which ends the request; the others go on
+            if tp.rank() == 0:                     # it fails the request; other ranks continue
                 raise
 
     def serve(call):
         slots.call = call
-        http.serve(session, slots, listening)
+        http.serve(session, slots, listener)
 
     run_on_rank_0(call, serve)
     return 0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """OSError names the address that is taken."""
+    """A bound socket. OSError names the address."""
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as e:
         raise OSError(f"cannot listen on {host}, port {port}: {e.strerror}: try another --port "
                       "or --host") from None
-    return listening
+    return listener
 
 
 class ServerSession(Runtime):
-    """A model whose rows take what comes, each with parameters of its own."""
+    """A model whose batch rows have their own sampling parameters and grammars."""
 
     def __init__(self, options: Options, source, tokenizer, device, dtype, engine: str,
                  start: float):
         self._grammars = None
         super().__init__(options, source, tokenizer, device, dtype, engine,
-                         n_row=options.batch_size, longest=WARM, start=start,
+                         n_row=options.batch_size, longest=COMPILED_LENGTH, start=start,
                          speculate=options.speculate,
-                         rewinds=1)                # the last token may be read late
+                         rewinds=1)                # the last token may be read one step late
         self.eos_ids = set(self.source.eos_ids)
 
     def grammars(self) -> Grammars:
-        """Made when the first request needs it."""
+        """Built on first use."""
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self.eos_ids, self.model.cfg.vocab_size)
         return self._grammars

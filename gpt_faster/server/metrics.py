@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' text format.
+"""The /metrics endpoint, in Prometheus' text format.
 
     metrics = Metrics(); metrics.running.set(3); metrics.text()
 """
@@ -15,20 +15,20 @@ class Metrics:
         def make(kind, name, text, *labels, **more):
             return kind(f"gpt_faster_{name}", text, labels, registry=self.registry, **more)
 
-        self.requests = make(Counter, "requests", "requests answered", "path", "status")
-        self.prompt_tokens = make(Counter, "prompt_tokens", "tokens of prompts")
-        self.cached_tokens = make(Counter, "cached_tokens", "of those, found in a slot's cache")
-        self.new_tokens = make(Counter, "new_tokens", "tokens generated")
-        self.running = make(Gauge, "running", "answers that have a slot")
-        self.waiting = make(Gauge, "waiting", "answers that wait for one")
-        self.slots = make(Gauge, "slots", "rows of the batch")
+        self.requests = make(Counter, "requests", "HTTP requests", "path", "status")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens")
+        self.cached_tokens = make(Counter, "cached_tokens", "prompt tokens found in the KV cache")
+        self.new_tokens = make(Counter, "new_tokens", "generated tokens")
+        self.running = make(Gauge, "running", "sequences running in a slot")
+        self.waiting = make(Gauge, "waiting", "sequences waiting for a slot")
+        self.slots = make(Gauge, "slots", "slots: sequences that can run at a time")
         self.first = make(Histogram, "time_to_first_token_seconds",
-                          "from the queue to the first token", buckets=SECONDS)
+                          "seconds from submission to the first token", buckets=SECONDS)
         self.between = make(Histogram, "time_between_tokens_seconds",
-                            "from a token to the next", buckets=SECONDS)
+                            "seconds between two tokens", buckets=SECONDS)
 
     def token(self, generation, now: float) -> None:
-        """A generation's next token came now."""
+        """Count one new token of a generation, at time.monotonic() = now."""
         delivery = generation.about
         self.new_tokens.inc()
         if delivery.last:

@@ -1,9 +1,9 @@
-"""What of an answer is thinking, text or a tool call, as the text comes in.
+"""Parse streamed output into reasoning, content and tool calls.
 
-It owns the formats in which models call tools and the grammar that forces a call; it knows no
-model and no HTTP. <think> … </think> becomes reasoning_content, as llama.cpp and vLLM do.
+It owns the tool-call formats and the grammar that forces a call; it knows no model and no HTTP.
+<think> … </think> becomes reasoning_content, as in llama.cpp and vLLM.
 
-    parser = AnswerParser(FORMATS["hermes"], tools)
+    parser = AnswerParser(TOOL_FORMATS["hermes"], tools)
     for delta in parser.push("<tool_call>{…"): ...          # {"content": …} or {"tool_calls": […]}
 """
 
@@ -18,52 +18,51 @@ Call = tuple[str, dict]                            # a tool's name, and its argu
 
 
 # ---- The formats --------------------------------------------------------------------------------
-# Each takes the text within a call's markers, and the tools by name -> the calls. ValueError where
-# it is none.
+# Each parses the text between a call's markers; tools: by name. ValueError if it is not a call.
 
 def json_calls(text: str, tools: dict[str, dict]) -> list[Call]:
-    """{"name": …, "arguments" or "parameters": {…}}; several after each other, or in a list."""
-    decoder, calls, at = json.JSONDecoder(), [], 0
+    """{"name": …, "arguments" or "parameters": {…}}: one, several in sequence, or a list."""
+    decoder, values, at = json.JSONDecoder(), [], 0
     while at < len(text):
         if text[at] in " \n\t\r;,":
             at += 1
             continue
         value, at = decoder.raw_decode(text, at)
-        calls += value if isinstance(value, list) else [value]
-    found = []
-    for call in calls:
+        values += value if isinstance(value, list) else [value]
+    calls = []
+    for call in values:
         if not isinstance(call, dict):
-            raise ValueError("no object")
+            raise ValueError("not an object")
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         name = call.get("name")
         if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
             raise ValueError("no call")
-        found.append((name, arguments))
-    if not found:
+        calls.append((name, arguments))
+    if not calls:
         raise ValueError("no call")
-    return found
+    return calls
 
 
 def xml_calls(text: str, tools: dict[str, dict]) -> list[Call]:
-    """<function=name><parameter=key>value</parameter></function>, Qwen3-Coder's."""
-    found = []
+    """<function=name><parameter=key>value</parameter></function> (Qwen3-Coder)."""
+    calls = []
     for name, body in re.findall(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", text, re.S):
         if name not in tools:
             raise ValueError("no call")
         types = (tools[name].get("parameters") or {}).get("properties") or {}
         arguments = {}
         for key, value in re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.S):
-            arguments[key] = typed(value, types.get(key))
-        found.append((name, arguments))
-    if not found:
+            arguments[key] = parse_argument(value, types.get(key))
+        calls.append((name, arguments))
+    if not calls:
         raise ValueError("no call")
-    return found
+    return calls
 
 
-def typed(text: str, schema):
-    """Text of a parameter: what its schema says, where it is that."""
+def parse_argument(text: str, schema):
+    """A parameter's text as JSON, unless its schema says string or it is not valid JSON."""
     if not isinstance(schema, dict) or schema.get("type") == "string":
         return text
     try:
@@ -77,80 +76,83 @@ def hermes_calls(text: str, tools: dict[str, dict]) -> list[Call]:
 
 
 def python_calls(text: str, tools: dict[str, dict]) -> list[Call]:
-    """name(key=value, …), a literal each: what Gemma 3 writes as tool_code; or JSON."""
+    """name(key=value, …) with literal values (Gemma 3's tool_code), or JSON."""
     text = text.strip()
     if text.startswith(("{", "[{")):
         return json_calls(text, tools)
     try:
         tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-        found = []
+        calls = []
         for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
-                [node] = node.args                 # tool_code may print what it calls
+                [node] = node.args                 # print(call(…)) is also accepted
             name = ast.unparse(node.func).removeprefix("default_api.")
             if name not in tools or node.args or any(k.arg is None for k in node.keywords):
                 raise ValueError("no call")
-            found.append((name, {k.arg: ast.literal_eval(k.value) for k in node.keywords}))
-        return found
+            calls.append((name, {k.arg: ast.literal_eval(k.value) for k in node.keywords}))
+        return calls
     except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as e:
         raise ValueError("no call") from e
 
 
 @dataclass(frozen=True)
-class Format:
-    """markers: what a call stands between; whole: an answer that begins as JSON is one, too."""
+class ToolFormat:
+    """markers: start -> end; bare_json: output that starts with { or [{ is a call too."""
 
     name: str
     markers: dict[str, str]
     calls: Callable
-    whole: bool = False
-    arguments: str = "arguments"                   # the key of a call that is JSON
+    bare_json: bool = False
+    arguments: str = "arguments"                   # the arguments' key in a JSON call
 
 
-FORMATS = {f.name: f for f in (
-    Format("hermes", {"<tool_call>": "</tool_call>"}, hermes_calls),
-    Format("qwen_xml", {"<tool_call>": "</tool_call>", "<function=": "</function>"}, hermes_calls),
-    Format("llama", {"<|python_tag|>": "<|eom_id|>"}, json_calls, True, "parameters"),
-    Format("gemma", {"```tool_code": "```", "```json": "```"}, python_calls, True, "parameters"),
+TOOL_FORMATS = {f.name: f for f in (
+    ToolFormat("hermes", {"<tool_call>": "</tool_call>"}, hermes_calls),
+    ToolFormat("qwen_xml", {"<tool_call>": "</tool_call>", "<function=": "</function>"},
+               hermes_calls),
+    ToolFormat("llama", {"<|python_tag|>": "<|eom_id|>"}, json_calls, True, "parameters"),
+    ToolFormat("gemma", {"```tool_code": "```", "```json": "```"}, python_calls, True,
+               "parameters"),
 )}
 
 
-def detect(template: str | None) -> Format | None:
-    """The format that a chat template teaches; None: it knows no tools."""
+def detect_tool_format(template: str | None) -> ToolFormat | None:
+    """The format that a chat template describes; None if it does not support tools."""
     if template is None or "tools" not in template:
         return None
     if "<function=" in template:
-        return FORMATS["qwen_xml"]
+        return TOOL_FORMATS["qwen_xml"]
     if "tool_code" in template:
-        return FORMATS["gemma"]
+        return TOOL_FORMATS["gemma"]
     if "<|python_tag|>" in template or '"parameters"' in template:
-        return FORMATS["llama"]
-    return FORMATS["hermes"]
+        return TOOL_FORMATS["llama"]
+    return TOOL_FORMATS["hermes"]
 
 
-def instructions(tools: list[dict], form: Format) -> str:
-    """For a chat template that knows no tools, where --tool_format says how to call them."""
+def tool_instructions(tools: list[dict], tool_format: ToolFormat) -> str:
+    """A system prompt for --tool_format with a chat template that does not support tools."""
     listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    example = json.dumps({"name": "…", form.arguments: {}}, ensure_ascii=False)
-    if form.name == "gemma":
+    example = json.dumps({"name": "…", tool_format.arguments: {}}, ensure_ascii=False)
+    if tool_format.name == "gemma":
         example = "```tool_code\nname(argument=value)\n```"
-    elif not form.whole:
+    elif not tool_format.bare_json:
         example = f"<tool_call>\n{example}\n</tool_call>"
     return f"You have these functions:\n{listed}\nTo call one, answer with only:\n{example}"
 
 
-def forced(tools: list[dict], form: Format) -> tuple[str, str]:
-    """The grammar of exactly one call of one of these tools. ValueError where the format is XML."""
-    if form.name == "qwen_xml":
-        raise ValueError("this model calls tools in XML, which a tool_choice cannot force: use "
-                         "auto, or --tool_format hermes")
-    calls = [dict(type="object", required=["name", form.arguments], additionalProperties=False,
-                  properties={"name": {"const": tool["function"]["name"]}, form.arguments:
+def tool_call_grammar(tools: list[dict], tool_format: ToolFormat) -> tuple[str, str]:
+    """A grammar for exactly one call of one of these tools. ValueError for the XML format."""
+    if tool_format.name == "qwen_xml":
+        raise ValueError("tool_choice cannot be forced with XML tool calls: use auto, or start "
+                         "the server with --tool_format hermes")
+    calls = [dict(type="object", additionalProperties=False,
+                  required=["name", tool_format.arguments],
+                  properties={"name": {"const": tool["function"]["name"]}, tool_format.arguments:
                               tool["function"].get("parameters") or {"type": "object"}})
              for tool in tools]
     schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
-    if form.whole:
+    if tool_format.bare_json:
         return "json_schema", schema
     options = '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", ' \
               '"key_separator": ": "}'
@@ -158,106 +160,109 @@ def forced(tools: list[dict], form: Format) -> tuple[str, str]:
     return "grammar", f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
 
 
-# ---- The text as it comes -----------------------------------------------------------------------
+# ---- Streaming ---------------------------------------------------------------------------------
 
 class AnswerParser:
-    """Splits one answer. A marker that may have begun is held back until it is certain."""
+    """Parses one choice. Text that may be the start of a marker is held back."""
 
-    def __init__(self, form: Format | None = None, tools: list[dict] = (),
-                 thinks: bool = False, inside: bool = False, one_call: bool = False):
-        """thinks: may begin with <think>; inside: the prompt has opened it; one_call: no more."""
-        self.form = form if tools else None
+    def __init__(self, tool_format: ToolFormat | None = None, tools: list[dict] = (),
+                 thinks: bool = False, in_thinking: bool = False, single_call: bool = False):
+        """thinks: may start with <think>; in_thinking: the prompt ends in <think>; single_call: at
+        most one tool call."""
+        self.format = tool_format if tools else None
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.state = "thinking" if inside else "start"
-        self.thinks, self.one_call = thinks, one_call
-        self.buffer, self.opener, self.n_call = "", "", 0
+        self.state = "thinking" if in_thinking else "start"
+        self.thinks, self.single_call = thinks, single_call
+        self.buffer, self.start_marker, self.n_call = "", "", 0
 
     def push(self, text: str) -> list[dict]:
-        """-> deltas of an answer's message."""
+        """-> deltas of the message."""
         self.buffer += text
         return list(self._parsed(False))
 
     def finish(self) -> list[dict]:
-        """-> what was held back."""
+        """-> deltas of the text held back."""
         return list(self._parsed(True))
 
-    def _parsed(self, end: bool) -> Iterator[dict]:
+    def _parsed(self, is_final: bool) -> Iterator[dict]:
         while True:
             before = self.state, len(self.buffer)
-            yield from getattr(self, f"_{self.state}")(end)
+            yield from getattr(self, f"_{self.state}")(is_final)
             if (self.state, len(self.buffer)) == before:
                 return
 
-    def _start(self, end: bool) -> Iterator[dict]:
-        """Nothing but white space so far: it decides what the answer is."""
+    def _start(self, is_final: bool) -> Iterator[dict]:
+        """Only whitespace so far: choose the next state."""
         text = self.buffer.lstrip()
         if self.thinks and text.startswith("<think>"):
             self.buffer, self.state = text.removeprefix("<think>").lstrip("\n"), "thinking"
-        elif self.thinks and not end and "<think>".startswith(text):
+        elif self.thinks and not is_final and "<think>".startswith(text):
             return
-        elif self.form and self.form.whole and text.startswith(("{", "[{")):
-            self.opener, self.state = "", "call"
-        elif not end and (not text or self.form and self.form.whole and text == "["):
+        elif self.format and self.format.bare_json and text.startswith(("{", "[{")):
+            self.start_marker, self.state = "", "call"
+        elif not is_final and (not text or self.format and self.format.bare_json and text == "["):
             return
         else:
             self.state = "text"
         yield from ()
 
-    def _thinking(self, end: bool) -> Iterator[dict]:
+    def _thinking(self, is_final: bool) -> Iterator[dict]:
         text, closed, rest = self.buffer.partition("</think>")
         if closed:
             self.buffer, self.state = rest.lstrip("\n"), "after"
         else:
-            n = 0 if end else held_back(text, ["</think>"])
+            n = 0 if is_final else partial_marker_length(text, ["</think>"])
             self.buffer, text = text[len(text) - n:], text[:len(text) - n]
         if text:
             yield dict(reasoning_content=text)
 
-    def _after(self, end: bool) -> Iterator[dict]:
-        """Behind the thinking: an answer begins, without the empty lines before it."""
+    def _after(self, is_final: bool) -> Iterator[dict]:
+        """After </think>: skip empty lines."""
         self.buffer, self.thinks = self.buffer.lstrip("\n"), False
         if self.buffer:
             self.state = "start"
         yield from ()
 
-    def _text(self, end: bool) -> Iterator[dict]:
-        markers = self.form.markers if self.form else {}
+    def _text(self, is_final: bool) -> Iterator[dict]:
+        markers = self.format.markers if self.format else {}
         places = [(self.buffer.find(m), m) for m in markers if m in self.buffer]
         if places:
-            at, self.opener = min(places)
-            text, self.buffer = self.buffer[:at], self.buffer[at + len(self.opener):]
+            at, self.start_marker = min(places)
+            text, self.buffer = self.buffer[:at], self.buffer[at + len(self.start_marker):]
             self.state = "call"
             text = text.rstrip("\n") if not text.strip() else text
         else:
-            n = 0 if end else held_back(self.buffer, markers)
+            n = 0 if is_final else partial_marker_length(self.buffer, markers)
             text = self.buffer[:len(self.buffer) - n]
             self.buffer = self.buffer[len(text):]
         if text:
             yield dict(content=text)
 
-    def _call(self, end: bool) -> Iterator[dict]:
-        closer = self.form.markers.get(self.opener)
-        body, closed, rest = self.buffer.partition(closer) if closer else (self.buffer, "", "")
-        if not closed and not end:
+    def _call(self, is_final: bool) -> Iterator[dict]:
+        end_marker = self.format.markers.get(self.start_marker)
+        body, closed, rest = self.buffer, "", ""
+        if end_marker:
+            body, closed, rest = self.buffer.partition(end_marker)
+        if not closed and not is_final:
             return
-        whole = self.opener + body + closed
-        opened = self.opener if self.opener == "<function=" else ""
+        text = self.start_marker + body + closed
+        opened = self.start_marker if self.start_marker == "<function=" else ""
         try:
-            calls = self.form.calls(opened + body + (closed if opened else ""), self.tools)
+            calls = self.format.calls(opened + body + (closed if opened else ""), self.tools)
         except (ValueError, RecursionError):
             calls = []
         self.buffer, self.state = rest, "text"
         if not calls:
-            yield dict(content=whole)              # text that is no call stays text
+            yield dict(content=text)               # not a valid call: pass on as content
         elif rest and not rest.strip():
             self.buffer = ""
-        for name, arguments in calls[:1 - self.n_call if self.one_call else None]:
+        for name, arguments in calls[:1 - self.n_call if self.single_call else None]:
             function = dict(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
             yield dict(tool_calls=[dict(index=self.n_call, id=f"call_{secrets.token_hex(12)}",
                                         type="function", function=function)])
             self.n_call += 1
 
 
-def held_back(text: str, markers) -> int:
-    """How many characters at the end may begin a marker."""
+def partial_marker_length(text: str, markers) -> int:
+    """Length of the longest suffix that is a proper prefix of a marker."""
     return max((n for m in markers for n in range(1, len(m)) if text.endswith(m[:n])), default=0)

@@ -1,8 +1,8 @@
-"""From a request to generations: its prompt's ids, its parameters, its grammar.
+"""Turn a request into generations: prompt token ids, sampling parameters, grammar.
 
-Refused says what is wrong. It knows the tokenizer and the flags; no HTTP, no device.
+Invalid requests raise ApiError. It knows the tokenizer and the flags; no HTTP, no device.
 
-    work = Model(session).prepare_chat(asked)      # its generations go to server/engine.py
+    prepared = Model(session).prepare_chat(request)    # its generations go to server/engine.py
 """
 
 import json
@@ -16,20 +16,29 @@ from generate import log
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.slots import Generation
-from gpt_faster.server.parsing import FORMATS, AnswerParser, detect, forced, instructions
-from gpt_faster.server.protocol import ChatRequest, CompletionRequest, Message, Refused, Request
+from gpt_faster.server.parsing import (
+    TOOL_FORMATS,
+    AnswerParser,
+    detect_tool_format,
+    tool_call_grammar,
+    tool_instructions,
+)
+from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
 from gpt_faster.text.chat_template import TemplateError, encode_chat
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
 
-COMPLETION_TOKENS = 16                             # OpenAI's, where max_tokens is not given
-MOST_STOPS, LONGEST_STOP = 16, 256                 # each is looked for after each token
+COMPLETION_TOKENS = 16                             # OpenAI's default max_tokens
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256               # all are searched after each token
 ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass
-class Work:
-    """A request's answers, in their order; prompts: the text of each prompt, to echo."""
+class PreparedRequest:
+    """A request's generations, n_choices per prompt; prompts: their texts, for echo.
+
+    n_new: 0 if nothing is to be generated (an echo alone), else 1.
+    """
 
     generations: list[Generation]
     n_new: int
@@ -39,7 +48,7 @@ class Work:
 
 
 class Model:
-    """What the server knows of its model."""
+    """The model's tokenizer, chat template and limits, as requests need them."""
 
     def __init__(self, session):
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
@@ -49,134 +58,137 @@ class Model:
         self.card = dict(id=self.name, object="model", created=int(time.time()),
                          owned_by="gpt-faster", max_model_len=self.limit)
         template = self.tokenizer.chat_template
-        self.knows_tools = detect(template) is not None
-        named = self.options.tool_format
-        self.form = FORMATS[named] if named else detect(template)
+        self.knows_tools = detect_tool_format(template) is not None
+        flag = self.options.tool_format
+        self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)
         self.thinks = "<think>" in (template or "")
-        self.pieces = None                         # bytes of each token
+        self.bytes_of_token = None                 # [n_vocab], built on first use
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
-        self.most_bytes = self.limit * longest     # that positions can hold
+        self.max_bytes = self.limit * longest      # of a prompt that fits
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise Refused(404, f"the model '{name[:100]}' is not here: this is '{self.name}'",
-                          param="model", code="model_not_found")
+            raise ApiError(404, f"the model '{name[:100]}' does not exist: this server has "
+                           f"'{self.name}'", param="model", code="model_not_found")
 
     def token_bytes(self, i: int) -> bytes:
-        if self.pieces is None:
-            self.pieces = token_bytes(self.tokenizer)
-        piece = self.pieces[i] if i < len(self.pieces) else None
+        if self.bytes_of_token is None:
+            self.bytes_of_token = token_bytes(self.tokenizer)
+        piece = self.bytes_of_token[i] if i < len(self.bytes_of_token) else None
         return (self.tokenizer.piece(i) or "").encode() if piece is None else piece
 
     # ---- Chats ----------------------------------------------------------------------------------
 
-    def prepare_chat(self, asked: ChatRequest) -> Work:
+    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
         if self.tokenizer.chat_template is None:
-            raise Refused(400, "this model has no chat template: use /v1/completions")
-        if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-            raise Refused(400, "max_tokens and max_completion_tokens are one limit: give one",
-                          param="max_tokens")
-        if asked.top_logprobs is not None and not asked.logprobs:
-            raise Refused(400, "top_logprobs needs logprobs", param="top_logprobs")
-        tools = self.tools(asked)
-        messages = [as_dict(message) for message in asked.messages]
+            raise ApiError(400, "this model has no chat template: use /v1/completions")
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
+                           param="max_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
+        tools = self.tools(request)
+        messages = [template_message(message) for message in request.messages]
         if self.options.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, dict(role="system", content=self.options.system_prompt))
-        more = {**(self.options.chat_template_kwargs or {}), **(asked.chat_template_kwargs or {})}
+        template_args = {**(self.options.chat_template_kwargs or {}),
+                         **(request.chat_template_kwargs or {})}
         for name in ("messages", "tools", "add_generation_prompt"):
-            if name in more:
-                raise Refused(400, f"chat_template_kwargs cannot replace {name}",
-                              param="chat_template_kwargs")
+            if name in template_args:
+                raise ApiError(400, f"chat_template_kwargs cannot replace {name}",
+                               param="chat_template_kwargs")
         if tools and self.knows_tools:
-            more["tools"] = tools
+            template_args["tools"] = tools
         elif tools:
-            messages = with_system(messages, instructions(tools, self.form))
-        self.check_bytes("messages", texts_of([messages, tools, asked.chat_template_kwargs]))
-        ids = self.encode("messages", lambda: encode_chat(self.tokenizer, messages, **more))
-        grammar = self.grammar(asked, tools)
-        limit = asked.max_completion_tokens or asked.max_tokens
-        if limit == 0 or asked.max_tokens == 0:
-            raise Refused(400, "max_tokens: Input should be greater than 0", param="max_tokens")
-        n_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        work = self.work(asked, [ids], limit, n_top, grammar)
-        inside = self.thinks and grammar is None and self.opens_thinking(ids)
+            messages = with_system(messages, tool_instructions(tools, self.tool_format))
+        self.check_bytes("messages", all_strings([messages, tools, request.chat_template_kwargs]))
+        ids = self.encode(
+            "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
+        grammar = self.grammar(request, tools)
+        limit = request.max_completion_tokens or request.max_tokens
+        if limit == 0 or request.max_tokens == 0:
+            raise ApiError(400, "max_tokens: Input should be greater than 0", param="max_tokens")
+        n_top = (request.top_logprobs or 0) if request.logprobs else None
+        prepared = self.build(request, [ids], limit, n_top, grammar)
+        in_thinking = self.thinks and grammar is None and self.ends_in_think(ids)
         thinks = self.thinks and grammar is None
-        one_call = asked.parallel_tool_calls is False
-        work.parsers = [AnswerParser(self.form, tools, thinks, inside, one_call)
-                        for _ in work.generations]
-        return work
+        single_call = request.parallel_tool_calls is False
+        prepared.parsers = [AnswerParser(self.tool_format, tools, thinks, in_thinking, single_call)
+                        for _ in prepared.generations]
+        return prepared
 
-    def opens_thinking(self, ids: list[int]) -> bool:
+    def ends_in_think(self, ids: list[int]) -> bool:
         return self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
 
-    def tools(self, asked: ChatRequest) -> list[dict]:
-        """Those that may be called. Refused where the model cannot."""
-        choice = asked.tool_choice
-        if not asked.tools:
+    def tools(self, request: ChatRequest) -> list[dict]:
+        """The tools to offer to the model. ApiError if it does not support tools."""
+        choice = request.tool_choice
+        if not request.tools:
             if choice not in (None, "none", "auto"):
-                raise Refused(400, "tool_choice needs tools", param="tool_choice")
+                raise ApiError(400, "tool_choice requires tools", param="tool_choice")
             return []
         if choice == "none":
             return []
-        if self.form is None:
-            raise Refused(400, "this model's chat template knows no tools (--tool_format says how "
-                          "to call them all the same)", param="tools")
-        return [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        if self.tool_format is None:
+            raise ApiError(400, "this model's chat template does not support tools (the "
+                           "server's --tool_format selects a generic format)", param="tools")
+        return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
-    def grammar(self, asked: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
-        wanted = self.own_grammars(asked)
-        if (form := asked.response_format) and form.type != "text":
+    def grammar(self, request: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
+        grammars = self.plain_grammars(request)
+        if (form := request.response_format) and form.type != "text":
             if form.type == "json_schema" and form.json_schema is None:
-                raise Refused(400, "response_format: json_schema is missing",
-                              param="response_format")
+                raise ApiError(400, "response_format: json_schema is missing",
+                               param="response_format")
             schema = form.json_schema.schema_ if form.type == "json_schema" else None
             text = ANY_OBJECT if schema is None else json.dumps(schema)
-            wanted["response_format"] = json_schema(text)
-        if tools and asked.tool_choice not in (None, "auto"):
-            if asked.tool_choice != "required":
-                name = asked.tool_choice.function.name
+            grammars["response_format"] = json_schema(text)
+        if tools and request.tool_choice not in (None, "auto"):
+            if request.tool_choice != "required":
+                name = request.tool_choice.function.name
                 tools = [tool for tool in tools if tool["function"]["name"] == name]
                 if not tools:
-                    raise Refused(400, f"no tool is named '{name}'", param="tool_choice")
+                    raise ApiError(400, f"no tool is named '{name}'", param="tool_choice")
             try:
-                wanted["tool_choice"] = forced(tools, self.form)
+                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format)
             except ValueError as e:
-                raise Refused(400, str(e), param="tool_choice") from None
-        return self.checked(wanted, asked.ignore_eos)
+                raise ApiError(400, str(e), param="tool_choice") from None
+        return self.compile_grammar(grammars, request.ignore_eos)
 
-    def own_grammars(self, asked: Request) -> dict[str, tuple[str, str]]:
+    def plain_grammars(self, request: Request) -> dict[str, tuple[str, str]]:
         return {kind: (kind, text) for kind in ("regex", "grammar")
-                if (text := getattr(asked, kind)) is not None}
+                if (text := getattr(request, kind)) is not None}
 
-    def checked(self, wanted: dict[str, tuple[str, str]],
+    def compile_grammar(self, grammars: dict[str, tuple[str, str]],
                 ignore_eos: bool | None) -> tuple[str, str] | None:
-        """The one that is wanted, compiled."""
-        if not wanted:
+        """The only grammar requested, validated; ApiError if there are several."""
+        if not grammars:
             return None
         if ignore_eos:
-            raise Refused(400, f"ignore_eos cannot be combined with {min(wanted)}, which ends by "
-                          "itself", param="ignore_eos")
-        if len(wanted) > 1:
-            raise Refused(400, f"{' and '.join(wanted)} exclude each other", param=min(wanted))
-        [(param, spec)] = wanted.items()
+            raise ApiError(400, f"ignore_eos cannot be combined with {min(grammars)}",
+                           param="ignore_eos")
+        if len(grammars) > 1:
+            raise ApiError(400, f"{' and '.join(grammars)} are mutually exclusive",
+                           param=min(grammars))
+        [(param, spec)] = grammars.items()
         if self.session.drafter:
-            raise Refused(400, f"{param} cannot be combined with speculation, with which this "
-                          "server runs", param=param)
+            raise ApiError(400, f"{param} is not supported with speculation, which is on in this "
+                           "server", param=param)
         try:
             self.session.grammars().check(spec)
         except ImportError as e:
-            raise Refused(501, str(e), param=param) from None
+            raise ApiError(501, str(e), param=param) from None
         except ValueError as e:
-            raise Refused(400, str(e), param=param) from None
+            raise ApiError(400, str(e), param=param) from None
         return spec
 
     # ---- Completions ----------------------------------------------------------------------------
 
-    def prepare_completion(self, asked: CompletionRequest) -> Work:
-        if asked.best_of not in (None, asked.n or 1):
-            raise Refused(400, "best_of is not supported but as n", param="best_of")
-        prompt = asked.prompt
+    def prepare_completion(self, request: CompletionRequest) -> PreparedRequest:
+        if request.best_of not in (None, request.n or 1):
+            raise ApiError(400, "best_of is not supported unless it equals n", param="best_of")
+        prompt = request.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
         ids, texts = [], []
@@ -186,112 +198,114 @@ class Model:
                 ids.append(self.encode("prompt", lambda text=p: self.tokenizer.encode(text)))
                 texts.append(p)
             else:
-                self.check_prompt(p)               # before the tokenizer sees the ids
+                self.check_prompt(p)               # before decode() gets the ids
                 ids.append(p)
-                texts.append(self.tokenizer.decode(p) if asked.echo else "")
-        limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        if limit == 0 and not asked.echo:
-            raise Refused(400, "max_tokens 0 needs echo", param="max_tokens")
-        grammar = self.checked(self.own_grammars(asked), asked.ignore_eos)
-        work = self.work(asked, ids, limit, asked.logprobs, grammar, bool(asked.echo))
-        work.prompts = texts
-        return work
+                texts.append(self.tokenizer.decode(p) if request.echo else "")
+        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        if limit == 0 and not request.echo:
+            raise ApiError(400, "max_tokens 0 requires echo", param="max_tokens")
+        grammar = self.compile_grammar(self.plain_grammars(request), request.ignore_eos)
+        prepared = self.build(request, ids, limit, request.logprobs, grammar, bool(request.echo))
+        prepared.prompts = texts
+        return prepared
 
     # ---- Both -----------------------------------------------------------------------------------
 
-    def work(self, asked: Request, prompts: list[list[int]], limit: int | None, n_top: int | None,
-             grammar, echo: bool = False) -> Work:
-        """limit: new tokens at most; None: all that fit."""
-        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        if len(stops) > MOST_STOPS or not all(0 < len(s) <= LONGEST_STOP for s in stops):
-            raise Refused(400, f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} "
-                          "characters", param="stop")
-        if asked.stream_options and not asked.stream:
-            raise Refused(400, "stream_options needs stream", param="stream_options")
+    def build(self, request: Request, prompts: list[list[int]], limit: int | None,
+              n_top: int | None, grammar, echo: bool = False) -> PreparedRequest:
+        """limit: max new tokens; None: up to the end of the context. n_top: logprobs, or None."""
+        stop_strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        has_valid_lengths = all(0 < len(s) <= MAX_STOP_LENGTH for s in stop_strings)
+        if len(stop_strings) > MAX_STOPS or not has_valid_lengths:
+            raise ApiError(400, f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} "
+                           "characters", param="stop")
+        if request.stream_options and not request.stream:
+            raise ApiError(400, "stream_options requires stream", param="stream_options")
         if n_top is not None and self.session.drafter:
-            raise Refused(400, "logprobs cannot be combined with speculation, with which this "
-                          "server runs", param="logprobs")
+            raise ApiError(400, "logprobs are not supported with speculation, which is on in this "
+                           "server", param="logprobs")
         if n_top is not None:
-            self.token_bytes(0)                    # made here, where nobody waits for the loop
-        params, n, made = self.params(asked, grammar, n_top), asked.n or 1, []
+            self.token_bytes(0)                    # build the table here, not in the event loop
+        params, n, generations = self.params(request, grammar, n_top), request.n or 1, []
         for ids in prompts:
             self.check_prompt(ids)
-            room = self.limit - len(ids)
-            n_new = room if limit is None else limit
-            if n_new > room:
-                raise Refused(400, f"{len(ids)} tokens of the prompt and {n_new} new ones exceed "
-                              f"{self.limit}: shorten the prompt or ask for less",
-                              param="max_tokens", code="context_length_exceeded")
+            free = self.limit - len(ids)
+            n_new = free if limit is None else limit
+            if n_new > free:
+                raise ApiError(400, f"{len(ids)} prompt tokens and max_tokens {n_new} exceed the "
+                               f"context of {self.limit}: shorten the prompt or lower max_tokens",
+                               param="max_tokens", code="context_length_exceeded")
             for i in range(n):
-                own = params if params.seed is None else seeded(params, i)
-                eos_ids = set() if asked.ignore_eos else self.session.eos_ids
-                made.append(Generation(self.tokenizer, ids, eos_ids, stops, max(1, n_new), own,
-                                       n_top, echo and n_top is not None))
-        if limit == 0 and n_top is None:           # nothing to run: the prompt alone
-            for generation in made:
+                choice_params = params if params.seed is None else seeded(params, i)
+                eos_ids = set() if request.ignore_eos else self.session.eos_ids
+                generations.append(Generation(self.tokenizer, ids, eos_ids, stop_strings,
+                                              max(1, n_new), choice_params,
+                                              n_top, echo and n_top is not None))
+        if limit == 0 and n_top is None:           # echo without generation
+            for generation in generations:
                 generation.finish_reason = "length"
-            return Work(made, 0, n)
-        return Work(made, 1, n)
+            return PreparedRequest(generations, 0, n)
+        return PreparedRequest(generations, 1, n)
 
     def check_bytes(self, param: str, texts: list[str]) -> None:
-        """Refused before it is tokenized: no token stands for more bytes than the longest one."""
+        """ApiError, before tokenization, if the text has more bytes than any prompt that fits."""
         n = sum(len(text.encode()) for text in texts)
-        if n > self.most_bytes:
-            raise Refused(400, f"{param}: {n:,} bytes are more than {self.limit} positions can "
-                          f"hold ({self.most_bytes:,}): shorten the prompt", param=param,
-                          code="context_length_exceeded")
+        if n > self.max_bytes:
+            raise ApiError(400, f"{param}: {n:,} bytes exceed what {self.limit} tokens can hold "
+                           f"({self.max_bytes:,}): shorten the prompt", param=param,
+                           code="context_length_exceeded")
 
     def encode(self, param: str, encode: Callable[[], list[int]]) -> list[int]:
-        """Refused where a template refuses, or the tokenizer's library fails on the text: that is
-        the request's fault, so the answer says nothing of files."""
+        """ApiError if the chat template raises, or the tokenizer fails on the text. The tokenizer's
+        message may name files, so it is only logged."""
         try:
             return encode()
         except TemplateError as e:
-            raise Refused(400, str(e), param=param) from None
+            raise ApiError(400, str(e), param=param) from None
         except (ValueError, Unforeseen) as e:
-            log(f"serve.py: note: a text could not be tokenized: {e}")
-            raise Refused(400, f"{param}: the tokenizer cannot encode this text",
-                          param=param) from None
+            log(f"serve.py: note: tokenization failed: {e}")
+            raise ApiError(400, f"{param}: the tokenizer cannot encode this text",
+                           param=param) from None
 
     def check_prompt(self, ids: list[int]) -> None:
         if not ids:
-            raise Refused(400, "the prompt has no tokens", param="prompt")
+            raise ApiError(400, "the prompt is empty", param="prompt")
         for i in (min(ids), max(ids)):
             if not 0 <= i < self.n_vocab:
-                raise Refused(400, f"the prompt has the id {str(i)[:40]}, and the model's go from "
-                              f"0 to {self.n_vocab - 1}", param="prompt")
+                raise ApiError(400, f"prompt: token id {str(i)[:40]} is out of range: the "
+                               f"vocabulary has {self.n_vocab} tokens", param="prompt")
         if len(ids) >= self.limit:
-            raise Refused(400, f"the prompt has {len(ids)} tokens, and there are {self.limit} "
-                          "positions: shorten it, or serve with a larger --max_seq_length",
-                          param="prompt", code="context_length_exceeded")
+            raise ApiError(400, f"the prompt has {len(ids)} tokens, the context {self.limit}: "
+                           "shorten it, or start the server with a larger --max_seq_length",
+                           param="prompt", code="context_length_exceeded")
 
-    def params(self, asked: Request, grammar, n_top: int | None) -> RequestParams:
-        """What the request says, and where it is silent the flags."""
-        stated = {name: getattr(self.options, name)
+    def params(self, request: Request, grammar, n_top: int | None) -> RequestParams:
+        """Sampling parameters: the request's, with the server's flags as defaults."""
+        values = {name: getattr(self.options, name)
                   for name in RANGES if name not in ("seed", "top_n_sigma")}
-        for name in (*stated, "frequency_penalty", "presence_penalty", "seed"):
-            if (value := getattr(asked, name)) is not None:
-                stated[name] = value
+        for name in (*values, "frequency_penalty", "presence_penalty", "seed"):
+            if (value := getattr(request, name)) is not None:
+                values[name] = value
         bias = []
-        for text, value in (asked.logit_bias or {}).items():
+        for text, value in (request.logit_bias or {}).items():
             if not re.fullmatch(r"\d{1,9}", text) or int(text) >= self.n_vocab:
-                raise Refused(400, f"logit_bias: '{text[:20]}' is no token's id",
-                              param="logit_bias")
+                raise ApiError(400, f"logit_bias: '{text[:20]}' is not a token id",
+                               param="logit_bias")
             bias.append((int(text), float(value)))
-        return RequestParams(**stated, logit_bias=tuple(bias), grammar=grammar,
+        return RequestParams(**values, logit_bias=tuple(bias), grammar=grammar,
                              logprobs=n_top is not None)
 
 
 def seeded(params: RequestParams, i: int) -> RequestParams:
-    """The i-th answer's own seed; after the largest comes the smallest."""
+    """The parameters of choice i: seed + i, wrapping around at the largest seed."""
     allowed = RANGES["seed"]
     n_seed = allowed.maximum - allowed.minimum + 1
     seed = (params.seed + i - allowed.minimum) % n_seed + allowed.minimum
     return replace(params, seed=seed)
 
 
-def as_dict(message: Message) -> dict:
-    """As chat templates want a message: its text in one piece, arguments as objects."""
+def template_message(message: Message) -> dict:
+    """A message as chat templates expect it: content as one string, arguments as objects."""
     fields = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         fields["content"] = "".join(part.text for part in message.content)
@@ -303,23 +317,23 @@ def as_dict(message: Message) -> dict:
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except (ValueError, RecursionError):
-            log("serve.py: note: a tool call's arguments are no JSON: given as text")
+            log("serve.py: note: a tool call's arguments are not valid JSON: passed as text")
     return fields
 
 
-def texts_of(value) -> list[str]:
-    """All texts in messages, those of nested objects too."""
+def all_strings(value) -> list[str]:
+    """All strings in nested lists and objects, keys included."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
-        return [text for part in value for text in texts_of(part)]
+        return [text for part in value for text in all_strings(part)]
     return []
 
 
 def with_system(messages: list[dict], text: str) -> list[dict]:
-    """The text at the end of the system prompt."""
+    """Append the text to the system prompt."""
     if messages[0]["role"] == "system":
         first = dict(messages[0], content=f"{messages[0]['content']}\n\n{text}")
         return [first, *messages[1:]]

@@ -1,8 +1,8 @@
-"""What a request may say: OpenAI's fields and the common additions, each checked; nothing ignored.
+"""The request schema: OpenAI's fields and common extensions, all validated, none ignored.
 
-It knows types and limits, no model. A field that is not here is refused by its name.
+It knows types and limits, no model. An unknown field is an error that names it.
 
-    asked = parse(ChatRequest, body, n_position)   # Refused has OpenAI's error object
+    request = parse(ChatRequest, body, n_position)     # ApiError has OpenAI's error object
 """
 
 import json
@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from gpt_faster.decoding.request_sampler import REQUEST_RANGES
 
-MOST_PROMPTS, MOST_PARTS = 128, 50_000
-STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # if unclosed to the end: no backtracking
+MAX_PROMPTS, MAX_CONTAINERS = 128, 50_000
+JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # optional end: no backtracking
 
 
-class Refused(Exception):
-    """An answer that is an error, as OpenAI writes them."""
+class ApiError(Exception):
+    """An error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error",
                  param: str | None = None, code: str | None = None, retry_after: int | None = None):
@@ -37,32 +37,32 @@ class StreamOptions(Strict):
 
 
 def ranged(name: str):
-    """The type of a sampling value: a number in its range."""
+    """A pydantic type: a sampling parameter within its range."""
     allowed = REQUEST_RANGES[name]
     return Annotated[allowed.kind, AfterValidator(allowed.check)]
 
 
 def checked_top_k(top_k: int) -> int:
-    """-1 means no limit, as in other servers."""
+    """-1 disables top_k, as in vLLM."""
     return 0 if top_k == -1 else REQUEST_RANGES["top_k"].check(top_k)
 
 
 def checked_prompt(prompt):
-    """A text, the ids of one, or a list of either. By hand: pydantic tries each member of a union
-    on each item. ValueError names what may be given."""
+    """A string, token ids, or a list of either; ValueError otherwise. Not a pydantic union: that
+    would try each member on each item."""
     items = prompt if isinstance(prompt, list) else []
     kinds = set(map(type, items))
     if isinstance(prompt, str) or kinds == {int}:
         return prompt
     are_lists = kinds == {list} and all(set(map(type, ids)) <= {int} for ids in items)
-    if (kinds == {str} or are_lists) and len(items) <= MOST_PROMPTS:
+    if (kinds == {str} or are_lists) and len(items) <= MAX_PROMPTS:
         return prompt
-    raise ValueError(f"expected a text, a list of token ids, or a list of 1 to {MOST_PROMPTS} "
-                     "texts or lists of token ids")
+    raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} "
+                     "strings or lists of token ids")
 
 
 class Request(Strict):
-    """What chats and completions share. None: as the flags say, or off."""
+    """Fields of both endpoints. None: the server's flag, or off."""
 
     model: str | None = None
     stream: bool | None = None
@@ -81,8 +81,8 @@ class Request(Strict):
     seed: ranged("seed") | None = None
     regex: str | None = None
     grammar: str | None = None
-    ignore_eos: bool | None = None                 # go on after an end, for benchmarks
-    user: str | None = None                        # says who asks; changes nothing, by its meaning
+    ignore_eos: bool | None = None                 # generate past EOS, for benchmarks
+    user: str | None = None                        # accepted, has no effect
 
 
 class CompletionRequest(Request):
@@ -165,19 +165,19 @@ class ChatRequest(Request):
 
 
 def parse(kind: type[Request], body: bytes, n_position: int) -> Request:
-    """Refused where the body is no JSON, or says something that is not of this kind.
+    """Parse and validate a JSON body. ApiError if it is not valid.
 
-    n_position: of the longest prompt that a slot can hold.
+    n_position: positions of a slot, which bounds the number of token ids.
     """
     try:
         text = body.decode("utf-8-sig")
-        check_size(text, MOST_PARTS + MOST_PROMPTS * n_position)
+        check_size(text, MAX_CONTAINERS + MAX_PROMPTS * n_position)
         fields = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise Refused(400, f"the body is not valid JSON: {str(e)[:200]}") from None
+        raise ApiError(400, f"the body is not valid JSON: {str(e)[:200]}") from None
     if not isinstance(fields, dict):
-        raise Refused(400, "the body is JSON, but no object")
-    check_texts_and_numbers(fields)
+        raise ApiError(400, "the body must be a JSON object")
+    check_values(fields)
     try:
         return kind.model_validate(fields)
     except ValidationError as e:
@@ -185,30 +185,29 @@ def parse(kind: type[Request], body: bytes, n_position: int) -> Request:
         names = [str(part)[:100] for part in first["loc"]]
         param = ".".join(names[:1] if len(names) > 4 else names)
         if first["type"] == "extra_forbidden":
-            raise Refused(400, f"the field '{param}' is not supported: leave it out", param=param,
-                          code="unsupported_parameter") from None
+            raise ApiError(400, f"the field '{param}' is not supported", param=param,
+                           code="unsupported_parameter") from None
         reason = first["msg"].removeprefix("Value error, ")
-        raise Refused(400, f"{param}: {reason}", param=param) from None
+        raise ApiError(400, f"{param}: {reason}", param=param) from None
     except RecursionError:
-        raise Refused(400, "the body is nested too deeply") from None
+        raise ApiError(400, "the body is nested too deeply") from None
 
 
-def check_size(text: str, most_values: int) -> None:
-    """Refused where the body has so many values that reading them would stop everybody. pydantic
-    takes some 20 µs for each object, list and key; of other values, which token ids are, there may
-    be more."""
-    outside = STRING.sub("", text)
-    if sum(map(outside.count, "[{:")) > MOST_PARTS:
-        raise Refused(400, f"the body has more than {MOST_PARTS:,} objects, lists and keys")
-    if outside.count(",") > most_values:
-        raise Refused(400, f"the body has more than {most_values:,} values")
+def check_size(text: str, max_values: int) -> None:
+    """ApiError if parsing the body would block the event loop for long: pydantic needs about 20 µs
+    per object, list and key. Other values, such as token ids, are cheaper."""
+    without_strings = JSON_STRING.sub("", text)
+    if sum(map(without_strings.count, "[{:")) > MAX_CONTAINERS:
+        raise ApiError(400, f"the body has more than {MAX_CONTAINERS:,} objects, lists and keys")
+    if without_strings.count(",") > max_values:
+        raise ApiError(400, f"the body has more than {max_values:,} values")
 
 
-def check_texts_and_numbers(fields: dict) -> None:
-    """Refused names the field that holds half a character or a number that is none.
+def check_values(fields: dict) -> None:
+    """ApiError names a field that holds a lone surrogate, NaN or infinity.
 
-    Python's JSON reads both. A lone surrogate cannot be written into an answer, and NaN and
-    infinity pass through schemas and template arguments, of which nobody checks the type.
+    Python's json accepts them. A lone surrogate cannot be encoded as UTF-8 in a response; NaN and
+    infinity could reach JSON schemas and template arguments, whose values are not validated.
     """
     for name, value in fields.items():
         try:
@@ -216,8 +215,8 @@ def check_texts_and_numbers(fields: dict) -> None:
         except (UnicodeEncodeError, ValueError) as e:
             reason = "NaN and infinite numbers are not accepted"
             if isinstance(e, UnicodeEncodeError):
-                reason = "there is half a character (a lone surrogate) in it"
+                reason = "contains a lone surrogate (half of a UTF-16 pair)"
             name = ascii(name[:40])[1:-1]
-            raise Refused(400, f"{name}: {reason}", param=name) from None
+            raise ApiError(400, f"{name}: {reason}", param=name) from None
         except RecursionError:
-            raise Refused(400, "the body is nested too deeply") from None
+            raise ApiError(400, "the body is nested too deeply") from None

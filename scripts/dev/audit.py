@@ -1,7 +1,7 @@
-"""Known vulnerabilities of what is pinned and locked, as the package index tells pip-audit.
+"""Check pinned and locked packages for known vulnerabilities, with pip-audit.
 
-Exit status 1 if a finding has a fixed version and is not in ACCEPTED; 0 with a line if the index
-has no answer. Asks about torch first, so that an index without advisories is asked once.
+Exit status 1 if a vulnerability has a fixed version and is not in ACCEPTED; 0 with a note if the
+index provides no advisories. Queries torch first, to detect such an index with one request.
 
     python scripts/dev/audit.py
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "requirements.txt", ROOT / "scripts/locks/requirements-dev.lock"]
-SECONDS = 5                                        # for each of the index's answers
+SECONDS = 5                                        # timeout of a request
 SECONDS_IN_ALL = 120
-ACCEPTED = {}                                      # id of an advisory -> why it does no harm here
+ACCEPTED = {}                                      # advisory id -> why it does not apply
 
 
-class NoAnswerError(Exception):
-    """The index cannot be reached, or tells nothing about vulnerabilities."""
+class NoAdvisoriesError(Exception):
+    """The index cannot be reached, or provides no advisories."""
 
 
 def ask(files: list[Path]) -> list[dict]:
@@ -33,12 +33,12 @@ def ask(files: list[Path]) -> list[dict]:
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_IN_ALL)
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"no answer in {SECONDS_IN_ALL} seconds") from None
+        raise NoAdvisoriesError(f"no answer in {SECONDS_IN_ALL} seconds") from None
     try:
         return json.loads(process.stdout)["dependencies"]
     except ValueError:
-        lines = process.stderr.strip().splitlines() or ["it said nothing"]
-        raise NoAnswerError(f"pip-audit: {lines[-1][:200]}") from None
+        lines = process.stderr.strip().splitlines() or ["no output"]
+        raise NoAdvisoriesError(f"pip-audit: {lines[-1][:200]}") from None
 
 
 def ask_all() -> list[dict]:
@@ -48,22 +48,22 @@ def ask_all() -> list[dict]:
         probe.write_text(torch + "\n")
         first = ask([probe])
     if any("skip_reason" in dependency for dependency in first):
-        raise NoAnswerError(first[0]["skip_reason"])
+        raise NoAdvisoriesError(first[0]["skip_reason"])
     return ask(FILES)
 
 
 def findings(dependencies: list[dict]) -> list[tuple[str, bool]]:
-    """Lines, and whether each must be mended: something fixes it and nobody accepted it."""
+    """-> (line, needs a fix): a fixed version exists and it is not in ACCEPTED."""
     lines = []
     for dependency in dependencies:
-        for found in dependency.get("vulns", ()):
-            names = {found["id"], *found.get("aliases", ())}
+        for vuln in dependency.get("vulns", ()):
+            names = {vuln["id"], *vuln.get("aliases", ())}
             accepted = next((ACCEPTED[name] for name in names if name in ACCEPTED), None)
-            fixed = ", ".join(found["fix_versions"])
+            fixed = ", ".join(vuln["fix_versions"])
             remedy = f"fixed in {fixed or 'no version yet'}"
             if accepted:
                 remedy = f"accepted: {accepted}"
-            lines.append((f"{dependency['name']} {dependency['version']}: {found['id']}, {remedy}",
+            lines.append((f"{dependency['name']} {dependency['version']}: {vuln['id']}, {remedy}",
                           bool(fixed) and not accepted))
     return lines
 
@@ -72,21 +72,21 @@ def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
     try:
         dependencies = ask_all()
-    except NoAnswerError as e:
-        print(f"Vulnerabilities: not scanned, the package index gives no advisories here ({e})")
+    except NoAdvisoriesError as e:
+        print(f"Vulnerabilities: not scanned, the package index provides no advisories ({e})")
         return 0
     lines = findings(dependencies)
     for line, _ in lines:
         print(line)
     skipped = [dependency["name"] for dependency in dependencies if "skip_reason" in dependency]
     if skipped:
-        print(f"Not known to the index: {', '.join(skipped)}")
-    bad = sum(must_be_mended for _, must_be_mended in lines)
+        print(f"Unknown to the index: {', '.join(skipped)}")
+    bad = sum(needs_fix for _, needs_fix in lines)
     print(f"Vulnerabilities: {len(dependencies) - len(skipped)} packages scanned, {len(lines)} "
-          f"found, {bad} to mend")
+          f"found, {bad} to fix")
     if bad:
-        print("Raise the pin and run scripts/dev/lock.py, or say in ACCEPTED of "
-              "scripts/dev/audit.py why it does no harm", file=sys.stderr)
+        print("Raise the pin and run scripts/dev/lock.py, or add it to ACCEPTED in "
+              "scripts/dev/audit.py with a reason", file=sys.stderr)
     return int(bad > 0)
 
 

@@ -1,7 +1,7 @@
-"""A real model whose weights lie on no grid: each gets noise as large as its rounding to four bits.
+"""Add noise of one int4 step to a model's weights, so that no quantized format fits exactly.
 
-The small models of the registries are in four bits already, and whoever knows their format gets its
-numbers back. This makes of one an original for comparisons, a little worse, that favours nobody.
+The small models available are already quantized to 4 bits, which favours programs that use the same
+format. The noisy model, slightly worse, is an unbiased reference for comparisons.
 
     python scripts/dev/dither.py -m gemma.gguf --output gemma_dithered.pth
 """
@@ -29,15 +29,15 @@ def is_dithered(name: str, t: LazyTensor) -> bool:
     return bool(LINEARS.search(name)) and GRID.fits(t.shape[-1])
 
 
-def dithered(t: LazyTensor, generator: torch.Generator) -> LazyTensor:
-    """Uniform noise, half a step of int4's grid to each side."""
-    def make():
+def dither(t: LazyTensor, generator: torch.Generator) -> LazyTensor:
+    """Add uniform noise of ± half an int4 step."""
+    def load():
         w = t.whole().float()
         groups = w.unflatten(-1, (-1, GRID.groupsize))
         step, _ = GRID.grid(groups)
         noise = torch.rand(groups.shape, generator=generator) - 0.5
         return (groups + noise * step[..., None]).flatten(-2).bfloat16()
-    return cached(t.name, t.shape, torch.bfloat16, make, t)
+    return cached(t.name, t.shape, torch.bfloat16, load, t)
 
 
 def run(argv: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def run(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     source = open_checkpoint(args.model)
     generator = torch.Generator().manual_seed(args.seed)
-    tensors = {name: dithered(t, generator) if is_dithered(name, t) else t
+    tensors = {name: dither(t, generator) if is_dithered(name, t) else t
                for name, t in source.tensors.items()}
     write(replace(source, tensors=tensors), args.output, torch.bfloat16)
     log(f"{args.output} is {args.model} with noise of one int4 step")

@@ -1,9 +1,9 @@
-"""Is the CUDA path right, and what would it cost? Asked of a GPU that is not there.
+"""Check the CUDA path and estimate its cost without a GPU.
 
-torch's own C++, Dynamo, Inductor and Triton's compiler run as for a GPU, on a CUDA runtime that
-does nothing (tests/dry_run/). Not seen: times, the numbers of ATen's own kernels, NCCL.
+torch's C++, Dynamo, Inductor and Triton's compiler run as for a GPU, on a stub CUDA runtime
+(tests/dry_run/). Not covered: times, results of ATen kernels, NCCL.
 
-    bash scripts/dev/gpu_dryrun.sh                 # makes its environment, checks, prints a table
+    bash scripts/dev/gpu_dryrun.sh                 # create the environment, check, print a table
     bash scripts/dev/gpu_dryrun.sh --only loops --sm 80 --match Gemma
 """
 
@@ -22,13 +22,13 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from dry_run import build  # noqa: E402
 
 GENERATIONS = (75, 80, 90)
-# each: what it is asked on; numbers: Triton's interpreter on a CPU, no hollow GPU
+# compute capabilities of each part; 0: Triton's interpreter on a CPU, no stub runtime
 PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
          "planted": (0, 80), "check": (90,), "amd": (80,), "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
-    """In a process that believes in the GPU -> a name, whether it is right, and what was seen."""
+    """Run a part on the stub runtime -> (name, passed, details) of each check."""
     if name == "numbers":
         from dry_run import numbers
         return numbers.main(match)
@@ -60,9 +60,9 @@ def main() -> int:
     p.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
     p.add_argument("--sm", type=int, nargs="*", help="compute capabilities, times ten",
                    choices=GENERATIONS, default=GENERATIONS)
-    p.add_argument("--match", default="", help="only checks whose name has this")
+    p.add_argument("--match", default="", help="only checks whose name contains this")
     p.add_argument("--gpt_fast", metavar="PATH",
-                   help="a clone from before flex_attention: estimate its own step too")
+                   help="a gpt-fast clone from before flex_attention: also estimate its step")
     p.add_argument("--inside", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.inside:
@@ -70,25 +70,25 @@ def main() -> int:
                      args.gpt_fast)
         Path(args.inside).write_text(json.dumps(lines))
         sys.stdout.flush()
-        os._exit(0)                                # graphs of a GPU that is not there do not end
+        os._exit(0)                                # the stub's CUDA graphs hang at exit
     if args.only == ["gpt_fast"] and not args.gpt_fast:
-        p.error("gpt_fast wants --gpt_fast PATH, a clone from before flex_attention")
+        p.error("gpt_fast requires --gpt_fast PATH, a clone from before flex_attention")
     if args.gpt_fast and not is_gpt_fast(Path(args.gpt_fast)):
-        p.error(f"--gpt_fast {args.gpt_fast}: no gpt-fast from before flex_attention is there")
+        p.error(f"--gpt_fast {args.gpt_fast}: not a gpt-fast clone from before flex_attention")
     failed, n = [], 0
     try:
         build.build()
     except build.Missing as e:
         p.error(str(e))
-    wanted = [name for name in args.only if name != "gpt_fast" or args.gpt_fast]
-    jobs = [(name, sm) for name in wanted for sm in PARTS[name] if not sm or sm in args.sm]
-    with ThreadPoolExecutor(2) as pool:            # each mostly on one core
+    selected = [name for name in args.only if name != "gpt_fast" or args.gpt_fast]
+    jobs = [(name, sm) for name in selected for sm in PARTS[name] if not sm or sm in args.sm]
+    with ThreadPoolExecutor(2) as pool:            # each uses mostly one core
         results = pool.map(lambda job: in_process(*job, args.match, args.gpt_fast), jobs)
         for (name, sm), lines in zip(jobs, results):
             n += len(lines)
             failed += [f"sm_{sm} {name} {line}" for line, ok, _ in lines if not ok]
     if not n:
-        p.error("no check has such a name, part and compute capability")
+        p.error("no check matches --only, --sm and --match")
     print(f"{n - len(failed)} of {n} checks passed", *failed, sep="\n")
     return int(bool(failed))
 
@@ -106,7 +106,7 @@ def in_process(name: str, sm: int, match: str, gpt_fast: str | None) -> list:
     if not sm or name == "generated":
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     if name == "check":
-        environment["PYTHONOPTIMIZE"] = "1"        # no assertions of garbage
+        environment["PYTHONOPTIMIZE"] = "1"        # results are garbage: skip assertions
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "lines.json", Path(folder) / "stderr"
         command = [sys.executable, "-W", "ignore", __file__, "--inside", str(out),
@@ -117,7 +117,7 @@ def in_process(name: str, sm: int, match: str, gpt_fast: str | None) -> list:
         if status == 0:
             return json.loads(out.read_text())
         print(log.read_text()[-2000:], file=sys.stderr)
-        return [(f"ended with status {status}", False, "")]
+        return [(f"exit status {status}", False, "")]
 
 
 if __name__ == "__main__":

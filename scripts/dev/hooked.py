@@ -1,4 +1,4 @@
-"""Decoding speed on a CPU while modules with a hook run as they are read, the others by kernels.
+"""Decoding speed on a CPU when modules with hooks run in PyTorch and the others in kernels.
 
     python scripts/dev/hooked.py                       # the default model; or -m org/name
 """
@@ -21,7 +21,7 @@ from gpt_faster.loading import load_model
 from sampling import SamplingParams
 
 N_NEW, ROUNDS = 120, 5
-HOOKED = {                                         # what has a hook
+HOOKED = {                                         # modules with a hook
     "nothing": lambda model: [],
     "one layer": lambda model: [model.layers[len(model.layers) // 2]],
     "one layer's attention": lambda model: [model.layers[len(model.layers) // 2].attn],
@@ -32,16 +32,16 @@ HOOKED = {                                         # what has a hook
 
 
 def step_ms(model, ids: list[int], steps: Steps) -> float:
-    """The median of the steps of a greedy text."""
+    """The median time of a greedy decode step."""
     batch = Batch(model, build_sampler(model, [SamplingParams(temperature=0)]), steps)
     times = [time.perf_counter() for _ in generate(batch, [ids], N_NEW)]
     return 1000 * statistics.median(b - a for a, b in zip(times, times[1:]))
 
 
-def microseconds(look, n: int) -> float:
+def time_us(call, n: int) -> float:
     start = time.perf_counter()
     for _ in range(n):
-        look()
+        call()
     return (time.perf_counter() - start) / n * 1e6
 
 
@@ -61,18 +61,18 @@ def run(argv: list[str] | None = None) -> int:
             times[name].append(step_ms(model, ids, steps))
             for hook in hooks:
                 hook.remove()
-    print("| a hook on | ms a token | speed that is left |\n|---|---|---|")
-    for name, found in times.items():
-        left = statistics.median(a / b for a, b in zip(times["nothing"], found))
-        print(f"| {name} | {statistics.median(found):.1f} | {left:.2f} |")
-    left = statistics.median(times["nothing"]) / uncompiled
-    print(f"| (uncompiled) | {uncompiled:.1f} | {left:.2f} |")
-    model(torch.tensor([ids]), torch.arange(len(ids)))     # looks anew, now that no hook is left
-    watch = guard_of(model).snapshot
-    whole = microseconds(watch.is_same, 2000)
-    hooks_alone = microseconds(watch.has_no_new_hook, 100_000)
-    print(f"\n{len(watch.modules)} modules are looked at in {whole:.0f} µs, for new hooks alone in "
-          f"{hooks_alone:.2f} µs.")
+    print("| hook on | ms per token | relative speed |\n|---|---|---|")
+    for name, step_times in times.items():
+        relative_speed = statistics.median(a / b for a, b in zip(times["nothing"], step_times))
+        print(f"| {name} | {statistics.median(step_times):.1f} | {relative_speed:.2f} |")
+    relative_speed = statistics.median(times["nothing"]) / uncompiled
+    print(f"| (uncompiled) | {uncompiled:.1f} | {relative_speed:.2f} |")
+    model(torch.tensor([ids]), torch.arange(len(ids)))     # re-check after removing the hooks
+    module_watch = guard_of(model).snapshot
+    full_us = time_us(module_watch.is_unchanged, 2000)
+    hooks_us = time_us(module_watch.has_no_new_hook, 100_000)
+    print(f"\n{len(module_watch.modules)} modules are checked in {full_us:.0f} µs, "
+          f"only for new hooks in {hooks_us:.2f} µs.")
     return 0
 
 

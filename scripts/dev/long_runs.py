@@ -1,7 +1,7 @@
-"""Many runs in one process: requests through slots, a conversation that forgets, drafts.
+"""Soak test in one process on a CPU: requests in slots, a long chat, speculation.
 
-Memory must stay level after the first quarter, no slot may be lost, and the first runs, repeated at
-the end, must give their tokens again. Exit status 1 where one of these fails. All on a CPU.
+After the first quarter memory must not grow, no slot may leak, and the first runs, repeated at the
+end, must generate the same tokens. Exit status 1 otherwise.
 
     python scripts/dev/long_runs.py --plot long-runs.svg     # 2,000 requests, 500 turns, 500 drafts
 """
@@ -42,10 +42,10 @@ from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
 from model import Transformer  # noqa: E402
 
-AGAIN = 8                                          # runs that are repeated at the end
-MB_PER_100 = 1.0                                   # runs, that memory may grow
-ARENA_MB = 4                                       # malloc may take once more, however few runs
-LENGTH = 512                                       # positions of each row
+N_REPEATED = 8                                     # first runs to repeat at the end
+MB_PER_100 = 1.0                                   # allowed growth per 100 runs
+ARENA_MB = 4                                       # a one-time malloc arena is allowed
+LENGTH = 512                                       # context length of each row
 N_SLOTS = 4
 TEXT = english_text()
 PARAMS = [GREEDY, RequestParams(0.8, top_k=40), RequestParams(1.0, top_p=0.9),
@@ -61,23 +61,23 @@ class Runner(NamedTuple):
 
 
 class Part(NamedTuple):
-    """run(runner, n): yields the number and the new ids of each run, of n and the first again."""
+    """run(runner, n): yields (number, new ids) of n runs, then of the first ones again."""
 
     title: str
-    share: float                                   # of --n
+    share: float                                   # fraction of --n
     run: Callable[[Runner, int], Iterator[tuple[int, list[int]]]]
 
 
-# ---- What is run --------------------------------------------------------------------------------
+# ---- Runs ---------------------------------------------------------------------------------------
 
-def words(i: int, n: int) -> str:
-    """n words, others for each i."""
+def random_words(i: int, n: int) -> str:
+    """n words of the text, seeded by i."""
     at = random.Random(i).randrange(len(TEXT) - 1000)
     return " ".join(TEXT[at:at + 500].split()[1:n + 1])
 
 
 def new_generation(runner: Runner, i: int) -> Generation:
-    ids = runner.tokenizer.encode(words(i, 2 + i % 9))
+    ids = runner.tokenizer.encode(random_words(i, 2 + i % 9))
     params = PARAMS[i % len(PARAMS)]
     params = replace(params, seed=i if params.temperature else None)
     return Generation(runner.tokenizer, ids, max_new=1 + i % 8, params=params,
@@ -85,35 +85,35 @@ def new_generation(runner: Runner, i: int) -> Generation:
 
 
 def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
-    """As serve.py does: some at a time, prefixes reused; some clients leave after two tokens."""
+    """Like serve.py: slots with prefix reuse; some clients disconnect after two tokens."""
     model = runner.model
     model.setup_cache(N_SLOTS, LENGTH, 64)
     sampler = build_request_sampler(model, N_SLOTS, torch.Generator(), lambda params: None)
     slots = Slots(RowsBatch(model, sampler, runner.steps), between=64, reuse=True)
-    for todo in (iter(range(n)), iter(range(min(n, AGAIN)))):
-        live = set()
+    for todo in (iter(range(n)), iter(range(min(n, N_REPEATED)))):
+        active = set()
 
-        def arrive(todo=todo, live=live):
+        def arrive(todo=todo, active=active):
             while len(slots.waiting) < N_SLOTS and (i := next(todo, None)) is not None:
                 slots.waiting.append(new_generation(runner, i))
-                live.add(slots.waiting[-1])
+                active.add(slots.waiting[-1])
         slots.arrivals = arrive
         for event in slots.run():
             generation = event.generation
             if event.error:
                 raise event.error
-            leaves = generation.about % 17 == 16 and len(generation.ids) == 2
-            if event.finish_reason or leaves:
+            disconnects = generation.about % 17 == 16 and len(generation.ids) == 2
+            if event.finish_reason or disconnects:
                 slots.drop(generation)
-                live.discard(generation)
+                active.discard(generation)
                 yield generation.about, generation.ids
-        if live or slots.waiting or len(slots.free()) != N_SLOTS:
-            raise RuntimeError(f"{N_SLOTS - len(slots.free())} slots and {len(live)} requests "
-                               "are lost")
+        if active or slots.waiting or len(slots.free()) != N_SLOTS:
+            raise RuntimeError(f"{N_SLOTS - len(slots.free())} slots and {len(active)} requests "
+                               "leaked")
 
 
-def conversation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
-    """Turns of one chat, whose oldest messages are forgotten again and again."""
+def chat_turns(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
+    """Turns of one chat that repeatedly drops its oldest messages."""
     model, n_new, answers = runner.model, 6, []
     model.setup_cache(1, LENGTH, 64, max_rejected=1)
     batch = Batch(model, build_sampler(model, [GREEDY]), runner.steps)
@@ -123,22 +123,22 @@ def conversation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
         follow(generate(batch, [ids], n_new, n_cached), [sequence], None)
         answers.append(sequence.ids)
         return sequence, ""
-    n_forgotten = 0
+    n_dropped = 0
 
     def note(line):
-        nonlocal n_forgotten
-        n_forgotten += "forgotten" in line
+        nonlocal n_dropped
+        n_dropped += "dropped" in line
     chat = Chat(runner.tokenizer, answer, LENGTH - n_new, engines.rewind(batch), note)
-    for turns in (range(n), range(min(n, AGAIN))):
+    for turns in (range(n), range(min(n, N_REPEATED))):
         for i in turns:
-            chat.turn(words(i, 3 + i % 9))
+            chat.turn(random_words(i, 3 + i % 9))
             yield i, answers.pop()
         chat.command("/clear")
-    log(f"{n_forgotten} times the oldest messages were forgotten")
+    log(f"the oldest messages were dropped {n_dropped} times")
 
 
-def drafts(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
-    """By look-up and by an int8 copy in turns, four tokens each."""
+def speculation(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
+    """Alternate n-gram and int8 speculation with four draft tokens."""
     model, n_draft = runner.model, 4
     model.setup_cache(1, LENGTH, 64, max_rejected=n_draft)
     batches = []
@@ -146,19 +146,19 @@ def drafts(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
         sampler = build_sampler(model, [GREEDY])
         batches.append(engines.build_speculative(
             model, sampler, runner.steps, "compile", n_draft, True, draft))
-    for runs in (range(n), range(min(n, AGAIN))):
+    for runs in (range(n), range(min(n, N_REPEATED))):
         for i in runs:
-            ids = runner.tokenizer.encode(words(i, 8) + " " + words(i, 5))
+            ids = runner.tokenizer.encode(random_words(i, 8) + " " + random_words(i, 5))
             tokens = generate(batches[i % 2], [ids], 8)
             yield i, [token.item() for token in tokens]
 
 
 PARTS = dict(requests=Part("requests through four slots", 1, requests),
-             turns=Part("turns of a conversation", 1 / 4, conversation),
-             drafts=Part("texts with drafts", 1 / 4, drafts))
+             turns=Part("turns of a conversation", 1 / 4, chat_turns),
+             drafts=Part("texts with drafts", 1 / 4, speculation))
 
 
-# ---- What is measured ---------------------------------------------------------------------------
+# ---- Measurements -------------------------------------------------------------------------------
 
 def resident_mb() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -166,39 +166,39 @@ def resident_mb() -> float:
 
 
 def growth(memory: list[float]) -> float:
-    """MB for each run, the slope of a line through all but the first quarter. malloc gives back
-    late and in pieces: single values say little."""
+    """MB per run: slope of a least-squares line without the first quarter. malloc frees late and in
+    pieces, so single values are noisy."""
     later = torch.tensor(memory[len(memory) // 4:], dtype=torch.float64)
     at = torch.arange(len(later), dtype=torch.float64)
     at -= at.mean()
     return ((at * (later - later.mean())).sum() / (at * at).sum().clamp(min=1)).item()
 
 
-def watch(part: Part, runner: Runner, n: int) -> tuple[list[float], list[str]]:
-    """-> memory after each run, and what went wrong."""
+def measure_part(part: Part, runner: Runner, n: int) -> tuple[list[float], list[str]]:
+    """-> memory after each run, error messages."""
     start, n_same = time.perf_counter(), 0
-    memory, first, wrong = [], {}, []
+    memory, first, errors = [], {}, []
     for i, ids in part.run(runner, n):
         if len(memory) < n:
             memory.append(resident_mb())
-            if i < AGAIN:
+            if i < N_REPEATED:
                 first[i] = ids
         elif first[i] == ids:
             n_same += 1
         else:
-            wrong.append(f"run {i} gave {first[i]} and later {ids}")
+            errors.append(f"run {i} gave {first[i]} and later {ids}")
     per_100 = 100 * growth(memory)
     if per_100 > MB_PER_100 and per_100 * len(memory) * 3 / 400 > ARENA_MB:
-        wrong.append(f"memory grows by {per_100:.2f} MB for each 100")
+        errors.append(f"memory grows by {per_100:.2f} MB per 100 runs")
     print(f"{n} {part.title}, {time.perf_counter() - start:.0f} s: {memory[0]:.0f} MB after the "
           f"first, {memory[n // 4]:.0f} after a quarter, {memory[-1]:.0f} at the end, "
           f"{per_100:+.3f} for each 100; of the first {len(first)} again {n_same} the same",
           flush=True)
-    return memory, wrong
+    return memory, errors
 
 
 def draw(memory_of: dict[str, list[float]], path: Path) -> None:
-    """A panel for each part: how much more memory than after its first run."""
+    """A panel per part: memory growth since its first run."""
     matplotlib, Figure, _ = plots.load_matplotlib()
     with matplotlib.rc_context(plots.STYLE | {"svg.fonttype": "none", "svg.hashsalt": ""}):
         figure = Figure((8, 2.8), layout="constrained")
@@ -210,39 +210,39 @@ def draw(memory_of: dict[str, list[float]], path: Path) -> None:
                     lw=1.2, label=f"since {memory[0]:,.0f} MB")
             limit = more[n // 4] + MB_PER_100 * (n - n // 4) / 100
             ax.plot([n // 4, n], [more[n // 4], limit], color=plots.TEXT, ls="--", lw=1,
-                    label="most that may be")
+                    label="limit")
             ax.set_xlabel(PARTS[name].title)
             ax.legend(loc="upper left")
             ax.grid(True)
-        panels[0].set_ylim(-5, max(25, 1.5 * panels[0].get_ylim()[1]))     # of all
-        panels[0].set_ylabel("resident memory, MB more")
+        panels[0].set_ylim(-5, max(25, 1.5 * panels[0].get_ylim()[1]))     # all panels
+        panels[0].set_ylabel("resident memory growth, MB")
         figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("-m", "--checkpoint_path", help="default: generate.py's")
+    parser.add_argument("-m", "--checkpoint_path", help="default: that of generate.py")
     parser.add_argument("--n", type=number(int, 4), default=2000,
-                        help="requests; turns and texts with drafts are a quarter each")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw memory over the runs")
+                        help="requests; chat turns and speculative runs are a quarter each")
+    parser.add_argument("--only", choices=PARTS, help="run only this part")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot memory over runs")
     args = parser.parse_args(argv)
     if args.plot:
-        plots.load_matplotlib()                    # or say now that it lacks
+        plots.load_matplotlib()                    # fail early if it is missing
     model, source, tokenizer = load_model(args.checkpoint_path, "cpu", torch.float32)
     draft = load_shard(quantized(source, "int8"), torch.float32, "cpu")
     runner = Runner(model, draft, tokenizer, engines.build_steps(model, "compile"))
-    memory_of, wrong = {}, []
+    memory_of, errors = {}, []
     for name, part in PARTS.items():
         if args.only in (None, name):
-            memory_of[name], more = watch(part, runner, max(1, int(args.n * part.share)))
-            wrong += [f"{part.title}: {line}" for line in more]
-    for line in wrong:
+            memory_of[name], more = measure_part(part, runner, max(1, int(args.n * part.share)))
+            errors += [f"{part.title}: {line}" for line in more]
+    for line in errors:
         log(f"long_runs.py: error: {line}")
     if args.plot:
         draw(memory_of, args.plot)
-    return int(bool(wrong))
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Perplexity through the code that decodes: compiled, a token at a time, beside eval.py's way.
+"""Compare perplexity computed by compiled single-token decoding with that of eval.py.
 
     python scripts/dev/one_row.py [a model, instead of the default one]
 """
@@ -17,13 +17,13 @@ from gpt_faster.kernels.compile import compile_steps
 from gpt_faster.loading import load_model
 from gpt_faster.text.english import english_text
 
-WINDOW, N_WINDOWS = 512, 4                         # tokens, and how many of them
+WINDOW, N_WINDOWS = 512, 4                         # tokens per window, windows
 SCHEMES = {"bfloat16": None, "int8": "int8", "int4-g64": "int4-g64"}
 
 
 @torch.inference_mode()
 def decode_log_probs(model, ids: list[int]) -> list[float]:
-    """The log-probability of each token but the first, a token at a time through the cache."""
+    """Log-probabilities of all tokens but the first, decoded one at a time with the KV cache."""
     model.setup_cache(1, len(ids))
     log_probs = []
     for i, (token, following) in enumerate(zip(ids, ids[1:])):
@@ -33,7 +33,7 @@ def decode_log_probs(model, ids: list[int]) -> list[float]:
 
 
 def compare(path: str | None, name: str) -> str:
-    """Both perplexities of the model with these weights, in a line."""
+    """Both perplexities of the model in one scheme, as a line."""
     model, _, tokenizer = load_model(path, scheme=SCHEMES[name])
     window = min(WINDOW, model.cfg.context)
     ids = tokenizer.encode(english_text(held_out=True))[:window * N_WINDOWS]
@@ -41,7 +41,7 @@ def compare(path: str | None, name: str) -> str:
     whole = []
     for part in parts:
         whole += [log_prob for log_prob, _ in score(model, [(part, len(part) - 1)])[0]]
-    compile_steps(model)                           # from here on the model is compiled
+    compile_steps(model)                           # decode below is compiled
     single = []
     for part in parts:
         single += decode_log_probs(model, part)
@@ -53,7 +53,7 @@ def compare(path: str | None, name: str) -> str:
 
 def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
-    p.add_argument("model", nargs="?", help="anything that generate.py reads")
+    p.add_argument("model", nargs="?", help="any checkpoint that generate.py reads")
     args = p.parse_args(argv)
     for name in SCHEMES:
         print(compare(args.model, name), flush=True)

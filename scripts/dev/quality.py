@@ -1,8 +1,8 @@
-"""What quantization costs and gives: size, memory, perplexity and speed, side by side.
+"""Compare quantization schemes: size, memory, perplexity and speed.
 
-Makes each file with quantize.py, measures it with eval.py and generate.py, and all of them in one
+Creates files with quantize.py, measures them with eval.py and generate.py, and their speed in one
 run of benchmark.py; writes benchmarks/quality.json, from which scripts/dev/map.py makes the
-README's table. Files that are in checkpoints/quality already stay as they are. On 2 cores an hour:
+README's table. Existing files in checkpoints/quality are reused. Takes an hour on 2 cores:
 
     python scripts/dev/quality.py
 """
@@ -19,14 +19,14 @@ sys.path.insert(0, str(ROOT))
 from gpt_faster.bench.machine import describe_machine, run_command  # noqa: E402
 from gpt_faster.cli.common import Parser, guarded  # noqa: E402
 
-MODELS = {                                         # groups that divide its widths, and the schemes
+MODELS = {                                         # file, group sizes that fit its shapes
     "Gemma 3 270M": ("gemma-3-270m/gemma-3-270m-q4_k_m.gguf", [32, 128]),
     "SmolLM2-135M": ("SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf", [64])}
 COMMAND = "python scripts/dev/quality.py"
 
 
 def run_script(*args) -> str:
-    """A script's stdout; where it fails, this one ends with its exit status."""
+    """Run a script -> its stdout; exit with its status if it fails."""
     print("$ python", *args, file=sys.stderr)
     process = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
                              text=True)
@@ -36,7 +36,7 @@ def run_script(*args) -> str:
 
 
 def make_files(gguf: Path, directory: Path, groups: list[int]) -> dict[str, Path]:
-    """Scheme -> file, made where it is missing."""
+    """Create missing files -> scheme -> file."""
     paths = {"bfloat16": directory / "model.pth", "int8": directory / "model_int8.pth"}
     for mode in ("int4", "int4-gptq"):
         for group in groups:
@@ -58,7 +58,7 @@ def make_files(gguf: Path, directory: Path, groups: list[int]) -> dict[str, Path
 
 
 def measure(model: str, scheme: str, path: Path) -> dict:
-    """Size, memory and perplexity of a file: a row without its speed."""
+    """Size, memory and perplexity of a file: a row without speed."""
     quality = json.loads(run_script("eval.py", "-m", path, "--compile", "--json",
                                     "--perplexity", "pydoc"))
     memory = json.loads(run_script("generate.py", "-m", path, "--json", "--prompt", "5",

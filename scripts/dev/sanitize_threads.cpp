@@ -1,5 +1,5 @@
-// What kernels/cpu/ needs of OpenMP, by threads that are begun and joined: for sanitize.sh alone. GCC's own
-// is not compiled with the thread sanitizer, which then takes its waiting for none.
+// The OpenMP functions that kernels/cpu/ needs, with std::thread, for sanitize.sh. GCC's libgomp is not
+// compiled with ThreadSanitizer, which therefore misses its synchronization.
 
 #include <thread>
 #include <vector>

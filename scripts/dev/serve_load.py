@@ -1,4 +1,4 @@
-"""Random load on serve.py for some minutes: every request answered, no slot lost, memory level.
+"""Random load on serve.py: every request must be answered, no slot leaked; prints memory.
 
     python scripts/dev/serve_load.py --minutes 20
 """
@@ -23,7 +23,7 @@ SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False,
 
 
 def random_request(draw: random.Random) -> tuple[str, dict]:
-    """Any mix of lengths, parameters, streams, structure; some are wrong."""
+    """Random lengths, parameters, streaming and grammars; some requests are invalid."""
     text = " ".join(draw.choices(WORDS, k=draw.choice([1, 5, 50, 200])))
     fields = dict(max_tokens=draw.randrange(1, 60), temperature=draw.choice([0, 0.7, 1.3]))
     for name, value in dict(stream=True, top_p=0.9, top_k=40, seed=3, n=2, stop=["."],
@@ -49,7 +49,7 @@ def client(port: int, seed: int, end: float, counts: Counter) -> None:
             connection.request("POST", path, json.dumps(fields),
                                {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            if draw.random() < 0.1:                # leaves in the middle
+            if draw.random() < 0.1:                # disconnect early
                 counts["left"] += 1
                 answer.read(20)
             else:
@@ -69,16 +69,16 @@ def resident_mb(pid: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20, help="how long")
-    parser.add_argument("--clients", type=int, default=12, help="how many at a time")
+    parser.add_argument("--minutes", type=float, default=20, help="duration")
+    parser.add_argument("--clients", type=int, default=12, help="concurrent clients")
     args = parser.parse_args()
     command = [sys.executable, "serve.py", "--compile", "--port", "0", "--batch_size", "4",
                "--max_seq_length", "512", "--max_queue", "16"]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     port, lines, counts = None, [], Counter()
     for line in server.stderr:
-        if found := re.search(r"on http://127\.0\.0\.1:(\d+)", line):
-            port = int(found[1])
+        if match := re.search(r"on http://127\.0\.0\.1:(\d+)", line):
+            port = int(match[1])
             break
     threading.Thread(target=lambda: lines.extend(server.stderr), daemon=True).start()
     end = time.monotonic() + 60 * args.minutes
@@ -96,10 +96,11 @@ def main() -> int:
     health = json.loads(connection.getresponse().read())
     server.send_signal(signal.SIGTERM)
     status = server.wait(60)
-    wrong = {k: n for k, n in counts.items() if k not in (200, 400, 429, "left")}
-    lost = health["running"] + health["waiting"]
-    print(f"exit status {status}; still in slots: {lost}; wrong: {wrong}; log: {lines[:-1][:5]}")
-    return int(bool(status or wrong or lost))
+    unexpected = {k: n for k, n in counts.items() if k not in (200, 400, 429, "left")}
+    leaked = health["running"] + health["waiting"]
+    print(f"exit status {status}; still in slots: {leaked}; unexpected: {unexpected}; "
+          f"log: {lines[:-1][:5]}")
+    return int(bool(status or unexpected or leaked))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long generate.py takes from the command to its first new text, and to its end.
+"""Measure generate.py's time to the first new text, and to its end.
 
     python scripts/dev/start_times.py [arguments for generate.py, instead of the default model]
 
-32 tokens, after 6 words where nothing else is said; with caches empty and filled, other lengths, an
-edited comment, nowhere to write, and two processes at once. Medians of REPETITIONS where nothing is
-made; one run where something is.
+32 tokens after 6 words by default; with cold and warm caches, other prompt lengths, an edited
+comment, a full disk, and two concurrent processes. Medians of REPETITIONS with warm caches; single
+runs otherwise.
 """
 
 import argparse
@@ -27,18 +27,18 @@ SOURCES = ("*.py", "*/*.py", "*/*.cpp", "*/*.h")
 
 
 class Start(NamedTuple):
-    """Seconds since the command."""
+    """Seconds since the command was started."""
 
     first_text: float
     end: float
 
 
 class Run:
-    """generate.py in a process of its own."""
+    """A generate.py process."""
 
     def __init__(self, root: Path, argv: list[str], cache: Path, prompt: str = PROMPT,
                  file_bytes: int | None = None):
-        """file_bytes: no file can be larger, as on a disk that is full."""
+        """file_bytes: max file size, to simulate a full disk."""
         self.prompt = prompt
         self.begin = time.perf_counter()
         self.process = subprocess.Popen(
@@ -52,11 +52,11 @@ class Run:
         n, first = 0, None
         while piece := os.read(out.fileno(), 1 << 16):
             n += len(piece)
-            if first is None and n > len(self.prompt.encode()):        # which it prints itself
+            if first is None and n > len(self.prompt.encode()):        # the echoed prompt
                 first = time.perf_counter() - self.begin
-        said = self.process.stderr.read().decode()
+        stderr = self.process.stderr.read().decode()
         if self.process.wait():
-            sys.exit(said)
+            sys.exit(stderr)
         return Start(first, time.perf_counter() - self.begin)
 
 
@@ -75,7 +75,7 @@ def median(starts: list[Start]) -> Start:
 
 
 def edited_copy(folder: Path) -> Path:
-    """Our code with a comment more in each file, and the same checkpoints."""
+    """A copy of the code with a comment added to each file, and the same checkpoints."""
     for pattern in SOURCES:
         for path in ROOT.glob(pattern):
             if path.relative_to(ROOT).parts[0] not in ("tests", "scripts"):

@@ -1,14 +1,13 @@
-"""What quantization costs on texts that nobody calibrated on: perplexity, KL divergence, a cloze.
+"""Quantization loss on texts not used for calibration: perplexity, KL divergence, cloze accuracy.
 
 Three texts of 20,000 characters: English and German from Debian's handbook (`apt-get download
-debian-handbook`), Python from the standard library's source. Windows as eval.py takes them. And 200
-places of the English handbook where the next word is one of four: how often the right one is the
-likeliest.
+debian-handbook`), Python from the standard library. Windows as in eval.py. The cloze test has 200
+places in the English handbook with four candidates for the next word.
 
     python scripts/dev/unseen.py -m model.gguf int8 int4-g32 model_int4-gptq.g32.pth Q4_K_M
 
-min-max-g32, min-max-g64: int4 whose groups reach from their smallest to their largest weight, the
-plainest rounding, whatever codes the file has. The original and all variants are in memory at once.
+min-max-g32, min-max-g64: int4 with plain min-max groups, ignoring the file's own codes. The
+original and all variants are in memory at once.
 """
 
 import html.parser
@@ -43,24 +42,24 @@ from gpt_faster.text.english import english_text  # noqa: E402
 from quantize import SCHEMES, Int4  # noqa: E402
 
 CHARACTERS, ITEMS = 20_000, 200
-MODULES = ("graphlib", "sched", "zipapp")          # of the standard library
+MODULES = ("graphlib", "sched", "zipapp")          # standard library modules
 LLAMA_CPP = ("Q4_K_M", "Q4_K_M+imatrix")
 MIN_MAX = {"min-max-g32": Int4(32), "min-max-g64": Int4(64)}
-AT_ONCE, CONTEXTS = 512, 8                         # positions at a time; contexts of the cloze
+CHUNK, CONTEXTS = 512, 8                           # positions per call; cloze batch size
 
 
 # ---- The texts ----------------------------------------------------------------------------------
 
 class Paragraphs(html.parser.HTMLParser):
-    """The handbook's paragraphs: <div class="para">."""
+    """Extracts the handbook's paragraphs: <div class="para">."""
 
     def __init__(self):
         super().__init__()
-        self.found, self.inside = [], False
+        self.paragraphs, self.inside = [], False
 
     def handle_starttag(self, tag, attributes):
         if tag == "div" and ("class", "para") in attributes:
-            self.found.append("")
+            self.paragraphs.append("")
             self.inside = True
 
     def handle_endtag(self, tag):
@@ -68,11 +67,11 @@ class Paragraphs(html.parser.HTMLParser):
 
     def handle_data(self, data):
         if self.inside:
-            self.found[-1] += data
+            self.paragraphs[-1] += data
 
 
 def handbook() -> tarfile.TarFile:
-    """Debian's package, unpacked in memory: an ar archive whose last member is data.tar.xz."""
+    """Debian's package, unpacked in memory: an ar archive that ends with data.tar.xz."""
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(["apt-get", "download", "-qq", "debian-handbook"], cwd=directory, check=True)
         deb = next(Path(directory).glob("*.deb")).read_bytes()
@@ -82,34 +81,34 @@ def handbook() -> tarfile.TarFile:
 
 
 def prose(archive: tarfile.TarFile, language: str, begin: int, end: int) -> str:
-    """Running text of the book, without what is not translated."""
+    """Prose of the book, without untranslated paragraphs."""
     folder, paragraphs = f"html/{language}/sect.", []
     for name in sorted(name for name in archive.getnames() if folder in name):
         parser = Paragraphs()
         parser.feed(archive.extractfile(name).read().decode())
-        paragraphs += [" ".join(text.split()) for text in parser.found]
+        paragraphs += [" ".join(text.split()) for text in parser.paragraphs]
     long = [text for text in paragraphs if len(text.split()) > 25]
-    whole = "\n\n".join(t for t in long if language.startswith("en") or " the " not in t)
-    return whole[begin:end]
+    joined = "\n\n".join(t for t in long if language.startswith("en") or " the " not in t)
+    return joined[begin:end]
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Fetched once, then from `folder`."""
+    """Download once, then read from `folder`."""
     if not folder.exists():
         archive = handbook()
         sources = "".join(Path(__import__(m).__file__).read_text() for m in MODULES)
-        middle = 2 * CHARACTERS, 3 * CHARACTERS
-        made = {"english": prose(archive, "en-US", *middle),
-                "german": prose(archive, "de-DE", *middle), "python": sources[:CHARACTERS],
+        span = 2 * CHARACTERS, 3 * CHARACTERS
+        new_texts = {"english": prose(archive, "en-US", *span),
+                "german": prose(archive, "de-DE", *span), "python": sources[:CHARACTERS],
                 "cloze": prose(archive, "en-US", 3 * CHARACTERS, 10 * CHARACTERS)}
         folder.mkdir(parents=True)
-        for name, text in made.items():
+        for name, text in new_texts.items():
             (folder / f"{name}.txt").write_text(text)
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
 
 
 def cloze(text: str, n: int) -> list[tuple[str, list[str]]]:
-    """n times 25 words of the text, and four words, of which the first goes on with it."""
+    """n items: 25 words of context, and four candidates, of which the first is correct."""
     draw, words = random.Random(0), text.split()
     plain = [i for i in range(25, len(words)) if re.fullmatch("[a-z]{5,}", words[i])]
     others = sorted({words[i] for i in plain})
@@ -121,7 +120,7 @@ def cloze(text: str, n: int) -> list[tuple[str, list[str]]]:
 
 @torch.inference_mode()
 def last_states(model, ids: list[int], n: int) -> torch.Tensor:
-    """What the last layer gives at the positions that foretell the last n tokens, [n, D]."""
+    """Last layer's output at the positions that predict the last n tokens, [n, D]."""
     model.setup_cache(0, len(ids))
     tokens, pos = torch.tensor([ids]), torch.arange(len(ids))
     x, *shared = model.embed_inputs(tokens, pos, len(ids))
@@ -132,28 +131,28 @@ def last_states(model, ids: list[int], n: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def compare(models: dict, original, rows) -> dict[str, dict[str, float]]:
-    """Of each: perplexity, and mean KL divergence from the original's distribution, in nats."""
+    """-> per model: perplexity, and mean KL divergence from the original in nats."""
     nats, divergence, total = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for ids, n in rows:
         targets = torch.tensor(ids[-n:])[:, None]
-        known = last_states(original, ids, n)
-        states = {name: known if model is original else last_states(model, ids, n)
+        expected = last_states(original, ids, n)
+        states = {name: expected if model is original else last_states(model, ids, n)
                   for name, model in models.items()}
-        for a in range(0, n, AT_ONCE):
-            p = original.unembed(known[None, a:a + AT_ONCE])[0].log_softmax(-1)
+        for a in range(0, n, CHUNK):
+            p = original.unembed(expected[None, a:a + CHUNK])[0].log_softmax(-1)
             for name, model in models.items():
                 q = p
                 if model is not original:
-                    q = model.unembed(states[name][None, a:a + AT_ONCE])[0].log_softmax(-1)
-                nats[name] -= float(q.gather(1, targets[a:a + AT_ONCE]).sum())
+                    q = model.unembed(states[name][None, a:a + CHUNK])[0].log_softmax(-1)
+                nats[name] -= float(q.gather(1, targets[a:a + CHUNK]).sum())
                 divergence[name] += float((p.exp() * (p - q)).sum())
         total += n
     return {name: dict(perplexity=math.exp(nats[name] / total), kl=divergence[name] / total)
             for name in models}
 
 
-def is_right(model, tokenizer, items: list[tuple[str, list[str]]]) -> list[bool]:
-    """For each item: is its first word the likeliest, its tokens' probabilities multiplied?"""
+def cloze_correct(model, tokenizer, items: list[tuple[str, list[str]]]) -> list[bool]:
+    """Whether the first candidate of each item has the highest total probability."""
     rows = []
     for context, words in items:
         n = len(tokenizer.encode(context))
@@ -175,10 +174,10 @@ def min_max(source, scheme: Int4):
 
 
 def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
-    """A file, a scheme, or llama.cpp's Q4_K_M -> the model, and bits per weight, all counted."""
+    """A file, a scheme, or llama.cpp's Q4_K_M -> the model, total bits per weight."""
     if name in LLAMA_CPP:
         importance = {}
-        if name == "Q4_K_M+imatrix":               # of the text that GPTQ calibrates on too
+        if name == "Q4_K_M+imatrix":               # the same text as GPTQ's calibration
             ids = tokenizer.encode(english_text())[:32 * 512]
             importance = importance_of(original, torch.tensor(ids).view(-1, 512))
         source, bits = q4_k_m(source, importance)
@@ -194,36 +193,36 @@ def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
 
 def run(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
-    p.add_argument("--model", "-m", required=True, help="the original")
+    p.add_argument("--model", "-m", required=True, help="the unquantized model")
     p.add_argument("variants", nargs="+",
         help="schemes (int8, int4-g32, …), files, min-max-g32, Q4_K_M, Q4_K_M+imatrix, …")
     p.add_argument("--window", type=int, default=1024)
     args = p.parse_args(argv)
     for name in args.variants:
         if name not in (*SCHEMES, *MIN_MAX, *LLAMA_CPP):
-            resolve(name)                          # or say now that it is not there
+            resolve(name)                          # fail early if it is missing
     start, source = time.perf_counter(), open_checkpoint(args.model)
     dtype = pick_dtype("auto", torch.device("cpu"), source.cfg, many_rows=True)
     original = load_model(source, dtype, "cpu")
     original.setup_cache(0, args.window)
     tokenizer = tokenizer_files.load(source.tokenizer)
-    found = texts(ROOT / "checkpoints/quality/texts")
-    items = cloze(found.pop("cloze"), ITEMS)
+    corpus = texts(ROOT / "checkpoints/quality/texts")
+    items = cloze(corpus.pop("cloze"), ITEMS)
     rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
-            for name, text in found.items()}
-    opened = {"bfloat16": (original, 16.0)}
+            for name, text in corpus.items()}
+    variants = {"bfloat16": (original, 16.0)}
     for name in args.variants:
-        opened[name] = open_variant(source, original, tokenizer, name, dtype)
-    models = {name: model for name, (model, _) in opened.items()}
+        variants[name] = open_variant(source, original, tokenizer, name, dtype)
+    models = {name: model for name, (model, _) in variants.items()}
     by_text = {}
     for text, of_text in rows.items():
         log(f"{text}: {len(of_text)} windows")
         by_text[text] = compare(models, original, of_text)
-    for name, (model, bits) in opened.items():
+    for name, (model, bits) in variants.items():
         log(f"{name}: cloze")
-        found = is_right(model, tokenizer, items)
-        share = sum(found) / len(found)
-        error = math.sqrt(share * (1 - share) / len(found))
+        corpus = cloze_correct(model, tokenizer, items)
+        share = sum(corpus) / len(corpus)
+        error = math.sqrt(share * (1 - share) / len(corpus))
         result = dict(weights=name, bits=bits, **{text: of[name] for text, of in by_text.items()},
                       cloze=dict(accuracy=share, error=error))
         print(json.dumps(result), flush=True)

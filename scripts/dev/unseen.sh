@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All rows of docs/quantization.md's "On texts that nobody calibrated on": makes the originals and the
-# GPTQ files in checkpoints/quality (what is there is kept), then the tables; prints a line for each
-# row, and the seconds that each file and each table took:
+# All rows of docs/quantization.md's "On texts that nobody calibrated on": create the originals and the
+# GPTQ files in checkpoints/quality (existing files are kept), then measure; prints a JSON line for each
+# row, and the seconds for each file and table:
 #   bash scripts/dev/unseen.sh > benchmarks/unseen.jsonl && python scripts/dev/map.py --write
-# Needs apt-get, for the texts. llama.cpp's quantizer goes into .venv-q.
+# Needs apt-get for the texts. Installs llama.cpp's quantizer into .venv-q.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bash scripts/setup.sh requirements.txt gemma
@@ -18,7 +18,7 @@ gemma=checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf
 here=checkpoints/quality
 mkdir -p $here
 
-# make FILE COMMAND...: unless it is there
+# make FILE COMMAND...: create FILE unless it exists
 make() {
   local start=$SECONDS
   [ -f "$1" ] && return

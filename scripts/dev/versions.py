@@ -1,9 +1,9 @@
-"""Runs the core's tests with other versions of torch, transformers and huggingface_hub.
+"""Run the core tests with other versions of torch, transformers and huggingface_hub.
 
-Each version, with what pip finds that it needs, goes into a folder under .cache/versions that
-stands before .venv's packages, and is removed after its run: torch's CUDA build takes several GB.
+Each version and its dependencies are installed into a folder under .cache/versions that precedes
+.venv's packages, and removed after the run: torch's CUDA build takes several GB.
 
-    python scripts/dev/versions.py                     # all, one after another; a table
+    python scripts/dev/versions.py                 # run all, print a table
     python scripts/dev/versions.py --only "torch 2.11.0" --keep
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache/versions"
-# What is tried -> pins. The oldest transformers is the first with all classes of tests/tiny.py; the
-# oldest huggingface_hub is the oldest that it takes.
+# Name -> pins. The oldest transformers is the first with all classes of tests/tiny.py; the oldest
+# huggingface_hub is the oldest that it supports.
 VERSIONS = {
     "as pinned": [],
     "torch 2.11.0": ["torch==2.11.0"],
@@ -28,11 +28,11 @@ VERSIONS = {
     "transformers 5.24.0": ["transformers==5.24.0"],
     "huggingface_hub 1.5.0": ["huggingface_hub==1.5.0", "transformers==5.15.1"],
 }
-SHOWN = ("torch", "transformers", "huggingface_hub")
-# Models, sampling, compiled operations, quantized linears, files and the hub: of the quick tier.
+PACKAGES = ("torch", "transformers", "huggingface_hub")
+# Models, sampling, CPU kernels, quantized linears, file formats and the hub (quick tier).
 TESTS = ("test_model.py", "test_sampling.py", "test_cpu_ops.py", "test_quantize.py",
          "test_formats.py", "test_hub.py")
-SECONDS = 900
+TIMEOUT = 900
 
 
 def folder_of(name: str) -> Path:
@@ -40,7 +40,7 @@ def folder_of(name: str) -> Path:
 
 
 def install(name: str, pins: list[str]) -> Path:
-    """-> the folder. ValueError if pip finds no such version."""
+    """Install pins -> their folder. ValueError if pip fails."""
     folder = folder_of(name)
     if not pins or folder.exists():
         return folder
@@ -57,18 +57,18 @@ def install(name: str, pins: list[str]) -> Path:
 
 
 def run(folder: Path) -> tuple[str, str]:
-    """-> the versions that were imported, and how the tests ended."""
+    """Run the tests -> the imported versions, pytest's summary."""
     env = dict(os.environ, PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
-    code = f"import {', '.join(SHOWN)}; print({', '.join(f'{n}.__version__' for n in SHOWN)})"
+    code = f"import {', '.join(PACKAGES)}; print({', '.join(f'{n}.__version__' for n in PACKAGES)})"
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     if first.returncode:
         return "–", first.stderr.strip().splitlines()[-1]
     try:
         tests = subprocess.run(
             [sys.executable, "-m", "pytest", *(f"tests/{name}" for name in TESTS)],
-            cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return first.stdout.strip(), f"did not end in {SECONDS} seconds"
+        return first.stdout.strip(), f"timeout after {TIMEOUT} seconds"
     print(tests.stdout, file=sys.stderr)
     last = re.findall(r"^\d+ (?:passed|failed).*", tests.stdout, re.M)
     return first.stdout.strip(), last[-1] if last else f"exit status {tests.returncode}"
@@ -76,22 +76,22 @@ def run(folder: Path) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=VERSIONS, help="this one")
-    parser.add_argument("--keep", action="store_true", help="the folder, for another run")
+    parser.add_argument("--only", choices=VERSIONS, help="test only this one")
+    parser.add_argument("--keep", action="store_true", help="keep the folder for another run")
     args = parser.parse_args()
-    print(f"| what | {', '.join(SHOWN)} | tests | seconds |\n|---|---|---|---|", flush=True)
+    print(f"| what | {', '.join(PACKAGES)} | tests | seconds |\n|---|---|---|---|", flush=True)
     status = 0
     for name in [args.only] if args.only else VERSIONS:
         start = time.perf_counter()
         try:
-            versions, ended = run(install(name, VERSIONS[name]))
+            versions, outcome = run(install(name, VERSIONS[name]))
         except ValueError as e:
-            versions, ended = "–", str(e)
+            versions, outcome = "–", str(e)
         if not args.keep:
             shutil.rmtree(folder_of(name), ignore_errors=True)
         seconds = time.perf_counter() - start
-        print(f"| {name} | {versions} | {ended} | {seconds:.0f} |", flush=True)
-        status |= not re.match(r"\d+ passed", ended)
+        print(f"| {name} | {versions} | {outcome} | {seconds:.0f} |", flush=True)
+        status |= not re.match(r"\d+ passed", outcome)
     return int(status)
 
 

@@ -1,9 +1,9 @@
-"""Imports torch as the command needs it: what only a compiler or a training uses waits until it is
-asked for, and Python's collector of garbage until torch is there.
+"""Import torch faster: modules that only compilers or training use load lazily, and the garbage
+collector is off during the import.
 
-Names of torch's files are all that it knows. One that this torch lacks is never asked for.
+It knows the names of torch's modules and nothing else; a name that this torch lacks is ignored.
 
-    import_torch()                                 # before anything else imports it
+    import_torch()                                 # before any other import of torch
 """
 
 import gc
@@ -16,47 +16,47 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-# imported by torch to be there; executed when something in them is asked for
+# torch imports these, but inference rarely uses them: load on first attribute access
 UNUSED = ("ao", "distributions", "export", "masked", "nn.intrinsic", "nn.qat", "nn.quantizable",
           "nn.quantized", "optim", "quantization", "utils.data")
-# executed for what they register: for compilers, which begin with the module COMPILER
+# these register meta kernels for compilers: load before the module COMPILER
 REGISTERING = "_meta_registrations", "distributed._meta_registrations"
 COMPILER = "_dynamo"
-NEEDED = "_prims.rng_prims"                        # torch.Generator's; they would have brought it
+NEEDED = "_prims.rng_prims"                        # for torch.Generator; lazy modules import it
 
 
-class Waiting:
-    """A loader that leaves a module empty until run()."""
+class LazyLoader:
+    """Leaves a module empty until load(), or until an attribute of it is read."""
 
     def __init__(self, loader):
         self.loader = loader
         self.module = None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return None                                # as ever
+        return None                                # the default module
 
     def exec_module(self, module: ModuleType) -> None:
         self.module = module
         module.__getattr__ = self.get
 
     def get(self, name: str):
-        """What Python asks for where the module has no such name."""
-        if name.startswith("__"):                  # by which modules are told apart
+        """The module's __getattr__: called for names that it does not have yet."""
+        if name.startswith("__"):                  # the import system probes these
             raise AttributeError(name)
-        self.run()
+        self.load()
         return getattr(self.module, name)
 
-    def run(self) -> None:
+    def load(self) -> None:
         if "__getattr__" in vars(self.module):
             del self.module.__getattr__
             self.loader.exec_module(self.module)
 
 
 class Finder:
-    """Finds torch's modules that wait."""
+    """A meta path finder that gives torch's lazy modules a LazyLoader."""
 
     def __init__(self):
-        self.waiting = {}                          # name in torch -> Waiting
+        self.loaders = {}                          # module name without "torch." -> LazyLoader
 
     def find_spec(self, name: str, path, target=None) -> ModuleSpec | None:
         package, _, part = name.partition(".")
@@ -64,18 +64,18 @@ class Finder:
             return None
         if part == COMPILER:
             for other in REGISTERING:
-                if other in self.waiting:
-                    self.waiting[other].run()
+                if other in self.loaders:
+                    self.loaders[other].load()
         if part not in UNUSED + REGISTERING:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            self.waiting[part] = spec.loader = Waiting(spec.loader)
+            self.loaders[part] = spec.loader = LazyLoader(spec.loader)
         return spec
 
 
 def need_torch() -> None:
-    """Where this Python has no torch, go on with the one that quickstart made, or end."""
+    """If this Python has no torch, re-execute with quickstart's .venv, or exit with status 2."""
     if find_spec("torch"):
         return
     command = Path(sys.argv[0])
@@ -84,17 +84,17 @@ def need_torch() -> None:
     if python.exists() and sys.prefix != str(environment):
         os.execv(python, [python, *sys.argv])
     print(f"{command.name}: error: this Python has no torch: run `bash scripts/quickstart.sh`, "
-          "which makes .venv", file=sys.stderr)
+          "which creates .venv", file=sys.stderr)
     sys.exit(2)
 
 
 def import_torch() -> None:
-    """As need_torch() where there is none."""
+    """Import torch with the lazy loaders; without torch, see need_torch()."""
     need_torch()
     sys.meta_path.insert(0, Finder())
     gc.disable()
     import torch  # noqa: F401
-    with suppress(ImportError):                    # a torch that has no such part
+    with suppress(ImportError):                    # other versions may not have it
         import_module(f"torch.{NEEDED}")
-    gc.freeze()                                    # never looked through again
+    gc.freeze()                                    # exclude torch's objects from collections
     gc.enable()
