@@ -25,13 +25,13 @@ from gpt_faster.formats.load import open_checkpoint
 from gpt_faster.formats.shapes import random_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
-from gpt_faster.storage import disk, kept_tensors
+from gpt_faster.storage import disk, weight_cache
 from gpt_faster.text.tokenizer_files import load_for
 from model import Transformer
 from quantize import describe
 from tokenizer import NullTokenizer
 
-WORTH_KEEPING = 0.5                                # seconds that making them took
+MIN_SAVE_SECONDS = 0.5                                # seconds that making them took
 SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 
@@ -70,15 +70,15 @@ def load(source: Checkpoint, dtype: torch.dtype, device,
          engine: str = "compile") -> Transformer:
     """This rank's part of a model, with weights that were kept, or to be kept."""
     packed = is_packed_for(engine, device, source)
-    key = key_of(source, dtype, torch.device(device), packed)
-    kept = key and kept_tensors.load(key)
+    key = cache_key(source, dtype, torch.device(device), packed)
+    kept = key and weight_cache.load(key)
     if kept:
         return reading.load_model(source, dtype, device, kept, packed)
     start = time.perf_counter()
     model = load_shard(source, dtype, device, engine)
-    if key and time.perf_counter() - start > WORTH_KEEPING:
+    if key and time.perf_counter() - start > MIN_SAVE_SECONDS:
         tensors = dict(model.named_parameters(remove_duplicate=False))
-        threading.Thread(target=kept_tensors.save, args=(key, tensors)).start()
+        threading.Thread(target=weight_cache.save, args=(key, tensors)).start()
     return model
 
 
@@ -104,7 +104,7 @@ def is_packed_for(engine: str, device, source: Checkpoint) -> bool:
 
 # ---- Weights that are kept ----------------------------------------------------------------------
 
-def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device,
+def cache_key(source: Checkpoint, dtype: torch.dtype, device: torch.device,
            packed: bool) -> str | None:
     """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted, or in a
     cache that is not to be used."""

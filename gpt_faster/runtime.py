@@ -26,7 +26,7 @@ from gpt_faster.decoding.engines import (
     warm_up,
 )
 from gpt_faster.decoding.mtp import MAX_DRAFT, hidden_bytes
-from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.decoding.scheduler import RowsBatch
 from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantized
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant

@@ -170,7 +170,7 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
     directory, model = families("gemma4")
     source, pinned, empty = read_checkpoint(directory), [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (pinned.append(pin_memory), empty(*a, **k))[1])
-    monkeypatch.setattr(load, "seen_by_gpu", lambda host, device: host)
+    monkeypatch.setattr(load, "gpu_view", lambda host, device: host)
     assert stays_outside("per_layer.embed.weight", "cuda:1") and not stays_outside("per_layer.project.weight", "cuda")
     ours = blank_model(source.cfg, FP32)
     load.put_table(ours, source, FP32, "cuda")

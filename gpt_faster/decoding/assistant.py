@@ -18,7 +18,7 @@ from sampling import Sampler
 from speculate import draw_draft, joined
 
 
-class Listener:
+class HiddenStateRecorder:
     """In place of a model's unembed: keeps what it was called with."""
 
     def __init__(self, model: Transformer):
@@ -39,8 +39,8 @@ class AssistantDrafter:
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
         """A new prompt; by now the model is compiled, if it is."""
-        if not isinstance(self.model.unembed, Listener):
-            self.model.unembed = Listener(self.model)
+        if not isinstance(self.model.unembed, HiddenStateRecorder):
+            self.model.unembed = HiddenStateRecorder(self.model)
 
     def find(self, history: Tensor, n: Tensor) -> Tensor | None:
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from sampling import Processor, counts_so_far
 
 
-class KeptLogits(Processor):
+class LogitsRecorder(Processor):
     """Changes nothing, and keeps what the model said of a row's next token: for logprobs.
 
     The first of the processors; params.logprobs says which rows want it.

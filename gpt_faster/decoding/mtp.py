@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import tp
 from generate import bucket
 from gpt_faster.kernels.cpu.linears import OPERATIONS, OperationsLinear, is_packed
-from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
+from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from model import Transformer
 from sampling import Sampler
 from speculate import draw_draft, joined
 
 MAX_DRAFT = 4                                      # further on a head that goes on by itself errs
-DRAFTED_TOKENS = 65_536                            # the first, hence most frequent, of a vocabulary
+DRAFT_VOCAB = 65_536                            # the first, hence most frequent, of a vocabulary
 PUBLISHED_ACCEPTANCE = 0.8                         # of Qwen3.5's first drafts
 
 
@@ -37,7 +37,7 @@ def draft_one_token(head, tokens, hidden, pos, kv_len, drafts, sampler) -> tuple
 
 def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
     """What the hidden states of `length` positions take, where one of the checkpoints is a head."""
-    heads = [source.cfg for source in sources if isinstance(source.cfg, HeadConfig)]
+    heads = [source.cfg for source in sources if isinstance(source.cfg, MTPConfig)]
     return sum(length * cfg.dim * dtype.itemsize for cfg in heads)
 
 
@@ -75,8 +75,8 @@ class MTPDrafter:
         """
         self.model, self.head, self.step = model, head, step
         measured = model.freq.device.type == "cpu" and tp.world() == 1
-        if measured and model.cfg.vocab_size > 2 * DRAFTED_TOKENS:
-            head.head = first_rows(model.head, DRAFTED_TOKENS) or head.head
+        if measured and model.cfg.vocab_size > 2 * DRAFT_VOCAB:
+            head.head = first_rows(model.head, DRAFT_VOCAB) or head.head
         self.max_draft = max_draft                 # so wide are all drafts: few shapes to compile
         self.n_cached = 0                          # slots of the head's cache that hold
 

@@ -7,7 +7,7 @@ RequestParams adds what only requests have: penalties by count, a bias, a gramma
 
 from dataclasses import dataclass
 
-from gpt_faster.decoding.logits_processors import CountPenalty, KeptLogits, LogitBias, TokenMask
+from gpt_faster.decoding.logits_processors import CountPenalty, LogitBias, LogitsRecorder, TokenMask
 from gpt_faster.decoding.samplers import build_sampler
 from model import Transformer
 from sampling import RANGES, Range, Sampler, SamplingParams
@@ -28,15 +28,15 @@ class RequestParams(SamplingParams):
 
 
 GREEDY = RequestParams(temperature=0.0)
-ANYTHING = [GREEDY, RequestParams(), RequestParams(top_k=RANGES["top_k"].maximum, top_p=0.5,
+ANY_PARAMS = [GREEDY, RequestParams(), RequestParams(top_k=RANGES["top_k"].maximum, top_p=0.5,
                                                    min_p=0.1, repetition_penalty=1.1)]
 
 
 def build_request_sampler(model: Transformer, n_row: int, generator, matcher_of) -> Sampler:
     """For rows that may ask for anything; matcher_of: TokenMask's."""
     n_vocab, device = model.cfg.vocab_size, model.freq.device
-    sampler = build_sampler(model, [GREEDY] * n_row, generator, ANYTHING)
-    sampler.processors.insert(0, KeptLogits(n_row, n_vocab, device))
+    sampler = build_sampler(model, [GREEDY] * n_row, generator, ANY_PARAMS)
+    sampler.processors.insert(0, LogitsRecorder(n_row, n_vocab, device))
     sampler.processors.append(CountPenalty(n_row, n_vocab, device))
     sampler.processors.append(LogitBias(n_row, n_vocab, device))
     sampler.processors.append(TokenMask(n_row, n_vocab, device, matcher_of))

@@ -130,11 +130,11 @@ class DeviceSampler(Sampler):
         arrivals = torch.zeros(len(rows), dtype=torch.int32, device=self.seeds.device)
         self.register_buffer("arrivals", arrivals)
         of_some_k = {"top_k", "top_p"} <= self.filters.keys()  # then its mass is of the top k
-        self.in_one_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
+        self.uses_draw_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
                               and not self.logit_filters and not of_some_k and is_known(self))
 
     def sample(self, logits, rows, pos) -> Tensor:
-        if not (is_compiling() and self.in_one_kernel and has_kernels(logits.device)):
+        if not (is_compiling() and self.uses_draw_kernel and has_kernels(logits.device)):
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
         params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))

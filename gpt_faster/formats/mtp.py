@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from checkpoint import LazyTensor, bare
 from gpt_faster.layers.latent import Latent
-from gpt_faster.layers.mtp_head import HeadConfig
+from gpt_faster.layers.mtp_head import MTPConfig
 from model import ModelConfig, at
 
 # What a head has beside its layer, by every name in use; None: the model's own, once more.
@@ -58,7 +58,7 @@ def has_experts(head: list[LazyTensor]) -> bool:
     return any(re.search(r"\.experts\.|_exps\.", t.name) for t in head)
 
 
-def head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadConfig:
+def head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> MTPConfig:
     """The layer of a head, by what the model's layers are. It has no vocabulary of its own.
 
     sparse: it has experts; sliding: its attention has the model's window.
@@ -68,6 +68,6 @@ def head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadCo
              if isinstance(at(i, cfg.mixer), Latent | None)
              and (at(i, cfg.window) is not None) == sliding]
     i = alike[-1] if alike else cfg.n_layer - 1
-    return HeadConfig(**facts | dict(
+    return MTPConfig(**facts | dict(
         n_layer=1, vocab_size=1, tied=False, head_bias=False, mixer=(at(i, cfg.mixer),),
         sparse=(sparse,), rope=(at(i, cfg.rope),), window=(at(i, cfg.window),)))

@@ -72,7 +72,7 @@ class VariantAttention(Attention):
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
-        rope = of_width(rope, self.head_dim)
+        rope = trim_rope(rope, self.head_dim)
         q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
@@ -86,7 +86,7 @@ class VariantAttention(Attention):
         return self.wo(y)
 
 
-def of_width(rope, head_dim: int) -> list:
+def trim_rope(rope, head_dim: int) -> list:
     """cos and sin [..., ≥ H / 2] of a head's own width: a model's heads may differ in that."""
     return [t[..., :head_dim // 2] for t in rope]
 

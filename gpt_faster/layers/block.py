@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gpt_faster.layers.moe import BesideMoE
+from gpt_faster.layers.moe import MoEWithParallelDense
 from gpt_faster.layers.norms import rescale
 from gpt_faster.layers.part import Part
 from gpt_faster.layers.per_layer import End
@@ -65,7 +65,7 @@ class VariantBlock(Block):
 
         if not variant.pre_norm:
             self.attn_norm, self.ffn_norm = nn.Identity(), nn.Identity()
-        if isinstance(self.ffn, BesideMoE):        # it has norms of its own
+        if isinstance(self.ffn, MoEWithParallelDense):        # it has norms of its own
             self.ffn_norm = nn.Identity()
         self.post_attn_norm, self.post_ffn_norm = after(), after()
         dim = cfg.per_layer.dim if cfg.per_layer else 0
@@ -85,9 +85,9 @@ class ParallelBlock(VariantBlock):
         return x + y + self.post_ffn_norm(self.ffn(self.ffn_norm(x)))
 
 
-def norm_behind(layer: nn.Module, branch: str) -> nn.Module:
+def post_norm_of(layer: nn.Module, branch: str) -> nn.Module:
     """What the result of a layer's branch, "attn" or "ffn", goes through; of a Llama's nothing."""
-    return getattr(layer, f"post_{branch}_norm", NOTHING)
+    return getattr(layer, f"post_{branch}_norm", IDENTITY)
 
 
-NOTHING = nn.Identity()
+IDENTITY = nn.Identity()

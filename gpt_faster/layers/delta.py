@@ -45,7 +45,7 @@ class GatedDelta(Part):
         """The layer of one of n ranks."""
         return replace(self, n_k_head=self.n_k_head // n, n_v_head=self.n_v_head // n)
 
-    def shared_widths(self) -> dict[str, int]:
+    def sharded_widths(self) -> dict[str, int]:
         """What n ranks can only share evenly."""
         return {"number of DeltaNet key heads": self.n_k_head}
 

@@ -34,7 +34,7 @@ class Latent(Part):
     def make(self, cfg, earlier=()) -> nn.Module:
         return LatentAttention(cfg, self)
 
-    def cheapest_absorbed(self, rope_dim: int) -> int:
+    def max_absorbed_tokens(self, rope_dim: int) -> int:
         """Up to how many new tokens a call is cheaper with the up-projections absorbed.
 
         For each key and head: absorbed, a query multiplies [kv_rank + rope] with a key and adds up
@@ -77,7 +77,7 @@ class LatentCache(nn.Module):
         return k if batch_idx is None else k[batch_idx]
 
 
-class AnyWidths(nn.Module):
+class PaddedSDPA(nn.Module):
     """softmax(q k' scale) v, values and keys differing in width: narrower values are filled up, so
     that SDPA takes its quick ways.
     """
@@ -102,14 +102,14 @@ class LatentAttention(nn.Module):
     """Few tokens meet the latents themselves: k's up-projection goes into q, v's into the output.
 
     q_nope (W_uk c) = (W_uk' q_nope) c, and the sum over values W_uv c is W_uv of the sum. Many
-    tokens up-project the latents first, which costs less: see Latent.cheapest_absorbed.
+    tokens up-project the latents first, which costs less: see Latent.max_absorbed_tokens.
     """
 
     def __init__(self, cfg, latent: Latent):
         super().__init__()
         self.n_head, self.rope_dim = cfg.n_head, cfg.head_dim
         self.kv_rank, self.nope_dim, self.v_dim = latent.kv_rank, latent.nope_dim, latent.v_dim
-        self.most_absorbed = latent.cheapest_absorbed(cfg.head_dim)
+        self.max_absorbed_tokens = latent.max_absorbed_tokens(cfg.head_dim)
         q_dim = cfg.n_head * (latent.nope_dim + cfg.head_dim)
         kv_dim = latent.kv_rank + cfg.head_dim
         if latent.q_rank is None:
@@ -125,7 +125,7 @@ class LatentAttention(nn.Module):
         self.wk_b = HeadLinear(cfg.n_head, latent.nope_dim, latent.kv_rank)
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)
-        self.attend = AnyWidths((latent.nope_dim + cfg.head_dim)**-0.5)
+        self.attend = PaddedSDPA((latent.nope_dim + cfg.head_dim)**-0.5)
         if isinstance(cfg.attention, AttentionVariant):        # how scores differ from these
             if cfg.attention.scale is not None:
                 self.attend.scale = cfg.attention.scale
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         if self.cache is not None:
             k = self.cache(slot, k, mask.shape[-1], batch_idx)
         k = k[:, None]                                                     # [B, 1, S, …]
-        attend = self.attend_latents if T <= self.most_absorbed else self.attend_heads
+        attend = self.attend_latents if T <= self.max_absorbed_tokens else self.attend_heads
         y = attend(q, q_rope, k, mask)                                     # [B, N, T, v_dim]
         return self.wo(y.transpose(1, 2).flatten(2))
 

@@ -27,7 +27,7 @@ class MoEVariant(MoEConfig):
     routed_scale: float = 1.0                      # of what the chosen experts give
     shared_dim: int = 0                            # width of the expert that serves every token
     shared_gate: bool = True                       # which weighs that one
-    beside: bool = False                           # that one has norms of its own (BesideMoE)
+    beside: bool = False                           # that one has norms of its own (MoEWithParallelDense)
     activation: str = "silu"                       # of feed_forward.GATED
 
     split = {"shared.gate": OUT, "shared.up": OUT, "shared.down": IN}
@@ -37,18 +37,18 @@ class MoEVariant(MoEConfig):
         if self.shared_dim:
             shared = FeedForward(cfg, self.shared_dim)
             shared.activation = GATED[self.activation]
-        return BesideMoE(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
+        return MoEWithParallelDense(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
 
     def shard(self, n: int) -> "MoEVariant":
         """The mixture of one of n ranks, which has a part of every expert."""
         return replace(self, expert_dim=self.expert_dim // n, shared_dim=self.shared_dim // n)
 
-    def shared_widths(self) -> dict[str, int]:
+    def sharded_widths(self) -> dict[str, int]:
         """What n ranks can only share evenly."""
         return {"experts' width": self.expert_dim, "shared expert's width": self.shared_dim}
 
 
-def moe_of(facts: dict) -> MoEConfig:
+def moe_from_fields(facts: dict) -> MoEConfig:
     """A MoEConfig of these fields, or a MoEVariant where they say what only that one has."""
     plain = {field.name for field in fields(MoEConfig)}
     more = {f.name: f.default for f in fields(MoEVariant) if f.name not in plain}
@@ -122,7 +122,7 @@ class RoutedMoE(MoE):
         return y * torch.sigmoid(self.shared_expert_gate(x))
 
 
-class BesideMoE(RoutedMoE):
+class MoEWithParallelDense(RoutedMoE):
     """A dense layer and experts side by side, each between norms of its own (Gemma 4).
 
     So it takes the residual, not normalized yet, which the router normalizes for itself.

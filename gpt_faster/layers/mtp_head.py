@@ -16,14 +16,14 @@ from model import ModelConfig, RMSNorm, Transformer, made
 
 
 @dataclass(frozen=True)
-class HeadConfig(ModelConfig):
+class MTPConfig(ModelConfig):
     """The math of a head's one layer, in the words of a model's."""
 
 
 class MTPHead(Transformer):
     """The next token and the hidden state of the position before -> logits of the token after."""
 
-    def __init__(self, cfg: HeadConfig):
+    def __init__(self, cfg: MTPConfig):
         super().__init__(cfg)
         self.embed = self.head = None              # join() brings them
         self.token_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)

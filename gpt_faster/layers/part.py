@@ -26,6 +26,6 @@ class Part:
         """The object of one of n ranks."""
         return self
 
-    def shared_widths(self) -> dict[str, int]:
+    def sharded_widths(self) -> dict[str, int]:
         """What n ranks can only share evenly, by a name for messages."""
         return {}

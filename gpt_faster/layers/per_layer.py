@@ -114,7 +114,7 @@ class _Shared:
             shape=(host.nbytes,), typestr="|u1", data=(host.data_ptr(), False), version=3)
 
 
-def seen_by_gpu(host: Tensor, device) -> Tensor:
+def gpu_view(host: Tensor, device) -> Tensor:
     """A pinned tensor of the host's, as a tensor of this GPU: each read goes over the bus."""
     view = torch.as_tensor(_Shared(host), device=device)
     return view.view(host.dtype).view(host.shape)

@@ -25,7 +25,7 @@ class RopeVariant(Rope):
     def frequencies(self, head_dim: int, length: int = 0) -> Tensor:
         """As model.Rope; narrower heads than the model's widest have fewer."""
         head_dim = self.head_dim or head_dim
-        n = n_turning(self, head_dim)                # the rest of a head stands still
+        n = n_rotated(self, head_dim)                # the rest of a head stands still
         if self.divisors is not None:
             use_long = self.long_divisors and length > self.original_context
             divisors = self.long_divisors if use_long else self.divisors
@@ -40,16 +40,16 @@ class RopeVariant(Rope):
         """1 where a head stands still."""
         head_dim = self.head_dim or head_dim
         amplitude = torch.ones(head_dim // 2, device="cpu")
-        amplitude[:n_turning(self, head_dim) // 2] = self.amplitude
+        amplitude[:n_rotated(self, head_dim) // 2] = self.amplitude
         return amplitude
 
 
-def n_turning(rope: Rope, head_dim: int) -> int:
+def n_rotated(rope: Rope, head_dim: int) -> int:
     """How many numbers of a head it turns."""
     return int(head_dim * rope.partial) if isinstance(rope, RopeVariant) else head_dim
 
 
-def rope_of(facts: dict) -> Rope:
+def rope_from_fields(facts: dict) -> Rope:
     """A Rope of these fields, or a RopeVariant where they say what only that one has."""
     plain = {field.name for field in fields(Rope)}
     more = {f.name: f.default for f in fields(RopeVariant) if f.name not in plain}

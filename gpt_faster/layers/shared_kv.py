@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpt_faster.layers.attention import of_width
+from gpt_faster.layers.attention import trim_rope
 from gpt_faster.layers.norms import VectorNorm
 from gpt_faster.layers.part import IN, OUT, Part
 from model import rotate
@@ -35,7 +35,7 @@ class SharedKV(Part):
         if self.source is not None:
             source = earlier[self.source].attn
             attn.share(source)
-            keep_keys_of(source)
+            record_keys_of(source)
         return attn
 
 
@@ -51,7 +51,7 @@ class SharedAttention(nn.Module):
     def share(self, source: nn.Module) -> None:
         """source: a model.Attention."""
         self.attend = copy.deepcopy(source.attend) # has the same scale, and nothing learned
-        self.attend._forward_pre_hooks.clear()     # keep_own_keys is the source's
+        self.attend._forward_pre_hooks.clear()     # record_keys is the source's
         self.source = [source, source.attend]      # in a list: they are no part of this layer
 
     @property
@@ -61,13 +61,13 @@ class SharedAttention(nn.Module):
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, _=0) -> None:
         """Has none. Without the source's, its keys of a call have to last until they are used."""
         for attend in self.source[1:]:
-            attend.keeps_keys = batch_size == 0
+            attend.records_keys = batch_size == 0
 
     def keys_and_values(self, kv_len: int, batch_idx):
         """Each [B, K, kv_len, H], as the source saw them in this call."""
         source, attend = self.source
         if source.cache is None:
-            return attend.own_keys
+            return attend.recorded_kv
         k, v = source.cache.k[:, :, :kv_len], source.cache.v[:, :, :kv_len]
         return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
 
@@ -75,20 +75,20 @@ class SharedAttention(nn.Module):
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
         k, v = self.keys_and_values(mask.shape[-1], batch_idx)
-        q = rotate(q, *of_width(rope, self.head_dim))
+        q = rotate(q, *trim_rope(rope, self.head_dim))
         y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
 
 
-def keep_keys_of(source: nn.Module) -> None:
+def record_keys_of(source: nn.Module) -> None:
     """Have a layer keep its keys of a call, for layers that take them, as long as it has no cache.
     In place, once."""
-    if keep_own_keys not in source.attend._forward_pre_hooks.values():
-        source.attend.keeps_keys = True
-        source.attend.register_forward_pre_hook(keep_own_keys)
+    if record_keys not in source.attend._forward_pre_hooks.values():
+        source.attend.records_keys = True
+        source.attend.register_forward_pre_hook(record_keys)
 
 
-def keep_own_keys(attend: nn.Module, inputs: tuple) -> None:
+def record_keys(attend: nn.Module, inputs: tuple) -> None:
     """inputs: q, k, v and mask."""
-    if attend.keeps_keys:
-        attend.own_keys = inputs[1:3]
+    if attend.records_keys:
+        attend.recorded_kv = inputs[1:3]

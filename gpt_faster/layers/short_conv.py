@@ -34,7 +34,7 @@ class ShortConv(Part):
         """The layer of one of n ranks."""
         return replace(self, width=self.width // n)
 
-    def shared_widths(self) -> dict[str, int]:
+    def sharded_widths(self) -> dict[str, int]:
         """What n ranks can only share evenly."""
         return {"number of convolution channels": self.width}
 

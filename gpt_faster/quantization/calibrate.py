@@ -162,7 +162,7 @@ class Solver:
         """The layer that is solved now, with what it takes of window i."""
         if isinstance(layer.attn, SharedAttention):
             key = original, layer.attn.source_layer, i
-            layer.attn.source[1].own_keys = self.keys[key]
+            layer.attn.source[1].recorded_kv = self.keys[key]
         given, self.window = self.layer_inputs[self.layer][:3], i
         x = (self.x_original if original else self.x)[i]
         x = layer(x, *given, None, *self.own[i][self.layer])
@@ -182,7 +182,7 @@ class Solver:
     def _keep_keys(self, layer, original: bool = False) -> None:
         if "forward" not in vars(layer.attn):      # else its attention has not run again
             attend = getattr(layer.attn, "attend", None)
-            self.keys[original, self.layer, self.window] = getattr(attend, "own_keys", None)
+            self.keys[original, self.layer, self.window] = getattr(attend, "recorded_kv", None)
 
     def _hessians(self, layer, module, kept: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the module's inputs, from the text to calibrate on and the text held out.

@@ -8,7 +8,7 @@
 import secrets
 import time
 
-from gpt_faster.decoding.slots import Event, Logprobs
+from gpt_faster.decoding.scheduler import Event, Logprobs
 from gpt_faster.server.prepare import Model, Work
 from gpt_faster.server.protocol import Request
 
@@ -69,7 +69,8 @@ class ChatAnswer(Answer):
                 for i in range(len(self.messages))]
 
     def add(self, event: Event) -> list[dict]:
-        i, parser = event.generation.about.index, self.work.parsers[event.generation.about.index]
+        i = event.generation.user_data.index
+        parser = self.work.parsers[i]
         deltas = parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas += parser.finish()
@@ -110,7 +111,7 @@ class ChatAnswer(Answer):
         def entry(piece, p):
             return dict(token=piece.decode(errors="replace"), logprob=finite(p), bytes=list(piece))
 
-        chosen = entry(self.model.token_bytes(token_id), logprobs.own)
+        chosen = entry(self.model.token_bytes(token_id), logprobs.chosen)
         return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
 
     def whole(self) -> dict:
@@ -153,16 +154,16 @@ class CompletionAnswer(Answer):
     def put(self, to: dict, i: int, token_id: int, p: Logprobs) -> None:
         text = self.model.token_bytes(token_id).decode(errors="replace")
         to["tokens"].append(text)
-        to["token_logprobs"].append(p.own if p.own is None else finite(p.own))
+        to["token_logprobs"].append(p.chosen if p.chosen is None else finite(p.chosen))
         top = {}
         for piece, value in self.top(p):
             top.setdefault(piece.decode(errors="replace"), finite(value))
-        to["top_logprobs"].append(None if p.own is None else top)
+        to["top_logprobs"].append(None if p.chosen is None else top)
         to["text_offset"].append(self.offsets[i])
         self.offsets[i] += len(text)
 
     def add(self, event: Event) -> list[dict]:
-        i = event.generation.about.index
+        i = event.generation.user_data.index
         text, logprobs = self.start(i)
         if self.asked.max_tokens != 0:             # else it was run for the prompt's logprobs
             text += event.text

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from generate import log
-from gpt_faster.decoding.slots import Event, Generation
+from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Busy, Delivery, Draining, Engine
 from gpt_faster.server.metrics import Metrics
@@ -74,7 +74,7 @@ class Http:
         """What some steps gave, to those who wait for it. Called in the model's thread."""
         def send():
             for event in events:
-                event.generation.about.send(event)
+                event.generation.user_data.send(event)
         with suppress(RuntimeError):               # the loop has been closed: nobody waits
             self.loop.call_soon_threadsafe(send)
 
@@ -218,7 +218,7 @@ class Http:
         deadline = time.monotonic() + self.options.request_timeout
         asked_for = work.generations if work.n_new else []     # of an echo alone nothing runs
         for i, generation in enumerate(asked_for):
-            generation.about = Delivery(i, events.put_nowait, deadline)
+            generation.user_data = Delivery(i, events.put_nowait, deadline)
         try:
             self.engine.submit(asked_for)
         except Busy:

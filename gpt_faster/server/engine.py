@@ -1,4 +1,4 @@
-"""The model's thread: takes requests in, drives decoding/slots.py, and hands tokens back.
+"""The model's thread: takes requests in, drives decoding/scheduler.py, and hands tokens back.
 
 It owns the queue and its bound, deadlines, and the end. It knows no HTTP: a Delivery's `send` takes
 what becomes of a generation, in the order in which it happens.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from generate import log
-from gpt_faster.decoding.slots import Event, Generation, Slots
+from gpt_faster.decoding.scheduler import Event, Generation, Scheduler
 from gpt_faster.server.metrics import Metrics
 
 TOGETHER_SECONDS = 0.06                            # 16 times a second text still looks as it flows
@@ -44,11 +44,11 @@ class Delivery:
 class Engine:
     """The queue before the slots."""
 
-    def __init__(self, slots: Slots, max_queue: int, metrics: Metrics,
+    def __init__(self, slots: Scheduler, max_queue: int, metrics: Metrics,
                  flush: Callable[[list[Event]], None] = lambda events: None):
         """flush(events): delivers what some steps gave, one event a generation."""
         self.slots, self.max_queue, self.metrics, self.flush = slots, max_queue, metrics, flush
-        slots.arrivals = self._arrivals
+        slots.poll = self._arrivals
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
         self.live = {}                             # all that have not ended, as keys
@@ -63,12 +63,12 @@ class Engine:
             if self.draining:
                 raise Draining
             n_waiting = len(self.inbox) + self.slots.n_waiting()
-            n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.beginning)
+            n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.prefilling)
             if n_waiting + len(new) > self.max_queue + max(0, n_free):
                 raise Busy
             now = time.monotonic()
             for generation in new:
-                generation.about.submitted = now
+                generation.user_data.submitted = now
             self.inbox.extend(new)
             self.lock.notify()
 
@@ -85,7 +85,7 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """How many run and how many wait."""
         slots = self.slots
-        return len(slots.running) + len(slots.beginning), slots.n_waiting() + len(self.inbox)
+        return len(slots.running) + len(slots.prefilling), slots.n_waiting() + len(self.inbox)
 
     # ---- The model's thread ---------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Engine:
         for generation in gone & self.live.keys():
             self._end(generation, finish_reason="cancelled")
         now = time.monotonic()
-        for generation in [each for each in self.live if each.about.deadline < now]:
+        for generation in [each for each in self.live if each.user_data.deadline < now]:
             self._end(generation, error="timeout")
         running, waiting = self.load()
         self.metrics.running.set(running)

@@ -29,7 +29,7 @@ class Metrics:
 
     def token(self, generation, now: float) -> None:
         """A generation's next token came now."""
-        delivery = generation.about
+        delivery = generation.user_data
         self.new_tokens.inc()
         if delivery.last:
             self.between.observe(now - delivery.last)

@@ -102,12 +102,12 @@ def digest(text: str) -> str:
 def remove_partials(home: Path) -> None:
     """Those whose process was killed: nobody holds their lock any more."""
     for folder in home.glob(".partial*"):
-        with suppress(OSError), being_written(folder):         # else another process has it
+        with suppress(OSError), write_lock(folder):         # else another process has it
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def being_written(folder: Path) -> Iterator[None]:
+def write_lock(folder: Path) -> Iterator[None]:
     """While this process writes into the folder, or removes it. OSError: another one does."""
     from filelock import FileLock  # takes 10 ms, and is seldom needed
     path = folder.with_name(f"lock{folder.name}")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # In the order in which they are named. What only loads, prints or measures is not here.
 STEP = ("model.py", "sampling.py", "generate.py", "quantize.py", "gpt_faster/kernels",
         "gpt_faster/layers", "gpt_faster/decoding/engines.py", "gpt_faster/cli/batch.py",
-        "gpt_faster/decoding/slots.py")
+        "gpt_faster/decoding/scheduler.py")
 GPU_ONLY = re.compile("gpt_faster/kernels/cuda/")
 # Words of a command -> what it times besides.
 DRAFTS = "speculate.py", "gpt_faster/decoding/draft_length.py"

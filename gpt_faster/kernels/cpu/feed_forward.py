@@ -19,9 +19,9 @@ from gpt_faster.kernels.cpu.linears import (
     norm_struct,
     shape_of,
 )
-from gpt_faster.layers.block import norm_behind
+from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.feed_forward import GATED, UNGATED
-from gpt_faster.layers.moe import BesideMoE, RoutedMoE, softmax
+from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, softmax
 from gpt_faster.layers.norms import Scale
 from model import MoE
 from tp import shared_by
@@ -61,7 +61,7 @@ class DenseHalf:
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        norms = layer.ffn_norm, norm_behind(layer, "ffn")
+        norms = layer.ffn_norm, post_norm_of(layer, "ffn")
         return is_feed_forward(layer.ffn) and all(map(fits_norm, norms))
 
     def widths(self, width_of) -> dict[str, int]:
@@ -71,7 +71,7 @@ class DenseHalf:
         ffn, x = ops.parts.ffn, None if ops.parallel else "x1"
         ops.linear(f"ffn.{self.up}", x, "hidden", ops.parts.ffn_norm, **up_options(ffn))
         ops.branch("ffn.down", "hidden", "x1", "x2", ffn,
-                   norm_behind(ops.parts, "ffn"))
+                   post_norm_of(ops.parts, "ffn"))
 
 
 class MixtureHalf:
@@ -95,8 +95,8 @@ class MixtureHalf:
         if not fits_experts(moe) or any(map(shared_by, moe.modules())):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
-        norms = [layer.ffn_norm, norm_behind(layer, "ffn")]
-        if isinstance(moe, BesideMoE):
+        norms = [layer.ffn_norm, post_norm_of(layer, "ffn")]
+        if isinstance(moe, MoEWithParallelDense):
             norms += [moe.norm, moe.shared_norm, moe.router_norm, moe.post_norm,
                       moe.post_shared_norm]
         shared_fits = shared_of(moe) is None or is_feed_forward(shared_of(moe))
@@ -113,7 +113,7 @@ class MixtureHalf:
     def add_to(self, ops) -> None:
         moe, at, A = ops.parts.ffn, ops.at, self.n_active
         x = None if ops.parallel else "x1"
-        beside = isinstance(moe, BesideMoE)
+        beside = isinstance(moe, MoEWithParallelDense)
         norm = shared_norm = router_norm = ops.parts.ffn_norm
         if beside:
             norm, shared_norm, router_norm = moe.norm, moe.shared_norm, moe.router_norm
@@ -133,7 +133,7 @@ class MixtureHalf:
         if shared_gate_of(moe) is not None:
             ops.linear("ffn.shared_expert_gate", x, "share", shared_norm)
             gate = at["share"]
-        post = norm_behind(ops.parts, "ffn")
+        post = post_norm_of(ops.parts, "ffn")
         own_norms = (moe.post_norm, moe.post_shared_norm) if beside else 2 * (nn.Identity(),)
         ops.add(native.Combine(
             kind=native.COMBINE, D=ops.dim, A=A, factor=factor_of(post),

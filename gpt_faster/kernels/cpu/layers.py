@@ -37,7 +37,7 @@ from gpt_faster.kernels.cpu.linears import (
 from gpt_faster.kernels.cpu.mixers import FEW, mixer_of
 from gpt_faster.kernels.guard import Guard, Outside, Stead, undo
 from gpt_faster.kernels.linear import PackedEmbedding, methods_of, pack_linears
-from gpt_faster.layers.block import ParallelBlock, norm_behind
+from gpt_faster.layers.block import ParallelBlock, post_norm_of
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
 from model import MoE
@@ -222,13 +222,13 @@ class Operations:
     def plain_attention(self, rope, slot, mask, batch_idx, *own) -> None:
         layer, x = self.parts, self.x
         y = layer.attn(layer.attn_norm(self.own(x)), rope, slot, mask, batch_idx)
-        self.call.rows("x1").copy_(x + norm_behind(layer, "attn")(y))
+        self.call.rows("x1").copy_(x + post_norm_of(layer, "attn")(y))
 
     def plain_feed_forward(self, *_) -> None:
         layer, attended = self.parts, self.call.rows("x1")
         x = self.x if self.parallel else attended
         y = layer.ffn(layer.ffn_norm(self.own(x)))
-        self.call.rows("x2").copy_(attended + norm_behind(layer, "ffn")(y))
+        self.call.rows("x2").copy_(attended + post_norm_of(layer, "ffn")(y))
 
     def plain_end(self, rope, slot, mask, batch_idx, *own) -> None:
         x = self.call.rows("x2")

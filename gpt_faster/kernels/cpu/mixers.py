@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import fits_head_matrices
 from gpt_faster.kernels.cpu.linears import fits_linear, fits_norm, norm_struct
-from gpt_faster.layers.block import norm_behind
+from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.delta import DeltaNet
-from gpt_faster.layers.latent import AnyWidths, LatentAttention
+from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
@@ -43,7 +43,7 @@ class AttentionMixer:
         if getattr(attend, "slopes", None) is not None:
             return False
         others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
-        norms = layer.attn_norm, *others, norm_behind(layer, "attn")
+        norms = layer.attn_norm, *others, post_norm_of(layer, "attn")
         return has_scores and all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
     def widths(self, width_of) -> dict[str, int]:
@@ -56,7 +56,7 @@ class AttentionMixer:
             ops.linear(f"attn.{name}", None, name, norm)
         ops.at_positions(self.operation(attn, ops.at))
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.parts, "attn"))
+                   post_norm_of(ops.parts, "attn"))
 
     def operation(self, attn: nn.Module, at: dict[str, Tensor]) -> native.Attention:
         """at: buffers by the linears' names, and "attended"."""
@@ -89,18 +89,18 @@ class LatentMixer:
         attn = layer.attn
         self.before = ["wqkv_a", "wq_b"] if attn.has_q_rank else ["wq_kv_a"]
         self.linears = [*self.before, "wk_b", "wv_b", "wo"]
-        self.half, self.most = attn.rope_dim // 2, min(FEW, attn.most_absorbed)
+        self.half, self.most = attn.rope_dim // 2, min(FEW, attn.max_absorbed_tokens)
         self.n_head, self.rank, self.rope_dim = attn.n_head, attn.kv_rank, attn.rope_dim
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         attn = layer.attn
-        norms = layer.attn_norm, norm_behind(layer, "attn"), attn.kv_a_norm
+        norms = layer.attn_norm, post_norm_of(layer, "attn"), attn.kv_a_norm
         if attn.has_q_rank:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
             queries = [attn.wq_kv_a]
-        return (type(attn.attend) is AnyWidths and all(map(fits_norm, norms))
+        return (type(attn.attend) is PaddedSDPA and all(map(fits_norm, norms))
                 and all(map(fits_linear, (*queries, attn.wo)))
                 and all(map(fits_head_matrices, (attn.wk_b, attn.wv_b))))
 
@@ -132,7 +132,7 @@ class LatentMixer:
         ops.linear("attn.wv_b", "latents", "attended", x_stride=N * self.rank, x_step=self.rank,
                    out_stride=N * attn.v_dim, out_step=attn.v_dim)
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.parts, "attn"))
+                   post_norm_of(ops.parts, "attn"))
 
 
 class DeltaMixer:
@@ -151,7 +151,7 @@ class DeltaMixer:
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
         lanes = native.block_rows() // 2
         whole = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
-        norms = layer.attn_norm, norm_behind(layer, "attn")
+        norms = layer.attn_norm, post_norm_of(layer, "attn")
         return (whole and attn.shape.n_tap <= native.MOST_TAPS and all(map(fits_norm, norms))
                 and all(map(fits_linear, linears)))
 
@@ -182,7 +182,7 @@ class ShortConvMixer:
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         linears = layer.attn.wbcx, layer.attn.wo
-        norms = layer.attn_norm, norm_behind(layer, "attn")
+        norms = layer.attn_norm, post_norm_of(layer, "attn")
         return all(map(fits_norm, norms)) and all(map(fits_linear, linears))
 
     widths = AttentionMixer.widths

@@ -96,7 +96,7 @@ def save(key: str, tensors: dict[str, Tensor]) -> None:
         if end > max_bytes():
             return
         partial = Path(tempfile.mkdtemp(prefix=".partial", dir=home))
-        with disk.being_written(partial):
+        with disk.write_lock(partial):
             with open(partial / "data", "wb") as file:
                 _write(file, tensors, where, end)
             index = dict(stamp=_stamp(partial / "data"), tensors=where)
