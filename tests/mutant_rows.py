@@ -154,7 +154,7 @@ NAMED = [
     Mutant("counts-stay-with-the-row", "gpt_faster/decoding/logits_processors.py", "        self.count[row] = 0\n", "",
            NEXT_SEQUENCE),
     Mutant("grammar-stays-with-the-row", "gpt_faster/decoding/logits_processors.py",
-           "        elif had_one:\n            self.words[row] = -1\n", "", NEXT_SEQUENCE),
+           "        elif had_matcher:\n            self.words[row] = -1\n", "", NEXT_SEQUENCE),
 
     # ---- Speculation -----------------------------------------------------------------------------
     Mutant("acceptance-inverted", "speculate.py", "accepted = p_draft > chance[:, None] * q_draft",
@@ -344,9 +344,9 @@ NAMED = [
            "tests/test_eval.py::test_perplexity_is_transformers"),
     Mutant("windows-score-twice", "gpt_faster/cli/evaluate.py", "min(end - done, end - begin - 1)", "end - begin - 1",
            "tests/test_eval.py::test_each_token_is_scored_once_and_disjoint_windows_lose_their_first"),
-    Mutant("kept-weights-of-another-dtype", "gpt_faster/loading.py", "asked, source.quantization, str(dtype),",
-           "asked, source.quantization, '',", "tests/test_kept_weights.py::test_what_they_depend_on"),
-    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "makers)))", ")))",
+    Mutant("kept-weights-of-another-dtype", "gpt_faster/loading.py", "layout, source.quantization, str(dtype),",
+           "layout, source.quantization, '',", "tests/test_kept_weights.py::test_what_they_depend_on"),
+    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "torch.__version__,\n                             code)))", "torch.__version__)))",
            "tests/test_kept_weights.py::test_what_they_depend_on"),
     Mutant("library-of-other-sources", "gpt_faster/kernels/cpu/native.py", "repr((code, OPTIONS,", "repr((OPTIONS,",
            "tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),

@@ -627,7 +627,7 @@ def test_a_new_cache_is_private_whatever_the_umask(tmp_path, monkeypatch):
         assert weight_cache.load("key") is not None
         assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "a").rglob("*"))
         folder.chmod(0o777)
-        private_one = disk.writable()
+        private_one = disk.writable_folder()
         assert private_one != folder and private_one.stat().st_mode & 0o777 == 0o700
         shutil.rmtree(private_one)
     finally:

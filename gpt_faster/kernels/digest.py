@@ -66,7 +66,7 @@ def digest_with_imports(*modules: ModuleType) -> str:
             waiting += [ROOT / name for name in entry["imports"]]
     if any(kept.get(path) != entry for path, entry in found.items()):
         others = {path: entry for path, entry in kept.items() if Path(path).exists()}
-        disk.replace(known, json.dumps({**others, **found}))
+        disk.write_atomically(known, json.dumps({**others, **found}))
     sources = sorted((str(Path(path).relative_to(ROOT)), entry["digest"])
                      for path, entry in found.items())
     return disk.digest(repr((sources, _assigned(found))))

@@ -64,7 +64,7 @@ def library_path() -> Path:
 @cache
 def _home() -> Path:
     """The user's cache, or where it cannot be used, this process's own. OSError: nowhere."""
-    return disk.writable()
+    return disk.writable_folder()
 
 
 def is_whole(path: Path) -> bool:
