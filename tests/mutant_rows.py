@@ -101,11 +101,11 @@ NAMED = [
            "prob = choice.gather(-1, ids)", logits("glm4_moe")),
     Mutant("experts-scale", "gpt_faster/layers/moe.py", "return prob * self.routed_scale, ids", "return prob, ids",
            logits("glm4_moe", "deepseek_v3")),
-    Mutant("shared-expert-without-gate", "gpt_faster/layers/moe.py", "y = y + self.share(flat)", "y = y + self.shared(flat)",
+    Mutant("shared-expert-without-gate", "gpt_faster/layers/moe.py", "y = y + self.shared_output(flat)", "y = y + self.shared(flat)",
            logits("qwen2_moe")),
     Mutant("groups-of-experts", "gpt_faster/layers/moe.py", "worth = groups.topk(n_top).values.sum(-1)",
            "worth = groups.topk(1).values.sum(-1)", logits("deepseek_v3")),
-    Mutant("delta-state-not-cleared", "gpt_faster/layers/recurrent.py", "return inputs, torch.where(begins, 0, state)",
+    Mutant("delta-state-not-cleared", "gpt_faster/layers/recurrent.py", "return inputs, torch.where(is_start, 0, state)",
            "return inputs, state", "tests/test_delta.py::test_rows_of_the_cache_by_number tests/test_model.py"
            "::test_chunks_live_length_and_padding[qwen3_5_text]"),
     Mutant("delta-inputs-not-cleared", "gpt_faster/layers/recurrent.py",

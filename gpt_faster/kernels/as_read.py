@@ -37,7 +37,7 @@ OTHERS = {"checkpoint", "generate", "gpt_faster", "speculate", "tokenizer", "tp"
                                                    # core knowingly
 PLAIN = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALLED = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
-OUR_HOOKS = {"gpt_faster.layers.shared_kv.record_keys"}
+OUR_HOOKS = {"gpt_faster.layers.shared_kv.record_kv"}
 NUMBERS = (bool, int, float, str, torch.dtype)
 
 
