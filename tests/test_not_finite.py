@@ -23,7 +23,7 @@ from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantized import quantized
 from gpt_faster.quantization import calibrate
-from gpt_faster.quantization.solve import nearest
+from gpt_faster.quantization.solve import round_to_nearest
 from quantize import Int4
 from sampling import SamplingParams
 from tokenizer import NullTokenizer
@@ -287,4 +287,4 @@ def test_gptq_of_inputs_that_are_all_zero(families, tmp_path):
     leaves = solver("layers.0.attn.wo.weight")
     w = source.tensors["layers.0.attn.wo.weight"].whole()
     values = Int4(32).dequantize(leaves["weight"], leaves["scales"], leaves["zeros"], torch.float32)
-    assert (values - w).norm() < 1.05 * (nearest(w, Int4(32)) - w).norm()
+    assert (values - w).norm() < 1.05 * (round_to_nearest(w, Int4(32)) - w).norm()
