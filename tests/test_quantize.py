@@ -969,7 +969,7 @@ def test_solver_wants_its_order(families):
     source = read_checkpoint(families("llama3")[0])
     solver = calibrate.Solver(source, windows_of(), "cpu", FP32, Int4(32))
     name = "layers.1.attn.wq.weight"
-    with pytest.raises(AssertionError, match=f"{name} was asked for before layers.0"):
+    with pytest.raises(AssertionError, match=f"{name} was requested before layers.0"):
         solver(name)
 
 
