@@ -364,7 +364,7 @@ def test_the_memory_statement_counts_the_head(heads, monkeypatch):
 
 def test_bad_input(capsys, families, command, tmp_path):
     directory = command[1]
-    assert "has no head that drafts" in refused(capsys, "-m", SMOLLM2, "--speculate", "mtp")
+    assert "has no MTP head" in refused(capsys, "-m", SMOLLM2, "--speculate", "mtp")
     assert "one row" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
     assert "contradicts" in refused(capsys, *command, "--speculate", "mtp", "--no_speculate")
     disk = load_file(directory / "model.safetensors")
