@@ -68,5 +68,5 @@ class AssistantDrafter:
         i = 0 if hidden.shape[1] == 1 else n - 2 - self.first
         return self.model.norm(hidden[:, i:i + 1].to(self.model.dtype))
 
-    def accepted(self, n: int, found: int | None) -> None:
+    def accepted(self, n: int, match: int | None) -> None:
         """Nothing to do: rejected drafts are in the model's cache only."""

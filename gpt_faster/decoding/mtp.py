@@ -145,5 +145,5 @@ class MTPDrafter:
             dists.append((probs, ids))
         return joined(dists, sampler.n_vocab)
 
-    def accepted(self, n: int, found: int | None) -> None:
+    def accepted(self, n: int, match: int | None) -> None:
         """Nothing to do: the head reads the accepted drafts from the history."""

@@ -35,5 +35,5 @@ class NgramDrafter:
         drafts = history[:, self.start:self.start + k].clone()
         return drafts, torch.ones(k, 1, device=drafts.device), drafts.T
 
-    def accepted(self, n: int, found: int | None) -> None:
-        self.start = found or 0
+    def accepted(self, n: int, match: int | None) -> None:
+        self.start = match or 0
