@@ -94,7 +94,7 @@ def shard_config(cfg, n: int):
     divisible is replicated.
     """
     if not divides(cfg, n):
-        widths = ", ".join(f"{name} of {width}" for name, width in shared_widths(cfg).items())
+        widths = ", ".join(f"{name} of {width}" for name, width in sharded_widths(cfg).items())
         possible = [str(m) for m in range(2, cfg.n_head + 1) if divides(cfg, m)]
         raise ValueError(
             f"{cfg.n_head} query heads, {cfg.n_kv_head} key/value heads and a {widths} cannot be "
@@ -130,21 +130,21 @@ def split_of(cfg) -> dict[str, int]:
     return split
 
 
-def shared_widths(cfg) -> dict[str, int]:
+def sharded_widths(cfg) -> dict[str, int]:
     widths = {} if all(cfg.sparse) else {"feed-forward width": cfg.ffn_dim}
     if type(cfg.moe) is MoEConfig:
         widths["experts' width"] = cfg.moe.expert_dim
     elif cfg.moe:
-        widths |= cfg.moe.shared_widths()
+        widths |= cfg.moe.sharded_widths()
     for part in filter(None, (*cfg.mixer, *parts_in_place(cfg).values())):
-        widths |= part.shared_widths()
+        widths |= part.sharded_widths()
     return {name: width for name, width in widths.items() if width}
 
 
 def divides(cfg, n: int) -> bool:
     n_kvs = {layer_config(cfg, i).n_kv_head for i in range(cfg.n_layer)}
     heads = cfg.n_head % n == 0 and all(k % n == 0 or n % k == 0 for k in n_kvs)
-    return heads and not any(width % n for width in shared_widths(cfg).values())
+    return heads and not any(width % n for width in sharded_widths(cfg).values())
 
 
 def shard(source, n: int | None = None, me: int | None = None):

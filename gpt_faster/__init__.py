@@ -1,1 +1,1 @@
-"""What is added to the core: layers, files, kernels, the whole commands, a server."""
+"""Additions to the core: layers, file formats, fast kernels, the full commands, a server."""

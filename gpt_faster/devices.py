@@ -1,4 +1,4 @@
-"""What a device can do and what it has: the engine and the dtype that run there, its memory.
+"""Selects the engine and the dtype for a device, and reports its memory.
 
     device = generate.pick_device("auto"); engine = pick_engine(device, None, compiles=True)
 """
@@ -18,9 +18,9 @@ from gpt_faster.layers.embedding import embed_scale
 
 
 def pick_engine(device: torch.device, name: str | None, compiles: bool) -> str:
-    """name: --engine; compiles: --compile, or --compile_prefill -> one of ENGINES.
+    """name: --engine; compiles: --compile or --compile_prefill -> one of ENGINES.
 
-    ValueError where these contradict each other or the device.
+    ValueError if they contradict each other or the device.
     """
     engine = name or ("compile" if compiles else "kv_cache")
     if compiles and engine != "compile":
@@ -36,14 +36,14 @@ def pick_engine(device: torch.device, name: str | None, compiles: bool) -> str:
 
 
 def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) -> torch.dtype:
-    """As generate.pick_dtype(), and float32 in place of float16 where the model overflows that.
+    """generate.pick_dtype(), but float32 instead of float16 for models that overflow float16.
 
-    many_rows: float32 on a CPU too that emulates bfloat16's products, there five times slower.
+    many_rows: also float32 on a CPU without native bfloat16, where matmuls are five times slower.
     """
     if many_rows and name == "auto" and device.type == "cpu" and not has_bf16():
         return torch.float32
     dtype = generate.pick_dtype(name, device)
-    # Gemma 2 and 3: NaN in float16
+    # Gemma 2 and 3 give NaN in float16
     overflows = getattr(cfg.block, "post_norm", False) and embed_scale(cfg) != 1
     if name == "float16" and overflows:
         raise ValueError("this model's activations exceed float16's range: use --dtype bfloat16 "
@@ -52,16 +52,16 @@ def pick_dtype(name: str, device: torch.device, cfg, many_rows: bool = False) ->
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that may be allocated: a GPU's, or what Linux calls available; infinite if unknown."""
+    """Free bytes: the GPU's, or Linux's MemAvailable; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
-    found = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
-    return int(found[1]) * 1024 if found else float("inf")
+    match = meminfo.exists() and re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    return int(match[1]) * 1024 if match else float("inf")
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Forget the peak so far, where that can be done (CUDA, Linux) -> bytes in use now."""
+    """Reset the peak memory counter (CUDA and Linux only) -> bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":

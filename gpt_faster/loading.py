@@ -1,9 +1,8 @@
-"""A model of any format, ready for the fast kernels: how commands, the server and Python load one.
+"""Loads a model of any format for the fast kernels: used by the commands, the server and Python.
 
-On a CPU weights that took long to make (a GGUF that was dequantized, weights that were rounded
-while loading) are kept for the next start of the same model. Owns what such weights depend on: the
-content of the files, what was asked for, and our code that makes them. generate.load_model() reads
-what the core reads, and nothing is exchanged in its model.
+On a CPU, weights that took long to prepare (dequantized from a GGUF, quantized while loading) are
+cached for the next start. Owns the cache key: the files' content, the options, and the code that
+prepares weights. generate.load_model() reads the core's formats only, with the core's plain layers.
 
     model, source, tokenizer = load_model("model.gguf", "cpu", torch.bfloat16)
     steps = gpt_faster.kernels.compile.compile_steps(model)
@@ -25,13 +24,13 @@ from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import open_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
-from gpt_faster.storage import disk, kept_tensors
+from gpt_faster.storage import disk, weight_cache
 from gpt_faster.text.tokenizer_files import load_for
 from model import Transformer
 from quantize import describe
 from tokenizer import NullTokenizer
 
-WORTH_KEEPING = 0.5                                # seconds that making them took
+MIN_SAVE_SECONDS = 0.5                             # cache weights that took longer to prepare
 SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 
@@ -40,10 +39,10 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
                engine: str = "compile") -> tuple:
     """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
 
-    scheme: int8, int4-g32, …: round the weights while loading, and the head as int8, int4 or none.
-    adapter: a LoRA's path or hub name. engine: what will run the model: compile, torch_compile, or
-    kv_cache, which is uncompiled; the layout of quantized weights depends on it.
-    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
+    scheme: quantize the weights while loading (int8, int4-g32, …); head: the output layer's scheme
+    (int8, int4, none). adapter: a LoRA's path or hub name. engine: compile, torch_compile or
+    kv_cache (eager), which decides the layout of quantized weights.
+    Raises FileNotFoundError, ValueError or OSError with a one-line message.
     """
     source, tokenizer = open_model(path, adapter=adapter)
     if scheme:
@@ -54,12 +53,12 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
 def open_model(path: str | None = None, shape: str | None = None, adapter: str | None = None):
     """A path or hub name, None for the default model, or a known shape -> checkpoint, tokenizer.
 
-    No weight is read yet. Errors as load_model()'s.
+    Reads no weights yet. Raises as load_model().
     """
     if shape is not None and path is not None:
         raise ValueError("--random and --checkpoint_path exclude each other")
     if shape is not None and adapter is not None:
-        raise ValueError("--random has no weights that --adapter could be added to")
+        raise ValueError("--random cannot be combined with --adapter: its weights are random")
     if shape is not None:
         return random_checkpoint(shape), NullTokenizer()
     source = open_checkpoint(path, adapter)
@@ -68,24 +67,24 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
 
 def load(source: Checkpoint, dtype: torch.dtype, device,
          engine: str = "compile") -> Transformer:
-    """This rank's part of a model, with weights that were kept, or to be kept."""
+    """This rank's shard of a model, through the weight cache."""
     packed = is_packed_for(engine, device, source)
-    key = key_of(source, dtype, torch.device(device), packed)
-    kept = key and kept_tensors.load(key)
-    if kept:
-        return reading.load_model(source, dtype, device, kept, packed)
+    key = cache_key(source, dtype, torch.device(device), packed)
+    cached = key and weight_cache.load(key)
+    if cached:
+        return reading.load_model(source, dtype, device, cached, packed)
     start = time.perf_counter()
     model = load_shard(source, dtype, device, engine)
-    if key and time.perf_counter() - start > WORTH_KEEPING:
+    if key and time.perf_counter() - start > MIN_SAVE_SECONDS:
         tensors = dict(model.named_parameters(remove_duplicate=False))
-        threading.Thread(target=kept_tensors.save, args=(key, tensors)).start()
+        threading.Thread(target=weight_cache.save, args=(key, tensors)).start()
     return model
 
 
 def load_shard(source, dtype: torch.dtype, device, engine: str = "compile") -> Transformer:
-    """This rank's part of a model, joined to the others'; alone, the whole. Nothing is kept.
+    """This rank's shard of a model, connected to the other ranks. Bypasses the weight cache.
 
-    For the engine torch_compile it is as the core's load_model() gives it.
+    For torch_compile the layers are the core's, without our attention kernels.
     """
     packed = is_packed_for(engine, device, source)
     model = reading.load_model(tp.shard(source), dtype, device, packed=packed)
@@ -95,19 +94,19 @@ def load_shard(source, dtype: torch.dtype, device, engine: str = "compile") -> T
 
 
 def is_packed_for(engine: str, device, source: Checkpoint) -> bool:
-    """Do quantized weights get a kernel's layout while they are loaded? Else they stay as on disk:
-    PyTorch's compiler takes them so, and a CPU's compile_steps() packs them itself."""
+    """Whether quantized weights are packed for a kernel while loading. Otherwise they keep the
+    layout on disk: torch.compile uses that, and on a CPU compile_steps() packs them itself."""
     if engine == "torch_compile" or engine == "compile" and torch.device(device).type == "cpu":
         return False
     return bool(describe(source))
 
 
-# ---- Weights that are kept ----------------------------------------------------------------------
+# ---- The key of cached weights ------------------------------------------------------------------
 
-def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device,
-           packed: bool) -> str | None:
-    """None where they are not kept: on a GPU, of several ranks, of random numbers, adapted, or in a
-    cache that is not to be used."""
+def cache_key(source: Checkpoint, dtype: torch.dtype, device: torch.device,
+              packed: bool) -> str | None:
+    """None if the weights are not cached: on a GPU, on several ranks, random weights, an adapter,
+    GPTQ files, or no usable cache folder."""
     tensors = source.tensors.values()
     if device.type != "cpu" or tp.world() > 1 or any(t.read_rows is None for t in tensors):
         return None
@@ -115,27 +114,27 @@ def key_of(source: Checkpoint, dtype: torch.dtype, device: torch.device,
         return None
     if not disk.trusted_cache():
         return None
-    asked = [(t.name, t.shape, str(t.dtype)) for t in tensors]
-    files = [content(path) for path in files_of(source.path)]
+    layout = [(t.name, t.shape, str(t.dtype)) for t in tensors]
+    files = [file_digest(path) for path in weight_files(source.path)]
     try:
-        makers = code()
-    except (OSError, TypeError):                   # a function of a user's, without source code
+        code = code_digest()
+    except (OSError, TypeError):                   # replaced by a function without source code
         return None
-    return disk.digest(repr((files, repr(source.cfg), asked, source.quantization, str(dtype),
+    return disk.digest(repr((files, repr(source.cfg), layout, source.quantization, str(dtype),
                              packed, torch.backends.cpu.get_cpu_capability(), torch.__version__,
-                             makers)))
+                             code)))
 
 
-def files_of(path: Path) -> list[Path]:
-    """Those that hold weights."""
+def weight_files(path: Path) -> list[Path]:
+    """The files of a checkpoint that hold weights."""
     if path.suffix in SUFFIXES:
         return [path]
     folder = path if path.is_dir() else path.parent
     return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
 
 
-def content(path: Path) -> str:
-    """A digest of the file's content, read anew only if the file was changed since."""
+def file_digest(path: Path) -> str:
+    """A digest of the file's content, computed again only if the file changed."""
     stat = path.stat()
     cache = disk.trusted_cache()
     known = cache / "contents.json" if cache else None
@@ -149,16 +148,17 @@ def content(path: Path) -> str:
         return str(entry[-1])
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            sha256.update(piece)
+        while block := file.read(1 << 20):
+            sha256.update(block)
     if known:
-        disk.replace(known, json.dumps({**digests, state[0]: [*state[1:], sha256.hexdigest()]}))
+        entry = [*state[1:], sha256.hexdigest()]
+        disk.write_atomically(known, json.dumps({**digests, state[0]: entry}))
     return sha256.hexdigest()
 
 
-def code() -> str:
-    """A digest of all code that makes the weights: reads, folds, rounds and packs them.
+def code_digest() -> str:
+    """A digest of all code that reads, folds, quantizes and packs weights.
 
-    OSError or TypeError where what is in its place has no source code, or is no function.
+    OSError or TypeError if one of the functions was replaced by something without source code.
     """
     return digest(load_shard) + digest_with_imports(reading, quantize_on_load)

@@ -1,10 +1,9 @@
-"""A model that is loaded, compiled and warm, with the batch that runs it: what the commands and the
-server stand on.
+"""Loads, compiles and warms up a model with its batch: the base of the commands and the server.
 
-Owns how much memory that takes, what drafts for the model, and how it gets warm. Of the options it
-reads those of model and speed. It knows no prompts, no HTTP, and nothing of who asks.
+Owns the memory check, the choice of a drafter, and the warm-up. It reads the model and speed
+options only, and knows no prompts and no HTTP.
 
-    class Session(Runtime):                        # says how its rows are sampled
+    class Session(Runtime):                        # defines how rows are sampled
         def make_sampler(self): return build_sampler(self.model, rows, self.generator)
 """
 
@@ -26,7 +25,7 @@ from gpt_faster.decoding.engines import (
     warm_up,
 )
 from gpt_faster.decoding.mtp import MAX_DRAFT, hidden_bytes
-from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.decoding.scheduler import RowsBatch
 from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
@@ -43,21 +42,21 @@ from tp import n_local
 
 
 class Runtime:
-    """A model as the options want it: loaded and warm.
+    """A loaded and compiled model, by the options.
 
-    batch: what runs; plain: the same without drafts; drafter: the name of what drafts, or None.
+    batch: runs the model; plain: the same without speculation; drafter: the drafter's name or None.
     """
 
     def __init__(self, options, source, tokenizer, device: torch.device, dtype: torch.dtype,
                  engine: str, *, n_row: int, longest: int, start: float,
                  prompts: list[list[int]] = ([0],), speculate: str | None = None,
                  acceptance: float = 1.0, rewinds: int = 0, waits: bool = True):
-        """n_row: rows of the batch; longest: positions that are needed of the model's context.
+        """n_row: rows of the batch; longest: positions needed, within the model's context.
 
-        start: when loading began; prompts: it gets warm for such ones; speculate: as the option;
-        acceptance: a share of right drafts: lengths of drafts that would not pay with it are left
-        out; rewinds: how far a text may go back beside what drafts do; waits: for the compiler,
-        where it runs already, else the text may begin uncompiled.
+        start: time at which loading began; prompts: examples for the warm-up; speculate: as the
+        option; acceptance: draft lengths that do not pay at this acceptance rate are dropped;
+        rewinds: tokens a sequence may rewind in addition to rejected drafts; waits: wait for a
+        running compiler instead of starting uncompiled.
         """
         self.options, self.tokenizer, self.device, self.engine = options, tokenizer, device, engine
         self.dtype, self.n_row, self.speculate = dtype, n_row, speculate
@@ -65,7 +64,7 @@ class Runtime:
         self.length = options.max_seq_length or bucket(min(longest, limit), limit, 32)
         n_cache_rows = 0 if engine == "recompute" else n_row
         draft_source = self.open_draft(source)
-        self.source = source = self.rounded(source)
+        self.source = source = self.quantize_source(source)
         self.drafter = speculate or (draft_source and draft_source.path.name)
         self.k = self.max_draft(draft_source)
         chunk = max(options.prefill_chunk, self.k + 1 if self.drafter else 0)
@@ -89,7 +88,7 @@ class Runtime:
         self.build(draft)
         log(f"Engine: {engine}")
         if self.changes_over:
-            log("Compiling beside the text, which begins uncompiled")
+            log("Compiling in the background: generation starts uncompiled")
         elif engine in ("torch_compile", "compile", "cuda_graph"):
             self.compile(prompts, longest)
             self.compile_s = time.perf_counter() - start
@@ -98,11 +97,11 @@ class Runtime:
             self.measure(len(prompts[0]) + 1, acceptance)
 
     def make_sampler(self) -> Sampler:
-        """Of all rows, for whatever may come."""
+        """A sampler for all rows and all later parameters."""
         raise NotImplementedError
 
-    def rounded(self, source):
-        """As --quantize and its companions say."""
+    def quantize_source(self, source):
+        """Apply --quantize, --groupsize and --quantize_head."""
         options = self.options
         return quantize_on_load.quantize_as_requested(source, options.quantize, options.groupsize,
                                  options.quantize_head, self.device)
@@ -110,55 +109,55 @@ class Runtime:
     # ---- Drafts ---------------------------------------------------------------------------------
 
     def open_draft(self, source):
-        """The checkpoint that drafts, or None. ValueError where its vocabulary is another one."""
+        """The draft model's checkpoint, or None. ValueError if its vocabulary differs."""
         options, speculate = self.options, self.speculate
         if speculate in ("int8", "int4"):
             if options.random:
-                raise ValueError(f"--speculate {speculate} drafts with a copy of the model, and "
-                                 "--random makes no two alike")
+                raise ValueError(f"--speculate {speculate} drafts with a quantized copy of the "
+                                 "model: it cannot be combined with --random, whose weights "
+                                 "cannot be read twice")
             return quantize_on_load.quantized(source, speculate, device=self.device)
         if speculate == "mtp" and not source.mtp:
-            raise ValueError(f"--speculate mtp: {source.path} has no head that drafts (mtp.* "
-                             "tensors, or a layer that num_nextn_predict_layers counts): try "
-                             "--speculate ngram")
+            raise ValueError(f"--speculate mtp: {source.path} has no MTP head (mtp.* tensors, or "
+                             "layers counted by num_nextn_predict_layers): try --speculate ngram")
         if speculate == "mtp":
-            return self.rounded(source).mtp()
+            return self.quantize_source(source).mtp()
         if not options.draft_checkpoint_path:
             return None
         path = resolve(options.draft_checkpoint_path)
         if is_assistant(path):
-            return self.open_drafter_of_gemma(path, source)
+            return self.open_gemma_assistant(path, source)
         draft, other = open_model(options.draft_checkpoint_path)
         if difference := differ(self.tokenizer, other):
             raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
         return draft
 
-    def open_drafter_of_gemma(self, path: Path, source) -> AssistantCheckpoint:
-        """ValueError where it cannot draft for this model, or not on this device."""
+    def open_gemma_assistant(self, path: Path, source) -> AssistantCheckpoint:
+        """ValueError if it does not fit the model, or is not supported on this device."""
         draft, cfg = open_assistant(path), source.cfg
         if (draft.cfg.backbone_dim, draft.cfg.vocab_size) != (cfg.dim, cfg.vocab_size):
-            raise ValueError(f"{path} drafts for models {draft.cfg.backbone_dim} wide with "
-                             f"{draft.cfg.vocab_size} tokens, and {source.path} is {cfg.dim} wide "
-                             f"with {cfg.vocab_size}")
+            raise ValueError(f"{path} drafts for models of width {draft.cfg.backbone_dim} with "
+                             f"{draft.cfg.vocab_size} tokens, but {source.path} has width "
+                             f"{cfg.dim} and {cfg.vocab_size} tokens")
         if tp.world() > 1:
-            raise ValueError(f"{path}: Gemma 4's drafter runs in one process, not on several ranks")
+            raise ValueError(f"{path}: Gemma 4's assistant does not support tensor parallelism")
         if self.device.type != "cpu" and self.engine in ("compile", "cuda_graph"):
-            raise ValueError(f"{path}: on a GPU Gemma 4's drafter needs --engine kv_cache")
+            raise ValueError(f"{path}: on a GPU Gemma 4's assistant needs --engine kv_cache")
         return draft
 
     def max_draft(self, draft) -> int:
-        """How many tokens to draft at most. ValueError where they do not fit."""
+        """The longest draft. ValueError if it does not fit into the cache."""
         length = self.length
         longest = {"ngram": 8, "mtp": MAX_DRAFT}.get(self.speculate, 5)
         k = self.options.speculate_k or min(longest, length - 1)
         if self.drafter and k >= length:
             raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
         if draft and has_learned_positions(draft.cfg) and length > draft.cfg.context:
-            raise ValueError(f"{draft.path} knows {draft.cfg.context} positions, and {length} are "
-                             "asked for: give a smaller --max_seq_length")
+            raise ValueError(f"{draft.path} has {draft.cfg.context} positions, but {length} are "
+                             "needed: give a smaller --max_seq_length")
         return k
 
-    # ---- What runs ------------------------------------------------------------------------------
+    # ---- The batch ------------------------------------------------------------------------------
 
     def build(self, draft) -> None:
         options = self.options
@@ -175,21 +174,21 @@ class Runtime:
                                            bool(options.speculate_k), draft)
 
     def compile(self, prompts: list[list[int]], longest: int) -> None:
-        """Warm up for prompts like these, and for at most `longest` positions."""
+        """Warm up for prompts of these lengths and at most `longest` positions."""
         shortest = min(map(len, prompts))
         prompts = (list(prompts) * self.n_row)[:self.n_row]
         longest = min(longest + (self.k if self.drafter else 0), self.length)
         warm_up(self.batch, prompts, range(shortest + 1, longest))
 
     def measure(self, n: int, acceptance: float) -> None:
-        """What drafting costs here, after n tokens."""
+        """Measure the cost of drafting after n tokens, and choose the draft lengths by it."""
         costs = measure_drafts(self.batch, n)
-        pace = DraftLengthController(self.batch.draft_length.lengths, costs, acceptance)
-        self.batch.draft_length = pace
+        draft_length = DraftLengthController(self.batch.draft_length.lengths, costs, acceptance)
+        self.batch.draft_length = draft_length
         text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
-        log(f"Drafting {text}" + ("" if pace.lengths else ": disabled"))
+        log(f"Drafting {text}" + ("" if draft_length.lengths else ": disabled"))
 
-    # ---- What is said of it ---------------------------------------------------------------------
+    # ---- Reports --------------------------------------------------------------------------------
 
     def describe_model(self) -> None:
         self.total_bytes, self.read_bytes = weight_bytes(self.model)
@@ -201,7 +200,7 @@ class Runtime:
         log(f"Time to load model: {self.load_s:.2f} seconds")
 
     def about(self) -> dict:
-        """What --json says beside the text and its figures."""
+        """The fields of --json that describe the model and the run, not the text."""
         linears, head = quantize.schemes(self.source)
         drafts = {}
         if self.drafter:
@@ -216,7 +215,7 @@ class Runtime:
 
 def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
                  max_rejected: int) -> None:
-    """State what will be allocated. ValueError where it exceeds what is free."""
+    """Log the memory that will be allocated. ValueError if it exceeds the free memory."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype, device) for source in sources)
@@ -226,7 +225,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
             f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")
     if weights + cache > free:
-        no_drafts = ", or no drafts" if len(sources) > 1 else ""
+        no_drafts = ", or no draft model" if len(sources) > 1 else ""
         raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
                          f"{device}: try --quantize, a smaller --max_seq_length or --batch_size"
                          f"{no_drafts}")

@@ -122,7 +122,7 @@ COMPILED = {"generate.py": compiled("generate.py")}        # by the server, once
 
 def keep(checkpoint):
     """In a child: weights are made, and kept."""
-    loading.WORTH_KEEPING = 0
+    loading.MIN_SAVE_SECONDS = 0
     loading.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu")
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         if not thread.daemon:

@@ -7,7 +7,7 @@ import torch
 from generate import PREFILL_CHUNK, Steps, generate
 from gpt_faster.decoding.engines import RecomputeBatch, build_speculative
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import RowsBatch
+from gpt_faster.decoding.scheduler import RowsBatch
 from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

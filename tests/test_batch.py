@@ -18,9 +18,9 @@ import generate
 from generate import Sequence, follow
 from gpt_faster import loading
 from gpt_faster.cli import batch
-from gpt_faster.decoding import engines, slots
+from gpt_faster.decoding import engines, scheduler
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation
+from gpt_faster.decoding.scheduler import Generation
 from gpt_faster.kernels.cpu.layers import use_operations
 from gpt_faster.text.english import english_text
 from model import Ring, cache_bytes, n_slots
@@ -50,7 +50,7 @@ def serve(model, work, n_slots, steps=generate.Steps(), how=GREEDY, kind=None):
     slots = make_batch(model, [how] * n_slots, steps=steps)
     slots = kind(model, slots.sampler, steps) if kind else slots
     for done, slot in batch.serve(slots, asked):
-        assert done.finish_reason == "length" and done.begun_s <= done.first_s <= done.last_s
+        assert done.finish_reason == "length" and done.start_s <= done.first_s <= done.last_s
         where[done] = slot
     return [each.ids for each in asked], [where[each] for each in asked]
 
@@ -93,7 +93,7 @@ def test_slots_chunks_and_refills_equal_alone(ours, name):
     model.setup_cache(0, 40)                               # RoPE of a kind that follows the length
     expected = [alone_at(model, ids, n) for ids, n in work]
     whole, padded = generate.Steps(), generate.Steps(pad=True)
-    for longest, steps, kind in ((None, whole, slots.RowsBatch), (4, whole, slots.RowsBatch),      # a step of the rows in use
+    for longest, steps, kind in ((None, whole, scheduler.RowsBatch), (4, whole, scheduler.RowsBatch),      # a step of the rows in use
                                  (4, whole, generate.Batch), (8, padded, generate.Batch)):         # or of all, as on a GPU
         model.setup_cache(3, 40, longest)
         got, where = serve(model, work, 3, steps, UNLIKE, kind)
@@ -181,7 +181,7 @@ def test_a_slot_that_is_read_late(ours, monkeypatch):
         for ids, tag in read_late(((token.as_subclass(Far), tag) for token, tag in tokens), not_finite):
             n_late.append(sum(1 for task in (tag[0] if tag else {}).values() if task.finish_reason))
             yield ids, tag
-    monkeypatch.setattr(slots, "read_late", far)
+    monkeypatch.setattr(scheduler, "read_late", far)
     monkeypatch.setattr(generate, "read_late", far)
     assert serve(model, work, 3)[0] == expected and sum(n_late) > 4
     rows = [Sequence(NullTokenizer(), ids, max_new=9) for ids in prompts()[:3]]
@@ -442,7 +442,7 @@ def test_a_long_prompt_in_chunks_says_the_same(capsys, small):
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 4
 
 
-@pytest.mark.parametrize("kind", [generate.Batch, slots.RowsBatch])
+@pytest.mark.parametrize("kind", [generate.Batch, scheduler.RowsBatch])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_prompts_that_begin_together_in_rows_of_any_order(ours, kind, n):
     """Of one length and in all rows too: each has its own row's cache and parameters, not its neighbour's."""

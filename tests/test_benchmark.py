@@ -137,13 +137,13 @@ def test_drafts_of_a_known_acceptance(capsys, monkeypatch):
 
 def test_requests_that_mix_up_rows_are_caught(capsys, monkeypatch):
     """A slot that goes on where the one before it was."""
-    from gpt_faster.decoding import slots
-    original = slots.read_late
+    from gpt_faster.decoding import scheduler
+    original = scheduler.read_late
 
     def late(tokens, not_finite):
         for ids, owners in original(tokens, not_finite):
             yield [(i + 1) % 32000 for i in ids], owners
-    monkeypatch.setattr(slots, "read_late", late)
+    monkeypatch.setattr(scheduler, "read_late", late)
     argv = ["-m", SMOLLM2, "-r", 1, "--device", "cpu", "-n", 9, "-d", 12, "--requests", 2, "--engines", "kv_cache"]
     status, out, err = run(capsys, *argv)
     assert status == 1 and "| NO |" in out

@@ -11,7 +11,7 @@ from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.quantization import budget
-from gpt_faster.quantization.solve import nearest
+from gpt_faster.quantization.solve import round_to_nearest
 from quantize import LINEARS, Int4, Int8, describe
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -57,7 +57,7 @@ def test_of_a_large_vocabulary_the_likeliest_count(families, monkeypatch, name):
     _, ours = loaded(families, name)
     head, tokens = ours.head, windows_of()[:4]
     whole = budget.measure(ours, tokens, Int4(32))
-    monkeypatch.setattr(budget, "N_LIKELIEST", 24)
+    monkeypatch.setattr(budget, "MAX_CANDIDATES", 24)
     costs = budget.measure(ours, tokens, Int4(32))
     assert ours.head is head and costs.keys() == whole.keys() and costs != whole
 
@@ -69,7 +69,7 @@ def test_of_a_large_vocabulary_the_likeliest_count(families, monkeypatch, name):
     plain = plain[..., ids].log_softmax(-1)
     for name, module in list(budget.linears(ours).items())[::3]:
         kept = module.weight.clone()
-        module.weight.copy_(nearest(kept, Int4(32)))
+        module.weight.copy_(round_to_nearest(kept, Int4(32)))
         rounded = logits()[..., ids].log_softmax(-1)
         module.weight.copy_(kept)
         assert costs[name] == pytest.approx(float((plain.exp() * (plain - rounded)).sum(-1).mean()), rel=1e-3, abs=1e-7)
@@ -95,7 +95,7 @@ def test_what_is_chosen(families):
     assert len(seen) == sum(len(disk_names(f"{n}.weight")) for n in names)
     enough = (5 * total + sum(budget.n_bit(modules[n], Int8()) - budget.n_bit(modules[n], scheme) for n in (names[3], names[6]))) / total
     assert budget.choose(ours, costs, scheme, enough) == {*disk_names(f"{names[3]}.weight"), *disk_names(f"{names[6]}.weight")}
-    with pytest.raises(ValueError, match="--bits 4.9: int4-g32 alone has 5$"):
+    with pytest.raises(ValueError, match="--bits 4.9: int4-g32 alone needs 5 bits"):
         budget.choose(ours, costs, scheme, 4.9)
 
 
@@ -128,7 +128,7 @@ def test_budgets_that_are_refused(capsys, model, text, tmp_path):  # noqa: F811
     how = ["-m", model, "--calibration_file", text, "--calibration_seq_length", 32, "--calibration_limit", 12]
     assert "--bits requires --mode int4 or int4-gptq" in refused(capsys, *how, "--mode", "int8", "--bits", 6)
     _, out, err = run(capsys, *how, "--mode", "int4", "--bits", 4.5)
-    assert out == "" and "--bits 4.5: int4-g32 alone has 5" in err.splitlines()[-1]
+    assert out == "" and "--bits 4.5: int4-g32 alone needs 5" in err.splitlines()[-1]
     assert "must be at least 4" in run(capsys, *how, "--mode", "int4", "--bits", 2)[2]
     hub = tmp_path / "hub.pth"
     save_checkpoint(quantized(read_checkpoint(model), "int4", 32, "none"), hub, None)

@@ -227,7 +227,7 @@ def test_speculation_changes_nothing(draft):
 def test_a_cache_that_cannot_go_back_is_refused():
     model = tiny_model()
     model.setup_cache(1, 64, 32, max_rejected=1)
-    with pytest.raises(ValueError, match="drafts of 2 tokens"):
+    with pytest.raises(ValueError, match="2 draft tokens"):
         speculative(model, 2, tiny_model())
 
 

@@ -19,7 +19,7 @@ from generate import Batch, generate
 from gpt_faster.cli import batch as batches
 from gpt_faster.decoding import engines
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation, RowsBatch
+from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.loading import load_model as load_path

@@ -15,7 +15,7 @@ import generate
 from gpt_faster import devices, loading
 from gpt_faster.bench.engines import share_weights
 from gpt_faster.cli import evaluate as evaluation
-from gpt_faster.decoding import engines, slots
+from gpt_faster.decoding import engines, scheduler
 from gpt_faster.quantization.calibration_text import calibration_text
 
 TEXT = ("The harbour was quiet before dawn. A single boat, painted blue and white, turned slowly on its rope while "
@@ -362,6 +362,6 @@ def test_ctrl_c(capsys, monkeypatch, adapters):
     monkeypatch.setattr(evaluation, "score", interrupt)
     status, out, _ = run(capsys, "-m", SMOLLM2, "--perplexity", "pydoc", "--limit", 9)
     assert status == 130 and out == ""
-    monkeypatch.setattr(slots, "read_late", interrupt)
+    monkeypatch.setattr(scheduler, "read_late", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(adapters, "generate_until", [("Hi", dict(max_gen_toks=3))], (1,))

@@ -45,7 +45,7 @@ from tokenizers import Tokenizer, models
 
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels.cpu import native
-from gpt_faster.storage import kept_tensors
+from gpt_faster.storage import weight_cache
 
 CONVERT, QUANTIZE = ("scripts/convert_hf_checkpoint.py", "--checkpoint_dir"), ("quantize.py", "--checkpoint_path")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
@@ -183,7 +183,7 @@ def test_killed_while_keeping_weights(checkpoint, tmp_path, monkeypatch):
     for seconds, number in moments(whole.seconds):
         shutil.rmtree(folder, ignore_errors=True)
         Child(tmp_path, keep, checkpoint, env=env).kill_after(seconds, number)
-        kept = kept_tensors.load(folder.name)
+        kept = weight_cache.load(folder.name)
         outcomes["whole" if kept else "nothing"] += 1
         assert kept is None or all(torch.equal(kept[name], t) for name, t in expected.items())
         left += [re.sub("_?partial.*", "partial", p.name) for p in home.iterdir() if p != folder]
@@ -193,7 +193,7 @@ def test_killed_while_keeping_weights(checkpoint, tmp_path, monkeypatch):
     shutil.rmtree(folder)
     several = [Child(tmp_path, keep, checkpoint, env=env) for _ in range(4)]
     assert [child.wait() for child in several] == [0] * 4 and list(home.iterdir()) == [folder]
-    assert all(torch.equal(kept_tensors.load(folder.name)[name], t) for name, t in expected.items())
+    assert all(torch.equal(weight_cache.load(folder.name)[name], t) for name, t in expected.items())
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_beside_a_gpu_the_table_is_on_the_host(families, monkeypatch):
     directory, model = families("gemma4")
     source, pinned, empty = read_checkpoint(directory), [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (pinned.append(pin_memory), empty(*a, **k))[1])
-    monkeypatch.setattr(load, "seen_by_gpu", lambda host, device: host)
+    monkeypatch.setattr(load, "gpu_view", lambda host, device: host)
     assert is_offloaded("per_layer.embed.weight", "cuda:1") and not is_offloaded("per_layer.project.weight", "cuda")
     ours = blank_model(source.cfg, FP32)
     load.place_per_layer_embedding(ours, source, FP32, "cuda")
@@ -327,7 +327,7 @@ def test_drafts_change_no_token(families, drafters, engine):
 def test_a_drafter_for_another_model(families, drafters):
     from gpt_faster.formats.assistant import open_assistant
     draft = open_assistant(drafters[False][0]).load(FP32, "cpu")
-    with pytest.raises(ValueError, match="heads of 16|width of 64"):
+    with pytest.raises(ValueError, match="head_dim 16|width 64"):
         draft.join(load_model(read_checkpoint(families("llama3")[0]), FP32, "cpu"))
 
 

@@ -17,14 +17,14 @@ from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.compile import compile_model
-from gpt_faster.storage import disk, kept_tensors
+from gpt_faster.storage import disk, weight_cache
 from quantize import Int4
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(loading, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(loading, "MIN_SAVE_SECONDS", 0)
     torch_internals.note_once.cache_clear()
     return tmp_path / "kept"
 
@@ -61,7 +61,7 @@ def test_the_same_model_without_reading_it(families, home, at_once, monkeypatch,
         expected = logits(first)
         n = len(sets(home))
         with monkeypatch.context() as m:
-            m.setattr(loading, "code", lambda code=loading.code(): code)
+            m.setattr(loading, "code_digest", lambda code=loading.code_digest(): code)
             m.setattr(loading, "load_shard", None)    # no other way
             again = loading.load(source, dtype, "cpu", engine)
         assert len(sets(home)) == n
@@ -97,7 +97,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
     shutil.copytree(path, tmp_path / "copy")
     loading.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu")
     assert len(sets(home)) == 6                            # the same content elsewhere
-    monkeypatch.setattr(loading, "code", lambda: "other code")
+    monkeypatch.setattr(loading, "code_digest", lambda: "other code")
     assert kept() == 7
 
 
@@ -126,7 +126,7 @@ def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
         assert torch.equal(logits(loading.load(source, torch.float32, "cpu")), expected)
     folder, = sets(home)
     assert (folder / "data").stat().st_size == size
-    assert "made anew" in capsys.readouterr().err
+    assert "rebuilding" in capsys.readouterr().err
 
 
 def test_writing_into_them_stays_private(families, home, at_once):
@@ -149,37 +149,37 @@ def test_the_oldest_go_first_and_the_full_disk_keeps_nothing(families, home, at_
     loading.load(source, torch.bfloat16, "cpu")
     second, = set(sets(home)) - {first}
     os.utime(first, (time.time() + 99, time.time() + 99))  # used later than the second
-    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: int(2.1 * size))
+    monkeypatch.setattr(weight_cache, "max_bytes", lambda: int(2.1 * size))
     loading.load(quantized(source, "int8"), torch.float32, "cpu")
     loading.load(quantized(source, "int4"), torch.float32, "cpu")
     assert first in sets(home) and second not in sets(home)
-    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: size // 2)
+    monkeypatch.setattr(weight_cache, "max_bytes", lambda: size // 2)
     before = sets(home)
     loading.load(source, torch.bfloat16, "cpu")       # larger than all that may be kept
     assert sets(home) == before
 
     def full(*_):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(kept_tensors, "max_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(kept_tensors, "_write", full)
+    monkeypatch.setattr(weight_cache, "max_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(weight_cache, "_write", full)
     loading.load(source, torch.bfloat16, "cpu")
     assert sets(home) == before and not list((home / "weights").glob(".partial*"))
 
 
 def test_random_weights_and_ranks_are_not_kept(home, families, monkeypatch):
-    assert loading.key_of(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu"), False) is None
+    assert loading.cache_key(random_checkpoint("SmolLM2-135M"), torch.float32, torch.device("cpu"), False) is None
     source = read_checkpoint(families("llama3")[0])
-    assert loading.key_of(source, torch.float32, torch.device("cuda"), False) is None
+    assert loading.cache_key(source, torch.float32, torch.device("cuda"), False) is None
     monkeypatch.setattr(loading.tp, "world", lambda: 2)
-    assert loading.key_of(source, torch.float32, torch.device("cpu"), False) is None
+    assert loading.cache_key(source, torch.float32, torch.device("cpu"), False) is None
 
 
 def test_limits(monkeypatch, home, capsys):
     (home / "weights").mkdir(parents=True)
     monkeypatch.setenv("GPT_FASTER_WEIGHTS_MB", "3")
-    assert kept_tensors.max_bytes() == 3 << 20
+    assert weight_cache.max_bytes() == 3 << 20
     monkeypatch.setenv("GPT_FASTER_WEIGHTS_MB", "many")
-    assert kept_tensors.max_bytes() <= 8192 << 20 and "no whole number" in capsys.readouterr().err
+    assert weight_cache.max_bytes() <= 8192 << 20 and "not an integer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -242,10 +242,10 @@ def test_what_a_killed_process_left_is_removed_and_what_is_being_written_stays(h
     for name in (".partial-left", ".partial-written"):
         (folder / name).mkdir(parents=True)
         (folder / name / "data").write_bytes(b"x")
-    with disk.being_written(folder / ".partial-written"):
+    with disk.write_lock(folder / ".partial-written"):
         disk.remove_partials(folder)
         assert [p.name for p in folder.glob(".partial*")] == [".partial-written"]
-        with pytest.raises(OSError), disk.being_written(folder / ".partial-written"):
+        with pytest.raises(OSError), disk.write_lock(folder / ".partial-written"):
             pytest.fail("two at once")
         disk.remove_partials(folder)
         assert (folder / ".partial-written/data").exists()

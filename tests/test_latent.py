@@ -31,12 +31,12 @@ def test_a_token_takes_576_numbers_a_layer():
 def test_the_cheaper_way():
     """Counted as the docstring says: for V3 from 171 tokens on, for GLM-4.7-Flash from 399 on."""
     v3, glm = Latent(1536, 512, 128, 128), Latent(768, 512, 192, 256)
-    assert (v3.cheapest_absorbed(64), glm.cheapest_absorbed(64)) == (170, 398)
+    assert (v3.max_absorbed_tokens(64), glm.max_absorbed_tokens(64)) == (170, 398)
     n, rank, rope, nope, v = 170, 512, 64, 128, 128
     absorbed, apart = 2 * rank + rope, nope + rope + v
     assert n * absorbed <= rank * (nope + v) + n * apart
     assert (n + 1) * absorbed > rank * (nope + v) + (n + 1) * apart
-    assert Latent(None, 32, 64, 64).cheapest_absorbed(32) > 1 << 60    # never dearer: the latent is narrow
+    assert Latent(None, 32, 64, 64).max_absorbed_tokens(32) > 1 << 60    # never dearer: the latent is narrow
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +48,7 @@ def test_absorbed_or_not(families, name, scheme):
     prompt, seen = tokens(), []
     for most in (0, 1 << 62):
         for layer in model.layers:
-            layer.attn.most_absorbed = most
+            layer.attn.max_absorbed_tokens = most
         model.setup_cache(3, 24)
         rows = torch.arange(3)[:, None] + torch.arange(13, 19)         # which begin at different positions
         calls = [model(prompt[:, :13], torch.arange(13), 13), model(prompt[:, 13:19], torch.arange(13, 19), 6),
@@ -63,8 +63,8 @@ def test_each_way_is_taken(ours, monkeypatch):
     for way in ("attend_latents", "attend_heads"):
         plain = getattr(attn, way)
         monkeypatch.setattr(attn, way, lambda *a, plain=plain, way=way: (taken.append(way), plain(*a))[1])
-    most = model.layers[0].attn.most_absorbed
-    assert most == model.cfg.mixer[0].cheapest_absorbed(8) == 96 * 64 // (2 * 96 + 8 - 72)
+    most = model.layers[0].attn.max_absorbed_tokens
+    assert most == model.cfg.mixer[0].max_absorbed_tokens(8) == 96 * 64 // (2 * 96 + 8 - 72)
     model.setup_cache(1, 128)
     for n, way in ((1, "attend_latents"), (most, "attend_latents"), (most + 1, "attend_heads")):
         taken.clear()

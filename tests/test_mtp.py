@@ -30,7 +30,7 @@ from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.compile import as_cuda_graph
 from gpt_faster.kernels.cpu.layers import OperationsLayer, uses_operations
 from gpt_faster.kernels.linear import PackedLinear
-from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
+from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from model import ModelConfig, Transformer
 from quantize import schemes
 from sampling import Sampler, SamplingParams
@@ -231,7 +231,7 @@ def test_a_part_of_the_vocabulary_is_drafted(heads, engine, mode, dtype, two_thr
     prompt = ids(40)
     model.setup_cache(1, 128, 64, max_rejected=5)
     expected = plain(model, prompt, 30)
-    monkeypatch.setattr(mtp, "DRAFTED_TOKENS", 64)
+    monkeypatch.setattr(mtp, "DRAFT_VOCAB", 64)
     batch = batch_of(model, head, 3, engine=engine)
     whole, part, x = model.head, head.head, torch.randn(5, model.cfg.dim, dtype=dtype)
     with torch.inference_mode():
@@ -364,7 +364,7 @@ def test_the_memory_statement_counts_the_head(heads, monkeypatch):
 
 def test_bad_input(capsys, families, command, tmp_path):
     directory = command[1]
-    assert "has no head that drafts" in refused(capsys, "-m", SMOLLM2, "--speculate", "mtp")
+    assert "has no MTP head" in refused(capsys, "-m", SMOLLM2, "--speculate", "mtp")
     assert "needs --batch_size 1" in refused(capsys, *command, "--speculate", "mtp", "--batch_size", 2)
     assert "conflicts with" in refused(capsys, *command, "--speculate", "mtp", "--no_speculate")
     disk = load_file(directory / "model.safetensors")
@@ -389,7 +389,7 @@ TINY = ModelConfig(dim=16, n_layer=1, n_head=2, n_kv_head=1, head_dim=8, ffn_dim
 
 def random_pair(seed=1):
     """A model of four tokens, and a head that knows it a little: its output layer is the model's."""
-    cfg = HeadConfig(**{**vars(TINY), "vocab_size": 1})
+    cfg = MTPConfig(**{**vars(TINY), "vocab_size": 1})
     torch.manual_seed(seed)
     pair = Transformer(TINY), MTPHead(cfg)
     for module in pair:

@@ -19,11 +19,11 @@ from generate import Batch, NotFinite, Sequence, follow, generate, read_late
 from gpt_faster.cli import evaluate
 from gpt_faster.decoding import request_sampler
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
+from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.quantization import calibrate
-from gpt_faster.quantization.solve import nearest
+from gpt_faster.quantization.solve import round_to_nearest
 from quantize import Int4
 from sampling import SamplingParams
 from tokenizer import NullTokenizer
@@ -136,7 +136,7 @@ def test_in_a_server_s_slots_only_that_row_fails(model, kind):
             sampler = build_sampler(model, [GREEDY] * 3)
         else:
             sampler = request_sampler.build_request_sampler(model, 3, torch.Generator(), lambda params: None)
-        slots = Slots(RowsBatch(model, sampler), between=64, reuse=True)
+        slots = Scheduler(RowsBatch(model, sampler), max_prefill=64, reuse=True)
         params = None if kind == "sampler" else request_sampler.GREEDY
         tasks = [Generation(NullTokenizer(), ids, max_new=8 if i else 4, params=params) for i, ids in enumerate(prompts)]
         slots.waiting.extend(tasks)
@@ -152,7 +152,7 @@ def test_in_a_server_s_slots_only_that_row_fails(model, kind):
                     continue
                 if value is not None and event.generation is tasks[1] and len(tasks[1].ids) == 3:
                     for layer in model.layers:             # as a token whose activations overflow leaves it
-                        layer.attn.cache.v[event.slot, :, 1] = value
+                        layer.attn.cache.v[event.row, :, 1] = value
         return [task.ids for task in tasks], failed
     plain, failed = answers()
     assert not failed
@@ -287,4 +287,4 @@ def test_gptq_of_inputs_that_are_all_zero(families, tmp_path):
     leaves = solver("layers.0.attn.wo.weight")
     w = source.tensors["layers.0.attn.wo.weight"].whole()
     values = Int4(32).dequantize(leaves["weight"], leaves["scales"], leaves["zeros"], torch.float32)
-    assert (values - w).norm() < 1.05 * (nearest(w, Int4(32)) - w).norm()
+    assert (values - w).norm() < 1.05 * (round_to_nearest(w, Int4(32)) - w).norm()

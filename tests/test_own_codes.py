@@ -11,7 +11,12 @@ from gpt_faster.formats.gguf_int4 import BLOCKS, as_int4
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import note, quantize_tensor, quantized
-from gpt_faster.quantization.calibration_text import OPENINGS, REQUESTS, openings, written
+from gpt_faster.quantization.calibration_text import (
+    OPENINGS,
+    REQUESTS,
+    generate_text,
+    text_openings,
+)
 from quantize import dequantize, describe, scheme_named
 
 FP32 = torch.float32
@@ -113,15 +118,15 @@ class Chatty(Words):
 def test_the_model_writes_what_it_is_calibrated_on(families):
     """From nothing and from openings, the same each time; after an end begins another text."""
     model = load_model(read_checkpoint(families("llama3")[0]), FP32, "cpu")
-    rows = written(model, Words(), {3, 4}, 8, 40)
+    rows = generate_text(model, Words(), {3, 4}, 8, 40)
     assert rows.shape == (8, 40) and rows.min() >= 0 and rows.max() < 160
-    assert torch.equal(rows, written(model, Words(), {3, 4}, 8, 40)) and model.max_batch_size == 0
+    assert torch.equal(rows, generate_text(model, Words(), {3, 4}, 8, 40)) and model.max_batch_size == 0
     for i in range(8):
         begin = [7] if i == 0 else [7, 10 + len(OPENINGS[i - 1]), 11]
         assert rows[i, :len(begin)].tolist() == begin
     ended = torch.isin(rows[:, :-1], torch.tensor([3, 4])) & (torch.arange(39) >= 3)
     assert (rows[:, 1:][ended] == 7).all() and len({tuple(row) for row in rows.tolist()}) > 5
-    assert openings(Chatty(), {3}, 10) == [[7], [10 + len("Hello!"), 11], *([7, 10 + len(o), 11] for o in OPENINGS[:6]),
+    assert text_openings(Chatty(), {3}, 10) == [[7], [10 + len("Hello!"), 11], *([7, 10 + len(o), 11] for o in OPENINGS[:6]),
                                            [7], [10 + len(REQUESTS[1]), 11]]
 
 
@@ -131,5 +136,5 @@ def test_without_a_token_that_begins_texts():
 
         def encode(self, text, bos=True):
             return [len(text)]
-    assert openings(Plain(), {9, 5}, 2) == [[5], [len(OPENINGS[0])]]
-    assert openings(Plain(), set(), 1) == [[len("The")]]
+    assert text_openings(Plain(), {9, 5}, 2) == [[5], [len(OPENINGS[0])]]
+    assert text_openings(Plain(), set(), 1) == [[len("The")]]

@@ -718,10 +718,10 @@ def test_corrected_is_least_squares():
     """With share 1 and next to no damping: the weights that give the original's outputs from the inputs there are."""
     w, _ = problem(1, 8, 64)
     original, x = drawn(2, 500, 64), drawn(2, 500, 64) + 0.3 * drawn(3, 500, 64)
-    found = gptq.corrected(w, x.T @ x, (original - x).T @ x, 1.0, 1e-6)
+    found = gptq.correct_weight(w, x.T @ x, (original - x).T @ x, 1.0, 1e-6)
     expected = torch.linalg.lstsq(x, original @ w.T).solution.T
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-    half = gptq.corrected(w, x.T @ x, (original - x).T @ x, 0.5, 1e-6)
+    half = gptq.correct_weight(w, x.T @ x, (original - x).T @ x, 0.5, 1e-6)
     torch.testing.assert_close(half, (w + found) / 2)
 
 
@@ -731,14 +731,14 @@ def test_grids_are_least_squares_for_all_codes_of_a_row():
     q, scales, zeros = solved(w, hessian, 32)
     root = torch.linalg.cholesky(hessian.double()).T       # H = R' R
     off = (w - worth(q, scales, zeros)).float() @ hessian
-    found = refine.fitted_grids(off, hessian, q, scales, zeros, 32)
+    found = refine.fit_grids(off, hessian, q, scales, zeros, 32)
     member = torch.eye(3, dtype=torch.float64).repeat_interleave(32, 0)
     for row in range(6):
         design = torch.cat(((q[row].double() - 8)[:, None] * member, member), 1)
         expected = torch.linalg.lstsq(root @ design, root @ w[row].double()).solution
         torch.testing.assert_close(torch.cat((found[0][row], found[1][row])).double(), expected, rtol=5e-3, atol=2e-3)
     few = torch.full_like(q, 3.0)                          # one code only: a scale says nothing there
-    same = refine.fitted_grids((w - worth(few, scales, zeros)).float() @ hessian, hessian, few, scales, zeros, 32)
+    same = refine.fit_grids((w - worth(few, scales, zeros)).float() @ hessian, hessian, few, scales, zeros, 32)
     assert all(t.isfinite().all() for t in same) and (same[0] > 0).all()
 
 
@@ -755,7 +755,7 @@ def test_settled_codes_are_each_the_best_where_all_others_stay(blocksize):
         costs = (change @ hessian.double() * change).sum(-1)
         expected[:, i] = costs.argmin(0).float()
     value = worth(q, scales, zeros).float()
-    found = refine.settled_codes(value - w, hessian, value, scales, zeros, Int4(32), blocksize)
+    found = refine.update_codes(value - w, hessian, value, scales, zeros, Int4(32), blocksize)
     assert (found == expected).float().mean() > 0.99       # two as good: fp32 decides
 
 
@@ -765,14 +765,14 @@ def test_refined_is_better_than_solved():
     for seed in range(0, 200, 10):
         w, hessian = problem(seed, 16, 96)
         first = solved(w, hessian, 32)
-        found = refine.refined(w, hessian, *first, Int4(32))
+        found = refine.refine(w, hessian, *first, Int4(32))
         assert torch.equal(found[1], found[1].bfloat16().float()) and torch.equal(found[0], found[0].round().clamp(0, 15))
         ratios.append(error(w, found, hessian) / error(w, first, hessian))
         x = inputs_like(hessian, seed + 7)
         unseen.append(error(w, found, x.T @ x) / error(w, first, x.T @ x))
     assert max(ratios) < 1 and sorted(ratios)[10] < 0.93 and sorted(unseen)[10] < 0.97
     for hessian in (torch.zeros(96, 96), problem(2, 24, 96, 5)[1]):
-        found = refine.refined(w, hessian, *solved(w, hessian, 32), Int4(32))
+        found = refine.refine(w, hessian, *solved(w, hessian, 32), Int4(32))
         assert all(t.isfinite().all() for t in found) and (found[1] > 0).all()
 
 
@@ -781,14 +781,14 @@ def test_shrunk_keeps_the_sizes():
     w, hessian = problem(1, 8, 64)
     both = torch.stack((hessian, 3 * hessian))
     for share in (0.0, 0.3, 1.0):
-        found = gptq.shrunk(both, share)
+        found = gptq.shrink_correlations(both, share)
         expected = torch.where(torch.eye(64) > 0, both, (1 - share) * both)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(gptq.shrunk(hessian, share), expected[0])
+        torch.testing.assert_close(gptq.shrink_correlations(hessian, share), expected[0])
     d = hessian.diagonal().rsqrt()
-    alone = gptq.shrunk(d[:, None] * hessian * d, 1.0)     # of inputs that are equally large
+    alone = gptq.shrink_correlations(d[:, None] * hessian * d, 1.0)     # of inputs that are equally large
     assert all(torch.equal(a, b) for a, b in zip(solved(w, alone, 32), nearest(w, 32)))
-    less = solved(w, gptq.shrunk(hessian, 0.3), 32)
+    less = solved(w, gptq.shrink_correlations(hessian, 0.3), 32)
     assert error(w, solved(w, hessian, 32), hessian) < error(w, less, hessian) < error(w, nearest(w, 32), hessian)
 
 
@@ -927,9 +927,9 @@ def test_gptq_of_a_model(families, name):
         w, h = torch.cat([plain.tensors[p].whole() for p in pieces], -2), hessian
         if h.dim() > 2:
             w, h = w[1], h[1]
-        h = gptq.shrunk(h, calibrate.SHRINKAGE)
-        aim = w.float() if cross is None else gptq.corrected(w.float(), h, cross, calibrate.CORRECTION)
-        found = refine.refined(aim, h, *gptq.solve(aim, h, Int4(32)), Int4(32))
+        h = gptq.shrink_correlations(h, calibrate.SHRINKAGE)
+        aim = w.float() if cross is None else gptq.correct_weight(w.float(), h, cross, calibrate.CORRECTION)
+        found = refine.refine(aim, h, *gptq.solve(aim, h, Int4(32)), Int4(32))
         leaves = [torch.cat([source.tensors[p.replace("weight", leaf)].whole() for p in pieces], -2) for leaf in ("weight", "scales", "zeros")]
         leaves = [t[1] if t.dim() > 2 else t for t in leaves]
         assert torch.equal(leaves[0], pack_nibbles(found[0])) and torch.equal(leaves[1].float(), found[1]) and torch.equal(leaves[2].float(), found[2])
@@ -969,7 +969,7 @@ def test_solver_wants_its_order(families):
     source = read_checkpoint(families("llama3")[0])
     solver = calibrate.Solver(source, windows_of(), "cpu", FP32, Int4(32))
     name = "layers.1.attn.wq.weight"
-    with pytest.raises(AssertionError, match=f"{name} was asked for before layers.0"):
+    with pytest.raises(AssertionError, match=f"{name} was requested before layers.0"):
         solver(name)
 
 
@@ -1071,7 +1071,7 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
     assert describe(source) == describes and source.tokenizer == model
     if "gptq" in name:
         assert "calibrating on 12 windows of 32 tokens" in err and "layer 4 of 4: output error" in err
-        assert re.search(r"of 16 linears have a smaller output error on held-out text than rounding gives", err)
+        assert re.search(r"of 16 linears have a smaller output error on held-out text than rounding to nearest", err)
         assert len(err.splitlines()) == 6
     said = greedy(capsys, "-m", model / name)
     assert len(said["new_ids"]) == 20 and f"{said['quantization']}, head {said['quantized_head']}" == describes.replace(" by GPTQ", "")

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from gpt_faster.decoding.request_sampler import ANYTHING, RequestParams
+from gpt_faster.decoding.request_sampler import ANY_PARAMS, RequestParams
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
 from sampling import (
     FILTERS,
@@ -138,7 +138,7 @@ def test_all_samplers_draw_the_same_also_where_logits_tie(seed, n_vocab):
         logits = (logits, logits.round(), (logits / 4).round(), logits.bfloat16().float())[step % 4]
         pos, drawn = torch.randint(100, (rows, 1)), {}
         for kind in KINDS:
-            for name, later in (("announced", params), ("anything", [*ANYTHING, RequestParams(top_n_sigma=1.0)])):
+            for name, later in (("announced", params), ("anything", [*ANY_PARAMS, RequestParams(top_n_sigma=1.0)])):
                 batch = kind([RequestParams(temperature=0)] * rows, n_vocab, later=later)
                 for row in range(rows):
                     batch.begin(row, [row, 7], params[row])
@@ -392,4 +392,4 @@ def test_noise_is_of_seed_and_position():
     ([SamplingParams(top_k=20), SamplingParams(top_p=0.9)], False)])
 def test_which_draws_are_one_kernel(rows, fits):
     """Top-p after top-k is not: whose mass it is of is not known."""
-    assert DeviceSampler(rows, 50).in_one_kernel == fits
+    assert DeviceSampler(rows, 50).uses_draw_kernel == fits

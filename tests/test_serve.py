@@ -508,16 +508,16 @@ def test_a_flood_gets_429_and_the_rest_their_answers(server):
 def test_the_queue_has_the_length_that_was_asked_for(ours):
     """Of an engine that does not run: one request for each free row and max_queue more, in any pieces."""
     from gpt_faster.decoding.request_sampler import GREEDY, build_request_sampler
-    from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler
     from gpt_faster.server.engine import Delivery, Engine, QueueFull
     from gpt_faster.server.metrics import Metrics
     from tokenizer import NullTokenizer
     model = ours("llama3")
     model.setup_cache(2, 32, 8)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=8, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), max_prefill=8, reuse=True)
 
     def some(i):
-        return Generation(NullTokenizer(), [1], params=GREEDY, about=Delivery(i, None, 1e9))
+        return Generation(NullTokenizer(), [1], params=GREEDY, user_data=Delivery(i, None, 1e9))
     for pieces in ([1] * 6, [4, 2], [6]):
         engine = Engine(slots, 4, Metrics())
         for n in pieces:
@@ -585,7 +585,7 @@ def test_bad_flags(capfd):
 
 def asked(prompts, n, params=None):
     from gpt_faster.decoding.request_sampler import GREEDY
-    from gpt_faster.decoding.slots import Generation
+    from gpt_faster.decoding.scheduler import Generation
     from tokenizer import NullTokenizer
     return [Generation(NullTokenizer(), ids, max_new=n, params=params or GREEDY) for ids in prompts]
 
@@ -596,7 +596,7 @@ def run_slots(slots, generations):
 
     def count():
         assert next(looks) < 1000, "it never ends: a slot is not free"
-    slots.arrivals = count
+    slots.poll = count
     slots.waiting.extend(generations)
     for event in slots.run():
         if event.error:
@@ -608,7 +608,7 @@ def run_slots(slots, generations):
 def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     """Turns of conversations over two rows, in chunks of 4: as recomputed from scratch."""
     from gpt_faster.decoding.request_sampler import build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import RowsBatch, Scheduler
     model, g = ours(name), torch.Generator().manual_seed(3)
 
     def some(n):
@@ -617,22 +617,22 @@ def test_slots_reuse_prefixes_in_chunks_and_rings(ours, name):
     prompts = [start + some(n) for start in starts for n in (3, 6, 1)]
     expected = [plain(model, ids, 6) for ids in prompts]
     model.setup_cache(2, 48, 4)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), max_prefill=4, reuse=True)
     tasks = asked(prompts, 6)
     assert run_slots(slots, tasks) == [None] * 9
     assert [task.ids for task in tasks] == expected
     assert name != "llama3" or sum(task.n_reused for task in tasks) > 20
-    assert not slots.running and not slots.beginning
+    assert not slots.running and not slots.prefilling
 
 
 def test_slots_go_on_from_a_state(ours):
     """A conversation that goes on as it was computes what is new only; one that was changed begins anew."""
     from gpt_faster.decoding.request_sampler import build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import RowsBatch, Scheduler
     model = ours("qwen3_5_text")
     turns, said = [[5, 6, 7, 8, 9], [3, 4], [8, 1, 2]], []
     model.setup_cache(2, 64, 4, max_rejected=1)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), between=4, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 2, None, lambda params: None)), max_prefill=4, reuse=True)
     tasks = []
     for turn in turns:
         tasks += asked([said + turn], 6)
@@ -653,7 +653,7 @@ def plain(model, ids, n):
 
 def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
     from gpt_faster.decoding.request_sampler import build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import RowsBatch, Scheduler
     model = ours("llama3")
     prompts = [[1, 2, 3, 4, 5], [66] * 4, [7, 8, 9]]
     expected = [plain(model, ids, 5) for ids in prompts]
@@ -667,7 +667,7 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
         return prefill(rows, prompts, *more)
     monkeypatch.setattr(batch, "prefill", fails)
     tasks = asked(prompts, 5)
-    errors = run_slots(Slots(batch, between=5), tasks)
+    errors = run_slots(Scheduler(batch, max_prefill=5), tasks)
     assert [bool(e) for e in errors] == [False, True, False]
     assert [tasks[i].ids for i in (0, 2)] == [expected[0], expected[2]]
 
@@ -675,17 +675,17 @@ def test_a_request_that_raises_takes_no_other_with_it(ours, monkeypatch):
 def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting(ours):
     """Between the slots' last look at who waits, and the engine's own."""
     from gpt_faster.decoding.request_sampler import build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import RowsBatch, Scheduler
     from gpt_faster.server.engine import Delivery, Engine
     from gpt_faster.server.metrics import Metrics
     model, prompts = ours("llama3"), [[1, 2, 3], [7, 8, 9]]
     expected = [plain(model, ids, 4) for ids in prompts]
     model.setup_cache(1, 32, 8)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), max_prefill=8, reuse=True)
     engine = Engine(slots, 4, Metrics())
     work = asked(prompts, 4)
     for each in work:
-        each.about = Delivery(0, None, time.monotonic() + 60)
+        each.user_data = Delivery(0, None, time.monotonic() + 60)
     run, ended = slots.run, []
 
     def run_and_then_it_comes():
@@ -708,12 +708,12 @@ def test_a_request_that_comes_when_the_slots_have_just_ended_is_not_left_waiting
 def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypatch):
     """By a clock that goes 15 ms further with each token."""
     from gpt_faster.decoding.request_sampler import build_request_sampler
-    from gpt_faster.decoding.slots import RowsBatch, Slots
+    from gpt_faster.decoding.scheduler import RowsBatch, Scheduler
     from gpt_faster.server import engine as module
     from gpt_faster.server.metrics import Metrics
     model, clock, delivered = ours("llama3"), [100.0], []
     model.setup_cache(1, 32, 8)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), max_prefill=8, reuse=True)
     engine = module.Engine(slots, 4, Metrics(), lambda events: delivered.extend(
         (e.text, len(e.generation.ids)) for e in events))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -727,7 +727,7 @@ def test_tokens_come_together_but_the_first_and_the_last_at_once(ours, monkeypat
     prompts = [[1, 2, 3], [7, 8, 9, 1]]
     work = asked(prompts, 9)
     for each in work:
-        each.about = module.Delivery(0, None, 1e9)
+        each.user_data = module.Delivery(0, None, 1e9)
     engine.submit(work)
     engine.drain()
     engine.run()

@@ -28,7 +28,7 @@ from gpt_faster.cli import batch, flags
 from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import Generation, RowsBatch, Slots
+from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler
 from gpt_faster.formats.known_shapes import with_random_weights
 from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
@@ -36,7 +36,7 @@ from gpt_faster.server import main as serve
 from gpt_faster.server.app import HttpServer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.metrics import Metrics
-from gpt_faster.storage import disk, kept_tensors
+from gpt_faster.storage import disk, weight_cache
 from gpt_faster.text.token_bytes import unicode_to_bytes
 from model import ModelConfig
 from sampling import RANGES, SamplingParams
@@ -72,7 +72,7 @@ class InProcess:
             for p in self.session.model.parameters():
                 if p.dim() > 1:
                     p.normal_(0, 0.3)              # so that no two tokens are nearly as likely
-        slots = Slots(self.session.batch, self.session.model.longest_call)
+        slots = Scheduler(self.session.batch, self.session.model.longest_call)
         self.engine = Engine(slots, args.max_queue, Metrics())
         self.http = HttpServer(self.session, self.engine, Metrics())
         self.http.loop = asyncio.new_event_loop()
@@ -270,7 +270,7 @@ def answers(model, prompts, failing=None, n_row=6, n_new=8):
     sampler = build_request_sampler(model, n_row, torch.Generator().manual_seed(1), lambda params: None)
     if failing:
         sampler.processors.append(failing)
-    slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
+    slots = Scheduler(RowsBatch(model, sampler), max_prefill=32, reuse=True)
     tasks = [Generation(NullTokenizer(), ids, max_new=n_new, params=kind, n_top=2 if kind.logprobs else None)
              for ids, kind in zip(prompts, itertools.cycle(KINDS))]
     slots.waiting.extend(tasks)
@@ -278,7 +278,7 @@ def answers(model, prompts, failing=None, n_row=6, n_new=8):
     for event in slots.run():
         if event.error:
             failed.add(event.generation)
-        logprobs[event.generation] += [p.own for _, p in event.logprobs]
+        logprobs[event.generation] += [p.chosen for _, p in event.logprobs]
     return [None if task in failed else (task.ids, logprobs[task]) for task in tasks], slots
 
 
@@ -297,7 +297,7 @@ def test_the_one_that_fails_in_a_shared_call_fails_alone(model, after, n_bad):
             assert ours is None
         else:
             assert ours[0] == alone[0] and ours[1] == pytest.approx(alone[1], abs=1e-4), i
-    assert not slots.running and not slots.beginning and not slots.suspects and slots.n_waiting() == 0
+    assert not slots.running and not slots.prefilling and not slots.suspects and slots.n_waiting() == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "gemma3_text"])
@@ -315,19 +315,19 @@ def test_a_task_that_leaves_while_it_is_fed_its_tokens_again_leaves_a_right_cach
     model.setup_cache(6, 64, 32)
     sampler = build_request_sampler(model, 6, None, lambda params: None)
     sampler.processors.append(Failing(5))
-    slots = Slots(RowsBatch(model, sampler), between=32, reuse=True)
+    slots = Scheduler(RowsBatch(model, sampler), max_prefill=32, reuse=True)
     tasks = [Generation(NullTokenizer(), ids, max_new=20, params=GREEDY) for ids in ([101, 102, 103], [105, 106], [104, BAD])]
     slots.waiting.extend(tasks)
     left = tasks[0]
 
     def leaves():                                  # two tokens into its second run
-        if left.n_known and left.n_drawn == 2 and left in slots.running.values():
+        if left.n_replay and left.n_sampled == 2 and left in slots.running.values():
             slots.drop(left)
-    slots.arrivals = leaves
+    slots.poll = leaves
     for _ in slots.run():
         pass
-    assert left.finish_reason is None and len(left.ids) >= 5 and left.n_drawn == 2
-    assert left.prompt_ids + left.ids[:1] in slots.kept
+    assert left.finish_reason is None and len(left.ids) >= 5 and left.n_sampled == 2
+    assert left.prompt_ids + left.ids[:1] in slots.cached_ids
     again = Generation(NullTokenizer(), left.prompt_ids + left.ids, max_new=6, params=GREEDY)
     expected = answers(model_copy(model), [again.prompt_ids], n_row=1, n_new=6)[0][0][0]
     slots.waiting.append(again)
@@ -578,11 +578,11 @@ def test_a_planted_library_is_not_loaded(cache, tmp_path, monkeypatch, capsys, h
 @pytest.mark.parametrize("how", UNTRUSTED)
 def test_planted_weights_are_not_loaded(cache, capsys, how):
     tensors = dict(a=torch.arange(5.0))
-    kept_tensors.save("key", tensors)
-    assert torch.equal(kept_tensors.load("key")["a"], tensors["a"])
+    weight_cache.save("key", tensors)
+    assert torch.equal(weight_cache.load("key")["a"], tensors["a"])
     make_untrusted(how, cache, cache / "weights/key/data")
-    assert kept_tensors.load("key") is None and "is not used" in capsys.readouterr().err
-    kept_tensors.save("other", tensors)
+    assert weight_cache.load("key") is None and "is not used" in capsys.readouterr().err
+    weight_cache.save("other", tensors)
     assert (cache / "weights/other").exists() == ("file" in how)
 
 
@@ -623,11 +623,11 @@ def test_a_new_cache_is_private_whatever_the_umask(tmp_path, monkeypatch):
         monkeypatch.setenv("GPT_FASTER_CACHE", str(tmp_path / "a/b/cache"))
         folder = disk.trusted_cache()
         assert folder == tmp_path / "a/b/cache"
-        kept_tensors.save("key", dict(a=torch.ones(2)))
-        assert kept_tensors.load("key") is not None
+        weight_cache.save("key", dict(a=torch.ones(2)))
+        assert weight_cache.load("key") is not None
         assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "a").rglob("*"))
         folder.chmod(0o777)
-        private_one = disk.writable()
+        private_one = disk.writable_folder()
         assert private_one != folder and private_one.stat().st_mode & 0o777 == 0o700
         shutil.rmtree(private_one)
     finally:

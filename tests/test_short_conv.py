@@ -59,7 +59,7 @@ def test_drafts_that_are_rejected_change_nothing(families, name):
         model.setup_cache(1, 80, None, max_rejected=4)
         assert ids_of(speculative(model, 4, draft, fixed=True), prompt, 30) == expected
     model.setup_cache(1, 80, None, max_rejected=2)
-    with pytest.raises(ValueError, match="drafts of 4 tokens may be rejected"):
+    with pytest.raises(ValueError, match="4 draft tokens may be rejected"):
         speculative(model, 4, other, fixed=True)
 
 

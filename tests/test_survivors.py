@@ -10,7 +10,7 @@ from helpers import GREEDY, make_batch
 from generate import Sequence, Steps, decode_one_token, generate
 from gpt_faster.decoding.request_sampler import GREEDY as GREEDY_REQUEST
 from gpt_faster.decoding.request_sampler import RequestParams, build_request_sampler
-from gpt_faster.decoding.slots import Event, Generation, RowsBatch, Slots
+from gpt_faster.decoding.scheduler import Event, Generation, RowsBatch, Scheduler
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
 from gpt_faster.server.prepare import Model, PreparedRequest
@@ -133,7 +133,7 @@ def test_the_first_of_two_stop_strings_in_one_token_counts(stops):
 def answers(model, *prompts, keep=True):
     """One after another in one slot -> each one's new ids, and how many of its prompt's tokens were in the cache."""
     model.setup_cache(1, 64, 8)
-    slots = Slots(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), between=8, reuse=True)
+    slots = Scheduler(RowsBatch(model, build_request_sampler(model, 1, None, lambda params: None)), max_prefill=8, reuse=True)
     tasks = [Generation(NullTokenizer(), ids, max_new=5, params=GREEDY_REQUEST) for ids in prompts]
 
     def fails_at_its_end(token_id, task):
@@ -178,7 +178,7 @@ def test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away(ours, nam
 def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
     """The text ends in what may begin a call: it is held back until the answer's end, and then said."""
     tools = [dict(type="function", function=dict(name="f"))]
-    task = SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3], n_reused=0, about=SimpleNamespace(index=0))
+    task = SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3], n_reused=0, user_data=SimpleNamespace(index=0))
     work = PreparedRequest([task], 1, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
     asked = SimpleNamespace(stream=stream, stream_options=None, logprobs=None)
     answer = ChatAnswer(SimpleNamespace(name="m"), asked, work)

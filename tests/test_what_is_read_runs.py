@@ -937,17 +937,17 @@ def test_a_gpus_step_of_what_is_not_known_is_pytorchs(traced, monkeypatch, capsy
 def test_a_kernels_filters_stand_for_those_of_sampling_only(monkeypatch):
     """A draw in one kernel, and top-p without a sort: where sampling.py's functions are the ones that they were made of."""
     rows = [SamplingParams(0.8, 0, 0.9, 0.05)]
-    assert DeviceSampler(rows, 160).in_one_kernel
+    assert DeviceSampler(rows, 160).uses_draw_kernel
     with monkeypatch.context() as patched:
         patched.setitem(sampling.FILTERS, "min_p", lambda probs, min_p: probs >= min_p)
-        assert not DeviceSampler(rows, 160).in_one_kernel
+        assert not DeviceSampler(rows, 160).uses_draw_kernel
     with monkeypatch.context() as patched:
         patched.setattr(Sampler, "distribution", lambda self, logits, rows, shortlist=None: (logits.softmax(-1), None))
-        assert not DeviceSampler(rows, 160).in_one_kernel
+        assert not DeviceSampler(rows, 160).uses_draw_kernel
     with monkeypatch.context() as patched:
         patched.setattr(sampling, "draw", lambda probs, ids, noise: probs.argmax(-1, keepdim=True))
-        assert not DeviceSampler(rows, 160).in_one_kernel
-    assert DeviceSampler(rows, 160).in_one_kernel
+        assert not DeviceSampler(rows, 160).uses_draw_kernel
+    assert DeviceSampler(rows, 160).uses_draw_kernel
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -27,7 +27,7 @@ from gpt_faster.decoding.engines import (
     warm_up,
 )
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation, RowsBatch
+from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
@@ -180,8 +180,8 @@ class Engine:
             pass
         total_s = time.perf_counter() - start
         return dict(ids=[each.ids for each in work], total_s=total_s,
-                    request_s=[each.last_s - each.begun_s for each in work],
-                    first_s=[each.first_s - each.begun_s for each in work])
+                    request_s=[each.last_s - each.start_s for each in work],
+                    first_s=[each.first_s - each.start_s for each in work])
 
     def cache_bytes(self) -> int:
         """KV cache bytes, and the weights of an MTP head."""

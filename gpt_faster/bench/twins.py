@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.latent import Latent
-from gpt_faster.layers.rope import n_turning
+from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
 from model import layer_config
@@ -78,7 +78,7 @@ def _metadata(cfg) -> dict:
         "attention.head_count": cfg.n_head, "attention.head_count_kv": cfg.n_kv_head,
         "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim,
         "attention.layer_norm_rms_epsilon": cfg.norm_eps, "rope.freq_base": cfg.rope[0].theta,
-        "rope.dimension_count": n_turning(cfg.rope[0], cfg.head_dim)}
+        "rope.dimension_count": n_rotated(cfg.rope[0], cfg.head_dim)}
 
 
 def _attention(cfg) -> dict:

@@ -24,7 +24,7 @@ from generate import (
     sampling_params,
     synthetic_length,
 )
-from gpt_faster.decoding.slots import Generation, Slots
+from gpt_faster.decoding.scheduler import Generation, Scheduler
 from gpt_faster.text.chat_template import encode_chat
 from sampling import RANGES
 
@@ -158,7 +158,7 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
     return Generation(tokenizer, ids, eos_ids, args.stop, n_new,
-                      sampling_params(args, **request.sampling), about=request)
+                      sampling_params(args, **request.sampling), user_data=request)
 
 
 def encode_all(requests: list[Request], *encode_args) -> tuple[list[Generation], list[str]]:
@@ -179,14 +179,14 @@ def serve(batch: Batch, work: Iterable[Generation]) -> Iterator[tuple[Generation
 
     NotFinite, with a `generation` attribute, if logits are NaN or infinite.
     """
-    slots = Slots(batch)
+    slots = Scheduler(batch)
     slots.waiting.extend(work)
     for event in slots.run():
         if event.error:
             event.error.generation = event.generation
             raise event.error
         if event.finish_reason:
-            yield event.generation, event.slot
+            yield event.generation, event.row
 
 
 # ---- Results ------------------------------------------------------------------------------------
@@ -263,24 +263,24 @@ class Results:
 
 def run(work: list[Generation], batch: Batch, results: Results) -> bool:
     """Run all, write each result, and log the speed -> whether Ctrl-C interrupted it."""
-    results.waiting.extend(generation.about.id for generation in work)
+    results.waiting.extend(generation.user_data.id for generation in work)
     start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
     try:
         for done, slot in serve(batch, work):
-            request, n = done.about, len(done.ids)
+            request, n = done.user_data, len(done.ids)
             n_tokens += n
-            speeds.append(n / (done.last_s - done.begun_s))
+            speeds.append(n / (done.last_s - done.start_s))
             results.write(
                 request, id=request.id, slot=slot, prompt=request.prompt,
                 messages=request.messages, text=done.text, prompt_ids=done.prompt_ids,
                 new_ids=done.ids, finish_reason=done.finish_reason,
-                ttft_s=done.first_s - done.begun_s,
+                ttft_s=done.first_s - done.start_s,
                 decode_tok_s=(n - 1) / (done.last_s - done.first_s) if n > 1 else None)
     except KeyboardInterrupt:
         interrupted = True
     except NotFinite as e:
         results.close()
-        raise ValueError(f"{e.generation.about.where}: {e}") from None
+        raise ValueError(f"{e.generation.user_data.where}: {e}") from None
     results.close()
     seconds = time.perf_counter() - start
     log(f"{len(speeds)} of {len(work)} prompts, {n_tokens} new tokens in {seconds:.2f} s: "

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt_faster.decoding.slots import n_common
+from gpt_faster.decoding.scheduler import n_common
 from gpt_faster.text.chat_template import encode_chat
 
 try:

@@ -25,7 +25,7 @@ from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_quantize
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation, RowsBatch
+from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.formats.quantize_on_load import quantize_as_requested
 from gpt_faster.kernels.cpu import native
@@ -214,13 +214,14 @@ class LMEvalModel:
             if (model.max_batch_size, model.max_seq_length) != (B, length):
                 model.setup_cache(B, length, CHUNK)
             params, stops, eos_ids = self.sampling(gen_kwargs := group[0][2])
-            work = [Generation(tokenizer, ids, eos_ids, stops, gen_kwargs["max_gen_toks"], about=i)
+            limit = gen_kwargs["max_gen_toks"]
+            work = [Generation(tokenizer, ids, eos_ids, stops, limit, user_data=i)
                     for i, ids, _ in sorted(group, key=lambda item: -len(item[1]))]
             slots = RowsBatch(model, build_sampler(model, [params] * B), self.steps)
             for done, _ in batch.serve(slots, work):       # decode without the prompt, like HFLM
                 ids = [token for token in done.ids if token not in eos_ids]
                 text = postprocess_generated_text(tokenizer.decode(ids), stops, None)
-                answers[done.about] = text
+                answers[done.user_data] = text
                 report(1)
         return answers
 

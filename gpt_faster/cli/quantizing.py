@@ -19,7 +19,7 @@ from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import note, quantized
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.quantization import budget, calibrate
-from gpt_faster.quantization.calibration_text import calibration_text, written
+from gpt_faster.quantization.calibration_text import calibration_text, generate_text
 from gpt_faster.text import tokenizer_files
 from quantize import MODES, Scheme, scheme_named
 
@@ -121,7 +121,7 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
         if device.type == "cpu":
             compile_model(model)
         eos_ids = set(source.eos_ids)
-        tokens = torch.cat((written(model, tokenizer, eos_ids, n_written, length), tokens))
+        tokens = torch.cat((generate_text(model, tokenizer, eos_ids, n_written, length), tokens))
     log(f"calibrating on {len(tokens)} windows of {length} tokens")
     return tokens
 

@@ -34,7 +34,7 @@ from gpt_faster.decoding.logits_processors import TokenMask
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0
 from gpt_faster.decoding.samplers import build_sampler
-from gpt_faster.decoding.slots import Generation
+from gpt_faster.decoding.scheduler import Generation
 from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
@@ -90,7 +90,7 @@ def run(argv: list[str] | None) -> int:
 
     session = Session(options, source, tokenizer, work, device, dtype, engine, start, speculate,
                       acceptance)
-    for request in [each.about for each in work if each.about.n_random is not None]:
+    for request in [each.user_data for each in work if each.user_data.n_random is not None]:
         log(f"note: {request.where} {request.prompt}: an integer means a synthetic prompt of that "
             "many random tokens (--prompts_file reads digits as text)")
     if options.interactive:
@@ -210,7 +210,7 @@ def run_chat(session: Session) -> int:
 
 def show_samples(session: Session, generation: Generation) -> int:
     """Generate --num_samples times from one prompt, in --batch_size rows."""
-    options, request, ids = session.options, generation.about, generation.prompt_ids
+    options, request, ids = session.options, generation.user_data, generation.prompt_ids
     echo = "" if options.random else request.echo
     if options.json or options.batch_size > 1:
         echo = None

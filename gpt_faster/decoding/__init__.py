@@ -1,1 +1,1 @@
-"""Decoding beyond the core's loop: engines, slots, requests' samplers, grammars, drafts."""
+"""Decoding beyond the core's loop: engines, the scheduler, request samplers, grammars, drafters."""

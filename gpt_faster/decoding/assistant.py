@@ -1,7 +1,7 @@
-"""Drafts by Gemma 4's own drafter (layers/gemma4_assistant.py), which reads the model's keys.
+"""Drafts tokens with Gemma 4's assistant model (layers/gemma4_assistant.py).
 
-It needs the model's hidden state before the last token: the model's calls are listened to where
-they end. It has no cache, and nothing of a prompt to read.
+It reads the model's KV cache, and its last hidden state, which a wrapper of the model's unembed
+records. It has no cache of its own and does not read the prompt.
 
     batch = SpeculativeBatch(model, sampler, steps, AssistantDrafter(model, assistant), …)
 """
@@ -18,19 +18,19 @@ from sampling import Sampler
 from speculate import draw_draft, joined
 
 
-class Listener:
-    """In place of a model's unembed: keeps what it was called with."""
+class HiddenStateRecorder:
+    """Wraps a model's unembed and records its input, the last layer's output."""
 
     def __init__(self, model: Transformer):
-        self.unembed, self.x = model.unembed, None
+        self.unembed, self.hidden = model.unembed, None
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.x = x
+        self.hidden = x
         return self.unembed(x)
 
 
 class AssistantDrafter:
-    """Each draft follows from the one before it, at the same position."""
+    """Drafts tokens one by one, all at the position of the last known token."""
 
     def __init__(self, model: Transformer, assistant: Assistant):
         assistant.join(model)
@@ -38,15 +38,15 @@ class AssistantDrafter:
         self.first = 0                             # position of the last call's first token
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """A new prompt; by now the model is compiled, if it is."""
-        if not isinstance(self.model.unembed, Listener):
-            self.model.unembed = Listener(self.model)
+        """Start a new prompt. Installs the recorder, which must wrap a compiled unembed."""
+        if not isinstance(self.model.unembed, HiddenStateRecorder):
+            self.model.unembed = HiddenStateRecorder(self.model)
 
     def find(self, history: Tensor, n: Tensor) -> Tensor | None:
         return None
 
     def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
-        """What follows the first n tokens of history -> tokens [1, k], probs [k, C] and ids."""
+        """Draft k tokens after the first n of history -> tokens [1, k], probs [k, C] and ids."""
         model, n_vocab = self.model, sampler.n_vocab
         kv_len = bucket(n, model.max_seq_length)
         inputs = self.assistant.inputs(torch.tensor([n - 1], device=history.device), kv_len)
@@ -59,14 +59,14 @@ class AssistantDrafter:
             token = tp.broadcast(token)
             drafts[:, i] = token[:, 0]
             dists.append(dist)
-        self.first = n - 1                         # the next call's, which verifies these
+        self.first = n - 1                         # the next call verifies these drafts
         return drafts, *joined(dists, n_vocab)
 
     def hidden_before(self, n: int) -> Tensor:
-        """Of the position before the last of n tokens [1, 1, D], behind the last norm."""
-        x = self.model.unembed.x
-        at = 0 if x.shape[1] == 1 else n - 2 - self.first
-        return self.model.norm(x[:, at:at + 1].to(self.model.dtype))
+        """The normalized hidden state [1, 1, D] of the token before the last of n tokens."""
+        hidden = self.model.unembed.hidden
+        i = 0 if hidden.shape[1] == 1 else n - 2 - self.first
+        return self.model.norm(hidden[:, i:i + 1].to(self.model.dtype))
 
-    def accepted(self, n: int, at: int | None) -> None:
-        """The drafts that do not hold were nowhere but in the model's cache."""
+    def accepted(self, n: int, match: int | None) -> None:
+        """Nothing to do: rejected drafts are in the model's cache only."""

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as pay, by what a round costs here and how many are right.
+"""Chooses the draft length from the measured cost of a round and the recent acceptance rate.
 
     batch = SpeculativeBatch(model, sampler, steps, drafter, DraftLengthController([5, 1]), 5)
 """
@@ -11,38 +11,39 @@ import torch
 
 from gpt_faster.decoding.ranks import from_rank_0
 
-ASSUMED, TRUST = 0.8, 2.0                          # acceptance before the first draft, as if so
-MEMORY = 0.9                                       # many were judged; what a round leaves of before
+PRIOR_ACCEPTANCE = 0.8                             # assumed before the first draft,
+PRIOR_WEIGHT = 2.0                                 # as if from this many verified drafts
+DECAY = 0.9                                        # weight of earlier rounds, per round
 
 
 class DraftLengthController:
-    """The length whose rounds should give most tokens for their time, if as many drafts are right
-    as were of late. Where none should pay, none for a while, each time for twice as long: so bad
-    drafts cost little."""
+    """Picks the length with the most expected tokens per unit of time, at the recent acceptance
+    rate. If no length is expected to pay, drafting pauses, each time for twice as many rounds, so
+    that bad drafts cost little."""
 
     def __init__(self, lengths: list[int], costs: dict[int, float] | None = None,
                  acceptance: float = 1.0):
-        """lengths: how many may be drafted; costs: what such a round takes, in plain steps: lengths
-        that cannot pay where this share of drafts is right are dropped. None: 2, and none is
-        dropped."""
+        """lengths: candidates. costs: time of a round with each length, in plain decode steps;
+        lengths that cannot pay at this acceptance rate are dropped. None: each costs 2 steps, and
+        all are kept."""
         self.lengths, self.costs = lengths, dict.fromkeys(lengths, 2.0)
         if costs is not None:
             self.costs = costs
-            self.lengths = [k for k in lengths if costs[k] < expected(k, acceptance)]
+            self.lengths = [k for k in lengths if costs[k] < expected_tokens(k, acceptance)]
         self.begin()
 
     def begin(self) -> None:
-        """Another text: what was learned of the last one does not count."""
-        self.right, self.judged = ASSUMED * TRUST, TRUST
-        self.k, self.wait, self.pause = 0, 0, 1
+        """Reset the acceptance rate for a new text."""
+        self.n_accepted, self.n_verified = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self.k, self.wait, self.pause = 0, 0, 1    # wait: rounds left of a pause of `pause` rounds
 
     @property
     def paused(self) -> bool:
-        """Will next() be 0 after the coming round?"""
+        """Whether next() will return 0 after the coming round."""
         return not self.lengths or self.wait >= 2
 
     def speedup(self, k: int) -> float:
-        return expected(k, self.right / self.judged) / self.costs[k]
+        return expected_tokens(k, self.n_accepted / self.n_verified) / self.costs[k]
 
     def next(self) -> int:
         self.wait = max(0, self.wait - 1)
@@ -52,9 +53,11 @@ class DraftLengthController:
         return self.k
 
     def learn(self, n_accepted: int) -> None:
-        """n_accepted of the last drafts were right; those behind a wrong one nobody judged."""
-        self.right = ASSUMED * TRUST + MEMORY * (self.right - ASSUMED * TRUST) + n_accepted
-        self.judged = TRUST + MEMORY * (self.judged - TRUST) + min(n_accepted + 1, self.k)
+        """Update the rate. Drafts after the first rejected one were not verified."""
+        prior = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
+        n_verified = min(n_accepted + 1, self.k)
+        self.n_accepted = prior + DECAY * (self.n_accepted - prior) + n_accepted
+        self.n_verified = PRIOR_WEIGHT + DECAY * (self.n_verified - PRIOR_WEIGHT) + n_verified
         if max(map(self.speedup, self.lengths)) > 1:
             self.pause = 1
         else:
@@ -62,17 +65,17 @@ class DraftLengthController:
             self.wait = self.pause
 
 
-def expected(k: int, acceptance: float) -> float:
-    """How many tokens a round of k drafts gives: those right before a wrong one, and one more."""
+def expected_tokens(k: int, acceptance: float) -> float:
+    """Expected tokens per round of k drafts: those before the first rejected one, plus one."""
     return sum(acceptance ** i for i in range(k + 1))
 
 
 @torch.inference_mode()
 def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int, float]:
-    """What a round of each draft length takes, in plain steps: the medians of n - 1 runs, or of
-    fewer that take half a second.
+    """Time of a round of each draft length, in plain decode steps. Medians of n - 1 runs, or fewer
+    once half a second has passed.
 
-    Overwrites the beginning of the caches. Every rank makes the same calls.
+    Overwrites the beginning of the caches. Each rank makes the same calls.
     """
     model, sampler, drafter = batch.model, batch.sampler, batch.drafter
     pos = torch.zeros(1, dtype=torch.int64, device=batch.token.device)
@@ -82,9 +85,9 @@ def draft_costs(batch, kv_len: int, lengths: list[int], n: int = 10) -> dict[int
         batch.steps.decode(model, token, pos, kv_len, sampler).item()
 
     def draft(k):
-        """What a round's drafts take -> what they were drawn from."""
-        if hasattr(drafter, "trial"):
-            return drafter.trial(k, 1 + k // 2, kv_len, sampler)
+        """Do the work of k drafts -> their distributions, probs and ids."""
+        if hasattr(drafter, "draft_for_timing"):
+            return drafter.draft_for_timing(k, 1 + k // 2, kv_len, sampler)
         args = token, pos, kv_len, token.repeat(1, k), sampler, sampler.n_vocab
         for _ in range(k + 1):
             _, probs, ids = drafter.step(drafter.model, *args)

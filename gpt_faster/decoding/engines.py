@@ -1,7 +1,7 @@
-"""The engines: how a batch of the model is made ready to run, by name.
+"""Builds the batch of an engine, by the engine's name.
 
-recompute: no KV cache, every token costs a pass over all tokens so far. kv_cache: eager.
-torch_compile: generate.compile_steps(), PyTorch's compiler alone. compile: kernels/compile.py's.
+recompute: no KV cache, each token recomputes all tokens so far. kv_cache: eager.
+torch_compile: generate.compile_steps(), torch.compile alone. compile: kernels/compile.py.
 cuda_graph: the eager step captured in a CUDA graph.
 
     batch = build_batch(model, "compile", [SamplingParams()], generator)
@@ -49,13 +49,14 @@ from speculate import FixedLength, ModelDrafter, SpeculativeBatch
 
 def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
                 wait: bool = True) -> Steps:
-    """The engine's prefill and decode step, for a loop of ours that has the model alone.
+    """The engine's prefill and decode steps, for a generation loop that alone uses the model.
 
-    compile and torch_compile change the model too.
-    wait: until the compiler is done, where it runs already; else the steps begin uncompiled.
+    compile and torch_compile modify the model in place. wait: if the C++ compiler is still running,
+    wait for it; otherwise start uncompiled and switch over when it is done.
     """
     if engine == "compile" and not wait and can_switch_later(model):
-        decode = switch_when_compiled(model, decode_one_token)      # the prompt is too early for it
+        # prefill runs before it is compiled
+        decode = switch_when_compiled(model, decode_one_token)
         return Steps(prefill, decode)
     if engine == "compile":
         steps = compile_steps(model, compile_prefill)
@@ -69,7 +70,7 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
 
 
 class RecomputeBatch(Batch):
-    """No KV cache: each token costs a pass over all tokens so far. The reference of the others."""
+    """No KV cache: each token recomputes all tokens so far. The reference for the other engines."""
 
     def __init__(self, model, sampler, steps=Steps(), max_length: int | None = None):
         super().__init__(model, sampler, steps)
@@ -100,17 +101,22 @@ class RecomputeBatch(Batch):
 
 def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
-    """draft: a model, a head or Gemma 4's assistant that drafts; None: tokens are looked up.
+    """draft: a draft model, an MTP head or Gemma 4's assistant; None: n-gram lookup.
 
-    fixed: always k drafts, else at most. The model's steps are built already. ValueError where the
-    model cannot go back by k tokens: setup_cache's max_rejected says how many.
+    fixed: always draft k tokens, else at most k. Call it after the model's steps were built.
+    ValueError if the model's recurrent states cannot rewind by k tokens (setup_cache's
+    max_rejected).
     """
-    if (possible := max_rewind(model)) is not None and k > possible:
-        raise ValueError(f"drafts of {k} tokens may be rejected, and the cache's states go back "
-                         f"by {possible}: set it up for max_rejected={k}")
+    if (limit := max_rewind(model)) is not None and k > limit:
+        raise ValueError(f"{k} draft tokens may be rejected, but the cache can rewind by at most "
+                         f"{limit}: call setup_cache with max_rejected={k}")
     as_graph = engine == "compile" and model.freq.device.type != "cpu"
-    faster = as_cuda_graph if as_graph else core.CompiledStep if engine == "torch_compile" else None
-    verify = faster(speculate.verify) if faster else speculate.verify
+    compiled = None
+    if as_graph:
+        compiled = as_cuda_graph
+    elif engine == "torch_compile":
+        compiled = core.CompiledStep
+    verify = compiled(speculate.verify) if compiled else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
     if isinstance(draft, MTPHead):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
@@ -120,7 +126,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token
-        drafter = ModelDrafter(draft, faster(step) if faster else step)
+        drafter = ModelDrafter(draft, compiled(step) if compiled else step)
         drafter.min_kv_len = min_kv_len
         drafter.max_rejected = k + 1
         lengths = [k, k // 3] if k > 2 else [k]
@@ -131,7 +137,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
 
 def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
                       as_graph: bool, max_draft: int) -> MTPDrafter:
-    """The head as the model is: compiled, with the model's own embedding and output layer."""
+    """Join the head to the model's embedding and output layer, and compile it as the model is."""
     head.join(model)
     drafter = MTPDrafter(model, head, max_draft=max_draft)
     if as_graph:
@@ -143,23 +149,23 @@ def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
 
 
 def rewind(batch: Batch) -> int:
-    """How many tokens of a row's cache another prompt may replace, the rest being kept.
+    """How many of a row's last cached tokens a new prompt may replace while the rest stays valid.
 
-    A row may have been written further than the tokens that were read from it: drafts that were
-    rejected, and a GPU's next token.
+    A row may be written beyond its known tokens: by rejected drafts, and by a GPU's next step.
     """
     model, n_beyond = batch.model, batch.n_beyond
-    if (possible := max_rewind(model)) is not None:
-        return possible - n_beyond
+    if (limit := max_rewind(model)) is not None:
+        return limit - n_beyond
     if model.rings:
         return model.longest_call - 1 - (n_beyond if n_beyond > 1 else 0)
     return batch.max_length
 
 
 def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
-    """Have it keep the draft lengths that can pay -> what a round of each costs, in plain steps.
+    """Measure draft lengths and give the batch a DraftLengthController -> cost of a round of each,
+    in plain decode steps, on rank 0's clock.
 
-    n: tokens so far. Overwrites the beginning of the caches. By rank 0's clock.
+    n: tokens so far. Overwrites the beginning of the caches.
     """
     batch.drafter.begin(0, batch.max_length, batch.chunk)
     costs = draft_costs(batch, batch.kv_len(n), batch.draft_length.lengths)
@@ -172,21 +178,21 @@ def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
 
 @torch.inference_mode()
 def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
-    """Compile the prefill of prompts like these, and decoding at these cache lengths."""
+    """Compile prefill for prompts of these lengths, and decode steps at these cache lengths."""
     model, sampler, limit = batch.model, batch.sampler, batch.max_length
-    if batch.steps.pad:                                    # the prefill is compiled too
+    if batch.steps.pad:                                    # prefill is compiled too
         next(generate(batch, prompts, 1))
-        if batch.n_row > 1:                                # and of a row that is exchanged
+        if batch.n_row > 1:                                # and the prefill of a single row
             batch.prefill([0], prompts[:1])
     kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
         batch.drafter.begin(0, limit, batch.chunk)
         for kv_len in kv_lens:
             draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
-            if isinstance(batch.drafter, MTPDrafter):      # a round gives 1 token to all
+            if isinstance(batch.drafter, MTPDrafter):      # a round adds 1 to max_draft + 1 tokens
                 for n in range(1, batch.drafter.max_draft + 2):
-                    batch.drafter.trial(1, n, kv_len, sampler)
-    # strides of its own, as a step's result has: what a CPU compiles depends on them
+                    batch.drafter.draft_for_timing(1, n, kv_len, sampler)
+    # contiguous like a decode step's result: compiled CPU code depends on the strides
     token = pad_batch(prompts, batch.token.device)[:, :1]
     token = token.clone(memory_format=torch.contiguous_format)
     pos = torch.tensor([len(prompt) for prompt in prompts], device=token.device)

@@ -1,10 +1,10 @@
-"""Structured output: which tokens may come next, by the library llguidance.
+"""Structured output: the tokens that a grammar allows next, by the library llguidance.
 
-It owns compiling a JSON schema, a regular expression or a Lark grammar, once each, and a matcher
-for each row (decoding/logits_processors.py, TokenMask). It knows no model and no request.
+Compiles each JSON schema, regular expression or Lark grammar once, and makes a matcher for each row
+(decoding/logits_processors.py, TokenMask). It knows no model and no request.
 
-    grammars = Grammars(tokenizer, eos_ids)
-    grammars.check(("json_schema", '{"type": "object"}'))      # ValueError says what is wrong
+    grammars = Grammars(tokenizer, eos_ids, n_vocab)
+    grammars.check(("json_schema", '{"type": "object"}'))      # ValueError if invalid
     matcher = grammars.matcher(spec)
 """
 
@@ -18,7 +18,7 @@ from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
-COMPILED_AT_MOST = 64                              # kept; the oldest goes first
+MAX_COMPILED = 64                                  # cached grammars; the oldest is evicted first
 
 
 def import_llguidance():
@@ -30,7 +30,7 @@ def import_llguidance():
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer. Special tokens are no text of any grammar's."""
+    """A tokenizer with llguidance's interface. Special tokens match no text."""
 
     bos_token_id = None
 
@@ -39,7 +39,7 @@ class _Vocabulary:
         pieces += [None] * (n_vocab - len(pieces))
         self.eos_token_id = eos_id
         self.special_token_ids = [i for i, piece in enumerate(pieces) if piece is None]
-        # llguidance's mark of a special token is a first byte that no UTF-8 has
+        # llguidance marks a special token by a first byte that is invalid in UTF-8
         self.tokens = [b"\xff<special %d>" % i if piece is None else piece
                        for i, piece in enumerate(pieces)]
         self.backend = continuation_backend(tokenizer.backend)
@@ -49,7 +49,7 @@ class _Vocabulary:
 
 
 class Matcher:
-    """A row's place in a grammar."""
+    """The state of one row's match against a grammar."""
 
     def __init__(self, matcher):
         self.matcher = matcher
@@ -59,20 +59,20 @@ class Matcher:
             self.matcher.consume_token(token_id)
 
     def fill(self, words: torch.Tensor) -> None:
-        """words int32 [V / 32], a bit for each token. A grammar that has ended, or whose limits are
-        exceeded, leaves nothing to choose from: the end-of-sequence tokens alone."""
+        """Set the allowed tokens' bits in words int32 [V / 32]. Only the end-of-sequence tokens
+        once the match is complete, or llguidance's limits are exceeded."""
         self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * words.numel())
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary, by their kind and text."""
+    """Compiled grammars of one vocabulary, by kind and text."""
 
     def __init__(self, tokenizer, eos_ids, n_vocab: int):
-        """n_vocab: the model's. ValueError where the model has no end-of-sequence token."""
+        """n_vocab: the model's vocabulary size. ValueError if it has no end-of-sequence token."""
         self.library = import_llguidance()
         if not eos_ids:
-            raise ValueError("structured output needs an end-of-sequence token, and this model "
-                             "names none")
+            raise ValueError("structured output needs an end-of-sequence token, and this model has "
+                             "none")
         eos_ids = sorted(eos_ids)
         vocabulary = _Vocabulary(tokenizer, n_vocab, eos_ids[0])
         wrapper = self.library.TokenizerWrapper(vocabulary)
@@ -80,14 +80,14 @@ class Grammars:
         self.compiled, self.lock = {}, threading.Lock()
 
     def matcher(self, spec: tuple[str, str] | None) -> Matcher | None:
-        """spec: one of KINDS, and its text. ValueError says in one line what is wrong with it."""
+        """spec: one of KINDS, and its text. ValueError if it is invalid, with one line."""
         if spec is None:
             return None
         compiled = self.compiled.get(spec)
         if compiled is None:
-            compiled = self._compile(*spec)        # takes long: others have no lock to wait for
+            compiled = self._compile(*spec)        # slow, so outside the lock
             with self.lock:
-                while len(self.compiled) >= COMPILED_AT_MOST:
+                while len(self.compiled) >= MAX_COMPILED:
                     del self.compiled[next(iter(self.compiled))]
                 self.compiled[spec] = compiled
         return Matcher(compiled.deep_copy())
@@ -97,7 +97,7 @@ class Grammars:
     def _compile(self, kind: str, text: str):
         make = self.library.LLMatcher
         try:
-            if kind == "json_schema":              # compact: white space could go on for ever
+            if kind == "json_schema":              # compact: white space could be endless
                 grammar = make.grammar_from_json_schema(text, defaults=dict(
                     whitespace_flexible=False, item_separator=", ", key_separator=": "))
             elif kind == "regex":
@@ -114,11 +114,11 @@ class Grammars:
 
 
 def json_schema(text: str) -> tuple[str, str]:
-    """The spec of a schema's text. ValueError where it is no JSON object or truth value."""
+    """The spec of a JSON schema given as text. ValueError if it is not a JSON object."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(schema, dict):
-        raise ValueError("a JSON schema is an object")
+        raise ValueError(f"a JSON schema must be an object, got {type(schema).__name__}")
     return "json_schema", json.dumps(schema)

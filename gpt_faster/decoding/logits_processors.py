@@ -1,6 +1,6 @@
-"""Logits processors that requests bring: logprobs, penalties by count, a bias, a grammar.
+"""Logits processors of requests: logprobs, count penalties, logit bias, grammar mask.
 
-sampling.Processor says what each of them is; sampling.RepetitionPenalty is the plainest.
+The interface is sampling.Processor; sampling.RepetitionPenalty is the simplest example.
 """
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 from sampling import Processor, counts_so_far
 
 
-class KeptLogits(Processor):
-    """Changes nothing, and keeps what the model said of a row's next token: for logprobs.
+class LogitsRecorder(Processor):
+    """Records the model's logits for logprobs, unchanged. Must be the first processor.
 
-    The first of the processors; params.logprobs says which rows want it.
+    Used by rows with params.logprobs.
     """
 
     def __init__(self, n_row: int, n_vocab: int, device):
@@ -29,9 +29,9 @@ class KeptLogits(Processor):
 
 
 class CountPenalty(Processor):
-    """Less for each token of the answer: presence_penalty once, frequency_penalty each time.
+    """OpenAI's presence_penalty (once per token) and frequency_penalty (per occurrence).
 
-    As OpenAI's reference has it: the prompt does not count.
+    As in OpenAI's reference, prompt tokens do not count.
     """
 
     def __init__(self, n_row: int, n_vocab: int, device):
@@ -50,7 +50,7 @@ class CountPenalty(Processor):
         self.count.scatter_add_(1, token, torch.ones_like(token, dtype=self.count.dtype))
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
-        """As RepetitionPenalty's."""
+        """As RepetitionPenalty.forward()."""
         count = self.count[rows]
         if draft_tokens is not None:
             count = count + counts_so_far(draft_tokens, *logits.shape)
@@ -58,7 +58,7 @@ class CountPenalty(Processor):
 
 
 class LogitBias(Processor):
-    """Adds to the logits of some tokens; params.logit_bias: pairs (id, number)."""
+    """Adds params.logit_bias, pairs (id, bias), to the logits."""
 
     def __init__(self, n_row: int, n_vocab: int, device):
         super().__init__()
@@ -77,15 +77,15 @@ class LogitBias(Processor):
 
 
 class TokenMask(Processor):
-    """Lets a row have only the tokens with which a grammar can go on.
+    """Masks all tokens that a row's grammar does not allow next.
 
-    A bit for each token, in a buffer that stands still, so that a compiled step reads it. A matcher
-    has advance(id), and fill(words), which writes the bits of the next token: it needs the last
-    token on the host, so rows that have one, and only they, make a GPU wait.
+    One bit per token, in a buffer at a fixed address that a compiled step can read. A matcher has
+    advance(id) and fill(words), which writes the bits of the next token. It needs the last token on
+    the host, so a GPU synchronizes in each step while some row has a grammar.
     """
 
     def __init__(self, n_row: int, n_vocab: int, device, matcher_of):
-        """matcher_of(params) -> a row's matcher, or None."""
+        """matcher_of(params) -> a matcher, or None."""
         super().__init__()
         n_word = -(-n_vocab // 32)
         self.matcher_of, self.matchers = matcher_of, {}
@@ -94,15 +94,15 @@ class TokenMask(Processor):
         self.register_buffer("bit", torch.arange(32, dtype=torch.int32, device=device))
 
     def begin(self, row: int, prompt: list[int], params) -> None:
-        had_one = self.matchers.pop(row, None)
+        had_matcher = self.matchers.pop(row, None)
         matcher = self.matcher_of(params)
         self.use(row, matcher is not None)
         if matcher:
             self.matchers[row] = matcher
             matcher.fill(self.words[row])
-        elif had_one:
+        elif had_matcher:
             self.words[row] = -1
-        if matcher or had_one:
+        if matcher or had_matcher:
             self.allowed[row] = self.words[row].to(self.allowed.device)
 
     def observe(self, token: Tensor) -> None:

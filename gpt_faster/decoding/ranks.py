@@ -1,7 +1,7 @@
-"""The processes that torchrun starts: as one program to whoever looks at it.
+"""Makes the processes that torchrun starts behave as one program.
 
-Owns how long they wait, what becomes of their errors, and what ranks tell each other beside
-tensors; tp.py starts them. Alone, a process is rank 0 of 1, to which all of this does nothing.
+Owns their timeouts, error reporting and the exchange of Python objects; tp.py starts the process
+group. With one process everything here is a no-op.
 
     sys.exit(guarded(as_rank(run)))
 """
@@ -24,12 +24,12 @@ from gpt_faster.kernels.torch_internals import use_symmetric_memory
 from tp import n_local, nowhere, rank, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
-STORE_ANSWERS = 5.0                                # seconds, at the latest
-_control = {}                                      # by patience: groups for what is no tensor
+STORE_TIMEOUT = 5.0                                # seconds
+_control = {}                                      # patient -> process group for Python objects
 
 
 def timeout() -> float:
-    """Seconds that ranks wait for each other: for a slow disk, a compiler, a machine that died."""
+    """Seconds that ranks wait for each other: covers slow disks and compilation."""
     text = os.environ.get("GPT_FASTER_TIMEOUT", "300")
     try:
         seconds = float(text)
@@ -41,48 +41,48 @@ def timeout() -> float:
 
 
 def as_rank(run: Callable) -> Callable:
-    """run(argv) -> exit status, in each process that torchrun started; else as it is.
+    """Wrap run(argv) -> exit status so that it runs as a rank if torchrun started the process.
 
-    Rank 0 alone writes to stdout and stderr. Of what goes wrong only the first rank to notice
-    speaks: the others follow from it.
+    Only rank 0 writes to stdout and stderr. Only the first rank that fails reports its error: the
+    others fail as a consequence.
     """
-    def started(argv):
+    def run_rank(argv):
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return run(argv)
         stderr, wait = sys.stderr, datetime.timedelta(seconds=timeout())
-        store, me, n = next(dist.rendezvous("env://", timeout=wait))
-        tp.start(store=store, rank=me, world_size=n, timeout=wait)
+        store, this_rank, n = next(dist.rendezvous("env://", timeout=wait))
+        tp.start(store=store, rank=this_rank, world_size=n, timeout=wait)
         _control[False] = dist.new_group(backend="gloo", timeout=wait)
-        ever = datetime.timedelta(days=365)        # a person may think before typing
-        _control[True] = dist.new_group(backend="gloo", timeout=ever)
+        unlimited = datetime.timedelta(days=365)   # waits for a user's input have no limit
+        _control[True] = dist.new_group(backend="gloo", timeout=unlimited)
         if os.environ.get("ENABLE_INTRA_NODE_COMM") == "1" and n_local() == n:
             use_symmetric_memory()
         try:
             status = run(argv)
         except Exception as e:
-            lost = isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e))
-            sys.stderr = stderr if _is_first(store, bool(lost)) else nowhere()
-            if lost:
-                atexit.register(_leave)
+            is_lost = isinstance(e, RuntimeError) and CONNECTION_LOST.search(str(e))
+            sys.stderr = stderr if _is_first_failure(store, bool(is_lost)) else nowhere()
+            if is_lost:
+                atexit.register(_exit_without_cleanup)
                 raise ConnectionError(
-                    f"rank {me} of {n} lost another one, which ended or did not answer within "
-                    f"{timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
+                    f"rank {this_rank} of {n} lost another one, which ended or did not answer "
+                    f"within {timeout():.0f} s (GPT_FASTER_TIMEOUT)") from e
             tp.end()
             raise
         tp.end()
         return status
-    return started
+    return run_rank
 
 
-def _leave() -> None:
-    """End without the library's own clearing up, which aborts where a connection broke in it."""
+def _exit_without_cleanup() -> None:
+    """Exit without the library's cleanup, which aborts after a broken connection."""
     sys.stdout.flush()
     os._exit(2)
 
 
-def _is_first(store, lost: bool) -> bool:
-    """lost: what holds where the store does not answer, since rank 0, which has it, is killed or
-    stopped."""
+def _is_first_failure(store, default: bool) -> bool:
+    """Whether this rank failed first. default: the result if the store, which is in rank 0's
+    process, does not answer."""
     counts = []
 
     def count():
@@ -90,14 +90,14 @@ def _is_first(store, lost: bool) -> bool:
             counts.append(store.add("failed", 1))
     thread = threading.Thread(target=count, daemon=True)
     thread.start()
-    thread.join(STORE_ANSWERS)
-    return counts == [1] if counts else lost
+    thread.join(STORE_TIMEOUT)
+    return counts == [1] if counts else default
 
 
 def from_rank_0(make: Callable, patient: bool = False):
-    """What make() returns or raises on rank 0, on every rank: a file's lines, a measured time.
+    """Run make() on rank 0 and return its result, or raise its exception, on every rank.
 
-    patient: wait for it without end.
+    patient: no timeout.
     """
     if world() == 1:
         return make()
@@ -115,7 +115,7 @@ def from_rank_0(make: Callable, patient: bool = False):
 
 
 def run_on_rank_0(call: Callable, body: Callable[[Callable], None]) -> None:
-    """body(call) on rank 0; the others make the same calls. Ctrl-C ends them all at once."""
+    """Run body(call) on rank 0; the other ranks repeat each call. Ctrl-C ends all at once."""
     if world() == 1:
         return body(call)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -133,8 +133,10 @@ def run_on_rank_0(call: Callable, body: Callable[[Callable], None]) -> None:
 
 
 def sent_bytes(cfg, dtype: torch.dtype) -> int:
-    """What each rank's results for one token take, cfg being the whole model's: two vectors a
-    layer, one of the embedding, its part of the logits; how often they are sent is the library's.
+    """Bytes per token that each rank contributes to all-reduces and gathers: two vectors a layer,
+    one of the embedding, its part of the logits. How often each byte is sent is up to the library.
+
+    cfg: the unsharded model's.
     """
     if world() == 1:
         return 0

@@ -1,13 +1,13 @@
-"""Sampling where each request brings parameters of its own, and anything may come.
+"""The server's sampler: each request has its own parameters, which are not known in advance.
 
-RequestParams adds what only requests have: penalties by count, a bias, a grammar.
+RequestParams adds the parameters that only requests have: count penalties, logit bias, grammar.
 
     sampler = build_request_sampler(model, n_row, generator, matcher_of)
 """
 
 from dataclasses import dataclass
 
-from gpt_faster.decoding.logits_processors import CountPenalty, KeptLogits, LogitBias, TokenMask
+from gpt_faster.decoding.logits_processors import CountPenalty, LogitBias, LogitsRecorder, TokenMask
 from gpt_faster.decoding.samplers import build_sampler
 from model import Transformer
 from sampling import RANGES, Range, Sampler, SamplingParams
@@ -18,25 +18,25 @@ REQUEST_RANGES = {**RANGES, "presence_penalty": Range(float, -2, 2),
 
 @dataclass(frozen=True)
 class RequestParams(SamplingParams):
-    """What a request may ask for beside SamplingParams."""
+    """SamplingParams and a request's additional parameters."""
 
     presence_penalty: float = 0.0                  # see decoding/logits_processors.py
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: tuple[str, str] | None = None         # a kind of decoding/grammar.py, and its text
-    logprobs: bool = False                         # keep what the model says of each token
+    grammar: tuple[str, str] | None = None         # (kind, text), as decoding/grammar.py
+    logprobs: bool = False                         # record the model's logits of each token
 
 
 GREEDY = RequestParams(temperature=0.0)
-ANYTHING = [GREEDY, RequestParams(), RequestParams(top_k=RANGES["top_k"].maximum, top_p=0.5,
+ANY_PARAMS = [GREEDY, RequestParams(), RequestParams(top_k=RANGES["top_k"].maximum, top_p=0.5,
                                                    min_p=0.1, repetition_penalty=1.1)]
 
 
 def build_request_sampler(model: Transformer, n_row: int, generator, matcher_of) -> Sampler:
-    """For rows that may ask for anything; matcher_of: TokenMask's."""
+    """A sampler whose rows may use any parameter. matcher_of: as TokenMask's."""
     n_vocab, device = model.cfg.vocab_size, model.freq.device
-    sampler = build_sampler(model, [GREEDY] * n_row, generator, ANYTHING)
-    sampler.processors.insert(0, KeptLogits(n_row, n_vocab, device))
+    sampler = build_sampler(model, [GREEDY] * n_row, generator, ANY_PARAMS)
+    sampler.processors.insert(0, LogitsRecorder(n_row, n_vocab, device))
     sampler.processors.append(CountPenalty(n_row, n_vocab, device))
     sampler.processors.append(LogitBias(n_row, n_vocab, device))
     sampler.processors.append(TokenMask(n_row, n_vocab, device, matcher_of))

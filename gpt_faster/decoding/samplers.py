@@ -1,8 +1,8 @@
-"""The sampler of a device: sampling.Sampler's tokens, by less work.
+"""Faster samplers for CPU and GPU that draw the same tokens as sampling.Sampler.
 
-On a CPU, unless it is traced, a step looks at what its rows ask for: at few of the likeliest
-tokens, where all that may stay are among them. On a GPU a compiled step draws in one kernel, where
-it may. Both stand for Sampler's functions as long as these are what they were.
+On a CPU, outside of tracing, a step does only what its rows' parameters need, and filters a
+shortlist of the most likely tokens if no other can pass. On a GPU a compiled step draws in one
+kernel if the filters allow it. Both fall back to Sampler if functions of sampling.py were edited.
 
     sampler = build_sampler(model, [SamplingParams()] * B, generator)
 """
@@ -18,25 +18,26 @@ from gpt_faster.kernels.torch_internals import is_compiling
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
-SHORTLIST = 1024                                   # likeliest tokens, where no row has a top_k
+SHORTLIST = 1024                                   # most likely tokens, if no row has a top_k
 
 
 def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
                   later: list[SamplingParams] = ()) -> Sampler:
-    """For these rows of this model, and for what may come later."""
+    """The device's sampler. rows: parameters of each row; later: parameters a row may get
+    afterwards."""
     device = model.freq.device
     kind = {"cpu": ShortlistSampler, "cuda": DeviceSampler}.get(device.type, Sampler)
     return kind(rows, model.cfg.vocab_size, device, generator, later)
 
 
-def is_known(sampler: Sampler) -> bool:
-    """Is all of sampling.py that the samplers here stand for what they were made of?"""
+def is_unmodified(sampler: Sampler) -> bool:
+    """Whether the functions of sampling.py that the samplers here replace are the known ones."""
     filters = {**sampler.filters, **sampler.logit_filters}.values()
     return not find_modified([Sampler, sampling.draw, *filters])
 
 
-def functions_of(sampler: Sampler) -> list:
-    """The same, to compare: what is found there now."""
+def replaced_functions(sampler: Sampler) -> list:
+    """The current functions of sampling.py that the samplers here replace, for comparison."""
     methods = "sample", "processed", "distribution", "noise", "counter", "observe"
     functions = "draw", "renormalized", "keep_likeliest", "uniform", "exponential"
     return [*(getattr(Sampler, name) for name in methods),
@@ -45,26 +46,26 @@ def functions_of(sampler: Sampler) -> list:
 
 
 class ShortlistSampler(Sampler):
-    """For a CPU. A processor none of whose rows needs it is left out."""
+    """For a CPU. Skips processors that no row uses."""
 
     @torch.inference_mode(False)
     def __init__(self, rows, *args, **kwargs):
         super().__init__(rows, *args, **kwargs)
-        self.known = functions_of(self) if is_known(self) else None
+        self.known = replaced_functions(self) if is_unmodified(self) else None
 
-    def runs_as_read(self) -> bool:
-        """Is it traced, or is something of sampling.py not what this class stands for?"""
-        return is_compiling() or functions_of(self) != self.known
+    def falls_back(self) -> bool:
+        """Whether to run Sampler's code: while traced, or if sampling.py was edited."""
+        return is_compiling() or replaced_functions(self) != self.known
 
     def observe(self, token: Tensor) -> None:
-        if self.runs_as_read():
+        if self.falls_back():
             return super().observe(token)
         for processor in self.processors:
             if processor.users is None or processor.users:
                 processor.observe(token)
 
     def processed(self, logits, rows=slice(None), draft_tokens=None) -> Tensor:
-        if self.runs_as_read():
+        if self.falls_back():
             return super().processed(logits, rows, draft_tokens)
         in_use = set(self.indices(rows))
         for processor in self.processors:
@@ -77,7 +78,7 @@ class ShortlistSampler(Sampler):
         return logits
 
     def distribution(self, logits, rows=slice(None), shortlist=None) -> tuple:
-        if self.all_greedy or shortlist is not None or self.runs_as_read():
+        if self.all_greedy or shortlist is not None or self.falls_back():
             return super().distribution(logits, rows, shortlist)
         params = [self.params[row] for row in self.indices(rows)]
         if all(p.temperature == 0 for p in params):
@@ -85,7 +86,7 @@ class ShortlistSampler(Sampler):
             return torch.ones_like(ids, dtype=torch.float32), ids
         if all(p.temperature and is_filtered(p) for p in params):
             k = max(p.top_k for p in params)
-            n = k + max(32, k // 4) if k else SHORTLIST        # some that tie with the k-th
+            n = k + max(32, k // 4) if k else SHORTLIST        # room for ties with the k-th
             if n < self.n_vocab:
                 probs, ids = super().distribution(logits, rows, n)
                 if not probs[:, -1].any():
@@ -93,8 +94,8 @@ class ShortlistSampler(Sampler):
         return super().distribution(logits, rows)
 
     def sample(self, logits, rows, pos) -> Tensor:
-        """Rows that draw from all tokens, from few, and not at all, each kind by itself."""
-        if self.runs_as_read():
+        """Sample filtered, unfiltered and greedy rows separately."""
+        if self.falls_back():
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
         index = self.indices(rows)
@@ -106,9 +107,9 @@ class ShortlistSampler(Sampler):
         for kind in set(kinds):
             places = [i for i, row in enumerate(index) if self.params[row].temperature
                       and is_filtered(self.params[row]) == kind]
-            some, at = torch.tensor([index[i] for i in places]), pos.view(-1, 1)
-            probs, ids = self.distribution(logits[places], some)
-            noise = self.noise(some, at if len(at) == 1 else at[places], ids)
+            group, row_pos = torch.tensor([index[i] for i in places]), pos.view(-1, 1)
+            probs, ids = self.distribution(logits[places], group)
+            noise = self.noise(group, row_pos if len(row_pos) == 1 else row_pos[places], ids)
             token[places] = sampling.draw(probs, ids, noise)
         return token
 
@@ -117,7 +118,7 @@ class ShortlistSampler(Sampler):
 
 
 def is_filtered(params: SamplingParams) -> bool:
-    """Are some tokens never drawn, if it draws?"""
+    """Whether a filter excludes tokens from the draw."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
@@ -129,12 +130,13 @@ class DeviceSampler(Sampler):
         super().__init__(rows, *args, **kwargs)
         arrivals = torch.zeros(len(rows), dtype=torch.int32, device=self.seeds.device)
         self.register_buffer("arrivals", arrivals)
-        of_some_k = {"top_k", "top_p"} <= self.filters.keys()  # then its mass is of the top k
-        self.in_one_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
-                              and not self.logit_filters and not of_some_k and is_known(self))
+        top_p_of_top_k = {"top_k", "top_p"} <= self.filters.keys()     # not in the kernel
+        self.uses_draw_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
+                                 and not self.logit_filters and not top_p_of_top_k
+                                 and is_unmodified(self))
 
     def sample(self, logits, rows, pos) -> Tensor:
-        if not (is_compiling() and self.in_one_kernel and has_kernels(logits.device)):
+        if not (is_compiling() and self.uses_draw_kernel and has_kernels(logits.device)):
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
         params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))

@@ -9,10 +9,10 @@ from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import BlockVariant
 from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
-from gpt_faster.layers.moe import moe_of
+from gpt_faster.layers.moe import moe_from_fields
 from gpt_faster.layers.norms import LogitCap, NormVariant
 from gpt_faster.layers.per_layer import PerLayer
-from gpt_faster.layers.rope import rope_of
+from gpt_faster.layers.rope import rope_from_fields
 from model import ModelConfig
 
 
@@ -83,8 +83,8 @@ class FlatConfig(ModelConfig):
         facts = {field.name: getattr(self, field.name) for field in fields(ModelConfig)}
         return ModelConfig(**facts | dict(
             qk_norm=self.qk_norm == "head",
-            rope=tuple(rope_of(vars(rope)) for rope in self.rope),
-            moe=self.moe and moe_of(vars(self.moe) | dict(activation=self.activation)),
+            rope=tuple(rope_from_fields(vars(rope)) for rope in self.rope),
+            moe=self.moe and moe_from_fields(vars(self.moe) | dict(activation=self.activation)),
             norm=NormVariant() if self.layer_norm else None,
             attention=unless_plain(attention), ffn=unless_plain(ffn), block=unless_plain(block),
             after_embed=tuple(after_embed), per_layer=per_layer,

@@ -13,7 +13,7 @@ from checkpoint import LazyTensor, narrow, tensor_shapes
 from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.lazy import cached, constant, index_select, offset, scaled, transpose
 from gpt_faster.layers.latent import Latent
-from gpt_faster.layers.rope import n_turning
+from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, at
 
@@ -84,7 +84,7 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
 
 
 def _permute_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    rotated = n_turning(cfg.rope[0], cfg.head_dim)
+    rotated = n_rotated(cfg.rope[0], cfg.head_dim)
     if rotated > cfg.head_dim:
         raise ValueError(f"rotary dimension {rotated} is larger than head_dim {cfg.head_dim}")
     if rotated < 2 or rotated % 2:

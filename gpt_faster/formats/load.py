@@ -42,7 +42,7 @@ from gpt_faster.formats.pth import read_ours
 from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch
 from gpt_faster.kernels.linear import use_packed_linears
-from gpt_faster.layers.per_layer import FileTable, seen_by_gpu
+from gpt_faster.layers.per_layer import FileTable, gpu_view
 from model import ExpertLinear, ModelConfig, Transformer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -211,7 +211,7 @@ def place_per_layer_embedding(model: Transformer, source: Checkpoint, dtype: tor
         return
     host = torch.empty(table.shape, dtype=dtype, pin_memory=True)
     read_into(host, source, [name])
-    model.per_layer.embed = torch.nn.Embedding.from_pretrained(seen_by_gpu(host, device))
+    model.per_layer.embed = torch.nn.Embedding.from_pretrained(gpu_view(host, device))
 
 
 def random_row(table: LazyTensor, i: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from checkpoint import LazyTensor, bare
 from gpt_faster.layers.latent import Latent
-from gpt_faster.layers.mtp_head import HeadConfig
+from gpt_faster.layers.mtp_head import MTPConfig
 from model import ModelConfig, at
 
 # Parts of an MTP head outside its layer, by their names in files; None: a copy of the model's.
@@ -58,7 +58,7 @@ def has_experts(head: list[LazyTensor]) -> bool:
     return any(re.search(r"\.experts\.|_exps\.", t.name) for t in head)
 
 
-def mtp_head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> HeadConfig:
+def mtp_head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> MTPConfig:
     """Config of the head's layer: as the model's last layer of its kind. It has no embedding.
 
     sparse: the layer has experts; sliding: it has sliding-window attention.
@@ -68,6 +68,6 @@ def mtp_head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> He
              if isinstance(at(i, cfg.mixer), Latent | None)
              and (at(i, cfg.window) is not None) == sliding]
     i = alike[-1] if alike else cfg.n_layer - 1
-    return HeadConfig(**facts | dict(
+    return MTPConfig(**facts | dict(
         n_layer=1, vocab_size=1, tied=False, head_bias=False, mixer=(at(i, cfg.mixer),),
         sparse=(sparse,), rope=(at(i, cfg.rope),), window=(at(i, cfg.window),)))

@@ -14,7 +14,7 @@ import torch
 import checkpoint
 from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
 from gpt_faster.formats.lazy import index_select, transpose
-from gpt_faster.layers.delta import BY_HEADS
+from gpt_faster.layers.delta import PER_HEAD_TENSORS
 from model import ModelConfig
 
 
@@ -266,7 +266,7 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
-    *(f"attn.{name}" for name in BY_HEADS), "attn.norm")}
+    *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm")}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."

@@ -18,11 +18,11 @@ from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
 from gpt_faster.layers.latent import Latent
-from gpt_faster.layers.moe import MoEVariant, moe_of
-from gpt_faster.layers.mtp_head import HeadConfig, MTPHead
+from gpt_faster.layers.moe import MoEVariant, moe_from_fields
+from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from gpt_faster.layers.norms import LogitCap, NormVariant
 from gpt_faster.layers.per_layer import PerLayer
-from gpt_faster.layers.rope import RopeVariant, rope_of
+from gpt_faster.layers.rope import RopeVariant, rope_from_fields
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
 from model import ModelConfig
@@ -38,7 +38,7 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
     raw.names = OUR_NAMES
     raw.tensors, head = split_mtp_head(lazy_tensors(content["model"]), None)
     if content.get("mtp"):
-        cfg = HeadConfig(**vars(config_from_dict(content["mtp"])))
+        cfg = MTPConfig(**vars(config_from_dict(content["mtp"])))
         raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | MTP_HEAD_NAMES,
                                       kind=MTPHead)
     return raw
@@ -73,12 +73,12 @@ def config_of_version_1(d: dict) -> ModelConfig:
 
 
 def _ropes(d: dict) -> tuple:
-    return tuple(rope_of(vars(build(RopeVariant, r))) for r in _list_of(d, "rope"))
+    return tuple(rope_from_fields(vars(build(RopeVariant, r))) for r in _list_of(d, "rope"))
 
 
 def _moe(d: dict):
     moe = d.get("moe")
-    return moe if moe is None else moe_of(vars(build(MoEVariant, moe)))
+    return moe if moe is None else moe_from_fields(vars(build(MoEVariant, moe)))
 
 
 def _widths(d: dict) -> tuple:

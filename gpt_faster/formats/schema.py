@@ -19,7 +19,7 @@ from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
 from gpt_faster.layers.moe import SCORES, MoEVariant
 from gpt_faster.layers.norms import HEAD_NORMS
-from gpt_faster.layers.rope import RopeVariant, n_turning
+from gpt_faster.layers.rope import RopeVariant, n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, Rope, at, layer_config
 
@@ -239,14 +239,14 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
                          f"original context {rope.original_context}")
     if rope.kind == "yarn" and min(rope.low_freq_factor, rope.high_freq_factor) <= 0:
         raise ValueError("RoPE 'yarn' needs beta_slow and beta_fast above 0")
-    if rope.kind == "dynamic" and n_turning(rope, head_dim) == 2:
+    if rope.kind == "dynamic" and n_rotated(rope, head_dim) == 2:
         raise ValueError("RoPE 'dynamic' needs a rotary dimension above 2")
 
 
 def _check_rope_variant(rope: RopeVariant, head_dim: int) -> None:
     if not 0 <= rope.partial <= 64:
         raise ValueError(f"partial_rotary_factor is {rope.partial}, expected 0 to 64")
-    n = n_turning(rope, head_dim)
+    n = n_rotated(rope, head_dim)
     if rope.head_dim is not None and (rope.head_dim < 2 or rope.head_dim % 2):
         raise ValueError(f"RoPE's head_dim is {rope.head_dim}, expected an even number")
     for divisors in (rope.divisors, rope.long_divisors):

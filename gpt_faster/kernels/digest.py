@@ -65,7 +65,7 @@ def digest_with_imports(*modules: ModuleType) -> str:
             pending += [ROOT / name for name in entry["imports"]]
     if any(cached.get(path) != entry for path, entry in found.items()):
         others = {path: entry for path, entry in cached.items() if Path(path).exists()}
-        disk.replace(cache_file, json.dumps({**others, **found}))
+        disk.write_atomically(cache_file, json.dumps({**others, **found}))
     sources = sorted((str(Path(path).relative_to(ROOT)), entry["digest"])
                      for path, entry in found.items())
     return disk.digest(repr((sources, _runtime_values(found))))

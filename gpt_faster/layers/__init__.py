@@ -1,1 +1,1 @@
-"""Layers that a Llama does not have."""
+"""Layers that a Llama does not have: attention variants, recurrent mixers, norms, experts."""

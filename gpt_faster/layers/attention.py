@@ -1,10 +1,10 @@
-"""Attention that differs from a Llama's: in its scores, for what SDPA hides (a cap, Gemma 2; sinks,
-gpt-oss; ALiBi, BLOOM), its scale, its norms, a gate, a clip.
+"""Attention variants: soft-capped scores (Gemma 2), sinks (gpt-oss), ALiBi (BLOOM), other scales,
+norms, a gate, a clip.
 
     cfg = replace(cfg, attention=AttentionVariant(scale=0.125, cap=50.0))
 
-What makes scores is called as model.SDPA is. ScoredAttention without any of these is plain
-attention, written out.
+Score functions have model.SDPA's signature. ScoredAttention computes the scores explicitly, for
+variants that SDPA cannot express; without any of them it equals SDPA.
 """
 
 from dataclasses import dataclass
@@ -19,37 +19,37 @@ from model import SDPA, Attention, rotate
 
 @dataclass(frozen=True)
 class AttentionVariant(Part):
-    """scores = q k' scale, and what becomes of them before and in the softmax."""
+    """Options of attention, with scores = q k' * scale."""
 
     scale: float | None = None                     # None: head_dim ** -0.5
-    qk_norm: str | None = None                     # before RoPE, of norms.HEAD_NORMS
-    v_norm: bool = False                           # normalize values, by no weights
-    clip: float | None = None                      # queries, keys and values end there (OLMo)
-    gate: bool = False                             # what attention gives * sigmoid(gate(x))
-    cap: float | None = None                       # scores end at cap * tanh(score / cap)
-    sinks: bool = False                            # a learned score per head that no key has
-    alibi: bool = False                            # less by the key's distance times a head's slope
-    gains: bool = False                            # each entry of q and k has a learned weight
-    growth: float = 0.0                            # a query's are scaled by its position:
+    qk_norm: str | None = None                     # before RoPE, a key of norms.HEAD_NORMS
+    v_norm: bool = False                           # normalize values, without weights
+    clip: float | None = None                      # clamp q, k and v to [-clip, clip] (OLMo)
+    gate: bool = False                             # output * sigmoid(gate(x))
+    cap: float | None = None                       # score -> cap * tanh(score / cap)
+    sinks: bool = False                            # one extra learned score per head, without value
+    alibi: bool = False                            # score - slope of the head * distance of the key
+    gains: bool = False                            # learned weight per entry of rotated queries
+    growth: float = 0.0                            # rotated queries are scaled by position:
     growth_from: int = 1                           # 1 + growth * log(1 + floor(pos / growth_from))
-    kind: str = "attention_variant"                # what a .pth calls it
+    kind: str = "attention_variant"                # name in a .pth
 
     @property
     def split(self) -> dict[str, int]:
-        """What the ranks share beside a Llama's wq, wk, wv and wo."""
+        """Tensors that ranks shard, beyond a Llama's wq, wk, wv and wo."""
         norms = {"q_norm": OUT, "k_norm": OUT} if self.qk_norm else {}
         return {"gate": OUT, "attend.sinks": OUT, "attend.slopes": OUT, **norms}
 
     @property
     def norms_over_heads(self) -> tuple[str, ...]:
-        """Norms over all heads as one vector, whose mean_square the ranks join."""
+        """Norms over all heads as one vector: ranks all-reduce their mean_square."""
         return ("q_norm", "k_norm") if self.qk_norm == "wide" else ()
 
     def make(self, cfg, earlier=()) -> nn.Module:
         return VariantAttention(cfg, self)
 
     def attend(self, cfg, plain: nn.Module) -> nn.Module:
-        """`plain`, which has a scale, or what takes its place where scores are not plain ones."""
+        """The score function of this variant; `plain` (with a .scale) if SDPA can compute it."""
         if self.cap or self.sinks or self.alibi:
             plain = ScoredAttention(plain.scale, cfg.n_head, self.cap, self.sinks, self.alibi)
         if self.gains or self.growth:
@@ -72,7 +72,7 @@ class VariantAttention(Attention):
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape
-        rope = of_width(rope, self.head_dim)
+        rope = trim_rope(rope, self.head_dim)
         q, k, v = self.clip(self.wqkv(x)).split(self.split, -1)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
@@ -86,16 +86,15 @@ class VariantAttention(Attention):
         return self.wo(y)
 
 
-def of_width(rope, head_dim: int) -> list:
-    """cos and sin [..., ≥ H / 2] of a head's own width: a model's heads may differ in that."""
+def trim_rope(rope, head_dim: int) -> list:
+    """cos and sin [..., ≥ H / 2] cut to this layer's head_dim, which may vary between layers."""
     return [t[..., :head_dim // 2] for t in rope]
 
 
 class ScaledQueries(nn.Module):
-    """Attention whose queries, turned by RoPE, are scaled first: by entry, or by position.
+    """Scales rotated queries, per entry or by position, before attention.
 
-    Without a window, which hides some keys, the keys that a query sees are as many as its position
-    says.
+    The position is the number of visible keys - 1, so layers with a window cannot use `growth`.
     """
 
     def __init__(self, attend: nn.Module, variant: AttentionVariant, head_dim: int):
@@ -112,14 +111,16 @@ class ScaledQueries(nn.Module):
             h = h * self.gain
         if self.growth:
             pos = (mask.sum(-1) - 1).clamp(min=0)                          # [(B, 1,) T]
-            times = torch.log1p(torch.floor(pos / self.growth_from))
-            h = h * (1 + self.growth * times)[..., None]
+            log_pos = torch.log1p(torch.floor(pos / self.growth_from))
+            h = h * (1 + self.growth * log_pos)[..., None]
         return self.attend(h.type_as(q), k, v, mask)
 
 
 class ScoredAttention(nn.Module):
-    """softmax(cap(q k' scale)) v; sinks: one more score per head, whose share is thrown away;
-    alibi: keys count less the farther away they are, by a slope for each head.
+    """softmax(cap(q k' * scale)) v, with explicit scores.
+
+    sinks: one extra score per head in the softmax, whose probability is discarded. alibi: subtracts
+    slope * distance, with one slope per head.
     """
 
     def __init__(self, scale: float, n_head: int, cap: float | None = None, sinks: bool = False,
@@ -137,10 +138,11 @@ class ScoredAttention(nn.Module):
     def probabilities(self, score, mask):
         """score fp32 [B, K, N/K, T, S], mask [(B, 1,) T, S] -> probabilities of that shape."""
         score = self.cap(score * self.scale)
-        if self.slopes is not None:                # a query sees all keys to itself: no window
-            away = mask.sum(-1, keepdim=True) - 1 - torch.arange(mask.shape[-1], device=mask.device)
+        if self.slopes is not None:                # position = visible keys - 1: no window allowed
+            pos = mask.sum(-1, keepdim=True) - 1
+            distance = pos - torch.arange(mask.shape[-1], device=mask.device)
             slopes = self.slopes.view(score.shape[1], -1, 1, 1)
-            score = score - slopes * away.unsqueeze(-3)
+            score = score - slopes * distance.unsqueeze(-3)
         score = torch.where(mask.unsqueeze(-3), score, -torch.inf)
         if self.sinks is None:
             return score.softmax(-1)

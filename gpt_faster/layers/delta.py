@@ -1,11 +1,11 @@
-"""Gated DeltaNet (arXiv 2412.06464), which remembers in a matrix per head instead of all keys.
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a matrix-valued state per head.
 
-A layer that stands where Attention does (Qwen3-Next, Qwen3.5). Per token and head, with state S
-[dk, dv] in fp32, decay g <= 0 and strength b in (0, 1):
+Replaces Attention in some layers (Qwen3-Next, Qwen3.5). Per token and head, with state S [dk, dv]
+in fp32, log decay g <= 0 and update rate b (beta) in (0, 1):
 
     S *= exp(g);  d = (v - S' k) b;  S += k d';  y = S' q
 
-Knows no family. Its state's slots are layers/recurrent.py's. A ModelConfig has it as
+layers/recurrent.py stores the states. In a ModelConfig:
 
     mixer=(GatedDelta(16, 32, 128, 128),) * 3 + (None,)
 """
@@ -19,24 +19,24 @@ from torch import nn
 from gpt_faster.layers.part import IN, OUT, Part
 from gpt_faster.layers.recurrent import StateRing, last_tokens
 
-CHUNK = 64                                         # tokens whose updates are solved for at once
-# What has a row or several for each head.
-BY_HEADS = ("q", "k", "v", "conv_q", "conv_k", "conv_v", "beta", "decay", "decay_bias",
-            "decay_rate")
+CHUNK = 64                                         # tokens per chunk in chunked()
+# Tensors with one or more rows per head.
+PER_HEAD_TENSORS = ("q", "k", "v", "conv_q", "conv_k", "conv_v", "beta", "decay", "decay_bias",
+                    "decay_rate")
 
 
 @dataclass(frozen=True)
 class GatedDelta(Part):
-    """The layer's shape: each of the key heads serves n_v_head / n_k_head heads of values."""
+    """The layer's shape. n_v_head / n_k_head value heads share a key head."""
 
     n_k_head: int
     n_v_head: int
-    k_dim: int                                     # of a head
+    k_dim: int                                     # per head
     v_dim: int
-    n_tap: int = 4                                 # tokens that the convolution sees, itself too
-    kind: str = "gated_delta"                      # what a .pth calls it
+    n_tap: int = 4                                 # kernel size of the causal convolution
+    kind: str = "gated_delta"                      # name in a .pth
 
-    split = {**dict.fromkeys(BY_HEADS, OUT), "gate": OUT, "wo": IN}    # whole heads
+    split = {**dict.fromkeys(PER_HEAD_TENSORS, OUT), "gate": OUT, "wo": IN}    # whole heads
 
     def make(self, cfg, earlier=()) -> nn.Module:
         return DeltaNet(cfg.dim, self, cfg.norm_eps)
@@ -45,12 +45,12 @@ class GatedDelta(Part):
         """The layer of one of n ranks."""
         return replace(self, n_k_head=self.n_k_head // n, n_v_head=self.n_v_head // n)
 
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
+    def sharded_widths(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide."""
         return {"number of DeltaNet key heads": self.n_k_head}
 
     def n_rows(self) -> tuple[int, int, int]:
-        """Rows of queries, keys and values."""
+        """Output widths of queries, keys and values."""
         keys = self.n_k_head * self.k_dim
         return keys, keys, self.n_v_head * self.v_dim
 
@@ -63,18 +63,18 @@ class DeltaNet(nn.Module):
         n_value, n_head, fp32 = self.split[2], shape.n_v_head, torch.float32
         self.qkv = nn.Linear(dim, sum(self.split), bias=False)
         self.gate = nn.Linear(dim, n_value, bias=False)
-        self.rates = nn.Linear(dim, 2 * n_head, bias=False)    # strengths, then decays
+        self.rates = nn.Linear(dim, 2 * n_head, bias=False)    # beta, then decay
         self.wo = nn.Linear(n_value, dim, bias=False)
         self.conv = nn.Parameter(torch.zeros(sum(self.split), shape.n_tap, dtype=fp32))
         self.decay_bias = nn.Parameter(torch.zeros(n_head, dtype=fp32))
         self.decay_rate = nn.Parameter(torch.zeros(n_head, dtype=fp32))    # -exp(A_log)
         self.norm = nn.Module()
         self.norm.weight = nn.Parameter(torch.ones(shape.v_dim, dtype=fp32))
-        self.cache = None                          # without one, a call begins from zeros
+        self.cache = None                          # without a cache, each call starts from zeros
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device,
                     max_rejected: int = 0) -> None:
-        """The same for any n_slot; batch_size 0 removes it."""
+        """Allocate states, independent of n_slot; batch_size 0 removes them."""
         heads = self.shape.n_v_head, self.shape.k_dim, self.shape.v_dim
         self.cache = None
         if batch_size:
@@ -82,7 +82,7 @@ class DeltaNet(nn.Module):
                                    self.shape.n_tap, dtype, device)
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
-        """slot: the positions; rope and mask are not looked at. Padding changes no state."""
+        """slot: the positions. rope and mask are unused. Padding leaves the state unchanged."""
         B, T, _ = x.shape
         pos = slot.expand(B, T)
         mixed = self.qkv(x)
@@ -116,48 +116,48 @@ class DeltaNet(nn.Module):
         for i, tap in enumerate(self.conv.unbind(-1)):
             y = y + mixed[:, i:i + T].float() * tap
         q, k, v = F.silu(y).split(self.split, dim=-1)
-        q, k = (unit(t.unflatten(-1, (-1, self.shape.k_dim))) for t in (q, k))
-        n_share = self.shape.n_v_head // self.shape.n_k_head
-        if n_share > 1:
-            q, k = q.repeat_interleave(n_share, dim=2), k.repeat_interleave(n_share, dim=2)
+        q, k = (l2_normalize(t.unflatten(-1, (-1, self.shape.k_dim))) for t in (q, k))
+        n_repeat = self.shape.n_v_head // self.shape.n_k_head
+        if n_repeat > 1:
+            q, k = q.repeat_interleave(n_repeat, dim=2), k.repeat_interleave(n_repeat, dim=2)
         return q * self.shape.k_dim**-0.5, k, v.unflatten(-1, (-1, self.shape.v_dim))
 
     def scan(self, q, k, v, g, beta, state, in_order):
-        """-> y [B, T, n_v_head, dv], and the states after each of the row's last tokens.
+        """-> y [B, T, n_v_head, dv], and the states after each of the row's last n_slot tokens.
 
-        As many as the cache has slots: those go step by step, what is before them in chunks.
+        Runs the last n_slot tokens step by step, those before them in chunks.
         """
         n, T = self.cache.n_slot, q.shape[1]
         if T <= n:
             return step_by_step(q, k, v, g, beta, state)
         n_token = in_order.sum(1)                                          # [B, 1]
-        first = n_token - n                        # of the last; negative in a row that is shorter
+        first = n_token - n                        # first of the last n; negative in shorter rows
         before = (torch.arange(T, device=q.device) < first)[..., None]     # [B, T, 1]
         y, state = chunked(q, k, v, torch.where(before, g, 0), torch.where(before, beta, 0), state)
-        place = last_tokens(n_token, n)                                    # [B, n]
-        last = [gather(t, place) for t in (q, k, v, g, beta)]
-        exists = (place >= 0)[..., None]
-        last[3:] = (torch.where(exists, t, 0) for t in last[3:])
+        index = last_tokens(n_token, n)                                    # [B, n]
+        last = [gather(t, index) for t in (q, k, v, g, beta)]
+        is_token = (index >= 0)[..., None]
+        last[3:] = (torch.where(is_token, t, 0) for t in last[3:])
         y_last, states = step_by_step(*last, state)
-        place = torch.arange(T, device=q.device) - first                   # [B, T]
-        place = torch.where(place < 0, place + first, T + place.clamp(max=n - 1))
-        return gather(torch.cat((y, y_last), dim=1), place), states
+        index = torch.arange(T, device=q.device) - first                   # [B, T]
+        index = torch.where(index < 0, index + first, T + index.clamp(max=n - 1))
+        return gather(torch.cat((y, y_last), dim=1), index), states
 
 
-def gather(t, place):
-    """t [B, T, …] at place [B, n], 0 where that is negative -> [B, n, …]"""
+def gather(t, index):
+    """t [B, T, …] at index [B, n], clamped to 0 -> [B, n, …]"""
     row = torch.arange(len(t), device=t.device)[:, None]
-    return t[row, place.clamp(min=0)]
+    return t[row, index.clamp(min=0)]
 
 
-def unit(x):
-    """Of length 1, as flash-linear-attention has it."""
+def l2_normalize(x):
+    """With flash-linear-attention's epsilon."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def step_by_step(q, k, v, g, beta, state):
-    """q k [B, T, N, dk], v [B, T, N, dv], g beta [B, T, N], state [B, N, dk, dv], all of one dtype
-    -> y [B, T, N, dv] and T states.
+    """One token at a time. q k [B, T, N, dk], v [B, T, N, dv], g beta [B, T, N], state
+    [B, N, dk, dv], all of one dtype -> y [B, T, N, dv] and T states.
     """
     ys, states = [], []
     for i in range(q.shape[1]):
@@ -171,9 +171,9 @@ def step_by_step(q, k, v, g, beta, state):
 
 
 def chunked(q, k, v, g, beta, state):
-    """The same for many tokens, a chunk at a time -> y [B, T, N, dv] and the last state.
+    """The chunkwise-parallel form of step_by_step() -> y [B, T, N, dv] and the last state.
 
-    Within a chunk, with G the sum of g so far, the corrections d of all tokens i solve
+    Within a chunk, with G the cumulative sum of g, the updates d of all tokens i solve
 
         d_i + b_i sum over j < i of exp(G_i - G_j) (k_i . k_j) d_j  =  b_i (v_i - exp(G_i) S' k_i)
     """
@@ -187,21 +187,21 @@ def chunked(q, k, v, g, beta, state):
     q, k, v, g, beta = (chunks(t) for t in (q, k, v, g, beta))
     total = g.cumsum(-1)                                                   # G [B, N, n, C]
     causal = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    apart = total[..., :, None] - total[..., None, :]
-    apart = torch.where(causal, apart, -torch.inf).exp()                   # [B, N, n, C, C]
+    decay = total[..., :, None] - total[..., None, :]
+    decay = torch.where(causal, decay, -torch.inf).exp()                   # [B, N, n, C, C]
     k_beta = k * beta[..., None]
-    system = (k_beta @ k.mT) * apart               # its diagonal counts as ones
-    right = torch.cat((v * beta[..., None], k_beta * total.exp()[..., None]), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    d_v, d_k = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    scores = (q @ k.mT) * apart
+    system = (k_beta @ k.mT) * decay               # unitriangular: the diagonal is ignored
+    rhs = torch.cat((v * beta[..., None], k_beta * total.exp()[..., None]), dim=-1)
+    d = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+    d_v, d_k = d.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.mT) * decay
     q = q * total.exp()[..., None]
     k = k * (total[..., -1:] - total).exp()[..., None]
-    decay = total[..., -1].exp()[..., None, None]                          # [B, N, n, 1, 1]
+    chunk_decay = total[..., -1].exp()[..., None, None]                    # [B, N, n, 1, 1]
     ys = []
     for i in range(q.shape[2]):
         d = d_v[:, :, i] - d_k[:, :, i] @ state                            # [B, N, C, dv]
         ys.append(q[:, :, i] @ state + scores[:, :, i] @ d)
-        state = state * decay[:, :, i] + k[:, :, i].mT @ d
+        state = state * chunk_decay[:, :, i] + k[:, :, i].mT @ d
     y = torch.stack(ys, dim=2).flatten(2, 3)[:, :, :T]
     return y.transpose(1, 2), state

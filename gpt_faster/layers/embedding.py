@@ -1,5 +1,6 @@
-"""What embeddings go through where a Llama takes them as they are: a factor, learned positions, a
-norm. Each is an entry of ModelConfig.after_embed; `name` is the module's in the model.
+"""Transforms applied after the embedding lookup: a scale, learned positions, a norm.
+
+Each is an entry of ModelConfig.after_embed; `name` is the module's name in the model.
 
     cfg = replace(cfg, after_embed=(EmbedScale(cfg.dim**0.5),))
 """
@@ -16,7 +17,7 @@ from model import RMSNorm
 @dataclass(frozen=True)
 class EmbedScale:
     factor: float                                  # Gemma: sqrt(dim)
-    kind: str = "embed_scale"                      # what a .pth calls it
+    kind: str = "embed_scale"                      # name in a .pth
     name = "embed_scale"
 
     def make(self, cfg) -> nn.Module:
@@ -25,7 +26,7 @@ class EmbedScale:
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """An embedding per position, added to the token's (GPT-2)."""
+    """Adds a learned embedding of the position (GPT-2)."""
 
     kind: str = "learned_pos"
     name = "pos_embed"
@@ -36,7 +37,7 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class EmbedNorm:
-    """Embeddings are normalized (BLOOM)."""
+    """Normalizes embeddings (BLOOM)."""
 
     kind: str = "embed_norm"
     name = "embed_norm"
@@ -71,10 +72,10 @@ class LayerNormalizedEmbedding(LayerNorm):
 
 
 def embed_scale(cfg) -> float:
-    """What a model's embeddings are multiplied by."""
+    """The factor of a model's embeddings."""
     return next((part.factor for part in cfg.after_embed if isinstance(part, EmbedScale)), 1.0)
 
 
 def has_learned_positions(cfg) -> bool:
-    """Then it has none beyond its context."""
+    """Whether the model has learned position embeddings, and so none beyond its context."""
     return any(isinstance(part, LearnedPositions) for part in cfg.after_embed)

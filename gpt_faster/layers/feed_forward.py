@@ -1,6 +1,6 @@
 """Activations other than a Llama's, and the feed-forward layer without a gate (GPT-2).
 
-An activation is a function, or a module where it has learned numbers of its own (xIELU).
+An activation is a function, or a module class if it has parameters (xIELU).
 
     cfg = replace(cfg, ffn=FeedForwardVariant("gelu", gated=False))
 """
@@ -17,11 +17,11 @@ from model import FeedForward, swiglu
 
 @dataclass(frozen=True)
 class FeedForwardVariant(Part):
-    """activation: of GATED, or of UNGATED where act(up) stands for act(gate) * up."""
+    """activation: a key of GATED for act(gate) * up, or of UNGATED for act(up)."""
 
     activation: str = "silu"
     gated: bool = True
-    kind: str = "feed_forward"                     # what a .pth calls it
+    kind: str = "feed_forward"                     # name in a .pth
 
     def make(self, cfg, ffn_dim: int) -> nn.Module:
         if not self.gated:
@@ -53,7 +53,7 @@ GATED = {"silu": swiglu, "clamped_silu": clamped_swiglu, "gelu_tanh": geglu_tanh
 
 
 class XIELU(nn.Module):
-    """a x x + x / 2 above 0, b (exp(x) - 1 - x) + x / 2 below (arXiv 2411.13010)."""
+    """a x² + x / 2 for x > 0, else b (exp(x) - 1 - x) + x / 2 (arXiv 2411.13010)."""
 
     def __init__(self):
         super().__init__()
@@ -85,5 +85,5 @@ class UngatedFeedForward(nn.Module):
 
 
 def gated_activation(cfg):
-    """(gate, up) -> hidden, of the model's dense layers and of what else is gated as they are."""
+    """The activation (gate, up) -> hidden of the model's dense layers."""
     return swiglu if cfg.ffn is None else GATED[cfg.ffn.activation]

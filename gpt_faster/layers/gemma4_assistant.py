@@ -1,7 +1,7 @@
-"""Gemma 4's drafter: a few layers that read the keys of the model drafted for.
+"""Gemma 4's assistant: a few layers that draft tokens and attend to the target model's KV cache.
 
-Its layers have queries only. Its input is the model's embedding of the last token beside the
-model's hidden state before it; all tokens of a draft stand at one position.
+Its layers compute queries only. Its input concatenates the target's embedding of the last token and
+the hidden state of the token before it. All tokens of a draft use the same position.
 
     assistant = Assistant(cfg); assistant.join(model)
     logits, hidden = assistant(token, hidden, assistant.inputs(pos, kv_len))
@@ -18,48 +18,49 @@ from model import ModelConfig, Transformer, at, visible
 
 @dataclass(frozen=True)
 class AssistantConfig(ModelConfig):
-    """The math of its layers, and what joins them to a model's."""
+    """Its layers' config, the target's width and the clusters of the output layer."""
 
-    backbone_dim: int = 0                          # the model's width
+    backbone_dim: int = 0                          # the target model's width
     n_centroid: int = 0                            # clusters of the vocabulary; 0: none
-    n_active: int = 0                              # of which a token's logits are worked out
+    n_active: int = 0                              # clusters per token whose logits are computed
 
 
 class Assistant(Transformer):
-    """A token and the hidden state before it -> the next token's logits, and a hidden state."""
+    """A token and the previous hidden state -> the next token's logits and a hidden state."""
 
     def __init__(self, cfg: AssistantConfig):
         super().__init__(cfg)
         self.enter = nn.Linear(2 * cfg.backbone_dim, cfg.dim, bias=False)
         self.leave = nn.Linear(cfg.dim, cfg.backbone_dim, bias=False)
         self.centroids = self.clusters = None
-        self.path = None                           # for what does not fit; load() says it
+        self.path = None                           # for error messages, set by load()
         if cfg.n_centroid:
             self.centroids = nn.Linear(cfg.dim, cfg.n_centroid, bias=False)
 
     def join(self, model: Transformer) -> None:
-        """Draft for this model: each layer reads its last layer of the same kind that has keys.
+        """Attach to the target model: each layer reads the target's last KV layer with its window.
 
-        ValueError where they do not fit.
+        ValueError if the shapes do not match.
         """
-        self.model, theirs = [model], model.cfg    # in a list: no part of the drafter
-        if theirs.dim != self.cfg.backbone_dim or theirs.vocab_size != self.cfg.vocab_size:
-            raise ValueError(f"{self.path}: it drafts for a width of {self.cfg.backbone_dim} and "
-                             f"{self.cfg.vocab_size} tokens, not {theirs.dim} and "
-                             f"{theirs.vocab_size}")
+        self.model, cfg = [model], model.cfg       # in a list, so that it is not a submodule
+        if cfg.dim != self.cfg.backbone_dim or cfg.vocab_size != self.cfg.vocab_size:
+            raise ValueError(f"{self.path}: expected a target model of width "
+                             f"{self.cfg.backbone_dim} with {self.cfg.vocab_size} tokens, got "
+                             f"{cfg.dim} with {cfg.vocab_size}")
         for i, layer in enumerate(self.layers):
             window = at(i, self.cfg.window)
-            alike = [other.attn for j, other in enumerate(model.layers)
-                     if at(j, theirs.window) == window and hasattr(other.attn, "wqkv")]
-            if not alike or alike[-1].head_dim != layer.attn.head_dim:
-                raise ValueError(f"{self.path}: its layer {i} has heads of {layer.attn.head_dim} "
-                                 f"and a window of {window}, which no layer of the model has")
-            layer.attn.share(alike[-1])
+            sources = [other.attn for j, other in enumerate(model.layers)
+                       if at(j, cfg.window) == window and hasattr(other.attn, "wqkv")]
+            if not sources or sources[-1].head_dim != layer.attn.head_dim:
+                raise ValueError(f"{self.path}: layer {i} needs a target layer with head_dim "
+                                 f"{layer.attn.head_dim} and window {window}, and there is none")
+            layer.attn.use_kv_of(sources[-1])
 
     def inputs(self, pos: Tensor, kv_len: int) -> list[tuple]:
-        """pos [1], of the last token, not read by the model yet -> each layer's rope, slot, mask.
+        """pos [1] of the last token, which the target has not run yet -> each layer's rope, slot
+        and mask.
 
-        The keys before pos; of slots beyond it any may hold what was rejected.
+        Only keys before pos are visible: later slots may hold rejected drafts.
         """
         angles = (pos[..., None, None].float() * self.freq).unbind(-2)
         ropes = {rope: (a.cos() * m, a.sin() * m)
@@ -69,28 +70,28 @@ class Assistant(Transformer):
             key = torch.arange(kv_len, device=pos.device)
             if str(window) in self.model[0].rings:
                 key = self.model[0].rings[str(window)].slot_positions[0, :kv_len]
-            reach = window and window + 2          # as transformers: `window` away from pos - 1
-            masks[window] = visible(pos, key, reach) & (key < pos)
+            size = window and window + 2           # as transformers: `window` keys before pos - 1
+            masks[window] = visible(pos, key, size) & (key < pos)
         return [(ropes[at(i, self.cfg.rope)], pos, masks[at(i, self.cfg.window)])
                 for i in range(self.cfg.n_layer)]
 
     def forward(self, token: Tensor, hidden: Tensor, inputs: list[tuple]) -> tuple[Tensor, Tensor]:
-        """token [1, 1], hidden [1, 1, D] of the model, behind its last norm -> logits [1, 1, V], in
-        fp32, and what stands for the next hidden state."""
+        """token [1, 1], the target's normalized hidden state [1, 1, D] -> logits [1, 1, V] in fp32,
+        and the hidden state for the next draft."""
         model, = self.model
         x = model.embed_tokens(token, inputs[0][1])
         x = self.enter(torch.cat((x, hidden), dim=-1))
-        for layer, given in zip(self.layers, inputs):
-            x = layer(x, *given)
+        for layer, layer_inputs in zip(self.layers, inputs):
+            x = layer(x, *layer_inputs)
         x = self.norm(x)
         return self.logits(x), self.leave(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the tokens in the likeliest clusters; all others have less than the least of these."""
+        """Logits of the tokens in the best clusters; all others get a value below their minimum."""
         if self.centroids is None:
             return self.head(x).float()
         best = self.centroids(x).topk(self.cfg.n_active, dim=-1).indices
         ids = self.clusters[best].flatten(-2)                              # [1, 1, C]
-        some = (F.embedding(ids, self.head.weight) @ x[..., None]).squeeze(-1).float()
-        least = some.amin(-1, keepdim=True) - 1
-        return least.expand(*x.shape[:-1], self.cfg.vocab_size).scatter(-1, ids, some)
+        logits = (F.embedding(ids, self.head.weight) @ x[..., None]).squeeze(-1).float()
+        floor = logits.amin(-1, keepdim=True) - 1
+        return floor.expand(*x.shape[:-1], self.cfg.vocab_size).scatter(-1, ids, logits)

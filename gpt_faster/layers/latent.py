@@ -1,8 +1,8 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from one vector.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): all heads' keys and values are
+projections of one latent vector per token.
 
-Owns a layer whose cache has, for each position, a normalized latent vector and one key part that
-RoPE turns, shared by all heads. Nothing else is kept: 576 numbers in DeepSeek-V3, where keys and
-values of its 128 heads would be 40,960.
+The cache holds, for each position, the normalized latent and a rotated key part, both shared by all
+heads: 576 values in DeepSeek-V3, instead of 40,960 for the keys and values of its 128 heads.
 
     cfg = replace(cfg, mixer=(Latent(q_rank=1536, kv_rank=512, nope_dim=128, v_dim=128),))
 """
@@ -21,35 +21,35 @@ from model import ExpertLinear, rotate, row_index
 
 @dataclass(frozen=True)
 class Latent(Part):
-    """The widths. A head's keys are [nope | rope]; rope's width is ModelConfig.head_dim."""
+    """Widths. A head's keys are [nope | rope], where rope has width ModelConfig.head_dim."""
 
-    q_rank: int | None                             # of queries' own latent; None: they have none
-    kv_rank: int
-    nope_dim: int                                  # of a head's queries and keys that RoPE leaves
-    v_dim: int
-    kind: str = "latent"                           # what a .pth calls it
+    q_rank: int | None                             # width of the query latent; None: no latent
+    kv_rank: int                                   # width of the key/value latent
+    nope_dim: int                                  # unrotated part of a head's queries and keys
+    v_dim: int                                     # per head
+    kind: str = "latent"                           # name in a .pth
 
     split = {"wq": OUT, "wq_b": OUT, "wk_b": HEAD, "wv_b": HEAD, "wo": IN}
 
     def make(self, cfg, earlier=()) -> nn.Module:
         return LatentAttention(cfg, self)
 
-    def cheapest_absorbed(self, rope_dim: int) -> int:
-        """Up to how many new tokens a call is cheaper with the up-projections absorbed.
+    def max_absorbed_tokens(self, rope_dim: int) -> int:
+        """The most new tokens per call for which absorbing the up-projections is cheaper.
 
-        For each key and head: absorbed, a query multiplies [kv_rank + rope] with a key and adds up
-        kv_rank; else [nope + rope] and v_dim, and the key and its value are made first, from
-        kv_rank numbers. All keys are, since none but the latent is kept: so a chunk later in a
-        prompt pays for those before it, too, and takes the cheaper way by the same count.
+        Costs in multiplications per key and head. Absorbed: kv_rank + rope for a query's score and
+        kv_rank for its value sum. Expanded: nope + rope and v_dim, plus kv_rank * (nope + v_dim)
+        per call for up-projecting the key and its value. Only latents are cached, so each call
+        up-projects all keys, and the limit does not depend on the position in the prompt.
         """
-        made = self.kv_rank * (self.nope_dim + self.v_dim)
+        up_projection = self.kv_rank * (self.nope_dim + self.v_dim)
         absorbed = 2 * self.kv_rank + rope_dim
-        apart = self.nope_dim + rope_dim + self.v_dim
-        return made // (absorbed - apart) if absorbed > apart else 1 << 62
+        expanded = self.nope_dim + rope_dim + self.v_dim
+        return up_projection // (absorbed - expanded) if absorbed > expanded else 1 << 62
 
 
 class HeadLinear(ExpertLinear):
-    """A matrix for each head [N, out, in]: experts that all have equally many rows."""
+    """One matrix per head [N, out, in]: an ExpertLinear with equally many rows per expert."""
 
     def __init__(self, n_head: int, n_in: int, n_out: int):
         super().__init__(n_head, n_in, n_out, bias=False)
@@ -60,7 +60,7 @@ class HeadLinear(ExpertLinear):
 
 
 class LatentCache(nn.Module):
-    """Latents and turned key parts of the positions so far, side by side [B, S, kv_rank + rope]."""
+    """[latent | rotated key part] of each position, [B, S, kv_rank + rope]."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device):
         super().__init__()
@@ -77,19 +77,18 @@ class LatentCache(nn.Module):
         return k if batch_idx is None else k[batch_idx]
 
 
-class AnyWidths(nn.Module):
-    """softmax(q k' scale) v, values and keys differing in width: narrower values are filled up, so
-    that SDPA takes its quick ways.
-    """
+class PaddedSDPA(nn.Module):
+    """softmax(q k' * scale) v for values narrower than keys: padded, so SDPA can use its fused
+    kernels."""
 
     def __init__(self, scale: float):
         super().__init__()
         self.scale = scale
 
     def forward(self, q, k, v, mask):
-        """q [B, N, T, H], k [B, N or 1, S, H], v as wide or not -> [B, N, T, the wider of both]."""
+        """q [B, N, T, H], k [B, N or 1, S, H], v [B, N or 1, S, at most H] -> [B, N, T, H]."""
         shape = q.shape
-        if k.shape[1] < shape[1]:                  # all heads' queries side by side
+        if k.shape[1] < shape[1]:                  # one shared key head: fold heads into queries
             q = q.reshape(shape[0], 1, -1, shape[3])
             mask = mask.repeat(*[1] * (mask.dim() - 2), shape[1], 1)
         if v.shape[-1] < k.shape[-1]:
@@ -99,17 +98,18 @@ class AnyWidths(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Few tokens meet the latents themselves: k's up-projection goes into q, v's into the output.
+    """Few tokens attend to the latents directly: W_uk is applied to the queries and W_uv to the
+    output ("absorbed").
 
-    q_nope (W_uk c) = (W_uk' q_nope) c, and the sum over values W_uv c is W_uv of the sum. Many
-    tokens up-project the latents first, which costs less: see Latent.cheapest_absorbed.
+    q_nope (W_uk c) = (W_uk' q_nope) c, and the weighted sum of W_uv c is W_uv of the weighted sum.
+    For many tokens up-projecting all latents first is cheaper: see Latent.max_absorbed_tokens.
     """
 
     def __init__(self, cfg, latent: Latent):
         super().__init__()
         self.n_head, self.rope_dim = cfg.n_head, cfg.head_dim
         self.kv_rank, self.nope_dim, self.v_dim = latent.kv_rank, latent.nope_dim, latent.v_dim
-        self.most_absorbed = latent.cheapest_absorbed(cfg.head_dim)
+        self.max_absorbed_tokens = latent.max_absorbed_tokens(cfg.head_dim)
         q_dim = cfg.n_head * (latent.nope_dim + cfg.head_dim)
         kv_dim = latent.kv_rank + cfg.head_dim
         if latent.q_rank is None:
@@ -118,22 +118,22 @@ class LatentAttention(nn.Module):
         else:
             self.split = latent.q_rank, kv_dim
             self.wqkv_a = nn.Linear(cfg.dim, sum(self.split), bias=cfg.qkv_bias)
-            self.q_a_norm = VectorNorm(latent.q_rank, 1e-6)            # whatever the model's is
+            self.q_a_norm = VectorNorm(latent.q_rank, 1e-6)            # not the model's norm_eps
             self.wq_b = nn.Linear(latent.q_rank, q_dim, bias=False)
         self.has_q_rank = latent.q_rank is not None
         self.kv_a_norm = VectorNorm(latent.kv_rank, 1e-6)
         self.wk_b = HeadLinear(cfg.n_head, latent.nope_dim, latent.kv_rank)
         self.wv_b = HeadLinear(cfg.n_head, latent.kv_rank, latent.v_dim)
         self.wo = nn.Linear(cfg.n_head * latent.v_dim, cfg.dim, bias=cfg.o_bias)
-        self.attend = AnyWidths((latent.nope_dim + cfg.head_dim)**-0.5)
-        if isinstance(cfg.attention, AttentionVariant):        # how scores differ from these
+        self.attend = PaddedSDPA((latent.nope_dim + cfg.head_dim)**-0.5)
+        if isinstance(cfg.attention, AttentionVariant):
             if cfg.attention.scale is not None:
                 self.attend.scale = cfg.attention.scale
             self.attend = cfg.attention.attend(cfg, self.attend)
         self.cache = None                          # without one, a call sees its own keys only
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, *_) -> None:
-        """For n_slot positions; batch_size 0 removes it."""
+        """Allocate n_slot positions; batch_size 0 removes the cache."""
         shape = batch_size, n_slot, self.kv_rank + self.rope_dim
         self.cache = LatentCache(shape, dtype, device) if batch_size else None
 
@@ -148,33 +148,34 @@ class LatentAttention(nn.Module):
         if self.cache is not None:
             k = self.cache(slot, k, mask.shape[-1], batch_idx)
         k = k[:, None]                                                     # [B, 1, S, …]
-        attend = self.attend_latents if T <= self.most_absorbed else self.attend_heads
+        attend = self.attend_latents if T <= self.max_absorbed_tokens else self.attend_heads
         y = attend(q, q_rope, k, mask)                                     # [B, N, T, v_dim]
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def project(self, x):
-        """x [B, T, D] -> queries [B, T, N (nope + rope)], latent and key part [B, T, …]."""
+        """x [B, T, D] -> queries [B, T, N (nope + rope)], [latent | key part] [B, T, …]."""
         if not self.has_q_rank:
             return self.wq_kv_a(x).split(self.split, -1)
         q, k = self.wqkv_a(x).split(self.split, -1)
         return self.wq_b(self.q_a_norm(q)), k
 
     def attend_latents(self, q, q_rope, k, mask):
-        """One key for all heads, the cache's entry, whose first part is the value too."""
-        q = torch.cat((self.by_head(self.wk_b, q), q_rope), -1)            # [B, N, T, rank + rope]
+        """Absorbed: all heads share the cached key, whose latent part is also the value."""
+        q = torch.cat((self.per_head(self.wk_b, q), q_rope), -1)           # [B, N, T, rank + rope]
         y = self.attend(q, k, k, mask)[..., :self.kv_rank]
-        return self.by_head(self.wv_b, y)
+        return self.per_head(self.wv_b, y)
 
     def attend_heads(self, q, q_rope, k, mask):
-        """Keys and values of each head, made of the latents."""
+        """Expanded: keys and values of each head are up-projected from the latents."""
         latent, k_rope = k.split((self.kv_rank, self.rope_dim), -1)
         k_rope = k_rope.expand(-1, self.n_head, -1, -1)
-        k = torch.cat((latent @ self.matrices(self.wk_b, q), k_rope), -1)  # [B, N, S, nope + rope]
-        v = latent @ self.matrices(self.wv_b, q).mT                        # [B, N, S, v_dim]
+        k = latent @ self.dense_weight(self.wk_b, q)                       # [B, N, S, nope]
+        k = torch.cat((k, k_rope), -1)                                     # [B, N, S, nope + rope]
+        v = latent @ self.dense_weight(self.wv_b, q).mT                    # [B, N, S, v_dim]
         return self.attend(torch.cat((q, q_rope), -1), k, v, mask)[..., :self.v_dim]
 
-    def by_head(self, linear: nn.Module, x: Tensor) -> Tensor:
-        """x [B, N, T, in], each head by its own matrix -> [B, N, T, out]."""
+    def per_head(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """Apply each head's matrix: x [B, N, T, in] -> [B, N, T, out]."""
         B, N, T, _ = x.shape
         rows = x.transpose(0, 1).flatten(0, 2)                             # [N B T, in]
         ids = torch.arange(N, device=x.device).repeat_interleave(B * T)
@@ -183,10 +184,10 @@ class LatentAttention(nn.Module):
             ends = torch.arange(1, N + 1, device=x.device, dtype=torch.int32) * (B * T)
         return linear(rows, ids, ends).unflatten(0, (N, B, T)).transpose(0, 1)
 
-    def matrices(self, linear: nn.Module, like: Tensor) -> Tensor:
-        """[N, out, in], whatever layout the weights have: what they make of unit vectors."""
+    def dense_weight(self, linear: nn.Module, like: Tensor) -> Tensor:
+        """[N, out, in] of a linear in any quantized layout, by multiplying the identity."""
         if isinstance(linear, HeadLinear):
             return linear.weight
         n_in = self.nope_dim if linear is self.wk_b else self.kv_rank
-        unit = torch.eye(n_in, dtype=like.dtype, device=like.device)
-        return self.by_head(linear, unit.expand(1, self.n_head, -1, -1))[0].mT
+        identity = torch.eye(n_in, dtype=like.dtype, device=like.device)
+        return self.per_head(linear, identity.expand(1, self.n_head, -1, -1))[0].mT

@@ -1,4 +1,4 @@
-"""Mixtures of experts with other routers than a Mixtral's, and with an expert for every token.
+"""Mixtures of experts with other routers than Mixtral's, and with a shared expert.
 
     cfg = replace(cfg, moe=MoEVariant(8, 2, 1024, scores="sigmoid", shared_dim=2048))
 """
@@ -16,19 +16,19 @@ from model import FeedForward, MoE, MoEConfig
 
 @dataclass(frozen=True)
 class MoEVariant(MoEConfig):
-    """How the router chooses and weighs experts, and what stands beside them."""
+    """Options of the router, and of the shared expert that every token uses."""
 
     router_bias: bool = False
-    scores: str = "softmax"                        # of SCORES
-    choice_bias: bool = False                      # added for the choice of experts only
-    n_group: int = 1                               # of experts, of which topk_group may be chosen
+    scores: str = "softmax"                        # a key of SCORES
+    choice_bias: bool = False                      # bias for choosing experts, not for weighting
+    n_group: int = 1                               # expert groups; topk_group of them are eligible
     topk_group: int = 1
-    group_top: int = 2                             # by the sum of so many of their best scores
-    routed_scale: float = 1.0                      # of what the chosen experts give
-    shared_dim: int = 0                            # width of the expert that serves every token
-    shared_gate: bool = True                       # which weighs that one
-    beside: bool = False                           # that one has norms of its own (BesideMoE)
-    activation: str = "silu"                       # of feed_forward.GATED
+    group_top: int = 2                             # ranked by the sum of this many best scores
+    routed_scale: float = 1.0                      # factor of the routed experts' output
+    shared_dim: int = 0                            # width of the shared expert; 0: none
+    shared_gate: bool = True                       # a learned sigmoid gate on the shared expert
+    beside: bool = False                           # MoEWithParallelDense instead of RoutedMoE
+    activation: str = "silu"                       # a key of feed_forward.GATED
 
     split = {"shared.gate": OUT, "shared.up": OUT, "shared.down": IN}
 
@@ -37,27 +37,27 @@ class MoEVariant(MoEConfig):
         if self.shared_dim:
             shared = FeedForward(cfg, self.shared_dim)
             shared.activation = GATED[self.activation]
-        return BesideMoE(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
+        return MoEWithParallelDense(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
 
     def shard(self, n: int) -> "MoEVariant":
-        """The mixture of one of n ranks, which has a part of every expert."""
+        """The mixture of one of n ranks, each with a slice of every expert."""
         return replace(self, expert_dim=self.expert_dim // n, shared_dim=self.shared_dim // n)
 
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
+    def sharded_widths(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide."""
         return {"experts' width": self.expert_dim, "shared expert's width": self.shared_dim}
 
 
-def moe_of(facts: dict) -> MoEConfig:
-    """A MoEConfig of these fields, or a MoEVariant where they say what only that one has."""
+def moe_from_fields(values: dict) -> MoEConfig:
+    """A MoEConfig with these fields, or a MoEVariant if one of its own fields is not the default.
+    """
     plain = {field.name for field in fields(MoEConfig)}
-    more = {f.name: f.default for f in fields(MoEVariant) if f.name not in plain}
-    alone = not facts.get("shared_dim")            # then there is nothing to be weighed
-    if alone:
-        facts = {name: value for name, value in facts.items() if name != "shared_gate"}
-    if any(more[name] != value for name, value in facts.items() if name in more):
-        return MoEVariant(**facts)
-    return MoEConfig(**{name: value for name, value in facts.items() if name in plain})
+    defaults = {f.name: f.default for f in fields(MoEVariant) if f.name not in plain}
+    if not values.get("shared_dim"):               # without a shared expert its gate is irrelevant
+        values = {name: value for name, value in values.items() if name != "shared_gate"}
+    if any(defaults[name] != value for name, value in values.items() if name in defaults):
+        return MoEVariant(**values)
+    return MoEConfig(**{name: value for name, value in values.items() if name in plain})
 
 
 def softmax(logits):
@@ -68,7 +68,8 @@ SCORES = {"softmax": softmax, "sigmoid": torch.sigmoid}
 
 
 def best_groups(choice, n_group: int, n_chosen: int, n_top: int):
-    """choice [n, E], -inf outside of the groups whose n_top best experts have the largest sums."""
+    """Mask scores choice [n, E] to the n_chosen groups with the largest sums of their n_top best
+    scores; -inf elsewhere."""
     groups = choice.unflatten(-1, (n_group, -1))                           # [n, G, E / G]
     worth = groups.topk(n_top).values.sum(-1)
     chosen = torch.zeros_like(worth, dtype=torch.bool)
@@ -77,8 +78,7 @@ def best_groups(choice, n_group: int, n_chosen: int, n_top: int):
 
 
 class RoutedMoE(MoE):
-    """shared: a feed-forward layer that serves every token, perhaps weighed by a gate of its own.
-    """
+    """shared: a feed-forward layer that every token uses, optionally scaled by a learned gate."""
 
     def __init__(self, cfg, shared: nn.Module | None = None):
         super().__init__(cfg)
@@ -112,20 +112,20 @@ class RoutedMoE(MoE):
         flat = x.flatten(0, 1)                                             # [n, D]
         y = self.routed(x, *self.route(flat))
         if self.shared is not None:
-            y = y + self.share(flat)
+            y = y + self.shared_output(flat)
         return y.view_as(x)
 
-    def share(self, x):
+    def shared_output(self, x):
         y = self.shared(x)
         if self.shared_expert_gate is None:
             return y
         return y * torch.sigmoid(self.shared_expert_gate(x))
 
 
-class BesideMoE(RoutedMoE):
-    """A dense layer and experts side by side, each between norms of its own (Gemma 4).
+class MoEWithParallelDense(RoutedMoE):
+    """Gemma 4: a dense feed-forward layer parallel to the experts, both with pre- and post-norms.
 
-    So it takes the residual, not normalized yet, which the router normalizes for itself.
+    Its input is the residual stream before any norm; the router has a norm of its own.
     """
 
     def __init__(self, cfg, shared: nn.Module):
@@ -134,7 +134,7 @@ class BesideMoE(RoutedMoE):
         for name in norms:
             setattr(self, name, VectorNorm(cfg.dim, cfg.norm_eps))
         self.expert_scale = nn.Parameter(torch.ones(self.n_expert, dtype=torch.float32))
-        self.summed = nn.Identity()                # where ranks sum what each has a part of
+        self.summed = nn.Identity()                # tp.py puts the all-reduce here
 
     def route(self, x):
         prob, ids = super().route(self.router_norm(x))

@@ -1,4 +1,4 @@
-"""Norms and factors that a Llama does not have: LayerNorm, norms with weights for all heads, caps.
+"""Norms and scalings that a Llama does not have: LayerNorm, norms over heads, soft caps, clips.
 
     cfg = replace(cfg, norm=NormVariant(), logit_cap=LogitCap(30.0))
 """
@@ -28,7 +28,7 @@ class WideNorm(nn.Module):
 
 
 class HeadLayerNorm(nn.Module):
-    """LayerNorm without bias over each head [..., N, H], whose weights are its own (Command R+)."""
+    """LayerNorm without bias over each head [..., N, H], with weights per head (Command R+)."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -44,7 +44,7 @@ HEAD_NORMS = {"wide": WideNorm, "layer": HeadLayerNorm}  # AttentionVariant.qk_n
 
 
 class VectorNorm(nn.RMSNorm):
-    """RMSNorm of a vector that is no hidden state of the model, in fp32 as model.RMSNorm."""
+    """RMSNorm in fp32 of vectors other than the model's hidden states, as queries or latents."""
 
     def __init__(self, dim: int, eps: float, weighted: bool = True):
         super().__init__(dim, eps, elementwise_affine=weighted, dtype=torch.float32)
@@ -54,7 +54,7 @@ class VectorNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """With mean and bias (GPT-2), in fp32 whatever the model's dtype."""
+    """LayerNorm with bias (GPT-2), always computed in fp32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps, dtype=torch.float32)
@@ -65,16 +65,16 @@ class LayerNorm(nn.LayerNorm):
 
 @dataclass(frozen=True)
 class NormVariant:
-    """LayerNorm wherever a Llama has RMSNorm over the model's width."""
+    """LayerNorm instead of RMSNorm over the model's width."""
 
-    kind: str = "layer_norm"                       # what a .pth calls it
+    kind: str = "layer_norm"                       # name in a .pth
 
     def make(self, dim: int, eps: float) -> nn.Module:
         return LayerNorm(dim, eps)
 
 
 class Scale(nn.Module):
-    """What a branch adds, times a constant (Granite)."""
+    """Multiplies a branch's output by a constant (Granite)."""
 
     def __init__(self, factor: float):
         super().__init__()
@@ -85,7 +85,7 @@ class Scale(nn.Module):
 
 
 class Clip(nn.Module):
-    """Numbers end at limit and -limit (OLMo)."""
+    """Clamps to [-limit, limit] (OLMo)."""
 
     def __init__(self, limit: float):
         super().__init__()
@@ -96,7 +96,7 @@ class Clip(nn.Module):
 
 
 class SoftCap(nn.Module):
-    """Scores or logits end at cap * tanh(x / cap) (Gemma 2)."""
+    """cap * tanh(x / cap), of scores or logits (Gemma 2)."""
 
     def __init__(self, cap: float):
         super().__init__()
@@ -108,16 +108,16 @@ class SoftCap(nn.Module):
 
 @dataclass(frozen=True)
 class LogitCap:
-    """Logits end at cap * tanh(logit / cap)."""
+    """Soft cap of the logits: cap * tanh(logit / cap)."""
 
     cap: float
-    kind: str = "soft_cap"                         # what a .pth calls it
+    kind: str = "soft_cap"                         # name in a .pth
 
     def make(self) -> nn.Module:
         return SoftCap(self.cap)
 
 
-# ---- The same, or nothing where a config has none ------------------------------------------------
+# ---- Modules by config value: the identity if the value is unset ---------------------------------
 
 def rescale(factor: float) -> nn.Module:
     return nn.Identity() if factor == 1 else Scale(factor)

@@ -1,4 +1,4 @@
-"""What an object says that makes a part of a block in place of model.py's: how ranks share it.
+"""Base class of config objects that make a part of a block: how tensor parallelism shards it.
 
     @dataclass(frozen=True)
     class MyAttention(Part):                       # ModelConfig(…, attention=MyAttention(width=64))
@@ -7,25 +7,25 @@
         def make(self, cfg, earlier=()): return …
 """
 
-HEAD, OUT, IN = -3, -2, -1                         # experts and heads' matrices are [E, out, in]
+HEAD, OUT, IN = -3, -2, -1                         # axes of [E, out, in] (experts, heads)
 
 
 class Part:
-    """One whose tensors are a Llama's, or every rank's."""
+    """Defaults: tensors that are not a Llama's are replicated on all ranks."""
 
-    split = {}                                     # names inside a block's attn or ffn -> the axis
-                                                   # that ranks share, beside those of a Llama
-    norms_over_heads = ()                          # inside attn: of all heads as one vector, whose
-                                                   # mean_square the ranks join
+    split = {}                                     # names in a block's attn or ffn -> sharded axis,
+                                                   # in addition to a Llama's
+    norms_over_heads = ()                          # names in attn of norms over all heads, whose
+                                                   # mean_square the ranks all-reduce
 
     def config_of(self, cfg, layer: int):
-        """Of a block's object: what the parts of this layer read."""
+        """The config for the parts of this layer (of a ModelConfig.block object)."""
         return cfg
 
     def shard(self, n: int) -> "Part":
-        """The object of one of n ranks."""
+        """The object for one of n ranks."""
         return self
 
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly, by a name for messages."""
+    def sharded_widths(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide, by their name in error messages."""
         return {}

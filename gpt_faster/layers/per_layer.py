@@ -1,12 +1,11 @@
-"""Per-layer embeddings (Gemma 4): each layer has a vector of its own for each token.
+"""Per-layer embeddings (Gemma 4): each layer has its own embedding of each token.
 
-The table of all layers' vectors is as large as the rest of a small model, and a call reads a row
-per token of it. So on a CPU it stays in the checkpoint's file: FileTable in place of the embedding.
-Beside an NVIDIA GPU it is in the host's memory, from where kernels read rows themselves.
-Owns the layer's end too, where such a vector comes in, and the number that scales a layer's output.
+The table is as large as the rest of a small model, and a call reads one row per token. So on a CPU
+it stays in the checkpoint's file (FileTable); with an NVIDIA GPU it is in pinned host memory, which
+kernels read directly. Also has the part of a layer that adds the embedding and scales the output.
 
-    own = per_layer(tokens, x)                     # [B, T], [B, T, D] -> [B, T, L, P]
-    x = end(x, own[:, :, i])
+    inputs = per_layer(tokens, x)                  # [B, T], [B, T, D] -> [B, T, L, P]
+    x = end(x, inputs[:, :, i])
 """
 
 from collections.abc import Callable
@@ -22,21 +21,21 @@ from gpt_faster.layers.norms import VectorNorm
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A table of each layer's vectors, and the branch of a block in which they come in."""
+    """The sizes of the per-layer embedding table."""
 
-    dim: int                                       # P, of a layer's vector for a token
-    vocab_size: int                                # of their table
-    kind: str = "per_layer_embedding"              # what a .pth calls it
+    dim: int                                       # P, width of a layer's embedding of a token
+    vocab_size: int                                # of the table
+    kind: str = "per_layer_embedding"              # name in a .pth
 
     def make(self, cfg) -> nn.Module:
         return PerLayerEmbedding(cfg)
 
 
-class End(nn.Module):
-    """(x + norm(down(act(gate(x)) * own))) * scale"""
+class LayerOutput(nn.Module):
+    """(x + norm(down(act(gate(x)) * per_layer_input))) * scale"""
 
     def __init__(self, cfg, norm: nn.Module, dim: int):
-        """dim 0: the scale alone."""
+        """dim 0: only the scale."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
         self.dim, self.gate = dim, None
@@ -46,9 +45,9 @@ class End(nn.Module):
             self.norm = norm
             self.activation = gated_activation(cfg)
 
-    def forward(self, x, own=None):
+    def forward(self, x, per_layer_input=None):
         if self.gate is not None:
-            x = x + self.norm(self.down(self.activation(self.gate(x), own)))
+            x = x + self.norm(self.down(self.activation(self.gate(x), per_layer_input)))
         return x * self.scale.type_as(x)
 
 
@@ -65,37 +64,38 @@ class PerLayerEmbedding(nn.Module):
         self.norm = VectorNorm(dim, cfg.norm_eps)
 
     def forward(self, tokens, x):
-        of_token = self.embed(tokens) * self.token_scale
-        of_context = self.project(x) * self.context_scale                  # [B, T, L P]
-        of_token, of_context = (t.unflatten(-1, (self.n_layer, -1)) for t in (of_token, of_context))
-        return (self.norm(of_context) + of_token) * 2**-0.5                # [B, T, L, P]
+        token = self.embed(tokens) * self.token_scale
+        context = self.project(x) * self.context_scale                     # [B, T, L P]
+        token, context = (t.unflatten(-1, (self.n_layer, -1)) for t in (token, context))
+        return (self.norm(context) + token) * 2**-0.5                      # [B, T, L, P]
 
 
-# ---- A table that stays in its file -------------------------------------------------------------
+# ---- A table that stays on disk -----------------------------------------------------------------
 
-TABLES = WeakValueDictionary()                     # id -> FileTable: an operator takes no objects
+TABLES = WeakValueDictionary()                     # id -> FileTable: operators cannot take objects
 
 
 class FileTable(nn.Module):
-    """An embedding of which nothing is in memory: each call reads the rows of its tokens."""
+    """An embedding whose table stays on disk: each call reads the rows of its tokens."""
 
     def __init__(self, read_rows: Callable[[int, int], Tensor], width: int, dtype: torch.dtype):
         """read_rows(a, b): rows [a, b) of the table [V, width]."""
         super().__init__()
         self.read_rows, self.width, self.dtype = read_rows, width, dtype
-        self.number = id(self)
-        TABLES[self.number] = self
+        self.table_id = id(self)
+        TABLES[self.table_id] = self
 
     def forward(self, ids):
-        return file_rows(ids, self.number, self.width, self.dtype)
+        return file_rows(ids, self.table_id, self.width, self.dtype)
 
 
 @torch.library.custom_op("gpt_faster::file_rows", mutates_args=())
 def file_rows(ids: Tensor, table: int, width: int, dtype: torch.dtype) -> Tensor:
-    """ids [...] -> their rows [..., width] of a FileTable. An operator, because it reads a file."""
-    wanted = ids.flatten().tolist()
-    rows = {i: TABLES[table].read_rows(i, i + 1) for i in set(wanted)}
-    return torch.cat([rows[i] for i in wanted]).to(dtype).view(*ids.shape, width)
+    """Rows [..., width] of a FileTable for ids [...]. An operator, so that torch.compile does not
+    trace the file access."""
+    flat = ids.flatten().tolist()
+    rows = {i: TABLES[table].read_rows(i, i + 1) for i in set(flat)}
+    return torch.cat([rows[i] for i in flat]).to(dtype).view(*ids.shape, width)
 
 
 @file_rows.register_fake
@@ -103,18 +103,18 @@ def _(ids, table, width, dtype):
     return ids.new_empty(*ids.shape, width, dtype=dtype)
 
 
-# ---- A table in the host's memory, for a GPU ----------------------------------------------------
+# ---- A table in host memory, for a GPU ----------------------------------------------------------
 
-class _Shared:
-    """Pinned memory as CUDA's array interface says it: there a GPU has the same addresses."""
+class _PinnedArray:
+    """Pinned host memory by CUDA's array interface: a GPU uses the same addresses."""
 
     def __init__(self, host: Tensor):
-        self.host = host                           # whoever has a view of it keeps this object
+        self.host = host                           # views keep this object alive, and so the memory
         self.__cuda_array_interface__ = dict(
             shape=(host.nbytes,), typestr="|u1", data=(host.data_ptr(), False), version=3)
 
 
-def seen_by_gpu(host: Tensor, device) -> Tensor:
-    """A pinned tensor of the host's, as a tensor of this GPU: each read goes over the bus."""
-    view = torch.as_tensor(_Shared(host), device=device)
+def gpu_view(host: Tensor, device) -> Tensor:
+    """A pinned host tensor as a tensor on the GPU. Each read goes over the PCIe bus."""
+    view = torch.as_tensor(_PinnedArray(host), device=device)
     return view.view(host.dtype).view(host.shape)

@@ -1,7 +1,7 @@
-"""RoPE that a Llama does not have: of part of a head, with factors by frequency, or none.
+"""RoPE variants: on part of a head, with a divisor per frequency, or none.
 
-Owns what of transformers' rope_scaling model.Rope does not: longrope, partial_rotary_factor, and
-the factors that a GGUF states.
+Covers what model.Rope does not of transformers' rope_scaling: longrope, partial_rotary_factor, and
+the frequency factors of GGUF files.
 """
 
 from dataclasses import dataclass, fields
@@ -15,17 +15,17 @@ from model import Rope
 
 @dataclass(frozen=True)
 class RopeVariant(Rope):
-    """kind "none": nothing turns. divisors take the place of what `kind` does to frequencies."""
+    """kind "none": no rotation. divisors replace the scaling of frequencies by `kind`."""
 
-    partial: float = 1.0                           # the share of a head that turns
+    partial: float = 1.0                           # rotated fraction of a head
     divisors: tuple[float, ...] | None = None      # one per frequency (longrope, GGUF files)
-    long_divisors: tuple[float, ...] | None = None # the same, beyond original_context
-    head_dim: int | None = None                    # of its layers; None: the model's
+    long_divisors: tuple[float, ...] | None = None # for lengths beyond original_context
+    head_dim: int | None = None                    # of the layers that use it; None: the model's
 
     def frequencies(self, head_dim: int, length: int = 0) -> Tensor:
-        """As model.Rope; narrower heads than the model's widest have fewer."""
+        """As model.Rope, zero for unrotated entries, [head_dim / 2] of these layers."""
         head_dim = self.head_dim or head_dim
-        n = n_turning(self, head_dim)                # the rest of a head stands still
+        n = n_rotated(self, head_dim)
         if self.divisors is not None:
             use_long = self.long_divisors and length > self.original_context
             divisors = self.long_divisors if use_long else self.divisors
@@ -37,23 +37,23 @@ class RopeVariant(Rope):
         return F.pad(freq, (0, head_dim // 2 - n // 2))
 
     def amplitudes(self, head_dim: int) -> Tensor:
-        """1 where a head stands still."""
+        """Factors of cos and sin: 1 for unrotated entries."""
         head_dim = self.head_dim or head_dim
         amplitude = torch.ones(head_dim // 2, device="cpu")
-        amplitude[:n_turning(self, head_dim) // 2] = self.amplitude
+        amplitude[:n_rotated(self, head_dim) // 2] = self.amplitude
         return amplitude
 
 
-def n_turning(rope: Rope, head_dim: int) -> int:
-    """How many numbers of a head it turns."""
+def n_rotated(rope: Rope, head_dim: int) -> int:
+    """How many entries of a head are rotated."""
     return int(head_dim * rope.partial) if isinstance(rope, RopeVariant) else head_dim
 
 
-def rope_of(facts: dict) -> Rope:
-    """A Rope of these fields, or a RopeVariant where they say what only that one has."""
+def rope_from_fields(values: dict) -> Rope:
+    """A Rope with these fields, or a RopeVariant if one of its own fields is not the default."""
     plain = {field.name for field in fields(Rope)}
-    more = {f.name: f.default for f in fields(RopeVariant) if f.name not in plain}
-    stated = {name: value for name, value in facts.items() if name in more}
-    if facts.get("kind") == "none" or any(more[name] != v for name, v in stated.items()):
-        return RopeVariant(**facts)
-    return Rope(**{name: value for name, value in facts.items() if name not in stated})
+    defaults = {f.name: f.default for f in fields(RopeVariant) if f.name not in plain}
+    extra = {name: value for name, value in values.items() if name in defaults}
+    if values.get("kind") == "none" or any(defaults[name] != v for name, v in extra.items()):
+        return RopeVariant(**values)
+    return Rope(**{name: value for name, value in values.items() if name not in extra})

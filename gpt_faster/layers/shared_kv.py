@@ -1,6 +1,6 @@
-"""Attention with queries of its own only, over the keys and values of an earlier layer (Gemma 4).
+"""Attention that computes queries only and uses the keys and values of an earlier layer (Gemma 4).
 
-Has no cache: it reads what the other layer's has, after that layer has written this call's tokens.
+It has no cache: it reads the source layer's, which already contains this call's tokens.
 
     cfg = replace(cfg, mixer=(None, None, SharedKV(source=0), SharedKV(source=1)))
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpt_faster.layers.attention import of_width
+from gpt_faster.layers.attention import trim_rope
 from gpt_faster.layers.norms import VectorNorm
 from gpt_faster.layers.part import IN, OUT, Part
 from model import rotate
@@ -19,13 +19,13 @@ from model import rotate
 
 @dataclass(frozen=True)
 class SharedKV(Part):
-    """source: the layer whose keys and values they are; its heads are as wide as this one's.
+    """source: index of the layer that provides keys and values, with the same head_dim.
 
-    None: a layer of another model, whose share() says which.
+    None: a layer of another model, set by SharedAttention.use_kv_of().
     """
 
     source: int | None
-    kind: str = "shared_kv"                        # what a .pth calls it
+    kind: str = "shared_kv"                        # name in a .pth
 
     split = {"wq": OUT, "wo": IN}
 
@@ -34,8 +34,8 @@ class SharedKV(Part):
         attn = SharedAttention(cfg, self.source)
         if self.source is not None:
             source = earlier[self.source].attn
-            attn.share(source)
-            keep_keys_of(source)
+            attn.use_kv_of(source)
+            record_kv_of(source)
         return attn
 
 
@@ -46,28 +46,28 @@ class SharedAttention(nn.Module):
         self.wq = nn.Linear(cfg.dim, cfg.n_head * cfg.head_dim, bias=cfg.qkv_bias)
         self.wo = nn.Linear(cfg.n_head * cfg.head_dim, cfg.dim, bias=cfg.o_bias)
         self.q_norm = VectorNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.source = []                           # share() says it
+        self.source = []                           # set by use_kv_of()
 
-    def share(self, source: nn.Module) -> None:
+    def use_kv_of(self, source: nn.Module) -> None:
         """source: a model.Attention."""
-        self.attend = copy.deepcopy(source.attend) # has the same scale, and nothing learned
-        self.attend._forward_pre_hooks.clear()     # keep_own_keys is the source's
-        self.source = [source, source.attend]      # in a list: they are no part of this layer
+        self.attend = copy.deepcopy(source.attend) # the same scale; it has no parameters
+        self.attend._forward_pre_hooks.clear()     # the record_kv hook belongs to the source
+        self.source = [source, source.attend]      # in a list, so they are not submodules
 
     @property
     def cache(self) -> nn.Module | None:
         return self.source[0].cache
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device, _=0) -> None:
-        """Has none. Without the source's, its keys of a call have to last until they are used."""
+        """It has no cache. If the source has none either, the source records each call's keys."""
         for attend in self.source[1:]:
-            attend.keeps_keys = batch_size == 0
+            attend.records_kv = batch_size == 0
 
     def keys_and_values(self, kv_len: int, batch_idx):
-        """Each [B, K, kv_len, H], as the source saw them in this call."""
+        """The source's keys and values in this call, [B, K, kv_len, H] each."""
         source, attend = self.source
         if source.cache is None:
-            return attend.own_keys
+            return attend.recorded_kv
         k, v = source.cache.k[:, :, :kv_len], source.cache.v[:, :, :kv_len]
         return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
 
@@ -75,20 +75,20 @@ class SharedAttention(nn.Module):
         B, T, _ = x.shape
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
         k, v = self.keys_and_values(mask.shape[-1], batch_idx)
-        q = rotate(q, *of_width(rope, self.head_dim))
+        q = rotate(q, *trim_rope(rope, self.head_dim))
         y = self.attend(q, k, v, mask)                                     # [B, N, T, H]
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
 
 
-def keep_keys_of(source: nn.Module) -> None:
-    """Have a layer keep its keys of a call, for layers that take them, as long as it has no cache.
-    In place, once."""
-    if keep_own_keys not in source.attend._forward_pre_hooks.values():
-        source.attend.keeps_keys = True
-        source.attend.register_forward_pre_hook(keep_own_keys)
+def record_kv_of(source: nn.Module) -> None:
+    """Add a hook to a layer, once, that records each call's keys and values while it has no cache.
+    """
+    if record_kv not in source.attend._forward_pre_hooks.values():
+        source.attend.records_kv = True
+        source.attend.register_forward_pre_hook(record_kv)
 
 
-def keep_own_keys(attend: nn.Module, inputs: tuple) -> None:
+def record_kv(attend: nn.Module, inputs: tuple) -> None:
     """inputs: q, k, v and mask."""
-    if attend.keeps_keys:
-        attend.own_keys = inputs[1:3]
+    if attend.records_kv:
+        attend.recorded_kv = inputs[1:3]

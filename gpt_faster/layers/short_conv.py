@@ -1,7 +1,7 @@
-"""Short convolutions (LFM2): each channel sees its own last few inputs, gated before and behind.
+"""Gated short convolutions (LFM2): a causal depthwise convolution with a gate before and after.
 
-Owns a layer that stands where Attention does. Of the past it keeps the inputs of n_tap - 1 tokens,
-in layers/recurrent.py's ring of slots; a text's length costs it nothing.
+Replaces Attention in some layers. Its cache holds the inputs of the last n_tap - 1 tokens, in
+layers/recurrent.py's ring, so its cost does not depend on the length of the text.
 
     b, c, h = w x;   y = wo (c * conv(b * h))
     mixer=(ShortConv(width=2048, n_tap=3),) * 2 + (None,)
@@ -21,9 +21,9 @@ class ShortConv(Part):
     """The layer's shape."""
 
     width: int                                     # channels
-    n_tap: int                                     # tokens that a channel sees, itself too
+    n_tap: int                                     # kernel size
     bias: bool = False                             # of both projections and the convolution
-    kind: str = "short_conv"                       # what a .pth calls it
+    kind: str = "short_conv"                       # name in a .pth
 
     split = {"wb": OUT, "wc": OUT, "wx": OUT, "taps": OUT, "taps_bias": OUT, "wo": IN}
 
@@ -34,8 +34,8 @@ class ShortConv(Part):
         """The layer of one of n ranks."""
         return replace(self, width=self.width // n)
 
-    def shared_widths(self) -> dict[str, int]:
-        """What n ranks can only share evenly."""
+    def sharded_widths(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide."""
         return {"number of convolution channels": self.width}
 
 
@@ -49,22 +49,22 @@ class ShortConvolution(nn.Module):
         if shape.bias:
             self.taps_bias = nn.Parameter(torch.zeros(shape.width, dtype=torch.float32))
         self.wo = nn.Linear(shape.width, dim, bias=shape.bias)
-        self.cache = None                          # without one, a call begins from zeros
+        self.cache = None                          # without a cache, each call starts from zeros
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device,
                     max_rejected: int = 0) -> None:
-        """The same for any n_slot; batch_size 0 removes it."""
+        """Allocate the cache, independent of n_slot; batch_size 0 removes it."""
         self.cache = None
-        if batch_size:                             # a state of no numbers beside the inputs
+        if batch_size:                             # state shape (0,): it has inputs only
             self.cache = StateRing(batch_size, max_rejected, (0,), self.shape.width,
                                    self.shape.n_tap, dtype, device)
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
-        """slot: the positions; rope and mask are not looked at. Padding changes nothing."""
+        """slot: the positions. rope and mask are unused. Padding does not affect other tokens."""
         B, T, _ = x.shape
         pos = slot.expand(B, T)
-        before, behind, h = self.wbcx(x).chunk(3, dim=-1)                  # [B, T, width]
-        h = before * h
+        in_gate, out_gate, h = self.wbcx(x).chunk(3, dim=-1)               # [B, T, width]
+        h = in_gate * h
         if self.cache is None:
             earlier = h.new_zeros(B, self.shape.n_tap - 1, h.shape[-1])
         else:
@@ -76,4 +76,4 @@ class ShortConvolution(nn.Module):
         if self.cache is not None:
             in_order = pos == pos[:, :1] + torch.arange(T, device=x.device)
             self.cache.write(pos, in_order.sum(-1), h, [], batch_idx)
-        return self.wo(behind * y.type_as(x))
+        return self.wo(out_gate * y.type_as(x))

@@ -1,1 +1,1 @@
-"""GPTQ: the solver, and its calibration."""
+"""GPTQ: solver, calibration and its text, bit budgets."""

@@ -1,6 +1,6 @@
-"""What GPTQ is calibrated on: a file, the text of lm-eval tasks, or what the model itself writes.
+"""Calibration text for GPTQ: a file, lm-eval tasks, or text that the model itself generates.
 
-    tokens = written(model, tokenizer, eos_ids, n_row=32, length=512)
+    tokens = generate_text(model, tokenizer, eos_ids, n_row=32, length=512)
 """
 
 import time
@@ -15,7 +15,7 @@ from gpt_faster.text.chat_template import render
 from gpt_faster.text.english import english_text
 from model import Transformer
 
-# What a model says most is of one kind: so that other kinds are there, most rows begin so
+# Without a prompt a model mostly generates one kind of text. Most rows begin with one of these.
 OPENINGS = (
     "The city lies on the bank of a river and has about twenty thousand inhabitants. ",
     "Die Stadt liegt am Ufer eines Flusses und hat etwa zwanzigtausend Einwohner. Im Sommer ",
@@ -38,7 +38,7 @@ REQUESTS = ("Hello!", "Write a short story.", "Explain how a bicycle works.", "W
 
 
 def calibration_text(file: str | None, tasks: list[str], include_path: str | None = None) -> str:
-    """A file's text, that of lm-eval tasks, or Python's own documentation."""
+    """The text of a file, of lm-eval tasks, or else of Python's documentation."""
     if file:
         try:
             text = Path(file).read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def calibration_text(file: str | None, tasks: list[str], include_path: str | Non
 
 
 def task_texts(names: list[str], include_path: str | None):
-    """Questions with their right answers, from the training split where there is one."""
+    """Questions with their correct answers, from the training split if there is one."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -62,8 +62,8 @@ def task_texts(names: list[str], include_path: str | None):
         raise ValueError(f"lm-eval has no task {', '.join(unknown)}")
     try:
         tasks = manager.load(names)["tasks"].values()
-    except Exception as e:                         # its datasets library has kinds of its own
-        raise OSError(f"the data of {', '.join(names)} cannot be had: "
+    except Exception as e:                         # the datasets library raises many types
+        raise OSError(f"cannot load the data of {', '.join(names)}: "
                       f"{(str(e).splitlines() or [type(e).__name__])[0][:160]}") from None
     for task in tasks:
         for doc in task.training_docs() if task.has_training_docs() else task.eval_docs:
@@ -75,9 +75,9 @@ def task_texts(names: list[str], include_path: str | None):
             yield f"{question}{task.config.target_delimiter if question else ''}{target}"
 
 
-def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
-    """What n_row texts begin with, of each eight: nothing, a conversation if there is a template
-    for one, and OPENINGS."""
+def text_openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
+    """Prompts for n_row texts. Of every eight, one is empty, one is a chat request if the model has
+    a chat template, the others are OPENINGS."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else sorted(eos_ids)[:1]
     opening, request = cycle(OPENINGS), cycle(REQUESTS)
     rows = []
@@ -94,36 +94,38 @@ def openings(tokenizer, eos_ids: set[int], n_row: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def written(model: Transformer, tokenizer, eos_ids: set[int], n_row: int, length: int) -> Tensor:
-    """What the model writes at temperature 1 -> [n_row, length]; always the same.
+def generate_text(model: Transformer, tokenizer, eos_ids: set[int], n_row: int,
+                  length: int) -> Tensor:
+    """Sample text from the model at temperature 1, with a fixed seed -> ids [n_row, length].
 
-    A text that ends is followed by another, as in training. Removes the model's cache.
+    After an end-of-sequence token a new text begins, as in training. Removes the model's cache.
     """
     device = model.freq.device
     rows = torch.zeros(n_row, length, dtype=torch.int64)
-    given = torch.zeros(n_row, length, dtype=torch.bool)
-    for i, ids in enumerate(openings(tokenizer, eos_ids, n_row)):
+    is_prompt = torch.zeros(n_row, length, dtype=torch.bool)
+    for i, ids in enumerate(text_openings(tokenizer, eos_ids, n_row)):
         ids = ids[:length]
         rows[i, :len(ids)] = torch.tensor(ids)
-        given[i, :len(ids)] = True
-    rows, given = rows.to(device), given.to(device)
-    ends = torch.tensor(sorted(eos_ids), device=device)
-    start = rows[0, 0]                             # the beginning of a text
+        is_prompt[i, :len(ids)] = True
+    rows, is_prompt = rows.to(device), is_prompt.to(device)
+    eos = torch.tensor(sorted(eos_ids), device=device)
+    bos = rows[0, 0]                               # first token of a text
     random = torch.Generator(device).manual_seed(0)
     model.setup_cache(n_row, length)
     begin = last = time.perf_counter()
     for t in range(length - 1):
         kv_len = min(length, -(-(t + 1) // 64) * 64)
         logits = model(rows[:, t:t + 1], torch.arange(t, t + 1, device=device), 1, kv_len)[:, 0]
-        total = logits.softmax(-1).cumsum(-1)      # ten times faster than a number for each token
-        point = torch.rand(n_row, 1, device=device, generator=random) * total[:, -1:]
-        drawn = torch.searchsorted(total, point)[:, 0].clamp(max=total.shape[-1] - 1)
-        drawn = torch.where(torch.isin(rows[:, t], ends), start, drawn)
-        rows[:, t + 1] = torch.where(given[:, t + 1], rows[:, t + 1], drawn)
+        # inverse transform sampling: 10x faster than one random number per vocabulary entry
+        cdf = logits.softmax(-1).cumsum(-1)
+        point = torch.rand(n_row, 1, device=device, generator=random) * cdf[:, -1:]
+        token = torch.searchsorted(cdf, point)[:, 0].clamp(max=cdf.shape[-1] - 1)
+        token = torch.where(torch.isin(rows[:, t], eos), bos, token)
+        rows[:, t + 1] = torch.where(is_prompt[:, t + 1], rows[:, t + 1], token)
         if time.perf_counter() > last + 10:
             last = time.perf_counter()
             left = (last - begin) / (t + 1) * (length - 2 - t)
-            log(f"the model writes text to calibrate on: {t + 2} of {length} tokens of {n_row} "
-                f"rows, {left:.0f} s left")
+            log(f"generating calibration text: {t + 2} of {length} tokens in {n_row} rows, "
+                f"{left:.0f} s left")
     model.setup_cache(0, length)
     return rows.cpu()

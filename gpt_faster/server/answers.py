@@ -8,7 +8,7 @@
 import secrets
 import time
 
-from gpt_faster.decoding.slots import Event, Logprobs
+from gpt_faster.decoding.scheduler import Event, Logprobs
 from gpt_faster.server.prepare import Model, PreparedRequest
 from gpt_faster.server.protocol import Request
 
@@ -69,7 +69,7 @@ class ChatAnswer(Answer):
                 for i in range(len(self.messages))]
 
     def add(self, event: Event) -> list[dict]:
-        i = event.generation.about.index
+        i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
         deltas = parser.push(event.text) if event.text else []
         if event.finish_reason:
@@ -112,7 +112,7 @@ class ChatAnswer(Answer):
             text = piece.decode(errors="replace")
             return dict(token=text, logprob=clamp_logprob(p), bytes=list(piece))
 
-        chosen = entry(self.model.token_bytes(token_id), logprobs.own)
+        chosen = entry(self.model.token_bytes(token_id), logprobs.chosen)
         return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
 
     def whole(self) -> dict:
@@ -157,16 +157,16 @@ class CompletionAnswer(Answer):
     def append_logprob(self, logprobs: dict, i: int, token_id: int, p: Logprobs) -> None:
         text = self.model.token_bytes(token_id).decode(errors="replace")
         logprobs["tokens"].append(text)
-        logprobs["token_logprobs"].append(p.own if p.own is None else clamp_logprob(p.own))
+        logprobs["token_logprobs"].append(p.chosen if p.chosen is None else clamp_logprob(p.chosen))
         top = {}
         for piece, value in self.top(p):
             top.setdefault(piece.decode(errors="replace"), clamp_logprob(value))
-        logprobs["top_logprobs"].append(None if p.own is None else top)
+        logprobs["top_logprobs"].append(None if p.chosen is None else top)
         logprobs["text_offset"].append(self.offsets[i])
         self.offsets[i] += len(text)
 
     def add(self, event: Event) -> list[dict]:
-        i = event.generation.about.index
+        i = event.generation.user_data.index
         text, logprobs = self.echo(i)
         if self.request.max_tokens != 0:           # 0: it ran only for the prompt's logprobs
             text += event.text

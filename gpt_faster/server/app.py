@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from generate import log
-from gpt_faster.decoding.slots import Event, Generation
+from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.metrics import Metrics
@@ -75,7 +75,7 @@ class HttpServer:
         """Send events to the requests that wait for them. Called in the model's thread."""
         def send():
             for event in events:
-                event.generation.about.send(event)
+                event.generation.user_data.send(event)
         with suppress(RuntimeError):               # the loop is closed: no clients
             self.loop.call_soon_threadsafe(send)
 
@@ -220,7 +220,7 @@ class HttpServer:
         deadline = time.monotonic() + self.options.request_timeout
         generations = prepared.generations if prepared.n_new else []       # else only an echo
         for i, generation in enumerate(generations):
-            generation.about = Delivery(i, events.put_nowait, deadline)
+            generation.user_data = Delivery(i, events.put_nowait, deadline)
         try:
             self.engine.submit(generations)
         except QueueFull:

@@ -1,4 +1,4 @@
-"""The model's thread: accepts generations, drives decoding/slots.py, and delivers their events.
+"""The model's thread: accepts generations, drives decoding/scheduler.py, and delivers their events.
 
 It owns the bounded queue, deadlines and shutdown. It knows no HTTP: each generation's events go to
 its Delivery's `send`, in order.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from generate import log
-from gpt_faster.decoding.slots import Event, Generation, Slots
+from gpt_faster.decoding.scheduler import Event, Generation, Scheduler
 from gpt_faster.server.metrics import Metrics
 
 DELIVERY_INTERVAL = 0.06                           # seconds: at most 16 deliveries a second
@@ -46,11 +46,11 @@ class Delivery:
 class Engine:
     """The request queue in front of the slots."""
 
-    def __init__(self, slots: Slots, max_queue: int, metrics: Metrics,
+    def __init__(self, slots: Scheduler, max_queue: int, metrics: Metrics,
                  flush: Callable[[list[Event]], None] = lambda events: None):
         """flush(events): deliver the events of several steps, merged to one per generation."""
         self.slots, self.max_queue, self.metrics, self.flush = slots, max_queue, metrics, flush
-        slots.arrivals = self._poll
+        slots.poll = self._poll
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
         self.active = {}                           # unfinished generations, as an ordered set
@@ -65,12 +65,12 @@ class Engine:
             if self.draining:
                 raise Draining
             n_waiting = len(self.inbox) + self.slots.n_waiting()
-            n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.beginning)
+            n_free = self.slots.batch.n_row - len(self.slots.running) - len(self.slots.prefilling)
             if n_waiting + len(new) > self.max_queue + max(0, n_free):
                 raise QueueFull
             now = time.monotonic()
             for generation in new:
-                generation.about.submitted = now
+                generation.user_data.submitted = now
             self.inbox.extend(new)
             self.lock.notify()
 
@@ -87,7 +87,7 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """-> how many sequences run, and how many wait."""
         slots = self.slots
-        return len(slots.running) + len(slots.beginning), slots.n_waiting() + len(self.inbox)
+        return len(slots.running) + len(slots.prefilling), slots.n_waiting() + len(self.inbox)
 
     # ---- The model's thread ---------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Engine:
         for generation in cancelled & self.active.keys():
             self._finish(generation, finish_reason="cancelled")
         now = time.monotonic()
-        for generation in [g for g in self.active if g.about.deadline < now]:
+        for generation in [g for g in self.active if g.user_data.deadline < now]:
             self._finish(generation, error="timeout")
         running, waiting = self.load()
         self.metrics.running.set(running)

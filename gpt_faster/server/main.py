@@ -18,7 +18,7 @@ from gpt_faster.cli.options import Options
 from gpt_faster.decoding.grammar import Grammars
 from gpt_faster.decoding.ranks import as_rank, run_on_rank_0
 from gpt_faster.decoding.request_sampler import build_request_sampler
-from gpt_faster.decoding.slots import Slots
+from gpt_faster.decoding.scheduler import Scheduler
 from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
@@ -125,7 +125,7 @@ def run(argv: list[str] | None) -> int:
     session = ServerSession(options, source, tokenizer, device, dtype, engine, start)
     if tp.rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)          # rank 0 shuts down all ranks
-    slots = Slots(session.batch, session.model.longest_call, reuse=True)
+    slots = Scheduler(session.batch, session.model.longest_call, reuse=True)
 
     def call(name, *call_args):
         try:

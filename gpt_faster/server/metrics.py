@@ -29,7 +29,7 @@ class Metrics:
 
     def token(self, generation, now: float) -> None:
         """Count one new token of a generation, at time.monotonic() = now."""
-        delivery = generation.about
+        delivery = generation.user_data
         self.new_tokens.inc()
         if delivery.last:
             self.between.observe(now - delivery.last)

@@ -15,7 +15,7 @@ from checkpoint import Unforeseen
 from generate import log
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
-from gpt_faster.decoding.slots import Generation
+from gpt_faster.decoding.scheduler import Generation
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,

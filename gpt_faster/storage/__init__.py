@@ -1,1 +1,1 @@
-"""What this user keeps on disk for the next start."""
+"""The user's cache on disk: compiled operations and prepared weights."""

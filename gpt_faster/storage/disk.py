@@ -1,7 +1,7 @@
-"""The user's cache: compiled operations, weights as they lie in memory; safe to delete.
+"""The user's cache folder: compiled operations and prepared weights. Safe to delete.
 
-What is read from it runs, or is taken for a model's weights. So it is used only where nobody but
-this user and root may write.
+Libraries from it are loaded and weights are trusted, so it is used only if nobody but this user and
+root may write it.
 
     if (home := trusted_cache()) and is_trusted(home / name): …
 """
@@ -26,56 +26,58 @@ def cache_dir() -> Path:
         return Path(named)
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:                           # a user whom the system does not know
-        home = os.devnull                          # where nothing is and nothing can be made
+    except RuntimeError:                           # the user has no home folder
+        home = os.devnull                          # nothing can be created there
     return Path(home) / "gpt-faster"
 
 
 def why_untrusted(path: Path) -> str | None:
-    """What is wrong with a file or a folder that exists; None: nobody but this user and root may
-    write it, or put another one in its place. A link counts as what it leads to."""
+    """Why an existing file or folder must not be used; None if only this user and root may write or
+    replace it. Links are resolved."""
     path = path.resolve()
     users = (os.geteuid(), 0)
-    for place in (path, *path.parents):
-        found = place.stat()
-        is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if place != path and found.st_mode & stat.S_ISVTX:     # /tmp: names in it are their owners'
-            is_open = False
-        if found.st_uid not in users:
-            return f"{place} belongs to another user"
+    for part in (path, *path.parents):
+        info = part.stat()
+        is_open = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if part != path and info.st_mode & stat.S_ISVTX:       # sticky bit (/tmp): only owners may
+            is_open = False                                    # rename or delete entries
+        if info.st_uid not in users:
+            return f"{part} belongs to another user"
         if is_open:
-            return f"others may write {place}: chmod go-w {place}"
+            return f"others may write {part}: chmod go-w {part}"
     return None
 
 
 def is_trusted(path: Path) -> bool:
-    """Is it there, and may it be used? A note says why it may not."""
+    """Whether the file or folder exists and may be used. Logs a note if it may not."""
     try:
         reason = why_untrusted(path)
     except OSError:
         return False
     if reason:
-        # Imported late, since kernels/digest.py, which imports this file, runs without torch.
+        # imports torch: kernels/digest.py imports this file and must run without it
         from gpt_faster.kernels import torch_internals
         torch_internals.note_once(f"{path} is not used: {reason}")
     return not reason
 
 
 def trusted_cache() -> Path | None:
-    """cache_dir(), made if need be, without links; None, with a note, where others may write it."""
+    """cache_dir(), resolved and created if missing; None, with a note, if others may write it."""
     folder = cache_dir()
     try:
-        missing = [place for place in (folder, *folder.parents) if not place.exists()]
-        for place in reversed(missing):
-            place.mkdir(exist_ok=True, mode=0o700)
+        missing = [part for part in (folder, *folder.parents) if not part.exists()]
+        for part in reversed(missing):
+            part.mkdir(exist_ok=True, mode=0o700)
         folder = folder.resolve()
     except OSError:
         return None
     return folder if is_trusted(folder) else None
 
 
-def writable(n_bytes: int = 1 << 20) -> Path:
-    """The cache, or else a new folder of this process, if files of this size fit. OSError: neither.
+def writable_folder(n_bytes: int = 1 << 20) -> Path:
+    """The cache, or a temporary folder of this process, with room for files of n_bytes.
+
+    OSError if neither can be written.
     """
     with suppress(OSError):
         if folder := trusted_cache():
@@ -87,7 +89,7 @@ def writable(n_bytes: int = 1 << 20) -> Path:
         _try_to_write(folder, n_bytes)
         if is_trusted(folder):
             return folder
-    raise OSError(f"nothing can be kept in {cache_dir()} or {tempfile.gettempdir()}")
+    raise OSError(f"cannot write to {cache_dir()} or {tempfile.gettempdir()}")
 
 
 def _try_to_write(folder: Path, n_bytes: int) -> None:
@@ -100,26 +102,26 @@ def digest(text: str) -> str:
 
 
 def remove_partials(home: Path) -> None:
-    """Those whose process was killed: nobody holds their lock any more."""
+    """Remove unfinished folders whose process was killed, so that nobody holds their lock."""
     for folder in home.glob(".partial*"):
-        with suppress(OSError), being_written(folder):         # else another process has it
+        with suppress(OSError), write_lock(folder):            # OSError: another process writes it
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def being_written(folder: Path) -> Iterator[None]:
-    """While this process writes into the folder, or removes it. OSError: another one does."""
-    from filelock import FileLock  # takes 10 ms, and is seldom needed
+def write_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock while writing or removing it. OSError if another process holds it."""
+    from filelock import FileLock  # the import takes 10 ms, and is seldom needed
     path = folder.with_name(f"lock{folder.name}")
     with FileLock(path, blocking=False):
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)           # not every version of filelock does it
+            path.unlink(missing_ok=True)           # not all versions of filelock remove it
 
 
 def remove_unused(home: Path, pattern: str, days: int = 30) -> None:
-    """Files that were not read for so long."""
+    """Remove files that were not read for `days`."""
     for path in home.glob(pattern):
         with suppress(OSError):
             stat = path.stat()
@@ -127,13 +129,13 @@ def remove_unused(home: Path, pattern: str, days: int = 30) -> None:
                 path.unlink()
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all; nothing where the disk is full."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file completely or not at all. Errors, as a full disk, are ignored."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        remove_unused(path.parent, f".{path.name}.*", days=1)  # of processes that were killed
+        remove_unused(path.parent, f".{path.name}.*", days=1)  # left by killed processes
         partial.write_text(text)
-        partial.chmod(0o600)                       # whatever the umask
+        partial.chmod(0o600)                       # regardless of the umask
         os.replace(partial, path)
     except OSError:
         with suppress(OSError):

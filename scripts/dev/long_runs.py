@@ -36,7 +36,7 @@ from gpt_faster.cli.common import Parser, guarded  # noqa: E402
 from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
-from gpt_faster.decoding.slots import Generation, RowsBatch, Slots  # noqa: E402
+from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler  # noqa: E402
 from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
 from gpt_faster.loading import load_model, load_shard  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
@@ -81,7 +81,7 @@ def new_generation(runner: Runner, i: int) -> Generation:
     params = PARAMS[i % len(PARAMS)]
     params = replace(params, seed=i if params.temperature else None)
     return Generation(runner.tokenizer, ids, max_new=1 + i % 8, params=params,
-                      n_top=3 if params.logprobs else None, about=i)
+                      n_top=3 if params.logprobs else None, user_data=i)
 
 
 def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
@@ -89,7 +89,7 @@ def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
     model = runner.model
     model.setup_cache(N_SLOTS, LENGTH, 64)
     sampler = build_request_sampler(model, N_SLOTS, torch.Generator(), lambda params: None)
-    slots = Slots(RowsBatch(model, sampler, runner.steps), between=64, reuse=True)
+    slots = Scheduler(RowsBatch(model, sampler, runner.steps), max_prefill=64, reuse=True)
     for todo in (iter(range(n)), iter(range(min(n, N_REPEATED)))):
         active = set()
 
@@ -97,16 +97,16 @@ def requests(runner: Runner, n: int) -> Iterator[tuple[int, list[int]]]:
             while len(slots.waiting) < N_SLOTS and (i := next(todo, None)) is not None:
                 slots.waiting.append(new_generation(runner, i))
                 active.add(slots.waiting[-1])
-        slots.arrivals = arrive
+        slots.poll = arrive
         for event in slots.run():
             generation = event.generation
             if event.error:
                 raise event.error
-            disconnects = generation.about % 17 == 16 and len(generation.ids) == 2
+            disconnects = generation.user_data % 17 == 16 and len(generation.ids) == 2
             if event.finish_reason or disconnects:
                 slots.drop(generation)
                 active.discard(generation)
-                yield generation.about, generation.ids
+                yield generation.user_data, generation.ids
         if active or slots.waiting or len(slots.free()) != N_SLOTS:
             raise RuntimeError(f"{N_SLOTS - len(slots.free())} slots and {len(active)} requests "
                                "leaked")

@@ -26,7 +26,7 @@ from gpt_faster.kernels.cpu.linears import (
 )
 from gpt_faster.kernels.linear import PackedLinear, methods_implemented_by
 from gpt_faster.layers.feed_forward import GATED
-from gpt_faster.layers.moe import BesideMoE, RoutedMoE
+from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE
 from model import ExpertLinear, MoE
 
 
@@ -35,7 +35,7 @@ def supports_experts(moe: nn.Module) -> bool:
     if isinstance(experts := vars(moe).get("experts"), FusedExperts):
         return experts.is_installed_in(moe)
     linears = moe.gate, moe.up, moe.down
-    return (type(moe) in (MoE, RoutedMoE, BesideMoE) and moe.activation in GATED.values()
+    return (type(moe) in (MoE, RoutedMoE, MoEWithParallelDense) and moe.activation in GATED.values()
             and all(map(can_pack, linears)) and not any(map(is_packed, linears)))
 
 

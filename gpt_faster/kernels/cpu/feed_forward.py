@@ -19,9 +19,9 @@ from gpt_faster.kernels.cpu.linears import (
     supports_linear,
     supports_norm,
 )
-from gpt_faster.layers.block import norm_behind
+from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.feed_forward import GATED, UNGATED
-from gpt_faster.layers.moe import BesideMoE, RoutedMoE, softmax
+from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, softmax
 from gpt_faster.layers.norms import Scale
 from model import MoE
 from tp import shared_by
@@ -62,7 +62,7 @@ class DenseFeedForward:
 
     @staticmethod
     def supports(layer: nn.Module) -> bool:
-        norms = layer.ffn_norm, norm_behind(layer, "ffn")
+        norms = layer.ffn_norm, post_norm_of(layer, "ffn")
         return supports_feed_forward(layer.ffn) and all(map(supports_norm, norms))
 
     def buffer_widths(self, dims_of) -> dict[str, int]:
@@ -72,7 +72,7 @@ class DenseFeedForward:
         ffn, x = ops.module.ffn, None if ops.parallel else "x1"
         ops.linear(f"ffn.{self.up}", x, "hidden", ops.module.ffn_norm, **up_options(ffn))
         ops.branch("ffn.down", "hidden", "x1", "x2", ffn,
-                   norm_behind(ops.module, "ffn"))
+                   post_norm_of(ops.module, "ffn"))
 
 
 class MoEFeedForward:
@@ -96,8 +96,8 @@ class MoEFeedForward:
         if not supports_experts(moe) or any(map(shared_by, moe.modules())):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
-        norms = [layer.ffn_norm, norm_behind(layer, "ffn")]
-        if isinstance(moe, BesideMoE):
+        norms = [layer.ffn_norm, post_norm_of(layer, "ffn")]
+        if isinstance(moe, MoEWithParallelDense):
             norms += [moe.norm, moe.shared_norm, moe.router_norm, moe.post_norm,
                       moe.post_shared_norm]
         shared = shared_expert_of(moe)
@@ -116,7 +116,7 @@ class MoEFeedForward:
     def add_to(self, ops) -> None:
         moe, buffers, A = ops.module.ffn, ops.buffers, self.n_active
         x = None if ops.parallel else "x1"
-        has_parallel_dense = isinstance(moe, BesideMoE)
+        has_parallel_dense = isinstance(moe, MoEWithParallelDense)
         norm = shared_norm = router_norm = ops.module.ffn_norm
         if has_parallel_dense:
             norm, shared_norm, router_norm = moe.norm, moe.shared_norm, moe.router_norm
@@ -137,7 +137,7 @@ class MoEFeedForward:
         if shared_gate_of(moe) is not None:
             ops.linear("ffn.shared_expert_gate", x, "share", shared_norm)
             gate = buffers["share"]
-        post = norm_behind(ops.module, "ffn")
+        post = post_norm_of(ops.module, "ffn")
         post_norms = 2 * (nn.Identity(),)
         if has_parallel_dense:
             post_norms = moe.post_norm, moe.post_shared_norm

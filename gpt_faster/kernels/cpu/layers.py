@@ -46,7 +46,7 @@ from gpt_faster.kernels.modifications import (
     find_modifications,
     modified_after_packing,
 )
-from gpt_faster.layers.block import ParallelBlock, norm_behind
+from gpt_faster.layers.block import ParallelBlock, post_norm_of
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
 from model import MoE
@@ -238,13 +238,13 @@ class Operations:
     def eager_attention(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
         layer, x = self.module, self.x
         y = layer.attn(layer.attn_norm(self.copy(x)), rope, slot, mask, batch_idx)
-        self.call.view("x1").copy_(x + norm_behind(layer, "attn")(y))
+        self.call.view("x1").copy_(x + post_norm_of(layer, "attn")(y))
 
     def eager_feed_forward(self, *_) -> None:
         layer, attended = self.module, self.call.view("x1")
         x = self.x if self.parallel else attended
         y = layer.ffn(layer.ffn_norm(self.copy(x)))
-        self.call.view("x2").copy_(attended + norm_behind(layer, "ffn")(y))
+        self.call.view("x2").copy_(attended + post_norm_of(layer, "ffn")(y))
 
     def eager_end(self, rope, slot, mask, batch_idx, *layer_embed) -> None:
         x = self.call.view("x2")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
 from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
-from gpt_faster.layers.block import norm_behind
+from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.delta import DeltaNet
-from gpt_faster.layers.latent import AnyWidths, LatentAttention
+from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
@@ -43,7 +43,7 @@ class AttentionMixer:
         if getattr(attend, "slopes", None) is not None:
             return False
         others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
-        norms = layer.attn_norm, *others, norm_behind(layer, "attn")
+        norms = layer.attn_norm, *others, post_norm_of(layer, "attn")
         return has_scores and all(map(supports_norm, norms)) and all(map(supports_linear, linears))
 
     def buffer_widths(self, dims_of) -> dict[str, int]:
@@ -57,7 +57,7 @@ class AttentionMixer:
             ops.linear(f"attn.{name}", None, name, norm)
         ops.add_with_positions(self.operation(attn, ops.buffers))
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.module, "attn"))
+                   post_norm_of(ops.module, "attn"))
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Attention:
         """buffers: by the linears' names, and "attended"."""
@@ -91,18 +91,18 @@ class LatentMixer:
         self.input_linears = ["wqkv_a", "wq_b"] if attn.has_q_rank else ["wq_kv_a"]
         self.linears = [*self.input_linears, "wk_b", "wv_b", "wo"]
         self.rope_half = attn.rope_dim // 2
-        self.max_tokens = min(MAX_DECODE_ROWS, attn.most_absorbed)
+        self.max_tokens = min(MAX_DECODE_ROWS, attn.max_absorbed_tokens)
         self.n_head, self.rank, self.rope_dim = attn.n_head, attn.kv_rank, attn.rope_dim
 
     @staticmethod
     def supports(layer: nn.Module) -> bool:
         attn = layer.attn
-        norms = layer.attn_norm, norm_behind(layer, "attn"), attn.kv_a_norm
+        norms = layer.attn_norm, post_norm_of(layer, "attn"), attn.kv_a_norm
         if attn.has_q_rank:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
             queries = [attn.wq_kv_a]
-        return (type(attn.attend) is AnyWidths and all(map(supports_norm, norms))
+        return (type(attn.attend) is PaddedSDPA and all(map(supports_norm, norms))
                 and all(map(supports_linear, (*queries, attn.wo)))
                 and all(map(supports_head_matrices, (attn.wk_b, attn.wv_b))))
 
@@ -137,7 +137,7 @@ class LatentMixer:
                    x_expert_stride=self.rank, out_stride=N * attn.v_dim,
                    out_expert_stride=attn.v_dim)
         ops.branch("attn.wo", "attended", None, "x1", attn,
-                   norm_behind(ops.module, "attn"))
+                   post_norm_of(ops.module, "attn"))
 
 
 class DeltaMixer:
@@ -156,7 +156,7 @@ class DeltaMixer:
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
         lanes = native.panel_width() // 2
         is_aligned = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
-        norms = layer.attn_norm, norm_behind(layer, "attn")
+        norms = layer.attn_norm, post_norm_of(layer, "attn")
         return (is_aligned and attn.shape.n_tap <= native.MAX_TAPS
                 and all(map(supports_norm, norms)) and all(map(supports_linear, linears)))
 
@@ -188,7 +188,7 @@ class ShortConvMixer:
     @staticmethod
     def supports(layer: nn.Module) -> bool:
         linears = layer.attn.wbcx, layer.attn.wo
-        norms = layer.attn_norm, norm_behind(layer, "attn")
+        norms = layer.attn_norm, post_norm_of(layer, "attn")
         return all(map(supports_norm, norms)) and all(map(supports_linear, linears))
 
     buffer_widths = AttentionMixer.buffer_widths

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpt_faster.layers.attention import ScaledQueries, ScoredAttention
-from gpt_faster.layers.latent import AnyWidths
+from gpt_faster.layers.latent import PaddedSDPA
 
 
 class RepeatedHeads(nn.Module):
@@ -36,6 +36,6 @@ def use_fused_attention(model: nn.Module) -> nn.Module:
                 continue
             if isinstance(owner.attend, ScaledQueries):
                 owner = owner.attend
-            if not isinstance(owner.attend, ScoredAttention | AnyWidths):
+            if not isinstance(owner.attend, ScoredAttention | PaddedSDPA):
                 owner.attend = RepeatedHeads(owner.attend)
     return model

@@ -15,7 +15,7 @@ from gpt_faster.kernels.cuda.fused_moe import fused_moe, matvec_weights, stack_g
 from gpt_faster.kernels.cuda.matvec import FUSED_ACTIVATIONS, MAX_ROWS, matvec
 from gpt_faster.kernels.torch_internals import is_compiling
 from gpt_faster.layers.attention import AttentionVariant
-from gpt_faster.layers.block import NOTHING, BlockVariant, norm_behind
+from gpt_faster.layers.block import IDENTITY, BlockVariant, post_norm_of
 from gpt_faster.layers.feed_forward import GATED
 from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, WideNorm
 from model import MoE
@@ -89,7 +89,7 @@ class FusionPlan:
             return False
         if not all(kind(n) if kind is is_rms_norm else isinstance(n, kind) for n in norms):
             return False
-        others = [getattr(attn, name, NOTHING) for name in ("clip", "v_norm")]
+        others = [getattr(attn, name, IDENTITY) for name in ("clip", "v_norm")]
         cap = getattr(getattr(attend, "cap", None), "cap", None)
         return (all(isinstance(other, nn.Identity) for other in others)
                 and hasattr(attend, "scale") and cap == self.cap
@@ -124,20 +124,20 @@ def fused_layer_class(kind: type) -> type:
                 qkv, *norms, *rope, mask, slot, attn.cache.k, attn.cache.v,
                 getattr(attend, "sinks", None), self.arrivals, attend.scale, fusion.cap, eps,
                 fusion.ring)
-            x = branch(attn, attn.wo, y, x, norm_behind(self, "attn"))
+            x = branch(attn, attn.wo, y, x, post_norm_of(self, "attn"))
             ffn = self.ffn
             if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MAX_ROWS:
                 fusable = fusion.norm and x.shape[:-1].numel() == 1
                 flat = (x if fusable else self.ffn_norm(x)).flatten(0, 1)
                 y = fused_moe(ffn, flat, self.ffn_norm if fusable else None)
-                return x + norm_behind(self, "ffn")(of_all(ffn, y.view_as(x)))
+                return x + post_norm_of(self, "ffn")(of_all(ffn, y.view_as(x)))
             if not hasattr(ffn, "gate_up"):        # no gate, or experts of another kind
-                return x + norm_behind(self, "ffn")(ffn(self.ffn_norm(x)))
+                return x + post_norm_of(self, "ffn")(ffn(self.ffn_norm(x)))
             activation = fusion.activation if matvec_weights_if_faster(ffn.gate_up, x) else ""
             h = project(ffn.gate_up, x, self.ffn_norm, fusion.norm, activation)
             if not activation:
                 h = ffn.activation(*h.chunk(2, dim=-1))
-            return branch(ffn, ffn.down, h, x, norm_behind(self, "ffn"))
+            return branch(ffn, ffn.down, h, x, post_norm_of(self, "ffn"))
     return FusedLayer
 
 

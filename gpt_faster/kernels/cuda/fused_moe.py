@@ -77,7 +77,7 @@ def fused_moe(moe: MoE, x: Tensor, norm: nn.Module | None) -> Tensor:
     if getattr(moe, "shared", None) is None:
         return y
     flat = x if norm is None else norm(x)
-    return y + moe.share(flat)
+    return y + moe.shared_output(flat)
 
 
 @torch.library.custom_op("gpt_faster::route", mutates_args=())

@@ -1,8 +1,8 @@
-"""Tensors on disk as they lie in memory, mapped at the next start: what is not used is not read.
+"""Cache of a model's weights in their in-memory layout, memory-mapped at the next start.
 
-A directory of the user's for each set, in weights/ of disk.trusted_cache(), safe to delete. Above
-GPT_FASTER_WEIGHTS_MB (default 8192, and at most half of what the disk has left) those that were not
-used for the longest time go first. A file that is not as it was written is made anew.
+One directory per model and layout in weights/ of disk.trusted_cache(), safe to delete. The least
+recently used are evicted above GPT_FASTER_WEIGHTS_MB (default 8192, at most half of the free disk
+space). An entry that was modified is rebuilt.
 
     tensors = load(key) or save(key, tensors)
 """
@@ -25,7 +25,7 @@ ALIGN = 4096                                       # bytes: pages
 
 
 def _home() -> Path | None:
-    """Made if need be; None where it cannot be, or others may write it."""
+    """The cache folder, created if missing; None if it cannot be created or others may write it."""
     cache = disk.trusted_cache()
     if not cache:
         return None
@@ -38,20 +38,20 @@ def max_bytes() -> int:
     try:
         limit = int(os.environ.get("GPT_FASTER_WEIGHTS_MB", 8192)) << 20
     except ValueError:
-        torch_internals.note_once("GPT_FASTER_WEIGHTS_MB is no whole number: 8192 is taken")
+        torch_internals.note_once("GPT_FASTER_WEIGHTS_MB is not an integer: using 8192")
         limit = 8192 << 20
     return min(limit, shutil.disk_usage(_home()).free // 2)
 
 
 def _stamp(path: Path) -> list[int]:
-    """What a change of the file changes."""
+    """Size and modification time, to detect changes of the file."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
 
 @torch.inference_mode(False)
 def load(key: str) -> dict[str, Tensor] | None:
-    """What save() kept, by name: mapped, and private to this process. None: not there."""
+    """The tensors that save() wrote, by name, mapped copy-on-write. None if there is no entry."""
     home = _home()
     if not home or not (home / key).exists():
         return None
@@ -59,70 +59,69 @@ def load(key: str) -> dict[str, Tensor] | None:
     try:
         data = folder / "data"
         if not (disk.is_trusted(data) and disk.is_trusted(folder / "index.json")):
-            raise ValueError("others may have written it")
+            raise ValueError("other users may have written it")
         index = json.loads((folder / "index.json").read_text())
         if index["stamp"] != _stamp(data):
-            raise ValueError("it was changed")
+            raise ValueError("it was modified")
         storage = torch.UntypedStorage.from_file(str(data), False, index["stamp"][0])
         with suppress(OSError):
-            os.utime(folder)                       # used just now
-        return {name: _view(storage, *where) for name, where in index["tensors"].items()}
+            os.utime(folder)                       # last use, for eviction
+        return {name: _view(storage, *entry) for name, entry in index["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        torch_internals.note_once(f"{folder} is made anew: {e}")
+        torch_internals.note_once(f"{folder}: rebuilding this cache entry: {e}")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
-def _view(storage, dtype: str, shape: list[int], at: int) -> Tensor:
+def _view(storage, dtype: str, shape: list[int], offset: int) -> Tensor:
     dtype = getattr(torch, dtype)
-    flat = torch.empty(0, dtype=dtype).set_(storage, at // dtype.itemsize, shape)
-    return flat
+    return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape)
 
 
 def save(key: str, tensors: dict[str, Tensor]) -> None:
-    """Keep them all, or nothing, where the disk is full or another process was quicker."""
-    where, offsets, end = {}, {}, 0
+    """Write all tensors, or none if the disk is full or another process wrote the entry first."""
+    entries, offsets, n_bytes = {}, {}, 0
     for name, t in tensors.items():
-        at = offsets.get(t.data_ptr())             # several names, one tensor
-        if at is None:
-            at = offsets[t.data_ptr()] = end
-            end += -(-t.nbytes // ALIGN) * ALIGN
-        where[name] = [str(t.dtype)[6:], list(t.shape), at]
+        offset = offsets.get(t.data_ptr())         # tied weights: several names, one tensor
+        if offset is None:
+            offset = offsets[t.data_ptr()] = n_bytes
+            n_bytes += -(-t.nbytes // ALIGN) * ALIGN
+        entries[name] = [str(t.dtype)[6:], list(t.shape), offset]
     partial, home = None, _home()
     if not home:
         return
     try:
         disk.remove_partials(home)
-        if end > max_bytes():
+        if n_bytes > max_bytes():
             return
         partial = Path(tempfile.mkdtemp(prefix=".partial", dir=home))
-        with disk.being_written(partial):
+        with disk.write_lock(partial):
             with open(partial / "data", "wb") as file:
-                _write(file, tensors, where, end)
-            index = dict(stamp=_stamp(partial / "data"), tensors=where)
+                _write(file, tensors, entries, n_bytes)
+            index = dict(stamp=_stamp(partial / "data"), tensors=entries)
             (partial / "index.json").write_text(json.dumps(index))
             for path in partial.iterdir():
-                path.chmod(0o600)                  # whatever the umask
+                path.chmod(0o600)                  # regardless of the umask
             os.rename(partial, home / key)
-        _clear_away(key)
-    except OSError:                                # full, or it is there already
+        _evict(key)
+    except OSError:                                # disk full, or the entry exists already
         pass
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: BinaryIO, tensors: dict[str, Tensor], where: dict, n_bytes: int) -> None:
+def _write(file: BinaryIO, tensors: dict[str, Tensor], entries: dict, n_bytes: int) -> None:
     file.truncate(n_bytes)
     for name, t in tensors.items():
-        file.seek(where[name][2])
+        file.seek(entries[name][2])
         file.write(t.detach().contiguous().flatten().view(torch.uint8).numpy())
     file.flush()
-    os.fsync(file.fileno())                        # else a crash may leave zeros of that length
+    os.fsync(file.fileno())                        # else a crash may leave a file of zeros
 
 
-def _clear_away(new: str) -> None:
-    """Remove what was not used for the longest time, until the rest fits; `new` stays."""
+def _evict(new: str) -> None:
+    """Remove the least recently used entries, except `new`, until the rest fits."""
     age, size = {}, {}
     for folder in _home().iterdir():
         with suppress(OSError):                    # another process removed it
