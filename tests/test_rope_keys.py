@@ -105,5 +105,5 @@ def test_a_command_says_it_in_one_line(families, tmp_path):
     shutil.copytree(families("llama2")[0], tmp_path / "model")
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": YARN, "rope_parameters": dict(DEFAULT, rope_theta=1e6)}))
-    with pytest.raises(ValueError, match="'rope_scaling' stands in for 'rope_parameters' and has no 'rope_theta'.* add it to 'rope_scaling'$"):
+    with pytest.raises(ValueError, match="'rope_scaling' overrides 'rope_parameters' but has no 'rope_theta'.* add it to 'rope_scaling'$"):
         read_checkpoint(tmp_path / "model")
