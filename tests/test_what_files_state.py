@@ -150,7 +150,7 @@ def test_what_stands_around_a_text(bpe, tmp_path, capsys, template, before, behi
     ids = tokenizer_files.load(tmp_path).encode("the class")
     assert ids[:len(before)] == before
     assert ids + behind == AutoTokenizer.from_pretrained(tmp_path)("the class")["input_ids"]
-    assert ("behind each text" in capsys.readouterr().err) == bool(behind)
+    assert ("to each text: left out" in capsys.readouterr().err) == bool(behind)
 
 
 def test_a_vocabulary_without_letters():
