@@ -275,7 +275,7 @@ class Checkpoint:
     tensors: dict[str, LazyTensor]
     eos_ids: list[int] = field(default_factory=list)
     defaults: dict = field(default_factory=dict)   # sampling values of generation_config.json
-    tokenizer: Path | dict | None = None           # what tokenizer.load() takes
+    tokenizer: Path | dict | None = None           # argument of tokenizer.load()
     quantization: dict | None = None               # a description; the tensors decide the schemes
     kind: type = Transformer                       # the class of the model
     adapter: Path | None = None                    # merged LoRA adapter (formats/lora.py)
@@ -483,27 +483,27 @@ def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dic
             print(f"note: ignored: {e}", file=sys.stderr)
     ids = []
     for config in (generation, *configs):
-        stated = config.get("eos_token_id")
-        stated = stated if isinstance(stated, list) else [stated]
-        found = [i for i in stated if type(i) is int and 0 <= i < 1 << 31]
-        if odd := [i for i in stated if i not in (*found, None, -1)]:
-            print(f"note: ignored: 'eos_token_id' is {brief(odd[0])}", file=sys.stderr)
-        ids += found
-    acted_on = SAMPLING if generation.get("do_sample") else WITHOUT_SAMPLING
-    stated = {k: generation[k] for k in acted_on if generation.get(k) is not None}
-    defaults = sampling_values(stated)
+        values = config.get("eos_token_id")
+        values = values if isinstance(values, list) else [values]
+        valid = [i for i in values if type(i) is int and 0 <= i < 1 << 31]
+        if invalid := [i for i in values if i not in (*valid, None, -1)]:
+            print(f"note: ignored: 'eos_token_id' is {brief(invalid[0])}", file=sys.stderr)
+        ids += valid
+    supported = SAMPLING if generation.get("do_sample") else WITHOUT_SAMPLING
+    parameters = {k: generation[k] for k in supported if generation.get(k) is not None}
+    defaults = sampling_values(parameters)
     ignored = {k for k, neutral in NEUTRAL.items() if generation.get(k) not in (None, [], neutral)}
-    if ignored := ignored | set(stated) - set(defaults):
+    if ignored := ignored | set(parameters) - set(defaults):
         print(f"note: ignored in {path}: {', '.join(sorted(ignored))}", file=sys.stderr)
     if generation.get("do_sample") is False:
         defaults["temperature"] = RANGES["temperature"].kind(0)
     return list(dict.fromkeys(ids)), defaults
 
 
-def sampling_values(stated: dict) -> dict:
+def sampling_values(parameters: dict) -> dict:
     """The sampling parameters that we support and whose values are in range."""
     values = {}
-    for name, value in stated.items():
+    for name, value in parameters.items():
         if name in SAMPLING:
             with suppress(ValueError):
                 values[name] = SAMPLING[name].of(value)
@@ -562,7 +562,7 @@ def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str
 
     table: name in the file -> our name, or Fused. ValueError lists unknown and duplicate tensors.
     """
-    found, unknown, twice = {}, [], []
+    parts, unknown, duplicates = {}, [], []
     for t in tensors:
         if NOT_WEIGHTS.search(t.name):
             continue
@@ -572,15 +572,15 @@ def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str
             continue
         prefix, expert, fused = entry
         for name, piece in zip(fused.into, fused.pieces(t, cfg)):
-            experts = found.setdefault(prefix + name, {})
-            twice += [t.name] if expert in experts else []
+            experts = parts.setdefault(prefix + name, {})
+            duplicates += [t.name] if expert in experts else []
             experts[expert] = piece
     if unknown:
         raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
                          f"{some(unknown)}")
-    if twice:
-        raise ValueError(f"{len(twice)} duplicate tensors: {some(twice)}")
-    return {name: _stack_experts(name, experts) for name, experts in found.items()}
+    if duplicates:
+        raise ValueError(f"{len(duplicates)} duplicate tensors: {some(duplicates)}")
+    return {name: _stack_experts(name, experts) for name, experts in parts.items()}
 
 
 def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
@@ -755,10 +755,10 @@ def check_attention(c: dict, family: Family) -> None:
     """ValueError if attention is not causal, or if transformers would ignore 'layer_types'."""
     if not flag(c, "is_causal", True):
         raise ValueError("'is_causal' is false: a bidirectional model cannot generate text")
-    stated = c.get("layer_types")
-    if isinstance(stated, list) and not family.reads_layer_types(c):
-        is_sliding = [bool(family.is_sliding(c, i)) for i in range(len(stated))]
-        if is_sliding != [kind == "sliding_attention" for kind in stated]:
+    kinds = c.get("layer_types")
+    if isinstance(kinds, list) and not family.reads_layer_types(c):
+        is_sliding = [bool(family.is_sliding(c, i)) for i in range(len(kinds))]
+        if is_sliding != [kind == "sliding_attention" for kind in kinds]:
             raise ValueError("'layer_types' contradicts 'sliding_window' and 'use_sliding_window', "
                              "which decide for this model_type")
 
@@ -985,11 +985,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def read(path: Path) -> RawCheckpoint:
     """Call the reader of the file's format."""
     if path.is_dir():
-        found = weights_in(path, WEIGHT_FILES)
-        if found is None:
+        weights = weights_in(path, WEIGHT_FILES)
+        if weights is None:
             raise FileNotFoundError(f"{path}: expected config.json with model.safetensors, or "
                                     f"model.pth; {READS_MORE}")
-        path = found
+        path = weights
     if path.suffix in (".pth", ".pt"):
         return read_pth(path, read_torch(path))
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -1044,18 +1044,18 @@ def several(d: dict, name: str) -> list | tuple:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def build(cls: type, stated: dict, **parts):
-    """cls(**stated, **parts). ValueError lists missing or unknown fields."""
-    if not isinstance(stated, dict):
-        raise ValueError(f"{cls.__name__} is {brief(stated)}, expected a dictionary of fields")
+def build(cls: type, values: dict, **parts):
+    """cls(**values, **parts). ValueError lists missing or unknown fields."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} is {brief(values)}, expected a dictionary of fields")
     known = {f.name for f in fields(cls)}
-    if unknown := [brief(key) for key in stated if key not in known]:
+    if unknown := [brief(key) for key in values if key not in known]:
         raise ValueError(f"written by a newer gpt-faster: unknown fields of {cls.__name__}: "
                          f"{', '.join(sorted(unknown))}")
     required = {f.name for f in fields(cls) if f.default is MISSING}
-    if missing := sorted(required - set(stated) - set(parts)):
+    if missing := sorted(required - set(values) - set(parts)):
         raise ValueError(f"{cls.__name__} has no {', '.join(missing)}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return cls(**{**values, **parts})
 
 
@@ -1206,9 +1206,9 @@ def _check_names_and_shapes(tensors, shapes) -> None:
     if extra:
         raise ValueError(f"{len(extra)} unexpected tensors: {some(extra)}")
     for name, shape in shapes.items():
-        found = tensors[name]
-        if found.shape != shape:
-            raise ValueError(f"{found.name} is {list(found.shape)}, but the config asks for "
+        t = tensors[name]
+        if t.shape != shape:
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for "
                              f"{list(shape)}")
 
 

@@ -226,7 +226,7 @@ STATE = (                                          # entry, expected value, chec
 def _from_state(state: dict) -> Tokenizer:
     """Tokenizer.state() -> Tokenizer. ValueError names an invalid entry."""
     if "backend" not in state:
-        raise ValueError("GGUF metadata, expected a directory or a tokenizer stored in a .pth")
+        raise ValueError("GGUF metadata, expected a directory or the state in a .pth")
     kind, data = state["backend"], state.get("data")
     if kind not in ("json", "sentencepiece") or data is None:
         raise ValueError(f"unknown tokenizer backend {brief(kind)}")
