@@ -1,16 +1,16 @@
-"""Checkpoints: a path or hub name -> a model with its weights; and our own file, written.
+"""Checkpoints: load a model from a path or hub name, and write our .pth.
 
-In the order of the work, which is the order of this file:
+The steps, in the order of this file:
 
-    resolve    a path or a hub name -> where it lies, downloaded
+    resolve    a path or a hub name -> a local path, downloaded if needed
     read       config.json and safetensors, or our .pth -> a config and lazy tensors
-    rename     their parameter names -> ours, experts together
-    check      names, shapes and dtypes; is the output layer the embedding?
-    assign     into a model without memory, a few megabytes of a tensor at a time
+    rename     the file's parameter names -> ours; stack the experts
+    check      names, shapes and dtypes; whether the output layer is tied to the embedding
+    load       into a model on the meta device, a few megabytes of a tensor at a time
 
-It knows Llama, Mistral, Mixtral, Qwen2 and Qwen3. What a file states is acted on or refused, never
-silently ignored. gpt_faster/formats/ adds families, file formats and quantized weights of others.
-Nothing in a checkpoint is executed.
+Supports Llama, Mistral, Mixtral, Qwen2 and Qwen3. A config key that changes the model is applied or
+refused, never silently ignored. gpt_faster/formats/ adds families, file formats and the quantized
+weights of other programs. Nothing in a checkpoint is executed.
 
     source = open_checkpoint("org/name or path")
     model = load_model(source, torch.bfloat16, "cpu")
@@ -42,8 +42,8 @@ from model import ExpertLinear, ModelConfig, MoEConfig, Rope, Transformer
 from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
-CHUNK = 1 << 22                                    # elements in memory at a time, beside the model
-LARGEST_TEXT = 1 << 28                             # bytes: ten times the longest tokenizer.json
+CHUNK = 1 << 22                                    # elements of a tensor to read at a time
+MAX_TEXT_BYTES = 1 << 28                           # ten times the largest known tokenizer.json
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, F8_E8M0=torch.float8_e8m0fnu,
               I64=torch.int64, I32=torch.int32, I16=torch.int16, I8=torch.int8, U64=torch.uint64,
@@ -51,10 +51,10 @@ DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torc
               C64=torch.complex64)
 
 
-# ---- What errors quote, and small files ---------------------------------------------------------
+# ---- Error messages, text and JSON files --------------------------------------------------------
 
 class Unforeseen(Exception):
-    """What no reader expected a file to do to it: damage of a new kind, or a mistake of ours."""
+    """An exception that no reader handles: unknown damage in a file, or a bug."""
 
 
 def first_line(e: Exception, longest: int = 160) -> str:
@@ -62,7 +62,7 @@ def first_line(e: Exception, longest: int = 160) -> str:
 
 
 def brief(value) -> str:
-    """A value in a message: never long, never several lines."""
+    """A value for an error message: one short line."""
     if isinstance(value, int) and abs(value) >= 1 << 128:
         return "an integer of more than 128 bits"
     try:
@@ -83,8 +83,8 @@ def is_out_of_memory(e: Exception) -> bool:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Errors name the file: ValueError, OSError and ImportError in a line; any other is Unforeseen,
-    but for a lack of memory.
+    """Add the path to a ValueError. OSError, ImportError and out-of-memory errors pass unchanged;
+    any other exception becomes Unforeseen.
     """
     try:
         yield
@@ -95,20 +95,19 @@ def reading(path: Path | str) -> Iterator[None]:
     except Exception as e:
         if isinstance(e, OSError | ImportError | Unforeseen) or is_out_of_memory(e):
             raise
-        raise Unforeseen(f"{path}: an unforeseen {type(e).__name__} while it was read "
-                         f"({first_line(e)}): the file is damaged in a way that we do not know, or "
-                         "the mistake is ours; please report it") from e
+        raise Unforeseen(f"{path}: internal error while reading: {type(e).__name__} "
+                         f"({first_line(e)}): corrupt file or a bug; please report it") from e
 
 
 def read_text(path: Path) -> str:
-    """UTF-8. FileNotFoundError where it is no ordinary file (a device never ends), ValueError where
-    it is too long or no text.
+    """Read a UTF-8 file. FileNotFoundError if it is not a regular file (a device never ends),
+    ValueError if it is too large or not UTF-8.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file" if not path.exists() else
-                                f"{path}: expected a file, found something else")
-    if (size := path.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"{path}: {size:,} bytes, expected at most {LARGEST_TEXT:,}")
+                                f"{path}: not a regular file")
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path}: {size:,} bytes, expected at most {MAX_TEXT_BYTES:,}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
@@ -121,7 +120,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{path}: not valid JSON (nested too deeply)") from None
-    except ValueError as e:                        # integers of thousands of digits too
+    except ValueError as e:                        # also raised for integers of thousands of digits
         raise ValueError(f"{path}: not valid JSON ({first_line(e)})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -132,12 +131,12 @@ def read_json(path: Path) -> dict:
 
 @dataclass
 class LazyTensor:
-    """A tensor that is still on disk: its name, shape and dtype, and how to read rows [start, end).
+    """A tensor on disk: name, shape, dtype, and a function that reads rows [start, end).
 
-    A row is an index of the first axis; of the first two, flattened, where there are more than two
-    (experts [E, out, in] have E * out rows). read_rows is None for random weights, which `fill`
-    draws into a tensor that is given. made_of: the tensors that read_rows reads. packed: where a
-    file has quantized weights of its own (gpt_faster/formats/lazy.py).
+    Rows are indices of the first axis, or of the first two, flattened, if there are more than two
+    axes (experts [E, out, in] have E * out rows). Random weights have no read_rows: fill(tensor)
+    initializes a tensor in place. made_of: the tensors that read_rows reads. packed: the file's
+    quantized codes (gpt_faster/formats/lazy.py).
     """
 
     name: str
@@ -146,14 +145,14 @@ class LazyTensor:
     read_rows: Callable[[int, int], Tensor] | None         # (start, end) -> [end - start, *row]
     made_of: tuple["LazyTensor", ...] = ()
     fill: Callable[[Tensor], None] | None = None
-    packed: object = None                          # None too where other numbers were made of it
+    packed: object = None                          # None if read_rows changes the values
 
     @property
     def n_row(self) -> int:
         return math.prod(self.shape[:2]) if len(self.shape) > 2 else math.prod(self.shape[:1])
 
     def derived(self, read_rows: Callable | None, **changes) -> "LazyTensor":
-        """A tensor whose rows are made of this one's; what `changes` does not name stays."""
+        """A tensor whose rows are computed from this one's, with `changes` to the other fields."""
         read_rows = self.read_rows and read_rows
         new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
         return replace(new, **changes)
@@ -168,7 +167,7 @@ class LazyTensor:
             self.release()
 
     def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, end, rows) one after another, of at most CHUNK elements or one row each."""
+        """Yield (start, end, rows) in order; rows have at most CHUNK elements, or are one row."""
         step = max(1, CHUNK * self.n_row // math.prod(self.shape))
         try:
             for start in range(0, self.n_row, step):
@@ -178,39 +177,41 @@ class LazyTensor:
             self.release()
 
     def release(self) -> None:
-        """Let go of what was kept in memory to read it."""
+        """Free the caches of read_rows."""
         for part in self.made_of:
             part.release()
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """A tensor in the shape in which LazyTensor counts its rows."""
+    """Reshape so that the first axis is a LazyTensor's rows."""
     if t.dim() > 2:
         return t.flatten(0, 1)
     return t.reshape(1) if t.dim() == 0 else t
 
 
 def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:
-    """Indices [low, high) of an axis; reads little else."""
-    n, each = t.shape[axis], t.n_row // t.shape[0]     # rows of one index of the first axis
+    """Slice an axis to [low, high), without reading the whole tensor."""
+    n = t.shape[axis]
+    rows_per_index = t.n_row // t.shape[0]         # of the first axis
     shape = (*t.shape[:axis], high - low, *t.shape[axis + 1:])
 
-    def within_rows(a, b):
+    def slice_columns(a, b):
         return t.read_rows(a, b)[..., low:high]
 
-    def some_rows(a, b):
-        return t.read_rows(low * each + a, low * each + b)
+    def slice_first_axis(a, b):
+        first = low * rows_per_index
+        return t.read_rows(first + a, first + b)
 
-    def some_of_each(a, b):
+    def slice_each_matrix(a, b):
         return across_matrices(
             a, b, high - low, lambda i, a, b: t.read_rows(i * n + low + a, i * n + low + b))
     if axis == max(1, len(shape) - 1):
-        return t.derived(within_rows, shape=shape)
-    return t.derived(some_rows if axis == 0 else some_of_each, shape=shape)
+        return t.derived(slice_columns, shape=shape)
+    return t.derived(slice_first_axis if axis == 0 else slice_each_matrix, shape=shape)
 
 
 def across_matrices(a: int, b: int, n: int, read: Callable[[int, int, int], Tensor]) -> Tensor:
-    """Rows [a, b) of matrices with n rows each, from read(i, low, high): those of the i-th."""
+    """Rows [a, b) of stacked matrices of n rows. read(i, low, high): rows of the i-th matrix."""
     pieces = []
     while a < b:
         i, low = divmod(a, n)
@@ -221,7 +222,7 @@ def across_matrices(a: int, b: int, n: int, read: Callable[[int, int, int], Tens
 
 
 def stack(pieces: list[LazyTensor]) -> LazyTensor:
-    """One tensor [E, *shape] of E of the same shape."""
+    """E tensors of the same shape -> one tensor [E, *shape]."""
     first = pieces[0]
     shape = (len(pieces), *first.shape)
 
@@ -236,7 +237,7 @@ def stack(pieces: list[LazyTensor]) -> LazyTensor:
 
 
 def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Rows of weights in another dtype. ValueError where they hold what is infinite or no number.
+    """Convert rows of weights to `dtype`. ValueError if a weight is NaN or infinite, or overflows.
     """
     new = rows.to(dtype)
     if not dtype.is_floating_point or dtype.itemsize < 2 or new.isfinite().all():
@@ -248,16 +249,16 @@ def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
                      "--dtype bfloat16")
 
 
-# ---- What a path holds --------------------------------------------------------------------------
+# ---- RawCheckpoint and Checkpoint ---------------------------------------------------------------
 
 @dataclass
 class RawCheckpoint:
-    """What a reader finds: tensors by the names in the file, as they lie there."""
+    """A reader's result: the tensors with the names and shapes in the file."""
 
     path: Path
     cfg: ModelConfig
     tensors: list[LazyTensor]
-    names: dict | None                             # their names: ours; None: they are ours
+    names: dict | None                             # file's names -> ours; None: the names are ours
     eos_ids: list[int] = field(default_factory=list)
     defaults: dict = field(default_factory=dict)
     tokenizer: Path | dict | None = None
@@ -267,21 +268,21 @@ class RawCheckpoint:
 
 @dataclass
 class Checkpoint:
-    """A model's config and its tensors by our names, as the model takes them; none is read yet."""
+    """A model's config, and its tensors by our names, not read yet."""
 
     path: Path
     cfg: ModelConfig
     tensors: dict[str, LazyTensor]
     eos_ids: list[int] = field(default_factory=list)
     defaults: dict = field(default_factory=dict)   # sampling values of generation_config.json
-    tokenizer: Path | dict | None = None           # what tokenizer.load() takes
-    quantization: dict | None = None               # how, for people; the tensors say what
+    tokenizer: Path | dict | None = None           # argument of tokenizer.load()
+    quantization: dict | None = None               # a description; the tensors decide the schemes
     kind: type = Transformer                       # the class of the model
-    adapter: Path | None = None                    # whose changes they have (formats/lora.py)
-    mtp: "Callable[[], Checkpoint] | None" = None  # opens its head that drafts (formats/mtp.py)
+    adapter: Path | None = None                    # merged LoRA adapter (formats/lora.py)
+    mtp: "Callable[[], Checkpoint] | None" = None  # opens the MTP head (formats/mtp.py)
 
 
-# ---- A path or a hub name -> where it lies ------------------------------------------------------
+# ---- A path or a hub name -> a local path -------------------------------------------------------
 
 WANTED = ["*.safetensors", "*.json", "tokenizer.model"]
 UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
@@ -289,11 +290,11 @@ UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
-    """ValueError or OSError say in one line what went wrong with the hub and what to do."""
+    """Turn hub errors into a ValueError or OSError of one line, with advice."""
     from huggingface_hub import errors
     try:
         yield
-    except errors.GatedRepoError:                  # before RepositoryNotFound, its parent
+    except errors.GatedRepoError:                  # a subclass of RepositoryNotFoundError
         problem = (f"{repo_id} is gated: accept its licence at huggingface.co/{repo_id}, then run "
                    "`hf auth login` or set HF_TOKEN")
     except errors.RepositoryNotFoundError:
@@ -307,7 +308,7 @@ def hub_errors(repo_id: str) -> Iterator[None]:
         if refused:
             problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
                        "or unset HF_TOKEN")
-    except Exception as e:                         # its HTTP library has kinds of its own
+    except Exception as e:                         # includes errors of the hub's HTTP client
         if getattr(e, "errno", None) == errno.ENOSPC:
             raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
                           "HF_HOME to another disk; running it again resumes") from None
@@ -320,9 +321,9 @@ def hub_errors(repo_id: str) -> Iterator[None]:
 
 
 def download(repo_id: str) -> Path:
-    """Fetch what we read of a hub repository (huggingface_hub shows its progress) -> its directory.
+    """Download a hub repository's weights, config and tokenizer -> the local directory.
 
-    ValueError or OSError as hub_errors().
+    huggingface_hub prints the progress. Raises as hub_errors() does.
     """
     from huggingface_hub import snapshot_download
     with hub_errors(repo_id):
@@ -330,12 +331,12 @@ def download(repo_id: str) -> Path:
 
 
 def resolve(name: str, fetch: Callable[[str], Path] = download) -> Path:
-    """A path, which wins, or a hub name, which fetch() downloads.
+    """Return an existing path, else download `name` as a hub name with fetch().
 
-    FileNotFoundError names both readings.
+    FileNotFoundError explains both attempts.
     """
     if not name.strip():
-        raise ValueError("a path or name is empty: an unset variable?")
+        raise ValueError("the path or hub name is empty: an unset variable?")
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -346,22 +347,22 @@ def resolve(name: str, fetch: Callable[[str], Path] = download) -> Path:
         return fetch(name)
     except (ValueError, OSError) as e:
         raise FileNotFoundError(f"{name}: no such file or directory; "
-                                f"read as a hub name: {e}") from None
+                                f"as a hub name: {e}") from None
 
 
 def output_path(path: Path, name: str) -> Path:
-    """Where to write what is made of `path`: in its directory, or in checkpoints/ for what the
-    hub's cache holds (…/models--org--name/snapshots/revision)."""
+    """Path for a file converted from `path`: in its directory, or under checkpoints/ if `path` is
+    in the hub's cache (…/models--org--name/snapshots/revision)."""
     directory = path if path.is_dir() else path.parent
     if directory.parent.name == "snapshots":
         directory = Path("checkpoints", *directory.parent.parent.name.split("--")[1:])
     return directory / name
 
 
-# ---- Files of tensors ---------------------------------------------------------------------------
+# ---- Weight files -------------------------------------------------------------------------------
 
 def read_safetensors(path: Path) -> list[LazyTensor]:
-    """Its tensors; slices of them are read when their rows are asked for."""
+    """The file's tensors. Rows are read when they are needed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -369,10 +370,10 @@ def read_safetensors(path: Path) -> list[LazyTensor]:
     except SafetensorError as e:
         raise ValueError(f"{path}: not a readable safetensors file (truncated?): {e}") from None
 
-    return [_sliced(name, file.get_slice(name)) for name in file.keys()]
+    return [_from_slice(name, file.get_slice(name)) for name in file.keys()]
 
 
-def _sliced(name: str, piece) -> LazyTensor:
+def _from_slice(name: str, piece) -> LazyTensor:
     shape = tuple(piece.get_shape())
 
     def scalar(a, b):
@@ -381,27 +382,27 @@ def _sliced(name: str, piece) -> LazyTensor:
     def rows(a, b):
         return piece[a:b]
 
-    def rows_of_matrices(a, b):                    # slices do not cross the first axis
+    def rows_of_matrices(a, b):                    # a safetensors slice cannot flatten two axes
         return across_matrices(a, b, shape[1], lambda i, low, high: piece[i:i + 1, low:high][0])
     if len(shape) > 2:
         rows = rows_of_matrices
     read_rows = rows if shape else scalar
     if piece.get_dtype() not in DTYPES:
-        raise ValueError(f"{name} is of {piece.get_dtype()}, which is not supported")
+        raise ValueError(f"{name} has dtype {piece.get_dtype()}, which is not supported")
     return LazyTensor(name, shape, DTYPES[piece.get_dtype()], read_rows)
 
 
 def read_torch(path: Path, mmap: bool = True) -> dict:
-    """A PyTorch file, memory-mapped; never executes what is in it."""
+    """Load a PyTorch file, memory-mapped, without executing pickled code."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
-        raise ValueError(f"{path}: refused, it holds more than weights "
+        raise ValueError(f"{path}: refused, it contains more than weights "
                          f"({first_line(e)})") from None
-    except Exception as e:                         # a damaged pickle makes it raise anything
-        if isinstance(e, OSError) and e.filename:  # not found, not allowed
+    except Exception as e:                         # a corrupt pickle can raise anything
+        if isinstance(e, OSError) and e.filename:  # not found, or no permission
             raise
         raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
                          f"{type(e).__name__}: {first_line(e)}") from None
@@ -411,18 +412,19 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
 
 
 def lazy_tensors(tensors: dict) -> list[LazyTensor]:
-    """Of a dictionary as read_torch() gives it: what is not a tensor is left out.
+    """The tensors of a dictionary from read_torch(); other entries are dropped.
 
-    ValueError where there is none, or where one is said to be larger than its bytes.
+    ValueError if it is not a dictionary, or a tensor is not dense, not on the CPU, or larger than
+    its storage.
     """
     if not isinstance(tensors, dict):
         raise ValueError(f"expected a dictionary of tensors, found {type(tensors).__name__}")
     named = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and isinstance(n, str)}
     for name, t in named.items():
         if t.layout != torch.strided or t.device.type != "cpu" or t.is_quantized:
-            raise ValueError(f"{name} is {t.layout}, on {t.device}: expected plain numbers")
+            raise ValueError(f"{name} is {t.layout} on {t.device}: expected a dense CPU tensor")
         if t.numel() * t.itemsize > t.untyped_storage().nbytes():
-            raise ValueError(f"{name} is said to be {list(t.shape)}, but its storage has "
+            raise ValueError(f"{name} has shape {list(t.shape)}, but its storage has "
                              f"{t.untyped_storage().nbytes():,} bytes")
     return [LazyTensor(n, tuple(t.shape), t.dtype, lambda a, b, t=t: as_rows(t)[a:b])
             for n, t in named.items()]
@@ -430,36 +432,37 @@ def lazy_tensors(tensors: dict) -> list[LazyTensor]:
 
 def hub_tensors(directory: Path, name: str,
                 read: Callable[[Path], list[LazyTensor]] = read_safetensors) -> list[LazyTensor]:
-    """Every tensor of a file, or of the shards that an index lists; read() knows the files."""
+    """All tensors of a file, or of the shards in an index. read: reads one file."""
     shards = _shards(directory / name) if name.endswith(".index.json") else [name]
     tensors = []
     for shard in shards:
         path = directory / shard
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: listed in {name} but not there: download it again")
+            raise FileNotFoundError(f"{path}: listed in {name} but missing: download it again")
         tensors += read(path)
     return tensors
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index lists, which lie where it lies. Links among them are followed, as the
-    hub's cache consists of such.
+    """The shards that an index lists; all must be in its directory. Symbolic links are allowed: the
+    hub's cache consists of them.
     """
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise ValueError(f"{index}: 'weight_map' is {brief(listed)}, expected tensors and files")
+        raise ValueError(f"{index}: 'weight_map' is {brief(listed)}, expected file names by tensor "
+                         "name")
     for shard in listed.values():
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
-            raise ValueError(f"{index}: {brief(shard)} is no name of a file beside it")
+            raise ValueError(f"{index}: {brief(shard)} is not the name of a file in this directory")
     return sorted(set(listed.values()))
 
 
 # ---- generation_config.json ---------------------------------------------------------------------
 
 SAMPLING = {name: allowed for name, allowed in RANGES.items()
-            if name not in ("seed", "top_n_sigma")}        # what transformers reads
-GREEDY_TOO = ("repetition_penalty",)               # the others are for sampling: do_sample
-# What transformers acts on and we do not, but for these values, which change nothing
+            if name not in ("seed", "top_n_sigma")}        # transformers has neither
+WITHOUT_SAMPLING = ("repetition_penalty",)         # transformers applies it if do_sample is false
+# Keys that transformers applies and we do not, with the values that have no effect
 NEUTRAL = dict(
     min_length=0, min_new_tokens=0, num_beams=1, typical_p=1, epsilon_cutoff=0, eta_cutoff=0,
     encoder_repetition_penalty=1, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
@@ -470,64 +473,65 @@ NEUTRAL = dict(
 
 
 def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dict]:
-    """End-of-sequence ids of all config files, and how the model's authors sample from it."""
+    """End-of-sequence ids of all config files, and the model's default sampling parameters."""
     path = directory / "generation_config.json"
     generation = {}
     if path.exists():
         try:
             generation = read_json(path)
-        except ValueError as e:                    # some on the Hub are broken; they are optional
+        except ValueError as e:                    # optional, and invalid in some hub repositories
             print(f"note: ignored: {e}", file=sys.stderr)
     ids = []
     for config in (generation, *configs):
-        stated = config.get("eos_token_id")
-        stated = stated if isinstance(stated, list) else [stated]
-        found = [i for i in stated if type(i) is int and 0 <= i < 1 << 31]
-        if odd := [i for i in stated if i not in (*found, None, -1)]:
-            print(f"note: ignored: 'eos_token_id' is {brief(odd[0])}", file=sys.stderr)
-        ids += found
-    acted_on = SAMPLING if generation.get("do_sample") else GREEDY_TOO
-    stated = {k: generation[k] for k in acted_on if generation.get(k) is not None}
-    defaults = sampling_values(stated)
+        values = config.get("eos_token_id")
+        values = values if isinstance(values, list) else [values]
+        valid = [i for i in values if type(i) is int and 0 <= i < 1 << 31]
+        if invalid := [i for i in values if i not in (*valid, None, -1)]:
+            print(f"note: ignored: 'eos_token_id' is {brief(invalid[0])}", file=sys.stderr)
+        ids += valid
+    supported = SAMPLING if generation.get("do_sample") else WITHOUT_SAMPLING
+    parameters = {k: generation[k] for k in supported if generation.get(k) is not None}
+    defaults = sampling_values(parameters)
     ignored = {k for k, neutral in NEUTRAL.items() if generation.get(k) not in (None, [], neutral)}
-    if ignored := ignored | set(stated) - set(defaults):
+    if ignored := ignored | set(parameters) - set(defaults):
         print(f"note: ignored in {path}: {', '.join(sorted(ignored))}", file=sys.stderr)
     if generation.get("do_sample") is False:
         defaults["temperature"] = RANGES["temperature"].kind(0)
     return list(dict.fromkeys(ids)), defaults
 
 
-def sampling_values(stated: dict) -> dict:
-    """Those of a model's sampling values that are in their range."""
+def sampling_values(parameters: dict) -> dict:
+    """The sampling parameters that we support and whose values are in range."""
     values = {}
-    for name, value in stated.items():
+    for name, value in parameters.items():
         if name in SAMPLING:
             with suppress(ValueError):
                 values[name] = SAMPLING[name].of(value)
     return values
 
 
-# ---- Their names -> ours ------------------------------------------------------------------------
+# ---- Parameter names ----------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor on disk that holds several parameters, equal shares of its outputs."""
+    """One tensor on disk that concatenates parameters of equal size along the output axis."""
 
     into: tuple[str, ...]
 
     def pieces(self, t: LazyTensor, cfg: ModelConfig) -> list[LazyTensor]:
-        """One for each of `into`. ValueError where the tensor cannot hold them."""
+        """One tensor for each name in `into`. ValueError if the axis is not divisible."""
         if len(self.into) == 1:
             return [t]
         axis, n = max(0, len(t.shape) - 2), len(self.into)
         if t.shape[axis] % n:
-            raise ValueError(f"{t.name} is {list(t.shape)}, but it is to hold {n} parameters")
+            raise ValueError(f"{t.name} is {list(t.shape)}: axis {axis} cannot be split into {n} "
+                             "parameters")
         size = t.shape[axis] // n
         return [narrow(t, axis, i * size, (i + 1) * size) for i in range(n)]
 
 
-# A parameter is layers.{i}.{name}.weight or, outside the layers, {name}.weight; a name that ends in
-# neither weight nor bias stands whole. Experts' numbers are written as *.
+# Name in the file -> ours, without the prefix layers.{i}. and the suffix .weight or .bias. A name
+# without such a suffix in the file is written out on our side. * is the index of an expert.
 HF_NAMES = {
     "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -547,18 +551,18 @@ QWEN_MOE_NAMES = {
     "mlp.experts.down_proj": "ffn.down.weight",
 }
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
-# in memory: on disk. Those after the second are of gpt_faster/layers/.
+# Fused parameter in memory -> parameters on disk. All but the first two are for gpt_faster/layers/.
 FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
          "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay"),
          "wbcx": ("wb", "wc", "wx"), "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
 
 
 def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str, LazyTensor]:
-    """By our names, fused ones apart, experts together. ValueError names what we do not know.
+    """Tensors by our names: fused ones split, experts stacked.
 
-    table: their name -> ours, or what is Fused.
+    table: name in the file -> our name, or Fused. ValueError lists unknown and duplicate tensors.
     """
-    found, unknown, twice = {}, [], []
+    parts, unknown, duplicates = {}, [], []
     for t in tensors:
         if NOT_WEIGHTS.search(t.name):
             continue
@@ -568,22 +572,22 @@ def rename(tensors: list[LazyTensor], table: dict, cfg: ModelConfig) -> dict[str
             continue
         prefix, expert, fused = entry
         for name, piece in zip(fused.into, fused.pieces(t, cfg)):
-            experts = found.setdefault(prefix + name, {})
-            twice += [t.name] if expert in experts else []
+            experts = parts.setdefault(prefix + name, {})
+            duplicates += [t.name] if expert in experts else []
             experts[expert] = piece
     if unknown:
         raise ValueError(f"{len(unknown)} tensors that this architecture does not have: "
                          f"{some(unknown)}")
-    if twice:
-        raise ValueError(f"{len(twice)} tensors are there twice: {some(twice)}")
-    return {name: _together(name, experts) for name, experts in found.items()}
+    if duplicates:
+        raise ValueError(f"{len(duplicates)} duplicate tensors: {some(duplicates)}")
+    return {name: _stack_experts(name, experts) for name, experts in parts.items()}
 
 
 def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
-    """Their parameter name -> the layer's prefix, the expert's number, and what it holds.
+    """A parameter name in the file -> layer prefix, expert index (-1: none), our names.
 
-    None where the table has no such parameter. layers.3.mlp.experts.7.up_proj.weight ->
-    "layers.3.", 7, Fused(("ffn.up.weight",)).
+    None if the table does not have it. layers.3.mlp.experts.7.up_proj.weight -> "layers.3.", 7,
+    Fused(("ffn.up.weight",)).
     """
     name = bare(name)
     match = re.fullmatch(r"(?:layers|blk|h|blocks)\.(\d+)\.(.+)", name)
@@ -592,30 +596,30 @@ def look_up(name: str, table: dict) -> tuple[str, int, Fused] | None:
     if expert:
         inner = f"{inner[:expert.start()]}*{inner[expert.end():]}"
     stem, _, kind = inner.rpartition(".")          # kind: weight | bias
-    if prefix and f"layers.*.{stem}" in table:     # a name that means something else outside
+    if prefix and f"layers.*.{stem}" in table:     # a name that also exists outside the layers
         stem = f"layers.*.{stem}"
-    entry, end = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
+    entry, suffix = (table[inner], "") if inner in table else (table.get(stem), f".{kind}")
     if entry is None:
         return None
     entry = entry if isinstance(entry, Fused) else Fused((entry,))
-    entry = replace(entry, into=tuple(n + end for n in entry.into))
+    entry = replace(entry, into=tuple(n + suffix for n in entry.into))
     return prefix, int(expert[1]) if expert else -1, entry
 
 
 def bare(name: str) -> str:
-    """Without the names of the modules around the text model's."""
-    around = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
-    return re.sub(rf"^(({around})\.)+", "", name)
+    """Strip the prefixes of the modules that contain the text model."""
+    wrappers = "model|language_model|text_model|transformer|gpt_neox|decoder|_orig_mod"
+    return re.sub(rf"^(({wrappers})\.)+", "", name)
 
 
 def layer_of(name: str) -> int:
-    """-1 outside the layers."""
+    """The layer index in a parameter name; -1: outside the layers."""
     match = re.match(r"(?:layers|blk)\.(\d+)\.", bare(name))
     return int(match[1]) if match else -1
 
 
-def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
-    """The tensor itself, under -1, or one of all experts' tensors."""
+def _stack_experts(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
+    """experts: {-1: tensor} if the tensor is of no single expert, else one for each index."""
     if -1 in experts:
         return experts[-1]
     if max(experts) >= len(experts):
@@ -629,7 +633,7 @@ def _together(name: str, experts: dict[int, LazyTensor]) -> LazyTensor:
 
 
 def disk_names(name: str) -> list[str]:
-    """The parameters on disk that make up one in memory: ….wqkv.weight -> ….wq.weight, …"""
+    """A parameter in memory -> its parts on disk: ….wqkv.weight -> ….wq.weight, …"""
     for fused, pieces in FUSED.items():
         if f".{fused}." in f"{name}.":
             return [name.replace(f".{fused}", f".{piece}") for piece in pieces]
@@ -638,19 +642,21 @@ def disk_names(name: str) -> list[str]:
 
 # ---- config.json -> ModelConfig -----------------------------------------------------------------
 
-MORE = "gpt-faster's full tree (gpt_faster/formats/) reads it"
+FULL_TREE = "gpt-faster's full tree (gpt_faster/formats/)"
+READS_IT = f"{FULL_TREE} reads it"
+READS_MORE = f"{FULL_TREE} reads more"
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a model_type differs from Llama."""
+    """The differences between a model_type and Llama."""
 
-    overrides: dict = field(default_factory=dict)      # ModelConfig's fields, which it never states
-    defaults: dict = field(default_factory=dict)   # config.json keys that it may leave out
-    names: dict = field(default_factory=dict)      # parameter names that it adds or means otherwise
-    is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i's attention windowed?
-    is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i a mixture of experts?
-    reads_layer_types: Callable[[dict], bool] = lambda c: False    # else its own rule says which
+    overrides: dict = field(default_factory=dict)      # ModelConfig fields that are not in the file
+    defaults: dict = field(default_factory=dict)   # of optional config.json keys
+    names: dict = field(default_factory=dict)      # additions to HF_NAMES
+    is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i has a window
+    is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i has experts
+    reads_layer_types: Callable[[dict], bool] = lambda c: False    # else is_sliding decides
 
 
 def always(c: dict, i: int) -> bool:
@@ -672,7 +678,7 @@ def qwen_is_sparse(c: dict, i: int) -> bool:
     return i not in dense and (i + 1) % count(c, "decoder_sparse_step", 1) == 0
 
 
-# A Llama-like family is one row. As transformers' configs, whose defaults these are.
+# Add a Llama-like family as one row. The defaults are those of transformers' config classes.
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(defaults=dict(sliding_window=4096, num_key_value_heads=8,
@@ -700,9 +706,9 @@ FAMILIES = {
 }
 KEY_ALIASES = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
                "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts"}
-KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")   # as `rope_parameters` names them
+KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")   # keys of `rope_parameters`
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-NOT_READ = (                                       # which ask for what a Llama does not have
+UNSUPPORTED = (                                    # config.json keys that this file cannot apply
     "alibi attention_multiplier attn_logit_softcapping clip_qkv conv_layers embedding_multiplier "
     "final_logit_softcapping kv_lora_rank layer_rope_theta logits_scaling n_shared_experts "
     "no_rope_layers qk_layernorm query_pre_attn_scalar residual_multiplier rope_local_base_freq "
@@ -713,32 +719,32 @@ NOT_READ = (                                       # which ask for what a Llama 
 
 
 class Stated(dict):
-    """What a config.json states."""
+    """A config.json. ValueError for a missing key."""
 
     def __missing__(self, key):
         raise ValueError(f"config.json has no '{key}'")
 
 
 def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
-    """config.json as math. ValueError names a problem: a key is acted on or refused."""
+    """config.json -> ModelConfig and family. ValueError for an invalid or unsupported key."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"model_type {brief(kind)} is none of {', '.join(FAMILIES)}: "
-                         "gpt-faster's full tree (gpt_faster/formats/) reads more")
+                         f"{READS_MORE}")
     family = FAMILIES[kind]
     c = filled(config, family.defaults)
-    if refused := [key for key in NOT_READ if c.get(key)]:
-        raise ValueError(f"'{refused[0]}' is not supported here: {MORE}")
+    if refused := [key for key in UNSUPPORTED if c.get(key)]:
+        raise ValueError(f"'{refused[0]}' is not supported here: {READS_IT}")
     check_attention(c, family)
     rope = stated_rope(c)
     for place in (c, rope, *(part for part in rope.values() if isinstance(part, dict))):
         for key in ("partial_rotary_factor", "llama_4_scaling_beta"):
             if place.get(key) not in (None, 0, 1):
-                raise ValueError(f"'{key}' is not supported here: {MORE}")
+                raise ValueError(f"'{key}' is not supported here: {READS_IT}")
     activation(c, {"silu": "silu"})
     facts = {**sizes(c), **biases(c)}
     if facts["head_dim"] % 2:
-        raise ValueError(f"heads of {facts['head_dim']} numbers, expected an even number")
+        raise ValueError(f"head_dim is {facts['head_dim']}, expected an even number")
     facts |= layers(c, family, {kind: Rope(**facts) for kind, facts in ropes(c).items()})
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**experts(c))
@@ -746,21 +752,21 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
 
 
 def check_attention(c: dict, family: Family) -> None:
-    """ValueError where it is not causal, or where transformers takes no notice of 'layer_types'."""
+    """ValueError if attention is not causal, or if transformers would ignore 'layer_types'."""
     if not flag(c, "is_causal", True):
-        raise ValueError("'is_causal' is false: a model that sees what follows writes no text")
-    stated = c.get("layer_types")
-    if isinstance(stated, list) and not family.reads_layer_types(c):
-        own_rule = [bool(family.is_sliding(c, i)) for i in range(len(stated))]
-        if own_rule != [kind == "sliding_attention" for kind in stated]:
-            raise ValueError("'layer_types' is not what layers of this model_type are, by its "
-                             "'sliding_window' and 'use_sliding_window'")
+        raise ValueError("'is_causal' is false: a bidirectional model cannot generate text")
+    kinds = c.get("layer_types")
+    if isinstance(kinds, list) and not family.reads_layer_types(c):
+        is_sliding = [bool(family.is_sliding(c, i)) for i in range(len(kinds))]
+        if is_sliding != [kind == "sliding_attention" for kind in kinds]:
+            raise ValueError("'layer_types' contradicts 'sliding_window' and 'use_sliding_window', "
+                             "which decide for this model_type")
 
 
 def filled(config: dict, defaults: dict, aliases: dict = KEY_ALIASES) -> Stated:
-    """config.json with one name for each thing, and what the family's may leave out."""
+    """config.json with aliases replaced and the family's defaults filled in."""
     c = {aliases.get(key, key): value for key, value in config.items()}
-    if c.get("rope_parameters") is None:           # null: not stated
+    if c.get("rope_parameters") is None:           # null: as if missing
         c.pop("rope_parameters", None)
     return Stated({"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **defaults, **c})
 
@@ -793,7 +799,7 @@ def sizes(c: dict) -> dict:
     dim, n_head = count(c, "hidden_size"), count(c, "num_attention_heads")
     n_kv_head = count(c, "num_key_value_heads", n_head)
     if n_head > dim:
-        raise ValueError(f"{n_head} attention heads for a width of {dim}")
+        raise ValueError(f"{n_head} attention heads, more than 'hidden_size', {dim}")
     if n_head % n_kv_head:
         raise ValueError(f"{n_head} attention heads cannot share {n_kv_head} key/value heads "
                          "evenly")
@@ -810,7 +816,7 @@ def biases(c: dict) -> dict:
 
 
 def activation(c: dict, known: dict[str, str]) -> str:
-    """known: transformers' name -> ours."""
+    """Our name of the activation. known: transformers' name -> ours."""
     name = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"activation {brief(name)} is not supported (supported: "
@@ -828,9 +834,9 @@ def experts(c: dict) -> dict:
 
 
 def layers(c: dict, family: Family, ropes: dict[str, Rope]) -> dict:
-    """What may differ by layer: RoPE, window, experts; and the context that RoPE reaches.
+    """The fields that may differ between layers (RoPE, window, experts), and the context length.
 
-    ropes: by the kinds that `layer_types` may name.
+    ropes: one for each value that `layer_types` may have.
     """
     n = count(c, "num_hidden_layers")
     kinds = layer_kinds(c, family)
@@ -839,8 +845,8 @@ def layers(c: dict, family: Family, ropes: dict[str, Rope]) -> dict:
     window = count(c, "sliding_window") if c.get("sliding_window") else None
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     rope = [ropes[kind] for kind in kinds]
-    stretched = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
-    return dict(context=max([count(c, "max_position_embeddings"), *stretched]), rope=tile(rope),
+    extended = [int(r.factor * r.original_context) for r in rope if r.kind in ("dynamic", "yarn")]
+    return dict(context=max([count(c, "max_position_embeddings"), *extended]), rope=tile(rope),
                 window=tile(windows), sparse=tile([family.is_sparse(c, i) for i in range(n)]))
 
 
@@ -850,16 +856,16 @@ def layer_kinds(c: dict, family: Family) -> list[str]:
 
 
 def tile(values: list) -> tuple:
-    """The shortest tuple that, repeated, gives these: one where all layers are alike."""
+    """One value for all layers if they are equal, else one for each layer."""
     return tuple(values[:1] if len(set(values)) == 1 else values)
 
 
 def stated_rope(c: dict) -> dict:
-    """`rope_scaling` (before transformers 5), else `rope_parameters`: as transformers reads them.
+    """`rope_scaling` (before transformers 5) or `rope_parameters`, as transformers reads them.
 
-    Where both are there, of which the first was added by hand, it stands in for the second; beside
-    `rope_parameters` by layer type it is part of those of full attention. ValueError where
-    transformers would lose what the second one says of RoPE's base.
+    If both exist (a user added `rope_scaling`), `rope_scaling` replaces `rope_parameters`, or
+    updates its "full_attention" if `rope_parameters` has one entry per kind of attention.
+    ValueError if transformers would drop a different rope_theta or partial_rotary_factor.
     """
     scaling, parameters = c.get("rope_scaling") or {}, c.get("rope_parameters") or {}
     for key, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
@@ -873,8 +879,8 @@ def stated_rope(c: dict) -> dict:
     for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
         inner, outer = parameters.get(key), c.get(key) or default
         if inner is not None and scaling.get(key) is None and inner != outer:
-            raise ValueError(f"'rope_scaling' stands in for 'rope_parameters' and has no '{key}', "
-                             f"which is {brief(inner)} there: add it to 'rope_scaling'")
+            raise ValueError(f"'rope_scaling' overrides 'rope_parameters' but has no '{key}' "
+                             f"({brief(inner)} in 'rope_parameters'): add it to 'rope_scaling'")
     return scaling
 
 
@@ -889,7 +895,7 @@ def rope_kind(rope: dict) -> str:
 def rope_facts(c: dict, rope: dict, theta: float, kinds: tuple[str, ...] = ROPE_KINDS) -> dict:
     """Rope's fields, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    kinds: what is supported, in an error's words.
+    kinds: the supported kinds that an error message lists.
     """
     kind, theta = rope_kind(rope), number(rope, "rope_theta", theta)
     if kind not in ROPE_KINDS:
@@ -912,8 +918,8 @@ def rope_facts(c: dict, rope: dict, theta: float, kinds: tuple[str, ...] = ROPE_
     if kind == "llama3":
         low, high = number(rope, "low_freq_factor", 1), number(rope, "high_freq_factor", 4)
         if not high > low:
-            raise ValueError(f"RoPE's 'high_freq_factor' is {high}, expected one above {low}, "
-                             "the 'low_freq_factor'")
+            raise ValueError(f"RoPE's 'high_freq_factor' is {high}, expected a number above "
+                             f"'low_freq_factor', {low}")
         facts |= dict(low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         facts |= dict(amplitude=yarn_amplitude(rope, factor),
@@ -924,7 +930,7 @@ def rope_facts(c: dict, rope: dict, theta: float, kinds: tuple[str, ...] = ROPE_
 
 
 def ropes(c: dict, facts: Callable[[dict, dict, float], dict] = rope_facts) -> dict[str, dict]:
-    """Rope's fields by kind of attention: the same, or one each."""
+    """Rope's fields for each kind of attention."""
     rope, theta = stated_rope(c), number(c, "rope_theta", 10000.0)
     if is_by_kind(rope):
         return {kind: facts(c, rope.get(kind) or {}, theta) for kind in KINDS_OF_ATTENTION}
@@ -932,14 +938,16 @@ def ropes(c: dict, facts: Callable[[dict, dict, float], dict] = rope_facts) -> d
 
 
 def yarn_amplitude(rope: dict, factor: float) -> float:
+    """The scale of cos and sin in YaRN (arXiv 2309.00071)."""
     def mscale(weight):
         return yarn_mscale(factor, weight)
 
-    amplitude, one, all_dim = (
+    amplitude, weight, weight_all_dim = (
         number(rope, key) if rope.get(key) is not None else None
         for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if amplitude is None:
-        amplitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1)
+        has_both = weight and weight_all_dim
+        amplitude = mscale(weight) / mscale(weight_all_dim) if has_both else mscale(1)
     return float(amplitude)
 
 
@@ -954,17 +962,17 @@ PARTS = ("norm", "attention", "mixer", "ffn", "block", "after_embed", "per_layer
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """A path or a hub name -> its checkpoint, no weight read yet.
+    """Open a path or a hub name. Weights are read later.
 
-    FileNotFoundError, ValueError or OSError say in one line what was found and what to do.
+    FileNotFoundError, ValueError or OSError: one line that says what was found and what to do.
     """
     return read_checkpoint(resolve(name))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Whatever checkpoint is at `path`, checked by name and shape, no weight read yet.
+    """The checkpoint at `path`, with names, shapes and dtypes checked. Weights are read later.
 
-    FileNotFoundError or ValueError say in one line what was found and what was expected.
+    FileNotFoundError or ValueError: one line that says what was found and what was expected.
     """
     with reading(path):
         raw = read(path)
@@ -975,29 +983,27 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read(path: Path) -> RawCheckpoint:
-    """One reader per format."""
+    """Call the reader of the file's format."""
     if path.is_dir():
-        found = weights_in(path, WEIGHT_FILES)
-        if found is None:
+        weights = weights_in(path, WEIGHT_FILES)
+        if weights is None:
             raise FileNotFoundError(f"{path}: expected config.json with model.safetensors, or "
-                                    "model.pth; gpt-faster's full tree (gpt_faster/formats/) reads "
-                                    "more")
-        path = found
+                                    f"model.pth; {READS_MORE}")
+        path = weights
     if path.suffix in (".pth", ".pt"):
         return read_pth(path, read_torch(path))
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return read_hub(path.parent, path.name)
-    raise ValueError(f"{path}: expected a directory, .safetensors or .pth; gpt-faster's full tree "
-                     "(gpt_faster/formats/) reads more")
+    raise ValueError(f"{path}: expected a directory, .safetensors or .pth; {READS_MORE}")
 
 
 def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
-    """The first of these files that a directory has."""
+    """The first of these files that exists in the directory."""
     return next((directory / name for name in names if (directory / name).exists()), None)
 
 
 def read_hub(directory: Path, weights: str) -> RawCheckpoint:
-    """config.json and what lies beside it; weights: the file, or the index of its shards."""
+    """A Hugging Face directory. weights: the safetensors file, or the index of the shards."""
     path = directory / "config.json"
     config = read_json(path)
     with reading(path):
@@ -1009,26 +1015,26 @@ def read_hub(directory: Path, weights: str) -> RawCheckpoint:
 
 
 def _check_content(content: dict) -> None:
-    """ValueError names a part of the file that is missing, or of another kind."""
-    def whole_numbers(value):
+    """ValueError if an entry of a .pth is missing or has the wrong type."""
+    def is_id_list(value):
         return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
 
-    expected = {"config": dict, "model": dict, "eos_ids": whole_numbers, "defaults": dict,
+    expected = {"config": dict, "model": dict, "eos_ids": is_id_list, "defaults": dict,
                 "tokenizer": dict | None, "quantization": dict | None, "mtp": dict | None}
     for name, kind in expected.items():
         value = content.get(name)
-        fits = kind(value) if kind is whole_numbers else isinstance(value, kind)
+        fits = kind(value) if kind is is_id_list else isinstance(value, kind)
         if not fits:
-            raise ValueError(f"its '{name}' is {brief(value)}, which is not as we write it")
+            raise ValueError(f"invalid entry '{name}': {brief(value)}")
 
 
 def config_from_dict(d: dict) -> ModelConfig:
-    """The config as a .pth stores it. ValueError names what cannot be, or what model.py has not."""
+    """The config in a .pth. ValueError for invalid fields, or for modules that model.py lacks."""
     if "after_embed" not in d:
-        raise ValueError(f"its config is of an older gpt-faster: {MORE}, and writes it anew")
+        raise ValueError(f"the config was written by an older gpt-faster: {FULL_TREE} converts it")
     if others := [name for name in PARTS if any(several(d, name))]:
-        raise ValueError(f"its model has parts that model.py does not have ({some(others)}): "
-                         f"{MORE}")
+        raise ValueError(f"the model has parts that model.py does not have ({some(others)}): "
+                         f"{READS_IT}")
     rope = tuple(build(Rope, rope) for rope in several(d, "rope"))
     return build(ModelConfig, d, rope=rope, moe=d["moe"] and build(MoEConfig, d["moe"]))
 
@@ -1038,30 +1044,30 @@ def several(d: dict, name: str) -> list | tuple:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def build(cls: type, stated: dict, **parts):
-    """cls(**stated, **parts). ValueError names fields that are missing or not known."""
-    if not isinstance(stated, dict):
-        raise ValueError(f"{cls.__name__} is {brief(stated)}, expected its fields")
+def build(cls: type, values: dict, **parts):
+    """cls(**values, **parts). ValueError lists missing or unknown fields."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} is {brief(values)}, expected a dictionary of fields")
     known = {f.name for f in fields(cls)}
-    if unknown := [brief(key) for key in stated if key not in known]:
+    if unknown := [brief(key) for key in values if key not in known]:
         raise ValueError(f"written by a newer gpt-faster: unknown fields of {cls.__name__}: "
                          f"{', '.join(sorted(unknown))}")
-    needed = {f.name for f in fields(cls) if f.default is MISSING}
-    if missing := sorted(needed - set(stated) - set(parts)):
-        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
+    required = {f.name for f in fields(cls) if f.default is MISSING}
+    if missing := sorted(required - set(values) - set(parts)):
+        raise ValueError(f"{cls.__name__} has no {', '.join(missing)}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return cls(**{**values, **parts})
 
 
 def read_pth(path: Path, content: dict,
              to_config: Callable[[dict], ModelConfig] = config_from_dict) -> RawCheckpoint:
-    """Ours, as save_checkpoint() writes it; content: what read_torch() gives."""
+    """Our .pth, as save_checkpoint() writes it. content: the result of read_torch()."""
     if content.get("format") != "gpt-faster":
-        raise ValueError(f"{path}: gpt-faster did not write this file; its full tree "
-                         "(gpt_faster/formats/) reads some of others")
+        raise ValueError(f"{path}: gpt-faster did not write this file; {FULL_TREE} reads some "
+                         "others")
     if content.get("version", 1) not in range(1, VERSION + 1):
         raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
-                         f"reads up to {VERSION}: update it, or convert the original again")
+                         f"reads up to {VERSION}: update gpt-faster, or convert the original again")
     _check_content(content)
     tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
     tokenizer = content.get("tokenizer")
@@ -1071,10 +1077,10 @@ def read_pth(path: Path, content: dict,
                          content.get("quantization"))
 
 
-# ---- Checks: the tensors are what the config asks for -------------------------------------------
+# ---- Checks: tensors against the config ---------------------------------------------------------
 
 def checked(raw: RawCheckpoint, tensors: dict[str, LazyTensor]) -> Checkpoint:
-    """What a reader found, its tensors by our names -> a Checkpoint. ValueError as check()."""
+    """A reader's result and its tensors by our names -> a Checkpoint. ValueError as in check()."""
     cfg = settle_tied(raw.path, raw.cfg, tensors)
     source = Checkpoint(raw.path, cfg, tensors, raw.eos_ids, raw.defaults, raw.tokenizer,
                         raw.quantization, raw.kind)
@@ -1083,32 +1089,32 @@ def checked(raw: RawCheckpoint, tensors: dict[str, LazyTensor]) -> Checkpoint:
 
 
 def settle_tied(path: Path, cfg: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
-    """The config, `tied` as the tensors are; takes out a head that repeats the embedding.
+    """The config with `tied` set from the tensors. Removes an output layer equal to the embedding.
 
-    The tensors decide, not the config: where it says otherwise, a line says so. tensors: by our
-    names. A quantized head ("head.scales") stands beside the embedding that it was rounded from.
-    ValueError where the config asks for an output layer and there is none.
+    The tensors decide, with a note if the config disagrees. tensors: by our names. A quantized
+    output layer ("head.scales") may exist next to the embedding that it was quantized from.
+    ValueError if an untied model has no output layer.
     """
     embed, head = tensors.get("embed.weight"), tensors.get("head.weight")
     if not cfg.tied:
         if head is None and embed is not None:
-            raise ValueError("no output layer (lm_head.weight), and the config does not say that "
-                             "it is the embedding ('tie_word_embeddings': true)")
+            raise ValueError("no output layer (lm_head.weight), and the config does not tie it "
+                             "to the embedding ('tie_word_embeddings': true)")
         return cfg
     if head is None or "head.scales" in tensors:
         return cfg
-    if embed is None:                              # the one matrix has the other's name
+    if embed is None:                              # the tied matrix is stored as the output layer
         tensors["embed.weight"] = head.derived(head.read_rows, packed=head.packed)
     elif "embed.scales" in tensors or not equal(embed, head):
-        print(f"note: {path.name}: the config says that the output layer is the embedding, but "
-              "they differ: each is used as it is", file=sys.stderr)
+        print(f"note: {path.name}: the config ties the output layer to the embedding, but they "
+              "differ: using both", file=sys.stderr)
         return replace(cfg, tied=False)
     del tensors["head.weight"]
     return cfg
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Are all numbers the same? Reads both, until they differ."""
+    """True if all values are equal. Reads both tensors up to the first difference."""
     if a.shape != b.shape:
         return False
     if a.read_rows == b.read_rows:
@@ -1123,13 +1129,13 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def check(source: Checkpoint) -> None:
-    """ValueError names tensors that are missing, left over, or not of the config's shape.
+    """ValueError if tensors are missing, unexpected, or of the wrong shape or dtype.
 
-    Takes out what some files hold without need: biases that are all zero.
+    Removes unexpected biases that are all zero.
     """
     tensors, shapes = source.tensors, tensor_shapes(source.cfg, source.kind)
     for name in [n for n in tensors if n not in shapes and n.endswith(".bias")]:
-        if not tensors[name].whole().any():        # AutoGPTQ stored zeros for every layer
+        if not tensors[name].whole().any():        # AutoGPTQ stores them for every layer
             del tensors[name]
     with reading(source.path):
         dtypes = _expect_quantized(source, shapes)
@@ -1138,7 +1144,7 @@ def check(source: Checkpoint) -> None:
 
 
 def blank_model(cfg: ModelConfig, dtype: torch.dtype, kind: type = Transformer) -> Transformer:
-    """The model without memory. What it keeps in fp32 whatever the dtype (norms) is fp32 here."""
+    """The model on the meta device. Norms are fp32 whatever the dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -1149,23 +1155,23 @@ def blank_model(cfg: ModelConfig, dtype: torch.dtype, kind: type = Transformer) 
 
 
 def tensor_shapes(cfg: ModelConfig, kind: type = Transformer) -> dict[str, tuple[int, ...]]:
-    """The names that tensors have on disk -> the shapes that the config asks for."""
+    """The names of the tensors on disk -> the shapes that the config implies."""
     model, shapes = blank_model(cfg, torch.float32, kind), {}
     for name, p in model.named_parameters():
         names = disk_names(name)
         rows = [p.shape[0] // len(names)] * len(names)
         if layer := re.match(r"layers\.(\d+)\.attn\.", name):
             split = getattr(model.layers[int(layer[1])].attn, "split", ())
-            if len(split) == len(names):           # queries, keys, values; latents
+            if len(split) == len(names):           # q, k, v (or MLA latents) differ in size
                 rows = split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})
     return shapes
 
 
 def _expect_quantized(source: Checkpoint, shapes: dict) -> dict[str, torch.dtype]:
-    """Put the shapes of quantized weights' leaves into `shapes` -> the dtypes of these leaves.
+    """Add the leaves of quantized weights to `shapes`; return the dtypes of these leaves.
 
-    ValueError where what is one matrix in memory is not quantized alike.
+    ValueError if parts of one matrix in memory have different schemes.
     """
     model = blank_model(source.cfg, torch.float32, source.kind)
     matrices = [disk_names(name) for name, module in model.named_modules()
@@ -1174,21 +1180,21 @@ def _expect_quantized(source: Checkpoint, shapes: dict) -> dict[str, torch.dtype
         matrices.append(["embed"])
     dtypes = {}
     for matrix in matrices:
-        schemes = {_expect(source.tensors, shapes, dtypes, x) for x in matrix}
+        schemes = {_expect_leaves(source.tensors, shapes, dtypes, part) for part in matrix}
         if len(schemes) > 1:
             raise ValueError(f"{', '.join(matrix)} are one matrix in memory, but not quantized "
-                             "alike")
+                             "the same way")
     return dtypes
 
 
-def _expect(tensors, shapes, dtypes, x) -> Scheme | None:
-    shape = shapes["embed.weight" if x == "head" else f"{x}.weight"]
-    scheme = scheme_at(tensors, x, shape[-1])
-    if scheme is None or (x == "embed" and not scheme.serves_embedding):
-        return None                                # leaves without a place are left over
+def _expect_leaves(tensors, shapes, dtypes, module: str) -> Scheme | None:
+    shape = shapes["embed.weight" if module == "head" else f"{module}.weight"]
+    scheme = scheme_at(tensors, module, shape[-1])
+    if scheme is None or (module == "embed" and not scheme.serves_embedding):
+        return None                                # check() reports its leaves as unexpected
     for leaf, (leaf_shape, dtype) in scheme.leaves(shape).items():
-        shapes[f"{x}.{leaf}"] = leaf_shape
-        dtypes[f"{x}.{leaf}"] = dtype
+        shapes[f"{module}.{leaf}"] = leaf_shape
+        dtypes[f"{module}.{leaf}"] = dtype
     return scheme
 
 
@@ -1198,45 +1204,45 @@ def _check_names_and_shapes(tensors, shapes) -> None:
         raise ValueError(f"{len(missing)} tensors are missing: {some(missing)}")
     extra = [tensors[n].name for n in tensors if n not in shapes]
     if extra:
-        raise ValueError(f"{len(extra)} tensors that its config has no place for: {some(extra)}")
+        raise ValueError(f"{len(extra)} unexpected tensors: {some(extra)}")
     for name, shape in shapes.items():
-        found = tensors[name]
-        if found.shape != shape:
-            raise ValueError(f"{found.name} is {list(found.shape)}, but the config asks for "
+        t = tensors[name]
+        if t.shape != shape:
+            raise ValueError(f"{t.name} is {list(t.shape)}, but the config asks for "
                              f"{list(shape)}")
 
 
 def _check_dtypes(tensors, dtypes) -> None:
-    """Codes have their scheme's dtype; all else is floating-point numbers."""
+    """Leaves must have their scheme's dtype, all other tensors a floating-point dtype."""
     for name, t in tensors.items():
         expected = dtypes.get(name, torch.float32)
         both_float = t.dtype.is_floating_point and expected.is_floating_point
         if t.dtype == expected or both_float:
             continue
-        x = name.rpartition(".")[0]
-        others = [n for n in tensors if n in (f"{x}.scales", f"{x}.zeros")]
-        kind = "floating-point numbers" if expected.is_floating_point else expected
-        raise ValueError(f"{name} is of {t.dtype}, but with {some(others) or 'no scales'} beside "
-                         f"it {kind} is expected")
+        module = name.rpartition(".")[0]
+        leaves = [n for n in tensors if n in (f"{module}.scales", f"{module}.zeros")]
+        kind = "a floating-point dtype" if expected.is_floating_point else expected
+        raise ValueError(f"{name} has dtype {t.dtype}, expected {kind} "
+                         f"with {some(leaves) or 'no scales'}")
 
 
 # ---- A Checkpoint -> a model --------------------------------------------------------------------
 
 def load_model(source: Checkpoint, dtype: torch.dtype, device,
                prepare: Callable[[Transformer], None] = lambda model: None) -> Transformer:
-    """Read every weight into a model on `device`; norms stay fp32.
+    """Create the model on `device` and read its weights; norms stay fp32.
 
-    prepare: may exchange modules of the model while it has no memory.
+    prepare: may replace modules while the model is on the meta device.
     """
     with reading(source.path):
         model = quantized_blank(source, dtype)
         prepare(model)
         load_part(model, "", source, device)
-        return model.to(device).eval()             # the parameters are there already: the rest
+        return model.to(device).eval()             # moves the buffers
 
 
 def quantized_blank(source: Checkpoint, dtype: torch.dtype) -> Transformer:
-    """The model without memory, with quantized linears where the tensors are quantized."""
+    """The model on the meta device, with quantized linears if their tensors are quantized."""
     model = blank_model(source.cfg, dtype, source.kind)
 
     def scheme(name):
@@ -1246,37 +1252,39 @@ def quantized_blank(source: Checkpoint, dtype: torch.dtype) -> Transformer:
 
 
 def load_part(model: Transformer, prefix: str, source: Checkpoint, device) -> None:
-    """Give memory and weights to the modules whose names begin with `prefix`.
+    """Allocate and read the weights of the modules whose names begin with `prefix`.
 
-    A module's pack(), where it has one, may give its weights another layout then.
+    Then call pack() of each module that has it, to change the layout of its weights.
     """
-    assigned = WeakValueDictionary()               # a tied head shares the embedding's
+    assigned = WeakValueDictionary()               # a tied head shares the embedding's parameter
     for name, module in list(model.named_modules()):
         if not name.startswith(prefix):
             continue
         for leaf, blank in list(module.named_parameters(recurse=False)):
             if not blank.is_meta:
-                continue                           # it has its memory already
+                continue                           # already loaded
             p = assigned.get(blank)
             if p is None:
-                # not empty_like, which has torch import sympy for a tensor on meta
+                # empty_like of a meta tensor would import sympy, which is slow
                 weight = torch.empty(blank.shape, dtype=blank.dtype, device=device)
                 read_into(weight, source, disk_names(f"{name}.{leaf}"))
                 p = assigned[blank] = nn.Parameter(weight, requires_grad=False)
             setattr(module, leaf, p)
         if hasattr(module, "pack"):
-            module.pack()                          # lets go of what lay as on disk
+            module.pack()                          # frees the weights in the layout on disk
 
 
 def read_into(weight: Tensor, source: Checkpoint, names: list[str]) -> None:
-    """The tensors of these names, one below the other."""
-    top, target = 0, as_rows(weight)
+    """Read the tensors `names` into `weight`, concatenated along the rows."""
+    target = as_rows(weight)
+    start = 0
     for t in (source.tensors[name] for name in names):
+        rows = target[start:start + t.n_row]
         if t.read_rows is None:
-            t.fill(target[top:top + t.n_row])
+            t.fill(rows)
         else:
-            _copy(target[top:top + t.n_row], t, source.path)
-        top += t.n_row
+            _copy(rows, t, source.path)
+        start += t.n_row
 
 
 def _copy(target: Tensor, t: LazyTensor, path: Path) -> None:
@@ -1286,31 +1294,32 @@ def _copy(target: Tensor, t: LazyTensor, path: Path) -> None:
                 rows = check_finite(rows, t.name, torch.float16)
             target[start:end].copy_(rows)
     except (SafetensorError, ValueError) as e:
-        what = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
-        raise ValueError(what + first_line(e)) from e
+        prefix = f"{path}: " if t.name in str(e) else f"{path}: {t.name} cannot be read: "
+        raise ValueError(prefix + first_line(e)) from e
 
 
-# ---- Our .pth, written --------------------------------------------------------------------------
+# ---- Writing our .pth ---------------------------------------------------------------------------
 
-VERSION = 2                                        # of the format; a newer one is refused
-ALIGNMENT = 64                                     # of a tensor's bytes in the file, as torch's
+VERSION = 2                                        # of the format; newer files are refused
+ALIGNMENT = 64                                     # bytes; of a tensor in the file, as in torch
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
             torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
             torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)   # the disk, or what is allowed of it
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)      # or over a quota or size limit
 
 
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
                     dtype: torch.dtype | None = None,
                     progress: Callable[[int, int], None] = lambda i, n: None) -> None:
-    """Write our .pth, tensor by tensor, whole or not at all; in memory is a few megabytes.
+    """Write our .pth atomically, a few megabytes of a tensor at a time.
 
-    It is a zip archive as torch.save writes it: data.pkl, which names the tensors, and a stored
-    entry for the bytes of each. dtype: None keeps each tensor's own. tokenizer: None where its
-    files stay beside the .pth. A head that drafts is written too, as mtp.*.
+    The format is torch.save's zip archive: data.pkl describes the tensors, and one uncompressed
+    entry holds the bytes of each. dtype: None keeps the dtype of each tensor. tokenizer: None if
+    its files are next to the .pth. An MTP head is written as mtp.*.
     """
-    tensors, dtypes = dict(source.tensors), _dtypes(source, dtype)
-    head = _head_of(source)
+    tensors = dict(source.tensors)
+    dtypes = _dtypes(source, dtype)
+    head = _mtp_head(source)
     if head:
         tensors |= {f"mtp.{name}": t for name, t in head.tensors.items()}
         dtypes |= {f"mtp.{name}": dtype for name, dtype in _dtypes(head, dtype).items()}
@@ -1319,15 +1328,15 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
     content = dict(format="gpt-faster", version=VERSION, config=asdict(source.cfg),
                    quantization=source.quantization, model=blanks, eos_ids=source.eos_ids,
                    defaults=source.defaults, tokenizer=tokenizer, mtp=head and asdict(head.cfg))
-    with whole_file(path) as file:
-        if hasattr(os, "posix_fallocate"):         # a full disk says so now
+    with atomic_write(path) as file:
+        if hasattr(os, "posix_fallocate"):         # fail now if the disk is full
             os.posix_fallocate(file.fileno(), 0, sum(b.n_bytes for b in blanks.values()))
         with zipfile.ZipFile(file, "w") as archive:
             _write(archive, path.stem, content, tensors, progress)
 
 
-def _head_of(source: Checkpoint) -> Checkpoint | None:
-    """Its head that drafts; a line says where that is not as we know them."""
+def _mtp_head(source: Checkpoint) -> Checkpoint | None:
+    """The MTP head, if any. An unsupported one is left out, with a note."""
     try:
         return source.mtp() if source.mtp else None
     except ValueError as e:
@@ -1336,24 +1345,24 @@ def _head_of(source: Checkpoint) -> Checkpoint | None:
 
 
 def _dtypes(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Of each tensor in the file: norms fp32, quantized weights as they are."""
+    """The dtype of each tensor in the file: norms fp32, quantized weights unchanged."""
     model = blank_model(source.cfg, torch.bfloat16, source.kind)
-    precise = {on_disk for n, p in model.named_parameters()
-               if p.dtype == torch.float32 for on_disk in disk_names(n)}
+    fp32_names = {on_disk for n, p in model.named_parameters()
+                  if p.dtype == torch.float32 for on_disk in disk_names(n)}
     dtypes = {}
     for name, t in source.tensors.items():
         leaf = name.rpartition(".")[2]
         quantized = not t.dtype.is_floating_point or leaf in LEAVES[1:]
         plain = torch.bfloat16 if t.dtype.itemsize == 1 else t.dtype       # fp8 without scales
         dtypes[name] = t.dtype if quantized else dtype or plain
-        if name in precise:
+        if name in fp32_names:
             dtypes[name] = torch.float32
     return dtypes
 
 
 @dataclass(frozen=True)
 class Blank:
-    """Stands for a tensor while the pickle is written: which entry has its bytes."""
+    """Placeholder for a tensor in the pickle; key: the archive entry with its bytes."""
 
     key: str
     shape: tuple[int, ...]
@@ -1372,12 +1381,12 @@ class Storage:
 
 
 class Pickler(pickle.Pickler):
-    """Writes a Blank as torch.save writes a contiguous tensor."""
+    """Pickles a Blank as torch.save pickles a contiguous tensor."""
 
     def reducer_override(self, obj):
         if not isinstance(obj, Blank):
             return NotImplemented
-        shape = tuple(list(obj.shape))             # its own: equal files from equal tensors
+        shape = tuple(list(obj.shape))             # a copy: shared tuples would change the pickle
         strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
         arguments = Storage(obj), 0, shape, strides, False
         return torch._utils._rebuild_tensor_v2, (*arguments, OrderedDict())
@@ -1409,9 +1418,9 @@ def _write(archive: zipfile.ZipFile, folder: str, content: dict, tensors: dict[s
 
 
 def _align(entry: zipfile.ZipInfo, header_at: int, large: bool) -> None:
-    """Fill the entry's header up, so that its bytes begin at a multiple of ALIGNMENT."""
-    begin = header_at + 30 + len(entry.filename.encode()) + 20 * large + 4
-    padding = -begin % ALIGNMENT
+    """Pad the entry's header, so that its data begins at a multiple of ALIGNMENT."""
+    data_at = header_at + 30 + len(entry.filename.encode()) + 20 * large + 4
+    padding = -data_at % ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
 
 
@@ -1420,29 +1429,29 @@ def raw_bytes(t: Tensor) -> memoryview:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file of its own beside `path`, which takes its place at the end.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Write to a temporary file next to `path`, then rename it to `path`.
 
-    One that a killed process left is written over. OSError where another process writes it now.
+    A temporary file from a killed process is overwritten. OSError if another process is writing.
     """
     partial = path.with_name(path.name + ".partial")
-    with _locked(partial, path) as file:
+    with _open_locked(partial, path) as file:
         try:
             file.truncate(0)
             yield file
             file.flush()
-            os.fsync(file.fileno())                # else a crash may leave the name without content
+            os.fsync(file.fileno())                # else a crash could leave an empty file
             os.replace(partial, path)
         except BaseException as e:
             partial.unlink(missing_ok=True)
-            if isinstance(e, OSError) and e.errno in FULL:
+            if isinstance(e, OSError) and e.errno in DISK_FULL:
                 raise OSError(e.errno, f"{path} cannot be written: {e.strerror}: free some space, "
                               "or choose another disk") from None
             raise
 
 
-def _locked(partial: Path, path: Path) -> BinaryIO:
-    """The partial file, open, and this process's alone until it is closed or the process ends."""
+def _open_locked(partial: Path, path: Path) -> BinaryIO:
+    """Open the partial file and lock it until it is closed or the process ends."""
     while True:
         file = open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
@@ -1450,18 +1459,18 @@ def _locked(partial: Path, path: Path) -> BinaryIO:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(partial)):
                     return file
-            file.close()                           # another one put it in its place meanwhile
+            file.close()                           # another process has renamed it meanwhile
         except BaseException:
             file.close()
             raise
 
 
 def lock(file, path: Path) -> None:
-    """OSError where another process has locked it. Some network file systems cannot: no lock."""
+    """OSError if another process holds the lock. No lock if the file system does not support it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise OSError(f"{path}: another process is writing it: wait for that, or choose another "
-                      "name") from None
+        raise OSError(f"{path}: another process is writing it: wait until it is done, or choose "
+                      "another name") from None
     except OSError:
         pass

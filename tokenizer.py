@@ -1,10 +1,11 @@
 """Text to token ids and back: Tokenizer, Detokenizer, NullTokenizer.
 
-The only reader of tokenizer.json and tokenizer.model, and of the JSON files beside them that name
-special tokens. Two libraries do the work: tokenizers and sentencepiece. Does not know the model,
-and no other format: gpt_faster/formats/ adds GGUF's, Llama 3's tiktoken file and chat templates.
+Reads tokenizer.json and tokenizer.model, and special tokens from tokenizer_config.json,
+special_tokens_map.json and added_tokens.json. The libraries tokenizers and sentencepiece encode and
+decode. Knows neither the model nor other formats: gpt_faster/text/ adds GGUF metadata, Llama 3's
+tiktoken file and chat templates.
 
-    tokenizer = load("checkpoints/org/name")       # a directory, or the state() that a .pth holds
+    tokenizer = load("checkpoints/org/name")       # a directory, or the state() in a .pth
     ids = tokenizer.encode("Hello")
     detokenizer = Detokenizer(tokenizer, ids); print(detokenizer.push(next_id), end="")
 """
@@ -20,12 +21,13 @@ from pathlib import Path
 
 from checkpoint import brief, first_line, read_json, read_text, reading
 
-MAX_ID, MAX_ADDED = 1 << 22, 1 << 16               # of tokens that are added to a tokenizer.model
-LONG = 10_000                                      # characters
+MAX_ID = 1 << 22                                   # of an added token
+MAX_ADDED = 1 << 16                                # number of added tokens
+LONG_TEXT = 10_000                                 # characters
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"              # normalizer_spec { add_dummy_prefix: false }
-UNJOINED = "<unk>"                                 # no piece joins this and a space behind it
+UNJOINED = "<unk>"                                 # no piece spans this and a following space
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
-OTHER_FORMATS = ("tekken.json", "vocab.json", "spiece.model")          # of tokenizers: not read
+OTHER_FORMATS = ("tekken.json", "vocab.json", "spiece.model")          # unsupported tokenizers
 
 
 # ---- Loading ------------------------------------------------------------------------------------
@@ -33,7 +35,7 @@ OTHER_FORMATS = ("tekken.json", "vocab.json", "spiece.model")          # of toke
 def load(source: Path | str | dict) -> "Tokenizer":
     """A directory with tokenizer.json or tokenizer.model, or a Tokenizer's state().
 
-    FileNotFoundError or ValueError say in one line what is missing, broken or of another format.
+    FileNotFoundError or ValueError: one line that names a missing, invalid or unsupported file.
     """
     path = source.get("path", "tokenizer") if isinstance(source, dict) else source
     with reading(path):
@@ -46,25 +48,25 @@ def load(source: Path | str | dict) -> "Tokenizer":
 
 
 def load_for(source, load: Callable = load) -> "Tokenizer":
-    """The tokenizer of a Checkpoint, whose eos_ids are complete from then on.
+    """Load the tokenizer of a Checkpoint, and complete the Checkpoint's eos_ids.
 
-    These are what config.json and generation_config.json name, then what the tokenizer's files do;
-    an id that the model cannot give ends nothing. load: a reader of more formats
+    They are the ids in config.json and generation_config.json, then those in the tokenizer's files,
+    without ids outside the model's vocabulary. load: may read more formats
     (gpt_faster/text/tokenizer_files.py).
     """
     tokenizer = load(source.tokenizer)
-    named = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
-    source.eos_ids = [i for i in named if i < source.cfg.vocab_size]
+    eos_ids = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
+    source.eos_ids = [i for i in eos_ids if i < source.cfg.vocab_size]
     return tokenizer
 
 
 def from_directory(directory: Path, backend=None) -> "Tokenizer":
-    """tokenizer.json, else tokenizer.model, and what the JSON files beside it say.
+    """Read tokenizer.json, else tokenizer.model, and the JSON files that configure it.
 
-    backend: one that was read from another format takes the place of these two.
+    backend: replaces both, if it was read from another format.
     """
-    config = _json_if_there(directory / "tokenizer_config.json")
-    special_map = _json_if_there(directory / "special_tokens_map.json")
+    config = _read_json_or_empty(directory / "tokenizer_config.json")
+    special_map = _read_json_or_empty(directory / "special_tokens_map.json")
     names = _token_names(special_map) | _token_names(config)
     chat_template = _chat_template(directory, config)
     backend = backend or _read_backend(directory, config)
@@ -92,8 +94,8 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
         with reading(path):
             data = path.read_bytes()
             if is_tiktoken(data):
-                raise ValueError("a list of tokens in base64 (tiktoken, as in Llama 3's original "
-                                 "files), expected a SentencePiece model: add a tokenizer.json")
+                raise ValueError("tiktoken format (Llama 3's original files), expected a "
+                                 "SentencePiece model: add a tokenizer.json")
             plain = SentencePieceBackend(data)
         added = read_added_tokens(directory, config, plain)
         with reading(path):
@@ -106,31 +108,32 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """Llama 3's original tokenizer.model: lines of "base64 rank"."""
+    """True for Llama 3's original tokenizer.model: lines of "base64 rank"."""
     return re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data) is not None
 
 
-def _json_if_there(path: Path) -> dict:
+def _read_json_or_empty(path: Path) -> dict:
     return read_json(path) if path.exists() else {}
 
 
 def _token_names(c: dict) -> dict[str, str]:
-    """bos_token, eos_token, … of a JSON file -> their texts. Half a character is no text."""
-    texts = {key: _content(token) for key, token in c.items() if key.endswith("_token")}
+    """bos_token, eos_token, … of a JSON file -> their texts. Invalid Unicode is dropped."""
+    texts = {key: _token_text(token) for key, token in c.items() if key.endswith("_token")}
     return {key: text for key, text in texts.items() if _is_text(text)}
 
 
-def _content(token):
-    """A token is a text, or an object that says how it matches too."""
+def _token_text(token):
+    """token: a string, or an object with matching flags and the text in "content"."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _is_text(value) -> bool:
+    """True for a string without lone surrogates."""
     return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
 
 
 def _chat_template(directory: Path, config: dict) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json (a string, or a list of named ones)."""
+    """From chat_template.jinja, else tokenizer_config.json (a string, or a list with names)."""
     if (directory / "chat_template.jinja").exists():
         return read_text(directory / "chat_template.jinja")
     template = config.get("chat_template")
@@ -139,19 +142,18 @@ def _chat_template(directory: Path, config: dict) -> str | None:
         template = named[-1].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is "
-                         f"{brief(template)}, expected a text")
+                         f"{brief(template)}, expected a string")
     return template
 
 
 # ---- Tokenizer ----------------------------------------------------------------------------------
 
 class Tokenizer:
-    """A backend, and what the model's files say about special tokens.
+    """A backend, and the special tokens from the model's files.
 
-    add_bos: whether a text begins with bos_id, or with what the backend's own prefix is. eos_ids:
-    the end tokens that the tokenizer's own files name (None: those that the backend knows).
-    chat_template and names (bos_token, eos_token, … -> text) are kept for
-    gpt_faster/text/chat_template.py, which renders chats.
+    add_bos: encode() prepends the backend's prefix, or else bos_id. eos_ids: the end tokens in the
+    tokenizer's files (None: the backend's). chat_template and names (bos_token, eos_token, … ->
+    text) are for gpt_faster/text/chat_template.py, which renders chats.
     """
 
     def __init__(self, backend: "TokenizersBackend | SentencePieceBackend", bos_id: int | None,
@@ -159,7 +161,7 @@ class Tokenizer:
                  names: dict[str, str] | None = None, eos_ids: list[int] | None = None):
         self.backend = backend
         self.n_vocab = backend.n_vocab
-        self.path = "tokenizer"                    # for later errors; load() knows it
+        self.path = "tokenizer"                    # for error messages; set by load()
         self.bos_id = bos_id
         self.prefix = backend.prefix or ([] if bos_id is None else [bos_id])
         self.add_bos = add_bos and bool(self.prefix)
@@ -168,29 +170,29 @@ class Tokenizer:
         self.eos_ids = backend.eos_ids if eos_ids is None else eos_ids
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
-        """bos: with the prefix; None follows the model's files. special=False: "<s>" in the text is
-        plain text."""
-        text = text.encode("utf-8", "replace").decode()    # a terminal may send invalid UTF-8
+        """bos: prepend the prefix; None: as the model's files say. special=False: encode "<s>" in
+        the text as plain text."""
+        text = text.encode("utf-8", "replace").decode()    # terminal input may be invalid UTF-8
         with reading(self.path):
             ids = self.backend.encode(text, special)
-        wants_bos = self.add_bos if bos is None else bos
-        return [*self.prefix, *ids] if wants_bos else ids
+        add_bos = self.add_bos if bos is None else bos
+        return [*self.prefix, *ids] if add_bos else ids
 
     def piece(self, i: int) -> str | None:
-        """The token itself, as the vocabulary spells it."""
+        """The token's string in the vocabulary."""
         return self.backend.piece(i)
 
     def decode(self, ids: list[int]) -> str:
-        """Without the special tokens; incomplete UTF-8 becomes U+FFFD. ValueError names an id that
-        no tokenizer has, which is not the file's fault."""
+        """The text without special tokens; incomplete UTF-8 becomes U+FFFD. ValueError for values
+        that are not token ids."""
         for i in ids:
             if not _is_id(i):
-                raise ValueError(f"{str(i)[:40]} is not a token's id")
+                raise ValueError(f"{str(i)[:40]} is not a token id")
         with reading(self.path):
             return self.backend.decode(ids)
 
     def state(self) -> dict:
-        """For a .pth whose directory has no tokenizer files; load() reads it."""
+        """The tokenizer as a dictionary, for a .pth without tokenizer files; load() reads it."""
         return dict(backend=self.backend.kind, data=self.backend.state(), bos_id=self.bos_id,
                     add_bos=self.add_bos, chat_template=self.chat_template, names=self.names,
                     eos_ids=self.eos_ids, **self.backend.more_state())
@@ -201,20 +203,20 @@ def _is_id(value) -> bool:
 
 
 def _is_added(token) -> bool:
-    """Is it a list of the fields of an AddedToken?"""
+    """True for a list of the fields of an AddedToken."""
     types = [int, str, bool, bool, bool, bool]
     return (isinstance(token, list) and list(map(type, token)) == types
             and 0 <= token[0] < MAX_ID and token[1] != "")
 
 
-STATE = (                                          # its entries; of others nothing is asked
-    ("data", "a text", lambda v: isinstance(v, str)),
-    ("bos_id", "a token's id", _is_id),
-    ("chat_template", "a text", lambda v: isinstance(v, str)),
-    ("eos_ids", "ids of tokens", lambda v: isinstance(v, list) and all(map(_is_id, v))),
-    ("names", "texts by name", lambda v: isinstance(v, dict) and all(
+STATE = (                                          # entry, expected value, check of a value
+    ("data", "a string", lambda v: isinstance(v, str)),
+    ("bos_id", "a token id", _is_id),
+    ("chat_template", "a string", lambda v: isinstance(v, str)),
+    ("eos_ids", "token ids", lambda v: isinstance(v, list) and all(map(_is_id, v))),
+    ("names", "strings by name", lambda v: isinstance(v, dict) and all(
         isinstance(text, str) for text in v.values())),
-    ("control", "texts by id", lambda v: isinstance(v, dict) and all(
+    ("control", "strings by id", lambda v: isinstance(v, dict) and all(
         type(i) is int and isinstance(text, str) for i, text in v.items())),
     ("added", "added tokens", lambda v: isinstance(v, list) and all(map(_is_added, v))),
     ("after_space", "true or false", lambda v: type(v) is bool),
@@ -222,42 +224,45 @@ STATE = (                                          # its entries; of others noth
 
 
 def _from_state(state: dict) -> Tokenizer:
-    """ValueError names an entry that is not as Tokenizer.state() writes it."""
+    """Tokenizer.state() -> Tokenizer. ValueError names an invalid entry."""
     if "backend" not in state:
-        raise ValueError("metadata of a GGUF, expected a directory or the state of a .pth")
+        raise ValueError("GGUF metadata, expected a directory or the state in a .pth")
     kind, data = state["backend"], state.get("data")
     if kind not in ("json", "sentencepiece") or data is None:
-        raise ValueError(f"a tokenizer of the kind {brief(kind)} is not known")
+        raise ValueError(f"unknown tokenizer backend {brief(kind)}")
     for key, expected, fits in STATE:
         if state.get(key) is not None and not fits(state[key]):
-            raise ValueError(f"its tokenizer's '{key}' is {brief(state[key])}, expected {expected}")
+            raise ValueError(f"the tokenizer's '{key}' is {brief(state[key])}, expected {expected}")
     if kind == "json":
         backend = TokenizersBackend(data)
     else:
         try:
             data = base64.b64decode(data, validate=True)
         except ValueError:
-            raise ValueError("its SentencePiece model is not base64") from None
-        added = [AddedToken(*token) for token in state.get("added") or []]     # old files have none
+            raise ValueError("the SentencePiece model is not valid base64") from None
+        added = [AddedToken(*token) for token in state.get("added") or []]     # not in old files
         backend = SentencePieceBackend(data, state.get("control"), added,
                                        state.get("after_space") is not False)
     return Tokenizer(backend, state.get("bos_id"), state.get("add_bos"), state.get("chat_template"),
                      state.get("names"), state.get("eos_ids"))
 
 
-# ---- The two libraries, in one shape ------------------------------------------------------------
-# Both have kind, n_vocab; bos_id, prefix, adds_bos, eos_ids as the file itself states them;
-# encode(), which adds no prefix; decode(); piece(id) and id_of(text) of a token; state() and
-# more_state() for a .pth.
+# ---- Backends -----------------------------------------------------------------------------------
+# Interface: kind, n_vocab; bos_id, prefix, adds_bos and eos_ids as in the tokenizer file; encode(),
+# without the prefix; decode(); piece(id) and id_of(text) of a token; state() and more_state() for a
+# .pth.
 
 @contextmanager
 def library(expected: str) -> Iterator[None]:
-    """tokenizers raises bare Exceptions, and panics where a regular expression takes too long."""
+    """Turn the library's errors into ValueError: bare Exceptions, Unicode errors, Rust panics.
+
+    tokenizers panics if a regular expression takes too long.
+    """
     try:
         yield
     except BaseException as e:
-        foreseen = type(e) is Exception or isinstance(e, UnicodeError)
-        if not foreseen and type(e).__name__ != "PanicException":
+        is_library_error = type(e) is Exception or isinstance(e, UnicodeError)
+        if not is_library_error and type(e).__name__ != "PanicException":
             raise
         raise ValueError(f"not {expected}: {first_line(e)}") from None
 
@@ -272,35 +277,35 @@ class TokenizersBackend:
         with library("a readable tokenizer.json"):
             self.fast = tokenizers.Tokenizer.from_str(data) if isinstance(data, str) else data
         self.data = data
-        self.eos_ids = []                          # a tokenizer.json does not say which they are
+        self.eos_ids = []                          # a tokenizer.json does not name them
         self.n_vocab = self.fast.get_vocab_size()
-        self.fast.no_truncation()                  # fine-tuning scripts leave these behind
+        self.fast.no_truncation()                  # fine-tuning scripts leave both on
         self.fast.no_padding()
-        self.prefix, suffix = self._around()
+        self.prefix, suffix = self._prefix_and_suffix()
         self.bos_id = self.prefix[0] if self.prefix else None
         self.adds_bos = bool(self.prefix)
         if suffix:
             names = ", ".join(map(str, map(self.piece, suffix)))
-            print(f"note: the tokenizer puts {names} behind each text: left out, since a text that "
-                  "is to go on has no end", file=sys.stderr)
+            print(f"note: the tokenizer appends {names} to each text: left out, since generation "
+                  "continues the text", file=sys.stderr)
 
-    def _around(self) -> tuple[list[int], list[int]]:
-        """What its post-processor puts before and behind a text: one that its vocabulary has."""
+    def _prefix_and_suffix(self) -> tuple[list[int], list[int]]:
+        """The ids that the post-processor adds before and after a text."""
         added = self.fast.get_added_tokens_decoder()
-        of_its_own = next((i for i in reversed(range(self.n_vocab)) if i not in added), 0)
+        last_ordinary = next((i for i in reversed(range(self.n_vocab)) if i not in added), 0)
         plain, whole = [], []
-        for text in ("a", self.piece(of_its_own) or ""):
+        for text in ("a", self.piece(last_ordinary) or ""):    # the vocabulary may have no "a"
             with suppress(ValueError), library("a tokenizer.json that encodes"):
                 plain, whole = (self.fast.encode(text, add_special_tokens=s).ids
                                 for s in (False, True))
             if plain:
                 break
         starts = [i for i in range(len(whole)) if whole[i:i + len(plain)] == plain]
-        at = starts[0] if starts else len(whole)
-        return whole[:at], whole[at + len(plain):]
+        start = starts[0] if starts else len(whole)
+        return whole[:start], whole[start + len(plain):]
 
     def add(self, tokens: list["AddedToken"]) -> None:
-        """Tokens that stand beside the file, or that it has and that match in another way there."""
+        """Add tokens that tokenizer.json lacks, and update the flags of those that it has."""
         import tokenizers
         known = self.fast.get_added_tokens_decoder()
         for t in tokens:
@@ -312,25 +317,25 @@ class TokenizersBackend:
                 continue
             add = self.fast.add_special_tokens if t.special else self.fast.add_tokens
             add([tokenizers.AddedToken(t.text, **flags)])
-            self.data = self.fast                  # what state() is made of
+            self.data = self.fast                  # state() serializes it
             if self.id_of(t.text) != t.id:
                 print(f"note: the added token {brief(t.text)} is {self.id_of(t.text)}, not {t.id}",
                       file=sys.stderr)
         self.n_vocab = self.fast.get_vocab_size()
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """special: whether "<s>" and the like are tokens, not text."""
+        """special: encode "<s>" and other special tokens as tokens, not as text."""
         fast = self.fast if special else self.plain
         with library("a tokenizer that encodes this text"):
-            if len(text) < LONG:
+            if len(text) < LONG_TEXT:
                 return fast.encode(text, add_special_tokens=False).ids
             [encoding] = fast.encode_batch_fast([text], add_special_tokens=False)
-            return encoding.ids                    # encode() would keep the GIL all the time
+            return encoding.ids                    # encode() would hold the GIL
 
     @cached_property
     def plain(self):
-        """A copy that reads "<s>" as text. It raises if it is changed while another thread encodes,
-        so nothing is changed after it is made."""
+        """A copy that encodes "<s>" as text. A copy, because changing a tokenizer raises while
+        another thread encodes with it."""
         import tokenizers
         with library("a readable tokenizer.json"):
             plain = tokenizers.Tokenizer.from_str(self.fast.to_str())
@@ -350,16 +355,16 @@ class TokenizersBackend:
         return self.data if isinstance(self.data, str) else self.data.to_str()
 
     def more_state(self) -> dict:
-        return dict(control={})                    # it finds control tokens by itself
+        return dict(control={})                    # the JSON marks special tokens
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A text that is one token wherever it stands.
+    """A string that is always encoded as one token.
 
-    special: not shown, and plain text where encode() gets special=False. lstrip, rstrip: it takes
-    the spaces before, after it. single_word: it does not match inside a word. is_normalized: it is
-    looked for in normalized text, which a tokenizer.json alone has.
+    special: decode() omits it, and encode(special=False) encodes it as plain text. lstrip, rstrip:
+    it includes the spaces before, after it. single_word: does not match inside a word.
+    is_normalized: matched in normalized text (tokenizer.json only).
     """
 
     id: int
@@ -374,14 +379,14 @@ class AddedToken:
 class SentencePieceBackend:
     """Google's sentencepiece. data: the bytes of a tokenizer.model.
 
-    control: id -> text of the tokens that are no text (None: as the model says). added: tokens
-    beside the model's pieces, or in the place of some; the texts between them are encoded one by
-    one. after_space: each of these texts gets the model's leading space ("legacy" in transformers,
-    and llama.cpp), else the first one only: "Hi<s>there" is "▁Hi", <s>, then "▁there" or "there".
+    control: id -> text of the control tokens (None: the model's). added: tokens that extend or
+    replace the model's pieces; the text segments between them are encoded separately. after_space:
+    each segment gets the model's leading space ("legacy" in transformers, and llama.cpp), else only
+    the first: "Hi<s>there" is "▁Hi", <s>, then "▁there" or "there".
     """
 
     kind = "sentencepiece"
-    adds_bos, prefix = True, []                    # the bos_id alone
+    adds_bos, prefix = True, []                    # Tokenizer uses bos_id
 
     def __init__(self, data: bytes, control: dict[int, str] | None = None,
                  added: list[AddedToken] = (), after_space: bool = True):
@@ -393,7 +398,7 @@ class SentencePieceBackend:
             raise ValueError(f"not a readable SentencePiece model: {str(e).strip()}") from None
         processor = self.processor
         self.data, self.added, self.after_space = data, list(added), after_space
-        self.at_start = True                       # False: a text continues another one
+        self.at_start = True                       # False: the text continues another
         self.n_piece = processor.get_piece_size()
         self.n_vocab = max([self.n_piece, *(t.id + 1 for t in added)])
         self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
@@ -402,7 +407,7 @@ class SentencePieceBackend:
             control = control or {i: processor.id_to_piece(i) for i in range(self.n_piece)
                                   if processor.is_control(i)}
         except UnicodeDecodeError:
-            raise ValueError("a SentencePiece model with tokens that are no UTF-8") from None
+            raise ValueError("the SentencePiece model has tokens that are not UTF-8") from None
         added_ids = {t.id for t in added}
         self.tokens = {text: AddedToken(i, text) for i, text in control.items()
                        if i not in added_ids}
@@ -413,32 +418,33 @@ class SentencePieceBackend:
         self.plain_pattern = token_pattern([t for t in self.tokens.values() if not t.special])
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """special: whether "<s>" and the like are tokens, not text."""
+        """special: encode "<s>" and other special tokens as tokens, not as text."""
         pattern = self.pattern if special else self.plain_pattern
         ids, end = [], 0
         for match in pattern.finditer(text):
-            ids += self._encode_between(text[end:match.start()], end == 0)
+            ids += self._encode_segment(text[end:match.start()], end == 0)
             ids.append(self._id_of_match(match[0]))
             end = match.end()
-        return ids + self._encode_between(text[end:], end == 0)
+        return ids + self._encode_segment(text[end:], end == 0)
 
     def _id_of_match(self, text: str) -> int:
-        """The pattern takes the spaces that a token swallows along with it."""
+        """text: a token, perhaps with the spaces that lstrip and rstrip include."""
         if text not in self.tokens:
             text = max((name for name in self.tokens if name in text), key=len)
         return self.tokens[text].id
 
-    def _encode_between(self, text: str, is_first: bool) -> list[int]:
-        """Text before, between or behind added tokens."""
+    def _encode_segment(self, text: str, is_first: bool) -> list[int]:
+        """Encode text before, between or after added tokens."""
         if self.after_space or is_first and self.at_start:
             return self.processor.encode(text)
         if not text.startswith((" ", "\N{LOWER ONE EIGHTH BLOCK}")):
             return self.continuing.encode(text)
-        n = len(self.continuing.encode(UNJOINED))  # a model's normalizer may strip a first space
+        n = len(self.continuing.encode(UNJOINED))  # the normalizer may strip a leading space
         return self.continuing.encode(UNJOINED + text)[n:]
 
     def decode(self, ids: list[int]) -> str:
-        runs, texts = [[]], []                     # runs of pieces; the added tokens between them
+        runs = [[]]                                # of pieces
+        texts = []                                 # of the added tokens between the runs
         for i in ids:
             token = self.by_id.get(i)
             if token is None and i < self.n_piece:
@@ -475,7 +481,7 @@ class SentencePieceBackend:
 
 
 def token_pattern(tokens: list[AddedToken]) -> re.Pattern:
-    """Matches any of these tokens, the longest first, with the spaces that it swallows."""
+    """A pattern for these tokens, longest first, with the spaces of lstrip and rstrip."""
     parts = []
     for t in sorted(tokens, key=lambda t: -len(t.text)):
         part = re.escape(t.text)
@@ -488,21 +494,22 @@ def token_pattern(tokens: list[AddedToken]) -> re.Pattern:
 # ---- Tokens that a directory adds to its tokenizer.json or tokenizer.model -----------------------
 
 def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
-    """`added_tokens_decoder` of tokenizer_config.json states ids and how each matches;
-    added_tokens.json states ids alone; special_tokens_map.json and other keys of
-    tokenizer_config.json name the special ones. plain: the backend without any of these.
+    """The added tokens of a model's JSON files, sorted by id.
 
-    ValueError where an id or a text cannot be, or two texts have one id.
+    `added_tokens_decoder` of tokenizer_config.json has ids and matching flags, added_tokens.json
+    only ids. special_tokens_map.json and other keys of tokenizer_config.json list special tokens.
+    plain: the backend without added tokens. ValueError for an invalid id or text, or an id that two
+    texts share.
     """
     config_path, map_path, ids_path = (directory / name for name in (
         "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"))
     with reading(map_path):
-        special = _special_tokens(_json_if_there(map_path))
+        special = _special_tokens(_read_json_or_empty(map_path))
     with reading(config_path):
         special |= _special_tokens(config)
     added = {}                                     # text -> AddedToken
     with reading(ids_path):
-        for text, i in _json_if_there(ids_path).items():
+        for text, i in _read_json_or_empty(ids_path).items():
             flags = {"special": text in special, **special.get(text, {})}
             added[text] = _added_token(_checked_id(i, text), text, flags)
     with reading(config_path):
@@ -510,7 +517,7 @@ def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
         if not isinstance(decoder, dict):
             raise ValueError(f"'added_tokens_decoder' is {brief(decoder)}, expected an object")
         for i, token in decoder.items():
-            text = _content(token)
+            text = _token_text(token)
             flags = token if isinstance(token, dict) else {}
             if text in special:
                 flags = {**flags, "special": True}
@@ -520,7 +527,7 @@ def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
         _add_special(added, special, plain)
         if len(added) > MAX_ADDED:
             raise ValueError(f"{len(added)} added tokens, expected at most {MAX_ADDED}")
-        _refuse_shared_ids(added)
+        _check_unique_ids(added)
     return sorted(added.values(), key=lambda t: t.id)
 
 
@@ -531,40 +538,40 @@ def _added_token(i: int, text: str, flags: dict) -> AddedToken:
 
 
 def _add_special(added: dict[str, AddedToken], special: dict[str, dict], plain) -> None:
-    """A special token that no file gives an id has the model file's, or the next free one, as in
-    transformers."""
-    free = max([plain.n_vocab, *(t.id + 1 for t in added.values())])
+    """Add special tokens without an id in the JSON files: the backend's id, or the next free one,
+    as in transformers."""
+    next_id = max([plain.n_vocab, *(t.id + 1 for t in added.values())])
     for text, flags in special.items():
         if text in added:
             continue
         i = plain.id_of(text)
         if i is None:
-            i = free
-            free += 1
+            i = next_id
+            next_id += 1
         added[text] = _added_token(i, text, {**flags, "special": True})
 
 
 def _special_tokens(c: dict) -> dict[str, dict]:
-    """Of one of the two JSON files, in its order: text -> how it matches, as far as it says."""
+    """The special tokens of a JSON file, in order: text -> matching flags in the file."""
     tokens = [token for key, token in c.items() if key.endswith("_token")]
     for key in SPECIAL_LISTS:
         more = c.get(key) or []
         if not isinstance(more, list | dict):
             raise ValueError(f"'{key}' is {brief(more)}, expected a list of tokens")
         tokens += more.values() if isinstance(more, dict) else more
-    return {_content(token): token if isinstance(token, dict) else {} for token in tokens
-            if _is_text(_content(token)) and _content(token)}
+    return {_token_text(token): token if isinstance(token, dict) else {} for token in tokens
+            if _is_text(_token_text(token)) and _token_text(token)}
 
 
 def _checked_id(i, text) -> int:
     if type(i) is not int or not 0 <= i < MAX_ID:
         raise ValueError(f"the id of an added token is {brief(i)}, expected 0 to {MAX_ID - 1}")
     if not _is_text(text) or not text:
-        raise ValueError(f"added token {i} is {brief(text)}, expected a text")
+        raise ValueError(f"added token {i} is {brief(text)}, expected a string")
     return i
 
 
-def _refuse_shared_ids(added: dict[str, AddedToken]) -> None:
+def _check_unique_ids(added: dict[str, AddedToken]) -> None:
     text_of = {}
     for t in added.values():
         if t.id in text_of:
@@ -572,37 +579,39 @@ def _refuse_shared_ids(added: dict[str, AddedToken]) -> None:
         text_of[t.id] = t.text
 
 
-# ---- Text while it is generated -----------------------------------------------------------------
+# ---- Streaming ----------------------------------------------------------------------------------
 
 class Detokenizer:
-    """Text as it becomes certain: a character in the middle of its bytes waits for the rest."""
+    """Decodes a stream of tokens; holds back a character until all its bytes are there."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]):
-        self.tokenizer, self.ids = tokenizer, list(prompt_ids[-8:])        # context: leading spaces
-        self.start, self.shown = 0, len(self.ids)
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids[-8:])           # context decides about leading spaces
+        self.start = 0                             # of the context
+        self.shown = len(self.ids)                 # tokens whose text push() has returned
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """Add a token; return the new complete text, which may be empty."""
         self.ids.append(token_id)
-        text = self._new()
+        text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""                              # a token that is not shown is context yet
+            return ""                              # incomplete, or a special token
         self.start, self.shown = self.shown, len(self.ids)
         return text
 
     def flush(self) -> str:
-        """At the end: whatever push still held back."""
-        text = self._new()
+        """Return the text that push() still holds back, at the end."""
+        text = self._new_text()
         self.start = self.shown = len(self.ids)
         return text
 
-    def _new(self) -> str:
+    def _new_text(self) -> str:
         old = self.tokenizer.decode(self.ids[self.start:self.shown])
         return self.tokenizer.decode(self.ids[self.start:])[len(old):]
 
 
 def differ(a: Tokenizer, b: Tokenizer) -> str | None:
-    """How the second vocabulary differs, by its size and a sample of its tokens, or None."""
+    """How vocabulary b differs from a, by size and a sample of tokens; None if it does not."""
     if a.n_vocab != b.n_vocab:
         return f"it has {b.n_vocab} tokens, not {a.n_vocab}"
     step = max(1, a.n_vocab // 2000)
@@ -613,14 +622,14 @@ def differ(a: Tokenizer, b: Tokenizer) -> str | None:
 
 
 class NullTokenizer:
-    """Stands in where a model has no tokenizer: ids are shown as they are."""
+    """For models without a tokenizer: decode() prints the ids."""
 
     eos_ids: list[int] = []
     chat_template, n_vocab = None, 0
 
     def encode(self, text: str) -> list[int]:
-        raise ValueError("this model has no tokenizer: give --prompt an integer, that many random "
-                         "tokens")
+        raise ValueError("this model has no tokenizer: give --prompt an integer for that many "
+                         "random tokens")
 
     def decode(self, ids: list[int]) -> str:
         return "".join(f" {i}" for i in ids)

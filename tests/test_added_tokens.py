@@ -135,7 +135,7 @@ def test_structured_output_knows_their_bytes(sp_model, tmp_path):  # noqa: F811
     (dict(added_tokens={"<x>": "12"}), "the id of an added token is '12', expected 0 to"),
     (dict(added_tokens={"<x>": 1 << 40}), "the id of an added token is"),
     (dict(added_tokens={"<x>": True}), "the id of an added token is True"),
-    (dict(added_tokens={"": 1000}), "added token 1000 is '', expected a text"),
+    (dict(added_tokens={"": 1000}), "added token 1000 is '', expected a string"),
     (dict(tokenizer_config=dict(added_tokens_decoder=[1])), "'added_tokens_decoder' is"),
     (dict(tokenizer_config=dict(added_tokens_decoder={"x": dict(content="<x>")})), "the id of an added token is 'x'"),
     (dict(tokenizer_config=dict(added_tokens_decoder={"1000": dict(content=3)})), "added token 1000 is 3"),

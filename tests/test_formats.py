@@ -88,7 +88,7 @@ def test_a_pth_that_would_run_code_is_refused(tmp_path):
         def __reduce__(self):
             return print, ("executed",)
     torch.save(dict(model=Evil()), tmp_path / "model.pth")
-    with pytest.raises(ValueError, match="refused, it holds more than weights"):
+    with pytest.raises(ValueError, match="refused, it contains more than weights"):
         read_checkpoint(tmp_path / "model.pth")
 
 

@@ -16,7 +16,7 @@ from checkpoint import save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 
-NOTE = "the config says that the output layer is the embedding, but they differ"
+NOTE = "the config ties the output layer to the embedding, but they differ"
 FAMILIES = ("llama3", "qwen2", "gemma2", "gpt2", "granite", "gemma3")         # whose tiny configs tie; the last is multimodal
 
 

@@ -286,10 +286,10 @@ def test_it_imports_no_room(bpe, sp_model, tmp_path, kind):
 
 
 @pytest.mark.parametrize("files, message", [
-    ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model: a list of tokens in base64 .tiktoken"),
+    ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model: tiktoken format"),
     ({"tekken.json": b"{}"}, "no tokenizer: expected tokenizer.json or tokenizer.model, found tekken.json"),
     ({"vocab.json": b"{}", "merges.txt": b""}, "expected tokenizer.json or tokenizer.model, found vocab.json"),
-    (None, "tokenizer: metadata of a GGUF"),
+    (None, "tokenizer: GGUF metadata"),
 ], ids=["tiktoken", "tekken", "gpt2", "gguf"])
 def test_it_says_which_other_format_it_found(files, message, tmp_path):
     for name, data in (files or {}).items():
