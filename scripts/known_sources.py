@@ -71,7 +71,7 @@ def unsupported_in_llama() -> str:
         model = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 160, 128, qk_norm=True))
     unknown = modifications.find_modifications(model)
     known = [cpu_layers.unmodified_sublayers(i, unknown) for i in range(len(model.layers))]
-    return cpu_layers.which(unknown, bool(unknown.model), known)
+    return cpu_layers.eager_parts(unknown, bool(unknown.model), known)
 
 
 def write() -> int:

@@ -590,13 +590,13 @@ def test_digests_of_files_that_others_may_write_are_not_read(cache, tmp_path):
     from gpt_faster import loading
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    right = loading.content(file)
+    right = loading.file_digest(file)
     known = cache / "contents.json"
     assert known.stat().st_mode & 0o777 == 0o600
     known.write_text(known.read_text().replace(right, "0" * 64))
-    assert loading.content(file) == "0" * 64
+    assert loading.file_digest(file) == "0" * 64
     known.chmod(0o666)
-    assert loading.content(file) == right
+    assert loading.file_digest(file) == right
 
 
 def test_links_and_sticky_folders(cache, tmp_path, monkeypatch):

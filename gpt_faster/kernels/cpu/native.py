@@ -65,7 +65,7 @@ def library_path() -> Path:
 @cache
 def _home() -> Path:
     """The user's cache directory, else one of this process. OSError: neither is writable."""
-    return disk.writable()
+    return disk.writable_folder()
 
 
 def is_complete(path: Path) -> bool:
