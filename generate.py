@@ -670,9 +670,7 @@ def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
     ids = tokenizer.encode(prompt)
     if not ids or not prompt:
         raise ValueError("the prompt is empty: give it some text")
-    if max(ids) >= cfg.vocab_size:
-        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
-                         f"{cfg.vocab_size} tokens, so this tokenizer belongs to another model")
+    check_ids(ids, cfg.vocab_size)
     check_length(len(ids), cfg.context, "the model's context")
     return ids
 
@@ -689,6 +687,13 @@ def random_prompt(n: int, cfg, seed: int) -> list[int]:
     check_length(n, cfg.context, "the model's context")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(min(1024, cfg.vocab_size), (n,), generator=generator).tolist()
+
+
+def check_ids(ids: list[int], n_vocab: int) -> None:
+    """ValueError if a token id exceeds the model's vocabulary."""
+    if max(ids, default=0) >= n_vocab:
+        raise ValueError(f"token id {max(ids)} is out of range: the model has {n_vocab} tokens, so "
+                         "this is not its tokenizer")
 
 
 def check_length(n: int, limit: int, what: str) -> None:

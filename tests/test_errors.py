@@ -282,7 +282,7 @@ def test_tokenizer_of_another_model(capsys, llama):
     from tokenizers import Tokenizer, models
     Tokenizer(models.WordLevel({"a": 500}, unk_token="a")).save(str(llama / "tokenizer.json"))
     message = refused(capsys, "-m", llama, "--prompt", "a")
-    assert "token id 500 is out of range: the model's vocabulary has 160 tokens" in message
+    assert "token id 500 is out of range: the model has 160 tokens" in message
 
 
 # ---- Arguments -----------------------------------------------------------------------------------

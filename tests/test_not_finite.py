@@ -107,7 +107,7 @@ def test_speculation_ends_too(model, families):
             model.head = Broken(head, value, lambda n: [0] if n > 2 else [])
             batch = speculative(model, 3, drafter, length=64)
             row = Sequence(NullTokenizer(), [5, 9, 5, 9, 5], max_new=20)
-            with pytest.raises(NotFinite, match="^the model: logits"):
+            with pytest.raises(NotFinite, match="^the model: the logits"):
                 follow(generate(batch, [row.prompt_ids], 20), [row], None, batch)
             model.head = head
 
@@ -247,7 +247,7 @@ def test_scores_of_multiple_choices(model, value):
     rows = [([5, 9, 7, i], 1) for i in (1, 2, 3)] + [([6, 9], 1)]
     assert len(evaluate.score(model, rows, 2)) == 4
     model.head = Broken(model.head, value, lambda n: [0])
-    with pytest.raises(NotFinite, match="row [0-3]: logits"):
+    with pytest.raises(NotFinite, match="row [0-3]: the logits"):
         evaluate.score(model, rows, 2)
 
 

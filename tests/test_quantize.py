@@ -1229,7 +1229,7 @@ def test_tokenizer_of_another_model(capsys, model, tmp_path):
     before = left(model)
     Tokenizer(models.BPE({"a": 500}, [])).save(str(model / "tokenizer.json"))
     message = refused_late(capsys, "-m", model, "--mode", "int4-gptq", "--calibration_file", tmp_path / "a.txt", "--calibration_seq_length", 32)
-    assert "the tokenizer gives id 500, but the model has 160 tokens" in message and left(model) == before
+    assert "token id 500 is out of range: the model has 160 tokens" in message and left(model) == before
 
 
 def test_no_tokenizer(capsys, model, tmp_path, text):

@@ -18,6 +18,7 @@ from checkpoint import lock
 from generate import (
     Batch,
     NotFinite,
+    check_ids,
     check_length,
     log,
     random_prompt,
@@ -151,9 +152,7 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
         ids = encode_chat(tokenizer, messages, **args.chat_template_kwargs or {})
     if not ids:
         raise ValueError("the prompt has no tokens")
-    if max(ids) >= cfg.vocab_size:
-        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
-                         f"{cfg.vocab_size} tokens; is this its tokenizer?")
+    check_ids(ids, cfg.vocab_size)
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from generate import NotFinite, bucket, log, number, pick_device, weight_bytes
+from generate import NotFinite, bucket, check_ids, log, number, pick_device, weight_bytes
 from gpt_faster.cli import batch
 from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_quantize
@@ -305,9 +305,7 @@ def read_text(name: str, tokenizer, n_vocab: int, limit: int | None = None) -> l
     ids = tokenizer.encode(text)[:limit]
     if len(ids) < 2:
         raise ValueError(f"{name}: perplexity needs at least 2 tokens, this text has {len(ids)}")
-    if max(ids) >= n_vocab:
-        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
-                         f"{n_vocab} tokens; is this its tokenizer?")
+    check_ids(ids, n_vocab)
     return ids
 
 

@@ -10,7 +10,7 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint
-from generate import log, number, pick_device
+from generate import check_ids, log, number, pick_device
 from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_adapter
 from gpt_faster.devices import pick_dtype
@@ -110,9 +110,7 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
                          f"{source.cfg.context}")
     tokenizer = tokenizer_files.load_for(source)
     ids = tokenizer.encode(text)
-    if max(ids, default=0) >= source.cfg.vocab_size:
-        raise ValueError(f"token id {max(ids)} is out of range: the model's vocabulary has "
-                         f"{source.cfg.vocab_size} tokens; is this its tokenizer?")
+    check_ids(ids, source.cfg.vocab_size)
     has_calibration_text = args.calibration_file or args.calibration_tasks
     n_written = 0 if has_calibration_text else limit // 2
     tokens = calibrate.split_windows(ids, length, limit - n_written, args.pad_calibration_inputs)

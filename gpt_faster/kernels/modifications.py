@@ -34,7 +34,7 @@ CORE = {"model", "gpt_faster.layers", "quantize", "sampling"}      # compared by
 TRUSTED = {"checkpoint", "generate", "gpt_faster", "speculate", "tokenizer", "tp"}
 TORCH_CLASSES = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALL_METHODS = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
-OUR_HOOKS = {"gpt_faster.layers.shared_kv.keep_own_keys"}
+OUR_HOOKS = {"gpt_faster.layers.shared_kv.record_kv"}
 SCALARS = (bool, int, float, str, torch.dtype)
 
 
