@@ -274,14 +274,34 @@ def test_the_quick_tier_covers_every_field(families):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_readme_paths_exist(page):
-    """Links, scripts, commands and files that a page names. The log may name what is gone."""
+    """Links, scripts, commands and files that a page names."""
     text = page.read_text()
     missing = [str(path) for path in links(page) if not path.exists()]
     named = re.findall(r"(?:bash |\./|python )((?:scripts/)?(?:dev/)?\w+\.(?:sh|py))", text)
     named += re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|md|txt))`", text)
-    if page.name != "performance.md":
-        missing += [path for path in named if not (ROOT / path).exists()]
+    missing += [path for path in named if not (ROOT / path).exists()]
     assert not missing
+
+
+FOREIGN = {"aot_compile", "bmm", "cpp_wrapper", "guard_filter_fn", "kv_b", "ldtilecfg", "load_compiled_function", "make_fx",
+           "_linear_pointwise", "nested_compile_region", "save_compiled_function", "skip_guard_eval_unsafe", "standalone_compile",
+           "vscalefps"}                            # torch's, an instruction's, a tensor's
+
+
+@functools.cache
+def words_of_the_code():
+    files = [path for ending in ("py", "h", "cpp", "sh", "html", "ini") for path in ROOT.rglob(f"*.{ending}")
+             if not path.relative_to(ROOT).parts[0].startswith(".")]
+    files += [*ROOT.glob("requirements*.txt"), *ROOT.glob("benchmarks/*.json")]
+    return set(re.findall(r"\w+", "\n".join(path.read_text(errors="replace") for path in files))) | FOREIGN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_on_a_page_exist(page):
+    """Functions, classes, fields and constants in backticks: a renamed one is a stale sentence."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+    assert not [name for name in names if not words_of_the_code().issuperset(name.split("."))]
 
 
 def anchors(page):
