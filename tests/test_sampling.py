@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import sampling
+from gpt_faster.decoding import samplers
 from gpt_faster.decoding.request_sampler import ANY_PARAMS, RequestParams
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
+from gpt_faster.kernels import torch_internals
 from sampling import (
     FILTERS,
     MOST_SORTED,
@@ -393,3 +397,40 @@ def test_noise_is_of_seed_and_position():
 def test_which_draws_are_one_kernel(rows, fits):
     """Top-p after top-k is not: whose mass it is of is not known."""
     assert DeviceSampler(rows, 50).uses_draw_kernel == fits
+
+
+def keep_even_ranks(probs, every_other):
+    rank = probs.argsort(-1, descending=True).argsort(-1)
+    return (rank % 2 == 0) | (every_other == 0)
+
+
+@dataclass(frozen=True)
+class ParamsOfAFork(SamplingParams):
+    every_other: float = 0.0
+
+
+@pytest.mark.parametrize("greedy_too", [False, True])
+def test_a_filter_that_keeps_less_likely_tokens_sees_the_whole_vocabulary(monkeypatch, greedy_too):
+    """As a fork adds one and renews the digests: of a shortlist its last token may be dropped while later ones stay."""
+    monkeypatch.setitem(sampling.FILTERS, "every_other", keep_even_ranks)
+    monkeypatch.setattr(sampling, "NEUTRAL", ParamsOfAFork())
+    monkeypatch.setattr(sampling, "COLUMNS", (*sampling.COLUMNS, "every_other"))
+    monkeypatch.setattr(samplers, "find_modified", lambda functions: None)
+    rows = [ParamsOfAFork(top_p=0.999999, every_other=1.0), ParamsOfAFork(top_k=3, every_other=1.0)]
+    rows += [ParamsOfAFork(temperature=0.0)] if greedy_too else []
+    logits = torch.randn(len(rows), 4096) / 10
+    quick, plain = ShortlistSampler(rows, 4096), Sampler(rows, 4096)
+    assert not quick.falls_back()
+    for row in range(len(rows)):
+        probs, ids = quick.distribution(logits[row:row + 1], torch.tensor([row]))
+        expected, none = plain.distribution(logits[row:row + 1], torch.tensor([row]))
+        dense = probs if ids is None else torch.zeros_like(expected).scatter(1, ids, probs)
+        assert none is None and torch.equal(dense, expected)
+
+
+def test_an_edited_filter_is_named_once(monkeypatch, capsys):
+    monkeypatch.setitem(sampling.FILTERS, "min_p", lambda probs, min_p: probs > 0)
+    torch_internals.note_once.cache_clear()
+    for _ in range(2):
+        ShortlistSampler([SamplingParams(min_p=0.5)], 8)
+    assert capsys.readouterr().err.count("sampling runs as written in sampling.py") == 1

@@ -14,11 +14,14 @@ import sampling
 from gpt_faster.kernels.cuda.draw import FILTERS, draw
 from gpt_faster.kernels.cuda.products import has_kernels
 from gpt_faster.kernels.modifications import find_modified
-from gpt_faster.kernels.torch_internals import is_compiling
+from gpt_faster.kernels.torch_internals import is_compiling, note_once
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
 SHORTLIST = 1024                                   # most likely tokens, if no row has a top_k
+# Filters that drop a token only together with all less likely ones. With any other filter a
+# shortlist does not show whether a token outside of it may be drawn.
+SHORTLIST_FILTERS = {"top_k", "top_p", "min_p"}
 
 
 def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
@@ -31,9 +34,13 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
 
 
 def is_unmodified(sampler: Sampler) -> bool:
-    """Whether the functions of sampling.py that the samplers here replace are the known ones."""
+    """Whether the functions of sampling.py that the samplers here replace are the known ones. A
+    note says which one is not."""
     filters = {**sampler.filters, **sampler.logit_filters}.values()
-    return not find_modified([Sampler, sampling.draw, *filters])
+    reason = find_modified([Sampler, sampling.draw, *filters])
+    if reason:
+        note_once(f"{reason}; sampling runs as written in sampling.py")
+    return not reason
 
 
 def replaced_functions(sampler: Sampler) -> list:
@@ -84,7 +91,8 @@ class ShortlistSampler(Sampler):
         if all(p.temperature == 0 for p in params):
             ids = logits.argmax(-1, keepdim=True)
             return torch.ones_like(ids, dtype=torch.float32), ids
-        if all(p.temperature and is_filtered(p) for p in params):
+        is_sorted = self.filters.keys() <= SHORTLIST_FILTERS
+        if is_sorted and all(p.temperature and is_filtered(p) for p in params):
             k = max(p.top_k for p in params)
             n = k + max(32, k // 4) if k else SHORTLIST        # room for ties with the k-th
             if n < self.n_vocab:
