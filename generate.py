@@ -1,4 +1,4 @@
-"""Generate text: prefill the prompts, then decode one token at a time. Also the command.
+"""Generate text: prefill the prompts, then decode one token at a time. Also the command line.
 
 Composes the other files; has no file formats and no math of its own. The full command, with every
 format and the fast kernels, is gpt_faster/cli/session.py and calls the functions below.
@@ -63,7 +63,7 @@ def decode_one_token(model, token, pos, kv_len, sampler) -> Tensor:
 
 
 class Steps(NamedTuple):
-    """The two steps, compiled or not. pad: round prompt lengths up, so that few are compiled."""
+    """The two steps, compiled or not. pad: round prompts up, so that few lengths are compiled."""
 
     prefill: Callable = prefill
     decode: Callable = decode_one_token
@@ -162,7 +162,7 @@ class Batch:
     @torch.inference_mode()
     def prefill(self, rows: list[int], prompts: list[list[int]], n_cached: int = 0,
                 params: list[SamplingParams] | None = None) -> Tensor:
-        """Begin a new sequence in each of `rows` -> [B, 1], with their first tokens in those rows.
+        """Begin a new sequence in each of `rows` -> tokens [B, 1], the first new one in these rows.
 
         n_cached: prompt tokens already in the cache. params: None keeps the rows' parameters.
         """
@@ -232,7 +232,7 @@ class Batch:
         """End the row's sequence: its tokens are meaningless until prefill() begins a new one.
 
         n_kept: cache positions to preserve. A step writes to every row; in a row that is not in use
-        it writes behind these.
+        it writes after them.
         """
         self.length[row], self.kept[row] = 0, n_kept
         self._set_pos()
@@ -444,8 +444,8 @@ def figures(times: list[float], n_prompt: int, n_new: list[int], read_bytes: int
     """Speeds from follow()'s times. Prefill ends with the first token; the rest is decoding.
 
     n_prompt: tokens of all prompts; n_new: new tokens of each row. decode_tok_s is per row.
-    bandwidth_gb_s (1e9 bytes) counts the weights that each step reads; read_bytes 0: leave it out,
-    since a step may give several tokens.
+    bandwidth_gb_s (1e9 bytes) counts the weights that each step reads; with read_bytes 0 it is
+    omitted (a speculative step gives several tokens).
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
     decode_s = times[-1] - times[1] if len(times) > 2 else 0

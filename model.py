@@ -1,9 +1,9 @@
 """The transformer: config, RoPE, norms, attention and its cache, feed-forward, experts, blocks.
 
 Owns the math and nothing else: no file paths, family names, ranks, quantization, sampling or
-compiler. This file is all of a Llama, Mistral, Mixtral or Qwen. Other families replace single
-modules: the config holds a small frozen object, and its make() builds the module that replaces the
-one here (gpt_faster/layers/ has such objects; your own works too).
+compiler. Llama, Mistral, Mixtral and Qwen need nothing beyond this file. Other families replace
+single modules: the config holds a small frozen object, and its make() builds the replacement
+(gpt_faster/layers/ has such objects; your own works too).
 
     model = Transformer(cfg)                       # every family, one class
     model.setup_cache(batch_size=1, length=256)
@@ -124,7 +124,7 @@ class ModelConfig:
     # Objects whose make() builds a replacement for a module of this file; None: no replacement.
     norm: object | None = None                     # replaces RMSNorm over dim
     attention: object | None = None                # replaces Attention in all layers
-    mixer: tuple = (None,)                         # the same, tiled over layers; wins
+    mixer: tuple = (None,)                         # per layer (tiled); takes precedence
     ffn: object | None = None                      # replaces FeedForward
     block: object | None = None                    # replaces Block
     after_embed: tuple = ()                        # modules applied to the embeddings, in order
@@ -132,12 +132,12 @@ class ModelConfig:
     logit_cap: object | None = None                # module applied to the logits
 
 
-def at(layer: int, tiled: tuple):
+def of_layer(layer: int, tiled: tuple):
     """A layer's entry of a tuple that is tiled over layers."""
     return tiled[layer % len(tiled)]
 
 
-def made(kind, plain: type, *args) -> nn.Module:
+def build_part(kind, plain: type, *args) -> nn.Module:
     """plain(*args), or the replacement that the config's object `kind` makes."""
     return plain(*args) if kind is None else kind.make(*args)
 
@@ -270,8 +270,8 @@ class SDPA(nn.Module):
     def forward(self, q, k, v, mask):
         """q [B, N, T, H], k v [B, K, S, H], mask [(B, 1,) T, S] -> [B, N, T, H]."""
         shape = q.shape
-        if shape[2] == 1:                          # GQA: the heads of a group become queries of
-            q = q.view(shape[0], k.shape[1], -1, shape[3])     # one head, 3 times faster on a CPU
+        if shape[2] == 1:                          # fold each GQA group's heads into the query
+            q = q.view(shape[0], k.shape[1], -1, shape[3])     # axis: 3 times faster on a CPU
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale,
                                            enable_gqa=q.shape[1] != k.shape[1])
         return y.reshape(shape)                    # view() rejects the efficient kernel's strides
@@ -429,9 +429,9 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int, earlier: nn.ModuleList):
         """earlier: the blocks before this one; attention may share their keys (Gemma 4)."""
         super().__init__()
-        self.attn_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.attn_norm = build_part(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.attn = mixer(cfg, layer, earlier)
-        self.ffn_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.ffn_norm = build_part(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.ffn = feed_forward(cfg, layer)
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
@@ -441,14 +441,14 @@ class Block(nn.Module):
 
 def mixer(cfg: ModelConfig, layer: int, earlier: nn.ModuleList) -> nn.Module:
     """The layer's attention, or what replaces it."""
-    kind = at(layer, cfg.mixer) or cfg.attention
+    kind = of_layer(layer, cfg.mixer) or cfg.attention
     return Attention(cfg) if kind is None else kind.make(cfg, earlier)
 
 
 def feed_forward(cfg: ModelConfig, layer: int) -> nn.Module:
-    if at(layer, cfg.sparse):
+    if of_layer(layer, cfg.sparse):
         return cfg.moe.make(cfg)
-    return made(cfg.ffn, FeedForward, cfg, cfg.ffn_dim)
+    return build_part(cfg.ffn, FeedForward, cfg, cfg.ffn_dim)
 
 
 class Transformer(nn.Module):
@@ -465,13 +465,13 @@ class Transformer(nn.Module):
             self.add_module(part.name, part.make(cfg))
         self.layers = nn.ModuleList()
         for i in range(cfg.n_layer):
-            self.layers.append(made(cfg.block, Block, cfg, i, self.layers))
-        self.per_layer = made(cfg.per_layer, nn.Identity, cfg)
-        self.norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+            self.layers.append(build_part(cfg.block, Block, cfg, i, self.layers))
+        self.per_layer = build_part(cfg.per_layer, nn.Identity, cfg)
+        self.norm = build_part(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=cfg.head_bias)
         if cfg.tied:
             self.head.weight = self.embed.weight
-        self.cap = made(cfg.logit_cap, nn.Identity)
+        self.cap = build_part(cfg.logit_cap, nn.Identity)
         self.ropes = tuple(dict.fromkeys(cfg.rope))            # without duplicates, in order
         self.windows = tuple(dict.fromkeys(cfg.window))
         self.register_buffer("freq", self.frequencies(), persistent=False)
@@ -506,7 +506,7 @@ class Transformer(nn.Module):
         self.rings = nn.ModuleDict({str(w): Ring(batch_size, n, device)
                                     for w, n in size.items() if batch_size and n < length})
         for i, layer in enumerate(self.layers):
-            n_slot = size[at(i, cfg.window)]
+            n_slot = size[of_layer(i, cfg.window)]
             layer.attn.setup_cache(batch_size, n_slot, self.dtype, device, max_rejected)
 
     def forward(self, tokens: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
@@ -556,14 +556,17 @@ class Transformer(nn.Module):
         return x, *shared
 
     def layer_inputs(self, shared: list[Tensor]) -> list[tuple]:
-        """The outputs of embed_inputs() after x -> the inputs of each layer: rope, slot, mask, and
-        its per-layer embedding, if any."""
+        """Distribute embed_inputs()'s outputs after x: each layer gets its rope, slot, mask, and
+        per-layer embedding, if any."""
         cfg, pairs = self.cfg, list(zip(shared[::2], shared[1::2]))
         own = [t.unbind(2) for t in shared[2 * len(pairs):]]
         ropes = dict(zip(self.ropes, pairs))
         masks = dict(zip(self.windows, pairs[len(ropes):]))
-        return [(ropes[at(i, cfg.rope)], *masks[at(i, cfg.window)], *(t[i] for t in own))
-                for i in range(cfg.n_layer)]
+        inputs = []
+        for i in range(cfg.n_layer):
+            rope, (slot, mask) = ropes[of_layer(i, cfg.rope)], masks[of_layer(i, cfg.window)]
+            inputs.append((rope, slot, mask, *(t[i] for t in own)))
+        return inputs
 
     def unembed(self, x: Tensor) -> Tensor:
         """The last layer's output [B, n, D] -> fp32 logits [B, n, V]."""

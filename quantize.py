@@ -1,9 +1,8 @@
 """Quantization: schemes, rounding, quantized linears, quantizing a checkpoint.
 
 A scheme is one object: the tensors it stores (its leaves), quantization, dequantization and the
-product. A checkpoint is quantized while it is read. Knows no files and no families;
-gpt_faster/kernels/linear.py replaces the linears by ones with faster kernels. On disk, with group
-size G:
+product. A checkpoint is quantized while it is read. Independent of file formats and families;
+gpt_faster/kernels/linear.py swaps in linears with faster kernels. On disk, with group size G:
 
     int8     weight int8  [out, in]     scales [out]                 w = code * scale
     int4-gG  weight uint8 [out, in/2]   scales, zeros [out, in/G]    w = (code - 8) * scale + zero
@@ -329,7 +328,7 @@ class QuantizedEmbedding(nn.Module):
 
 def put_quantized_linears(model: nn.Module, scheme_for: Callable[[str], Scheme | None],
                           dtype: torch.dtype) -> None:
-    """Replace the linears of a meta-device model for whose name scheme_for() returns a scheme.
+    """Replace each linear of a meta-device model for which scheme_for(name) returns a scheme.
 
     A scheme for "embed" means a tied matrix: embedding and output layer.
     """
@@ -351,7 +350,7 @@ def quantized(source: "Checkpoint", mode: str, groupsize: int = 32, head: str = 
 
     mode: int8 (one scale per row), int4 (a scale and a zero per `groupsize` weights of a row), or
     int4-g64 etc. head: none, int8 or int4 for the output layer. If it is tied to the embedding,
-    int8 serves both, and int4 is a copy for the output layer.
+    int8 is shared by both; int4 quantizes a separate copy for the output layer.
     ValueError if weights are quantized already, or the group size does not divide the input width.
     """
     refuse_quantized(source)
@@ -411,7 +410,7 @@ def _check_groups(tensors: "dict[str, LazyTensor]", schemes: dict[str, Scheme]) 
         groupsize = schemes[widths[min(bad)]].groupsize
         fit = [str(g) for g in GROUPSIZES if not any(width % g for width in widths)]
         raise ValueError(f"--groupsize {groupsize} does not divide the {min(bad)} inputs of "
-                         f"{widths[min(bad)]}: {' or '.join(fit) or 'only int8'} would do")
+                         f"{widths[min(bad)]}: use {' or '.join(fit) or 'int8'}")
 
 
 def rounded_leaves(t: "LazyTensor", scheme: Scheme, device="cpu") -> "list[LazyTensor]":
@@ -437,7 +436,7 @@ class RoundedRows:
     """Quantizes a tensor in blocks of rows. Each block is rounded once for all of its leaves.
 
     Reading a block of codes keeps the other leaves of the block until they are read, in blocks of
-    any size. Any other order of reading gives the same values, and rounds again.
+    any size. Reading in any other order gives the same values but quantizes again.
     """
 
     def __init__(self, t: "LazyTensor", scheme: Scheme, device):

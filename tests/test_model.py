@@ -11,7 +11,7 @@ from generate import generate
 from gpt_faster.decoding.engines import build_steps, warm_up
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels.compile import compile_model
-from model import ExpertLinear, at, visible
+from model import ExpertLinear, of_layer, visible
 
 LENGTH = 40
 
@@ -77,7 +77,7 @@ def every_kind(layers, cfg):
     kinds = []
     for i, layer in enumerate(layers):
         source = getattr(layer.attn, "source_layer", None)         # another layer's keys, or none
-        kinds.append((repr(layer), at(i, cfg.window), at(i, cfg.rope), source))
+        kinds.append((repr(layer), of_layer(i, cfg.window), of_layer(i, cfg.rope), source))
     return layers[:max(2, 1 + max(map(kinds.index, kinds)))]
 
 

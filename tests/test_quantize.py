@@ -541,7 +541,7 @@ def test_inputs_that_no_kernel_takes():
     expected = plain(prompt, torch.arange(7), logits_to_keep=7)
     torch.testing.assert_close(model(prompt, torch.arange(7), logits_to_keep=7), expected, rtol=1e-4, atol=1e-4)
     assert {m.kernel.name for m in model.modules() if isinstance(m, PackedLinear)} == {"plain"}
-    with pytest.raises(ValueError, match="--groupsize 32 does not divide the 36 inputs of layers.*: only int8 would do"):
+    with pytest.raises(ValueError, match="--groupsize 32 does not divide the 36 inputs of layers.*: use int8"):
         quantized(source, "int4")
 
 
@@ -1183,7 +1183,7 @@ def test_what_cannot_be_quantized(capsys, model, text):
     assert "device 'abacus' not found" in refused(capsys, "-m", model, "--device", "abacus")
     for command, flag in ((quantizing.run, ["--mode"]), (session.run, ["--prompt", "9", "--max_new_tokens", 2, "--quantize"])):
         message = refused(capsys, "-m", model, *flag, "int4", "--groupsize", "64", command=command)
-        assert re.search(r"--groupsize 64 does not divide the 96 inputs of layers.\d.ffn.down.weight: 32 would do", message)
+        assert re.search(r"--groupsize 64 does not divide the 96 inputs of layers.\d.ffn.down.weight: use 32", message)
         assert "invalid choice: 48" in refused(capsys, "-m", model, *flag, "int4", "--groupsize", "48", command=command)
     assert left(model) == before
 

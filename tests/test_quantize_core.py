@@ -239,7 +239,7 @@ def test_what_is_quantized_is_refused(families):
     for mode in ("int8", "int4"):
         with pytest.raises(ValueError, match=r"is already quantized \(int8, head int8\): use the original model"):
             quantized(source, mode)
-    with pytest.raises(ValueError, match="--groupsize 256 does not divide the 64 inputs of layers.*: 32 would do"):
+    with pytest.raises(ValueError, match="--groupsize 256 does not divide the 64 inputs of layers.*: use 32"):
         quantized(read_checkpoint(families("llama3")[0]), "int4", 256)
 
 

@@ -40,7 +40,7 @@ from gpt_faster.layers.moe import MoEVariant
 from gpt_faster.layers.rope import RopeVariant
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
-from model import ModelConfig, at
+from model import ModelConfig, of_layer
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
@@ -198,7 +198,7 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     by_kind = _ropes(c, family)
     by_kind |= dict.fromkeys(family.mixers, by_kind["full_attention"])     # unused: no RoPE
     facts = layers(c, family, by_kind)
-    rope = [at(i, facts["rope"]) if family.has_rope(c, i) else RopeVariant(kind="none")
+    rope = [of_layer(i, facts["rope"]) if family.has_rope(c, i) else RopeVariant(kind="none")
             for i in range(n_layer)]
     if thetas := c.get("layer_rope_theta"):        # 0: no RoPE
         if not isinstance(thetas, list) or len(thetas) != n_layer:

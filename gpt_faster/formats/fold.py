@@ -15,7 +15,7 @@ from gpt_faster.formats.lazy import cached, constant, index_select, offset, scal
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
-from model import ModelConfig, at
+from model import ModelConfig, of_layer
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None
     """Make DeltaNet's value heads of one key head adjacent; llama.cpp tiles them. In place."""
     for name, t in tensors.items():
         layer = re.match(r"layers\.(\d+)\.attn\.(v|gate|beta|decay|decay_\w+|conv_v|wo)\b", name)
-        shape = layer and at(int(layer[1]), cfg.mixer)
+        shape = layer and of_layer(int(layer[1]), cfg.mixer)
         if not shape:
             continue
         columns = layer[2] == "wo"

@@ -13,7 +13,7 @@ from dataclasses import fields
 from checkpoint import LazyTensor, bare
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.mtp_head import MTPConfig
-from model import ModelConfig, at
+from model import ModelConfig, of_layer
 
 # Parts of an MTP head outside its layer, by their names in files; None: a copy of the model's.
 HEAD_PARTS = {"enorm": "token_norm", "hnorm": "hidden_norm", "eh_proj": "eh_proj",
@@ -65,9 +65,9 @@ def mtp_head_config(cfg: ModelConfig, sparse: bool, sliding: bool = False) -> MT
     """
     facts = {field.name: getattr(cfg, field.name) for field in fields(ModelConfig)}
     alike = [i for i in range(cfg.n_layer)
-             if isinstance(at(i, cfg.mixer), Latent | None)
-             and (at(i, cfg.window) is not None) == sliding]
+             if isinstance(of_layer(i, cfg.mixer), Latent | None)
+             and (of_layer(i, cfg.window) is not None) == sliding]
     i = alike[-1] if alike else cfg.n_layer - 1
     return MTPConfig(**facts | dict(
-        n_layer=1, vocab_size=1, tied=False, head_bias=False, mixer=(at(i, cfg.mixer),),
-        sparse=(sparse,), rope=(at(i, cfg.rope),), window=(at(i, cfg.window),)))
+        n_layer=1, vocab_size=1, tied=False, head_bias=False, mixer=(of_layer(i, cfg.mixer),),
+        sparse=(sparse,), rope=(of_layer(i, cfg.rope),), window=(of_layer(i, cfg.window),)))

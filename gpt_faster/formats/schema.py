@@ -21,7 +21,7 @@ from gpt_faster.layers.moe import SCORES, MoEVariant
 from gpt_faster.layers.norms import HEAD_NORMS
 from gpt_faster.layers.rope import RopeVariant, n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
-from model import ModelConfig, Rope, at, layer_config
+from model import ModelConfig, Rope, layer_config, of_layer
 
 MAX_WIDTH, MAX_HEADS, MAX_EXPERTS = 1 << 22, 1 << 16, 1 << 14         # no product overflows 64 bits
 MAX_LAYERS, MAX_CONTEXT, MAX_NUMBER = 1000, 1 << 31, 1e30
@@ -210,8 +210,8 @@ def check_config(cfg: ModelConfig) -> None:
     for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, widths))) * 2)):
         layer = layer_config(cfg, i)
         _check_heads(cfg.n_head, layer.n_kv_head, layer.head_dim)
-        _check_rope(at(i, cfg.rope), cfg.head_dim)
-        _check_mixer(at(i, cfg.mixer), i)
+        _check_rope(of_layer(i, cfg.rope), cfg.head_dim)
+        _check_mixer(of_layer(i, cfg.mixer), i)
 
 
 def _one_of(name: str, value, known) -> None:

@@ -12,7 +12,7 @@ from gpt_faster.layers.moe import MoEWithParallelDense
 from gpt_faster.layers.norms import rescale
 from gpt_faster.layers.part import Part
 from gpt_faster.layers.per_layer import LayerOutput
-from model import Block, RMSNorm, made
+from model import Block, RMSNorm, build_part
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class VariantBlock(Block):
         variant = cfg.block
 
         def norm(eps=None):
-            return made(cfg.norm, RMSNorm, cfg.dim, eps or cfg.norm_eps)
+            return build_part(cfg.norm, RMSNorm, cfg.dim, eps or cfg.norm_eps)
 
         def branch_output():
             return norm(variant.post_norm_eps) if variant.post_norm else rescale(

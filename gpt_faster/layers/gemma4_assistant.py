@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import ModelConfig, Transformer, at, visible
+from model import ModelConfig, Transformer, of_layer, visible
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Assistant(Transformer):
                              f"{self.cfg.backbone_dim} with {self.cfg.vocab_size} tokens, got "
                              f"{cfg.dim} with {cfg.vocab_size}")
         for i, layer in enumerate(self.layers):
-            window = at(i, self.cfg.window)
+            window = of_layer(i, self.cfg.window)
             sources = [other.attn for j, other in enumerate(model.layers)
-                       if at(j, cfg.window) == window and hasattr(other.attn, "wqkv")]
+                       if of_layer(j, cfg.window) == window and hasattr(other.attn, "wqkv")]
             if not sources or sources[-1].head_dim != layer.attn.head_dim:
                 raise ValueError(f"{self.path}: layer {i} needs a target layer with head_dim "
                                  f"{layer.attn.head_dim} and window {window}, and there is none")
@@ -72,7 +72,7 @@ class Assistant(Transformer):
                 key = self.model[0].rings[str(window)].slot_positions[0, :kv_len]
             size = window and window + 2           # as transformers: `window` keys before pos - 1
             masks[window] = visible(pos, key, size) & (key < pos)
-        return [(ropes[at(i, self.cfg.rope)], pos, masks[at(i, self.cfg.window)])
+        return [(ropes[of_layer(i, self.cfg.rope)], pos, masks[of_layer(i, self.cfg.window)])
                 for i in range(self.cfg.n_layer)]
 
     def forward(self, token: Tensor, hidden: Tensor, inputs: list[tuple]) -> tuple[Tensor, Tensor]:

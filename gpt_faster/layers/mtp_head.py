@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from model import ModelConfig, RMSNorm, Transformer, made
+from model import ModelConfig, RMSNorm, Transformer, build_part
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class MTPHead(Transformer):
     def __init__(self, cfg: MTPConfig):
         super().__init__(cfg)
         self.embed = self.head = None              # set by join()
-        self.token_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
-        self.hidden_norm = made(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.token_norm = build_part(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
+        self.hidden_norm = build_part(cfg.norm, RMSNorm, cfg.dim, cfg.norm_eps)
         self.eh_proj = nn.Linear(2 * cfg.dim, cfg.dim, bias=False)
 
     def join(self, model: Transformer) -> None:
