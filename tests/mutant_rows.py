@@ -201,7 +201,7 @@ NAMED = [
            "generation.prompt_ids + ids", CONVERSATION),
     Mutant("row-reused-after-an-error", "gpt_faster/decoding/scheduler.py", "                if not keep:\n                    self.cached_ids[row] = []\n",
            "", CONVERSATION),
-    Mutant("prefix-reused-without-looking", "gpt_faster/decoding/scheduler.py", "n_same = min(n_common(self.cached_ids[row], ids), len(ids) - 1)",
+    Mutant("prefix-reused-without-looking", "gpt_faster/decoding/scheduler.py", "n_same = min(common_prefix_length(self.cached_ids[row], ids), len(ids) - 1)",
            "n_same = min(len(self.cached_ids[row]), len(ids) - 1)", CONVERSATION),
     Mutant("ring-reused-too-far-back", "gpt_faster/decoding/scheduler.py", "n_behind <= model.longest_call - 1 - self.batch.n_beyond",
            "n_behind <= 2 * model.longest_call", GIVEN_AWAY),

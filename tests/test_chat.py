@@ -34,7 +34,7 @@ from tokenizers import Tokenizer as Fast
 from generate import Sequence, follow
 from gpt_faster import loading
 from gpt_faster.cli import batch
-from gpt_faster.cli.chat import HELP, Chat, n_common
+from gpt_faster.cli.chat import HELP, Chat, common_prefix_length
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.text import chat_template, tokenizer_files
@@ -492,7 +492,7 @@ class Talk:
 
 def test_n_common():
     for a, b, n in (([], [], 0), ([1, 2, 3], [1, 2], 2), ([1], [2], 0), ([1, 2, 3], [1, 9, 3], 1), ([], [1], 0)):
-        assert n_common(a, b) == n_common(b, a) == n
+        assert common_prefix_length(a, b) == common_prefix_length(b, a) == n
 
 
 def test_two_turns(monkeypatch):

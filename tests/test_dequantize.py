@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_families import close, our_logits
 
 from checkpoint import LazyTensor
-from gpt_faster.formats.awq_gptq_fp8 import INSTEAD, dequantized, unpacked_int4
+from gpt_faster.formats.awq_gptq_fp8 import ALTERNATIVES_HINT, dequantized, unpacked_int4
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from quantize import dequantize, describe, schemes
@@ -518,7 +518,7 @@ def test_not_supported(tensors, config, found):
     with pytest.raises(ValueError) as error:
         run(tensors, config)
     message = str(error.value)
-    assert found in message and INSTEAD in message and "only" in message and "\n" not in message
+    assert found in message and ALTERNATIVES_HINT in message and "only" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("tensors, config, name", [(t, c, n) for t, c in CASES for n in t])

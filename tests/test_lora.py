@@ -119,7 +119,7 @@ def test_what_does_not_fit(families, tmp_path):
     path, _ = adapter(families, "llama3", KINDS["all"], tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"k_proj.weight has shape \[48, 64\], but the adapter is for \[32, 64\]"):
         read_checkpoint(families("qwen3")[0], path)
-    with pytest.raises(ValueError, match="adapter modules .* are not in the model: it needs its base model"):
+    with pytest.raises(ValueError, match="adapter modules .* are not in the model: load the adapter with the base model"):
         read_checkpoint(families("gpt2")[0], path)
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="neither adapter_model.safetensors nor"):

@@ -216,7 +216,7 @@ def test_the_command(checkpoint, capsys, value, more):
 def test_many_prompts_name_the_one(checkpoint, capsys, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n{PROMPT[:2]}\n", encoding="utf-8")
     status, _, err = run(capsys, "-m", checkpoint(torch.nan), *COMMON, "--prompts_file", tmp_path / "prompts.txt", "--batch_size", 2)
-    assert status == 2 and re.search(r"prompts\.txt:[12]: slot [01]: the logits are NaN or infinite", err)
+    assert status == 2 and re.search(r"prompts\.txt:[12]: row [01]: the logits are NaN or infinite", err)
 
 
 def test_float16_that_overflows_names_bfloat16(checkpoint, capsys):

@@ -203,7 +203,7 @@ def test_every_reader_asks_the_same_table(tmp_path):
 def test_500_is_json_and_says_nothing_of_files(server, monkeypatch, capsys):
     def fails(*args):
         raise OverflowError("/secret/model.gguf: the file is damaged")
-    monkeypatch.setattr(server.http.model, "build", fails)
+    monkeypatch.setattr(server.http.preparer, "build", fails)
     error = server.refused(500, COMPLETIONS, dict(prompt="a"))
     assert error["type"] == "server_error" and "secret" not in error["message"]
     assert "OverflowError" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_a_prompt_is_refused_by_its_bytes_before_it_is_tokenized(server, monkeyp
     """As many bytes as positions times the longest token can hold: here 96 x 12."""
     def never(*args):
         raise AssertionError("tokenized")
-    assert server.http.model.max_bytes == LENGTH * len("<|im_start|>")
+    assert server.http.preparer.max_bytes == LENGTH * len("<|im_start|>")
     monkeypatch.setattr(server.tokenizer.backend, "encode", never)
     long = "a " * 600
     for path, body in ((COMPLETIONS, dict(prompt=long)), (COMPLETIONS, dict(prompt=["a", long][1:])),
@@ -422,7 +422,7 @@ def test_a_long_text_holds_no_lock_that_others_need(server, monkeypatch):
             raise ValueError("too long")
         return encode(text, *more)
     monkeypatch.setattr(server.tokenizer, "encode", slowly)
-    monkeypatch.setattr(server.http.model, "max_bytes", 1 << 30)
+    monkeypatch.setattr(server.http.preparer, "max_bytes", 1 << 30)
 
     async def both():
         async with server.client() as client:

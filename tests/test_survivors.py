@@ -13,7 +13,7 @@ from gpt_faster.decoding.request_sampler import RequestParams, build_request_sam
 from gpt_faster.decoding.scheduler import Event, Generation, RowsBatch, Scheduler
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
-from gpt_faster.server.prepare import Model, PreparedRequest
+from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from sampling import Sampler, SamplingParams, keep_top_k
 from tokenizer import NullTokenizer
 
@@ -179,7 +179,7 @@ def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
     """The text ends in what may begin a call: it is held back until the answer's end, and then said."""
     tools = [dict(type="function", function=dict(name="f"))]
     task = SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3], n_reused=0, user_data=SimpleNamespace(index=0))
-    work = PreparedRequest([task], 1, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
+    work = PreparedRequest([task], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
     asked = SimpleNamespace(stream=stream, stream_options=None, logprobs=None)
     answer = ChatAnswer(SimpleNamespace(name="m"), asked, work)
     choices = [sent["choices"][0] for event in (Event(task, text="Look: <tool"), Event(task, text="_ca", finish_reason=reason))
@@ -197,7 +197,7 @@ def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
                             params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None)
     asked = SimpleNamespace(stop=None, stream=None, stream_options=None, n=2, ignore_eos=None)
     for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
-        tasks = Model.build(model, asked, [[1, 2, 3]], limit, None, None).generations
+        tasks = RequestPreparer.build(model, asked, [[1, 2, 3]], limit, None, None).generations
         assert [task.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
 
 

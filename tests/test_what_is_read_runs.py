@@ -588,7 +588,7 @@ def test_a_method_whose_weights_are_packed(kind, monkeypatch):
     with monkeypatch.context() as patched:
         plain = kind.forward
         patched.setattr(kind, "forward", lambda self, *args: plain(self, *args) * 2)
-        with pytest.raises(RuntimeError, match=rf"{kind.__qualname__}.forward .* after weights were packed for it") as error:
+        with pytest.raises(RuntimeError, match=rf"{kind.__qualname__}.forward .* after its weights were packed") as error:
             run(model)
         assert "\n" not in str(error.value)
     assert alike(run(model), expected, torch.float32)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt_faster.decoding.scheduler import n_common
+from gpt_faster.decoding.scheduler import common_prefix_length
 from gpt_faster.text.chat_template import encode_chat
 
 try:
@@ -135,7 +135,7 @@ class Chat:
         if dropped := len(self.messages) + 1 - len(messages):
             self.note(f"the conversation exceeds {self.limit} tokens: dropped its oldest {dropped} "
                       "messages (/clear starts a new one)")
-        n_cached = min(n_common(self.cached_ids, ids), len(ids) - 1)
+        n_cached = min(common_prefix_length(self.cached_ids, ids), len(ids) - 1)
         self.max_cached = max(self.max_cached, len(self.cached_ids))
         if self.max_cached - n_cached > self.rewind:      # a sliding window has overwritten them
             n_cached = self.max_cached = 0

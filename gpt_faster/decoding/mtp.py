@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tp
 from generate import bucket
-from gpt_faster.kernels.cpu.linears import OPERATIONS, OperationsLinear, is_packed
+from gpt_faster.kernels.cpu.linears import NATIVE_KERNEL, OperationsLinear, is_packed
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from model import Transformer
 from sampling import Sampler
@@ -52,7 +52,7 @@ def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     if not is_packed(linear) or n % linear.packed.shape[2]:
         return None
     weight = linear.packed
-    new = OperationsLinear(torch.Size((n, linear.shape[1])), None, OPERATIONS)
+    new = OperationsLinear(torch.Size((n, linear.shape[1])), None, NATIVE_KERNEL)
     n_block, scales = n // weight.shape[2], linear.scales
     if scales is not None:                         # int4 group scales are blocked like the weight
         scales = scales[:n_block if scales.dim() == 3 else n]

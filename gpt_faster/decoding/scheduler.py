@@ -46,7 +46,7 @@ class RowsBatch(Batch):
         return self.token
 
 
-def n_common(a: list[int], b: list[int]) -> int:
+def common_prefix_length(a: list[int], b: list[int]) -> int:
     """Length of the common prefix of two lists of ids."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
@@ -180,10 +180,10 @@ class Scheduler:
 
     waiting: generations without a row, in order; prefilling, running: row -> generation.
 
-    A call that raises fails the generation that was in it. If several were, the culprit is unknown
-    and their caches are lost, so they restart: after a prefill each one alone, after a decode step
-    in halves, until a single one fails. A restarted generation replays the tokens it already had,
-    which leaves its sampler in the same state.
+    If a call with one generation raises, that generation fails. If the call had several, the
+    culprit is unknown and all restart with empty caches: one at a time after a prefill, by
+    bisection after a decode step. A restarted generation replays the tokens it already had, which
+    leaves its sampler in the same state.
     """
 
     def __init__(self, batch: Batch, max_prefill: int | None = None, call: Callable | None = None,
@@ -200,13 +200,14 @@ class Scheduler:
         self.cached_ids = [[] for _ in range(batch.n_row)]     # by row
         self.n_written = [0] * batch.n_row         # furthest position written, by row: beyond
                                                    # cached_ids where drafts were rejected
-        self.last_use = [0] * batch.n_row          # by row, in use_count: least recently used first
+        # by row: value of use_count when last assigned, for LRU selection
+        self.last_use = [0] * batch.n_row
         self.use_count = 0
         self.reuse = reuse
         self.max_rewind = max_rewind(batch.model)  # computed once: it walks all modules (1 ms)
 
-    def reusable(self, row: int, n_same: int) -> int:
-        """How many of the row's first n_same cached positions a new prompt can continue from.
+    def n_reusable(self, row: int, n_same: int) -> int:
+        """The number of the row's first n_same cached positions that a new prompt can reuse.
 
         A ring overwrites keys more than one call behind the furthest position written; a recurrent
         layer keeps the last max_rejected + 1 states (setup_cache).
@@ -240,8 +241,8 @@ class Scheduler:
             generation = waiting.popleft()
             ids, n_reused = generation.prompt_ids, {}
             for row in free:                       # the last token is always run, for its logits
-                n_same = min(n_common(self.cached_ids[row], ids), len(ids) - 1)
-                n_reused[row] = 0 if generation.score_prompt else self.reusable(row, n_same)
+                n_same = min(common_prefix_length(self.cached_ids[row], ids), len(ids) - 1)
+                n_reused[row] = 0 if generation.score_prompt else self.n_reusable(row, n_same)
             row = max(free, key=lambda r: (n_reused[r], -self.last_use[r]))
             free.remove(row)
             generation.n_prefilled = generation.n_reused = n_reused[row]
@@ -283,7 +284,7 @@ class Scheduler:
                 elif ids[row] is None:
                     # a masked NaN value would still spread: its weight is 0, and 0 * NaN is NaN
                     self.call("clear", row)
-                    not_finite_error = NotFinite(f"slot {row}", self.batch.model.dtype)
+                    not_finite_error = NotFinite(f"row {row}", self.batch.model.dtype)
                     yield self._fail(generation, row, not_finite_error)
                 else:
                     yield self._push(generation, row, ids[row], logprobs.get(row))
@@ -316,13 +317,14 @@ class Scheduler:
                 return
             if self.prefilling:
                 yield from self._guard(self._prefill_some)
-                if self.max_prefill is None:       # fill rows that ended at once before a step
+                # before stepping, refill rows that ended on their first token
+                if self.max_prefill is None:
                     continue
             if self.running:
                 yield from self._guard(self._step)
 
     def _guard(self, run: Callable) -> Iterator[tuple]:
-        """run(active), which fills in the rows of its call; handles what it raises."""
+        """Call run(active), which adds the rows it processes to `active`. Handle any exception."""
         active = {}
         try:
             result = run(active)

@@ -1,9 +1,10 @@
 """AWQ, GPTQ, fp8, MXFP4 and compressed-tensors -> our int4, or plain weights, row by row.
 
-Owns the layouts: which tensors on disk form one linear, how integers are packed, which scale
-applies to each weight. Of config.json it knows only `quantization_config`; no files, no models. In
-every layout, weight = (code - zero point) * scale. Four-bit weights in contiguous groups stay in
-four bits (`_int4`); all others are dequantized in fp32 (`_scaled`):
+Defines the layouts: which tensors on disk form one linear, how integers are packed, which scale
+applies to each weight. Uses only `quantization_config` from config.json; independent of file
+formats and model families. In every layout, weight = (code - zero point) * scale. Four-bit
+weights in contiguous groups stay in four bits (`_int4`); all others are dequantized in fp32
+(`_scaled`):
 
     tensors = dequantized(tensors, config["quantization_config"])
 """
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from checkpoint import LazyTensor, brief
 from gpt_faster.formats.lazy import Packed, cached, offset
 
-INSTEAD = "use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors version"
+ALTERNATIVES_HINT = ("use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors "
+                     "version")
 _FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
 FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # byte -> low, high
 # AWQ's int32 holds eight adjacent outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
@@ -31,41 +33,42 @@ PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|b
                      r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
 
 
-WHOLE = lambda v: type(v) is int and -1 <= v < 1 << 22
-TEXT, OBJECT = (lambda v: isinstance(v, str)), (lambda v: isinstance(v, dict))
-SCHEME = dict(format=TEXT, weights=dict(
-    group_size=WHOLE, block_structure=lambda v: isinstance(v, str | list)))
+is_int = lambda v: type(v) is int and -1 <= v < 1 << 22
+is_str, is_dict = (lambda v: isinstance(v, str)), (lambda v: isinstance(v, dict))
+SCHEME = dict(format=is_str, weights=dict(
+    group_size=is_int, block_structure=lambda v: isinstance(v, str | list)))
 METHOD = dict(                                     # types of quantization_config's keys
-    quant_method=TEXT, quant_algo=TEXT, version=TEXT, format=TEXT, backend=TEXT,
-    checkpoint_format=TEXT, bits=WHOLE, w_bit=WHOLE, group_size=WHOLE, q_group_size=WHOLE,
-    weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(WHOLE, v)),
-    config_groups=[SCHEME], sparsity_config=dict(format=TEXT),
-    transform_config=dict(config_groups=OBJECT))
+    quant_method=is_str, quant_algo=is_str, version=is_str, format=is_str, backend=is_str,
+    checkpoint_format=is_str, bits=is_int, w_bit=is_int, group_size=is_int, q_group_size=is_int,
+    weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(is_int, v)),
+    config_groups=[SCHEME], sparsity_config=dict(format=is_str),
+    transform_config=dict(config_groups=is_dict))
 
 
 def check_types(found, expected, name: str = "it") -> None:
     """Check types recursively. ValueError names a key with a wrong one.
 
-    expected: a predicate; a dict, whose values may be null; [kind], an object with any keys.
+    expected: a predicate, a dict of expected types by key (null is allowed), or [type] for an
+    object whose values all have that type.
     """
     inner = expected[0] if isinstance(expected, list) else None
-    fits = OBJECT(found) if isinstance(expected, dict | list) else expected(found)
+    fits = is_dict(found) if isinstance(expected, dict | list) else expected(found)
     if not fits:
         raise ValueError(f"'{name}' is {brief(found)}, which has the wrong type or range")
     if isinstance(expected, dict | list):
         for key, value in found.items():
-            kind = inner or expected.get(key)
-            if kind and (value is not None or inner):
-                check_types(value, kind, key)
+            value_type = inner or expected.get(key)
+            if value_type and (value is not None or inner):
+                check_types(value, value_type, key)
 
 
 def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTensor]:
-    """Replace the tensors of each quantized linear by one X.weight [out, in] or [E, out, in].
+    """Replace the tensors of each quantized linear with one X.weight [out, in] or [E, out, in], or
+    with X.weight, X.scales and X.zeros in quantize.py's int4 format.
 
-    Or by X.weight, X.scales and X.zeros of quantize.py's int4. quantization: config.json's
-    quantization_config (or compression_config). Other tensors pass unchanged; scales of activations
-    and of the KV cache are dropped. Dequantized rows are fp32; `dtype` is the scales' 16-bit type,
-    or bfloat16. Reads nothing large.
+    quantization: config.json's quantization_config (or compression_config). Other tensors pass
+    unchanged; scales of activations and of the KV cache are dropped. Rows are read as fp32; the
+    tensor's `dtype` is that of the scales if 16-bit, else bfloat16. Reads no large tensors.
     ValueError: an unsupported method, format, version or bit width; tensors that are missing or
     whose shapes do not match.
     """
@@ -93,9 +96,9 @@ def _fp8(tensors, quantization, dtypes="fp8", sizes=None):
         if weight.dtype.itemsize > 1 or weight.dtype == torch.bool or PARTNER.search(name):
             continue
         del tensors[name]
-        kind = "fp8" if weight.dtype.is_floating_point else str(weight.dtype).split(".")[1]
-        if kind not in dtypes:
-            _refuse(f"{name} of {kind}", [dtypes])
+        dtype = "fp8" if weight.dtype.is_floating_point else str(weight.dtype).split(".")[1]
+        if dtype not in dtypes:
+            _refuse(f"{name} of {dtype}", [dtypes])
         scale = tensors.pop(f"{name}_scale_inv", None) or tensors.pop(f"{name}_scale", None)
         if scale is None:
             raise ValueError(f"{name}: {name}_scale_inv or {name}_scale is missing")
@@ -121,7 +124,7 @@ def _awq(tensors, quantization):
     points = lambda t: _unpacked(t, 4, AWQ_ORDER)
     for x, weight, zeros, scales in _linears(tensors, ".qweight", torch.int32,
                                               (".qzeros", ".scales")):
-        (n_in, n_word), (n_group, n_out) = _two(weight), _two(scales)
+        (n_in, n_word), (n_group, n_out) = _shape_2d(weight), _shape_2d(scales)
         _check(x, [weight, zeros, scales],
                n_word * 8 == n_out and zeros.shape == (n_group, n_word))
         yield from _grouped(x, 4, n_in, weight, zeros, scales, lambda t: points(t).T, points, sizes)
@@ -146,7 +149,7 @@ def _gptq(tensors, quantization):
     sizes = [(1, quantization.get("group_size") or -1)]
     for x, weight, zeros, scales, group in _linears(tensors, ".qweight", torch.int32,
                                                      (".qzeros", ".scales"), (".g_idx",)):
-        (n_word, n_out), (n_group, _) = _two(weight), _two(scales)
+        (n_word, n_out), (n_group, _) = _shape_2d(weight), _shape_2d(scales)
         # bits of this linear: GPTQModel's `dynamic` may set them by name
         bits = next((b for b in (2, 3, 4, 8)
                      if zeros.shape == (n_group, _ceil(n_out * b, 32))), 0)
@@ -270,9 +273,9 @@ def _scaled(name, shape, values, scale, zero, sizes, group, packed):
 
 
 def _plain_groups(shape, scale, zero, sizes, group) -> bool:
-    """Are groups contiguous in a row, n_in / n_group columns each, in order?
+    """True if groups are contiguous in a row, n_in / n_group columns each, in order.
 
-    If not, or if shapes do not match, _scaled handles the tensor.
+    If False, or if shapes do not match, _scaled handles the tensor.
     """
     n_in, n_group = shape[-1], scale.shape[-1]
     if scale.shape != (shape[0], n_group) or n_in % n_group or n_in % 2 or (
@@ -348,7 +351,9 @@ def _unpacked(words, bits, order=range(32)):
 
 
 def _signed(words, bits, n):
-    """compressed-tensors' [m, n * bits/32] int32 -> [m, n] float, at least -2^(bits-1)."""
+    """compressed-tensors' [m, n * bits/32] int32 -> [m, n] float, with the offset 2^(bits-1)
+    subtracted.
+    """
     return _unpacked(words, bits)[:, :n].float() - (1 << bits - 1)
 
 
@@ -387,10 +392,10 @@ def _check(name, tensors, fits):
 
 
 def _refuse(found, supported):
-    raise ValueError(f"{found} is not supported, only {', '.join(supported)}; {INSTEAD}")
+    raise ValueError(f"{found} is not supported, only {', '.join(supported)}; {ALTERNATIVES_HINT}")
 
 
-def _two(t):
+def _shape_2d(t):
     return t.shape if len(t.shape) == 2 else (0, 0)
 
 

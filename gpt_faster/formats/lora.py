@@ -27,8 +27,8 @@ from gpt_faster.formats.torch_file import read_torch
 from model import ModelConfig
 
 LORA_PARAMETER = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
-VARIANTS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
-            "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
+UNSUPPORTED_KEYS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
+                    "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
 
 
 def merge(tensors: list[LazyTensor], directory: Path,
@@ -66,8 +66,8 @@ def merge(tensors: list[LazyTensor], directory: Path,
             new.append(t)
         if unused := [*changes, *replaced]:
             names = f"modules {some(unused)} are" if len(unused) > 1 else f"module {unused[0]} is"
-            raise ValueError(f"adapter {names} not in the model: it needs its base model, as a "
-                             "Hugging Face directory")
+            raise ValueError(f"adapter {names} not in the model: load the adapter with the base "
+                             "model it was trained on, as a Hugging Face directory")
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from None
     return new
@@ -77,7 +77,7 @@ def split_tied_head(tensors: list[LazyTensor], names: dict,
           cfg: ModelConfig) -> tuple[list[LazyTensor], LazyTensor | None]:
     """Split off a tied output layer -> the other tensors, and the output layer under its name.
 
-    None if the output layer is not tied. Names are the file's.
+    The second is None if it is not tied. Tensor names are as in the file.
     """
     embed, head = (find_tensor(tensors, names, ours) for ours in ("embed.weight", "head.weight"))
     if not cfg.tied or embed is None:
@@ -85,7 +85,8 @@ def split_tied_head(tensors: list[LazyTensor], names: dict,
     if head is not None:
         is_tied = equal(embed, head)
         return ([t for t in tensors if t is not head], head) if is_tied else (tensors, None)
-    theirs = [name for name, ours in names.items() if ours == "head"]  # the family's name is last
+    # the last match is the family-specific name
+    theirs = [name for name, ours in names.items() if ours == "head"]
     name = f"{theirs[-1]}.weight" if theirs else "head.weight"
     return tensors, embed.derived(embed.read_rows, name=name, packed=embed.packed)
 
@@ -107,7 +108,7 @@ def _config(directory: Path) -> dict:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{path}: 'peft_type' is {brief(kind)}, only LORA is supported")
-    for key in VARIANTS:
+    for key in UNSUPPORTED_KEYS:
         if config.get(key):
             raise ValueError(f"{path}: '{key}' is not supported")
     alphas = config.get("alpha_pattern") or {}

@@ -30,7 +30,7 @@ from tp import shared_by
 
 KNOWN_SOURCES_FILE = Path(__file__).parent / "known_sources.json"
 CORE = {"model", "gpt_faster.layers", "quantize", "sampling"}      # compared by source digest
-# Always run as written, or written to replace core code.
+# Not checked: kernels never replace this code, or it is itself such a replacement.
 TRUSTED = {"checkpoint", "generate", "gpt_faster", "speculate", "tokenizer", "tp"}
 TORCH_CLASSES = {nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict}
 CALL_METHODS = {"forward", "__call__", "__getattr__", "_call_impl", "_wrapped_call_impl"}
@@ -92,10 +92,10 @@ def is_torch_value(value) -> bool:
     return not is_code or package_of(module_of(value)) in ("torch", "builtins", "typing", "types")
 
 
-def own_functions(kind: type) -> dict[str, FunctionType]:
+def own_functions(cls: type) -> dict[str, FunctionType]:
     """Functions in the class's own namespace, without inherited ones, by name."""
     found = {}
-    for name, value in vars(kind).items():
+    for name, value in vars(cls).items():
         if isinstance(value, property):
             value = value.fget
         value = getattr(value, "__func__", value)
@@ -104,9 +104,9 @@ def own_functions(kind: type) -> dict[str, FunctionType]:
     return found
 
 
-def methods_of(kind: type) -> dict[str, FunctionType]:
+def methods_of(cls: type) -> dict[str, FunctionType]:
     """own_functions() except __init__, which no call runs; torch's decorators removed."""
-    return {name: undecorated(f) for name, f in own_functions(kind).items()
+    return {name: undecorated(f) for name, f in own_functions(cls).items()
             if name != "__init__"}
 
 
@@ -159,11 +159,11 @@ class ReachableCode:
 
     For a class its methods except __init__: the objects that __init__ creates are checked in the
     model. sources: name -> digest; names: global ("model.rotate") -> description of its value;
-    places: (module globals or class, name, value) of every lookup.
+    lookups: (module globals or class, name, value) of each name they use.
     """
 
     def __init__(self, roots: Iterable):
-        self.sources, self.names, self.places = {}, {}, []
+        self.sources, self.names, self.lookups = {}, {}, []
         todo, seen = [root for root in roots if is_core(root)], set()
         while todo:
             obj = todo.pop()
@@ -184,7 +184,7 @@ class ReachableCode:
         if isinstance(obj, type):
             found += [base for base in obj.__mro__ if is_core(base)]
             functions = [f for name, f in own_functions(obj).items() if name != "__init__"]
-            self.places += [(obj, method, getattr(obj, method)) for method in own_functions(obj)]
+            self.lookups += [(obj, method, getattr(obj, method)) for method in own_functions(obj)]
         for function in functions:
             for scope, used, value in globals_used_by(function):
                 self._record(scope["__name__"], scope, used, value)
@@ -192,7 +192,7 @@ class ReachableCode:
         return found
 
     def _record(self, module: str, scope: dict, name: str, value) -> None:
-        self.places.append((scope, name, value))
+        self.lookups.append((scope, name, value))
         if package_of(module) != "torch" or not is_torch_value(value):
             self.names[f"{module}.{name}"] = describe(value)
 
@@ -248,11 +248,11 @@ REPLACED_METHODS = {"forward": "forward", "embed_tokens": "embed", "unembed": "u
 
 @dataclass
 class Modifications:
-    """Why each part of a model cannot run by kernels ("a hook on layers.3"); None: it can.
+    """Why each part of a model cannot use the kernels ("a hook on layers.3"); None: it can.
 
     model: code that all layers share; forward: the model's forward; embed, unembed: the embedding
-    and the output layer; sublayers: (layer index, one of SUBLAYERS) -> reason, all of a layer's if
-    the layer itself was modified.
+    and the output layer; sublayers: (layer index, one of SUBLAYERS) -> reason; if the layer itself
+    was modified, all of its sublayers are listed.
     """
 
     model: str | None = None
@@ -275,17 +275,18 @@ def first_modification(model: nn.Module) -> str | None:
 
 
 def find_modifications(model: nn.Module) -> Modifications:
-    """The modifications of each part of a model with `layers`, for kernels that can run the others.
+    """Find modifications part by part (the model must have `layers`), so that kernels can still run
+    the unmodified parts.
 
     Ignores hooks on the model itself: they run outside of the kernels.
     """
     if torch_internals.global_hooks():
         return Modifications(model="a hook on all modules")
-    of_core = [kind for kind in type(model).__mro__ if is_core(kind)]
+    of_core = [cls for cls in type(model).__mro__ if is_core(cls)]
     if not of_core:
         return Modifications(model=user_class(model, "the model"))
     methods = {name: getattr(type(model), name)    # also if a subclass overrides it
-               for kind in of_core for name in methods_of(kind)}
+               for cls in of_core for name in methods_of(cls)}
     others = [method for name, method in methods.items() if name not in REPLACED_METHODS]
     found = Modifications(model=user_override(model, "the model") or modified_method(others))
     for name, part in REPLACED_METHODS.items():
@@ -305,7 +306,9 @@ def find_modifications(model: nn.Module) -> Modifications:
 
 
 def modified_method(functions: list) -> str | None:
-    """Of a model's methods. Methods of TRUSTED packages count as unmodified."""
+    """The first of a model's methods that was modified, or None. Methods of TRUSTED packages count
+    as unmodified.
+    """
     functions = [f for f in map(undecorated, functions)
                  if package_of(module_of(f)) not in TRUSTED]
     return find_modified(functions)
@@ -325,7 +328,9 @@ def modified_sublayers(i: int, layer: nn.Module, seen: dict) -> dict[tuple[int, 
 
 
 def first_modification_in(named: list[tuple[str, nn.Module]], seen: dict) -> str | None:
-    """Of these modules. seen: cache, set of classes and functions -> result."""
+    """The first modification found in these modules, or None. seen: cache, set of classes and
+    functions -> result.
+    """
     roots = []
     for name, module in named:
         where = name or "the model"
@@ -347,37 +352,37 @@ def implemented_methods(modules: Iterable[nn.Module]) -> list[tuple[type, str]]:
 
 def modified_after_packing(model: nn.Module) -> str | None:
     """The first method implemented by a packed module that was replaced; or None."""
-    for kind, method in implemented_methods(model.modules()):
-        in_core = package_of(kind.__module__) in CORE
-        if find_modified([getattr(kind, method)]) if in_core else patched_methods(kind):
-            return f"{kind.__qualname__}.{method} was replaced"
+    for cls, method in implemented_methods(model.modules()):
+        in_core = package_of(cls.__module__) in CORE
+        if find_modified([getattr(cls, method)]) if in_core else patched_methods(cls):
+            return f"{cls.__qualname__}.{method} was replaced"
     return None
 
 
 def user_class(module: nn.Module, where: str) -> str | None:
     """A class that is not ours or torch's, or a patched method of one that is."""
-    for kind in type(module).__mro__[:-1]:
-        is_ours = package_of(kind.__module__) in CORE | TRUSTED
-        if not is_ours and kind not in TORCH_CLASSES and kind is type(module):
-            return f"{where} is a {kind.__module__}.{kind.__qualname__}"
-        if patched := patched_methods(kind):
-            return f"{kind.__qualname__}.{patched[0]} was replaced"
+    for cls in type(module).__mro__[:-1]:
+        is_ours = package_of(cls.__module__) in CORE | TRUSTED
+        if not is_ours and cls not in TORCH_CLASSES and cls is type(module):
+            return f"{where} is a {cls.__module__}.{cls.__qualname__}"
+        if patched := patched_methods(cls):
+            return f"{cls.__qualname__}.{patched[0]} was replaced"
     return None
 
 
-def patched_methods(kind: type) -> list[str]:
+def patched_methods(cls: type) -> list[str]:
     """Methods whose code is not from their class's package.
 
-    For torch's classes only the methods that a call runs: libraries add others.
+    For torch's classes, check only CALL_METHODS: other libraries may patch in other methods.
     """
-    own = [item for item in own_functions(kind).items()
-           if package_of(kind.__module__) != "torch" or item[0] in CALL_METHODS]
-    return _patched_methods(kind, tuple(own))
+    own = [item for item in own_functions(cls).items()
+           if package_of(cls.__module__) != "torch" or item[0] in CALL_METHODS]
+    return _patched_methods(cls, tuple(own))
 
 
 @cache
-def _patched_methods(kind: type, functions: tuple) -> list[str]:
-    own = {package_of(kind.__module__), "torch", "dataclasses", "typing", "enum"}
+def _patched_methods(cls: type, functions: tuple) -> list[str]:
+    own = {package_of(cls.__module__), "torch", "dataclasses", "typing", "enum"}
     return [name for name, f in functions if package_of(module_of(inspect.unwrap(f))) not in own]
 
 
@@ -389,7 +394,7 @@ def user_hook(module: nn.Module, where: str) -> str | None:
 
 
 def has_user_hook(model: nn.Module) -> bool:
-    """Does the model have a hook that is not ours?"""
+    """True if the model has a hook that is not ours."""
     return bool(torch_internals.global_hooks()) or any(user_hook(m, "") for m in model.modules())
 
 
@@ -404,12 +409,12 @@ def user_override(module: nn.Module, where: str) -> str | None:
 
 
 @cache
-def _attributes(kind: type) -> frozenset[str]:
-    return frozenset(dir(kind)) - {"training", "__dict__"}
+def _attributes(cls: type) -> frozenset[str]:
+    return frozenset(dir(cls)) - {"training", "__dict__"}
 
 
 def is_known_override(module: nn.Module, name: str, value) -> bool:
-    """Is it the class's own method, tp.py's, a function of the core or of torch, or a kernel?"""
+    """True for the class's own method, tp.py's, a function of the core or of torch, or a kernel."""
     if isinstance(value, MethodType):
         is_own = value.__func__ is getattr(type(module), name, None) or shared_by(module)
         return value.__self__ is module and bool(is_own)
@@ -448,8 +453,8 @@ class ModelSnapshot:
         items = [item for item in tensors + numbers + functions if isinstance(item[0], dict)]
         self.owners, self.names, self.values = zip(*items)
         of_classes = dict.fromkeys(item[:2] for item in functions if not isinstance(item[0], dict))
-        self.kinds, self.methods = zip(*of_classes)
-        self.functions = [getattr(kind, name) for kind, name in of_classes]
+        self.method_owners, self.methods = zip(*of_classes)
+        self.functions = [getattr(cls, name) for cls, name in of_classes]
         self.n_hook = torch_internals.n_hooks_registered()
         self.global_hooks = torch_internals.global_hooks()
         self.hooks = list(map(torch_internals.hooks_of, modules))
@@ -465,7 +470,8 @@ class ModelSnapshot:
                 and self.children == self.children_before
                 and all(map(operator.is_, map(dict.get, self.owners, self.names), self.values))
                 and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
-                and all(map(operator.is_, map(getattr, self.kinds, self.methods), self.functions)))
+                and all(map(operator.is_, map(getattr, self.method_owners, self.methods),
+                             self.functions)))
 
     def has_same_hooks(self) -> bool:
         """Nearly free: compares one counter, and all hooks only if it changed."""
@@ -485,14 +491,14 @@ def is_compared(value) -> bool:
 
 def code_locations(modules: list[nn.Module]) -> list[tuple]:
     """(module globals or class, name, value) of all code that a call of these modules runs."""
-    kinds = [base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__[:-1]]
+    classes = [base for cls in dict.fromkeys(map(type, modules)) for base in cls.__mro__[:-1]]
     functions = [f for m in modules for f in vars(m).values() if isinstance(f, FunctionType)]
-    functions += [getattr(kind, method) for kind, method in implemented_methods(modules)]
-    places = ReachableCode(filter(is_core, [*kinds, *functions])).places
-    places += [(kind, name, None) for kind in dict.fromkeys(kinds) if not is_core(kind)
-               for name in own_functions(kind) if name in CALL_METHODS]
-    places += [(kind, method, None) for kind, method in implemented_methods(modules)]
-    unique = {(id(scope), name): (scope, name, value) for scope, name, value in places}
+    functions += [getattr(cls, method) for cls, method in implemented_methods(modules)]
+    lookups = ReachableCode(filter(is_core, [*classes, *functions])).lookups
+    lookups += [(cls, name, None) for cls in dict.fromkeys(classes) if not is_core(cls)
+               for name in own_functions(cls) if name in CALL_METHODS]
+    lookups += [(cls, method, None) for cls, method in implemented_methods(modules)]
+    unique = {(id(scope), name): (scope, name, value) for scope, name, value in lookups}
     return list(unique.values())
 
 

@@ -1,6 +1,6 @@
 """Responses in OpenAI's format: one object, or chunks of a stream.
 
-    answer = ChatAnswer(model, request, prepared)
+    answer = ChatAnswer(preparer, request, prepared)
     chunks = answer.begin(); chunks += answer.add(event); chunks += answer.end()
     body = answer.whole()                          # without streaming, after the last add()
 """
@@ -9,7 +9,7 @@ import secrets
 import time
 
 from gpt_faster.decoding.scheduler import Event, Logprobs
-from gpt_faster.server.prepare import Model, PreparedRequest
+from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import Request
 
 
@@ -18,14 +18,14 @@ class Answer:
 
     prefix = kind = ""
 
-    def __init__(self, model: Model, request: Request, prepared: PreparedRequest):
-        self.model, self.request, self.prepared = model, request, prepared
+    def __init__(self, preparer: RequestPreparer, request: Request, prepared: PreparedRequest):
+        self.preparer, self.request, self.prepared = preparer, request, prepared
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.finish_reasons = [each.finish_reason for each in prepared.generations]
 
     def event(self, choices: list[dict], **more) -> dict:
-        event = dict(id=self.id, object=self.kind, created=self.created, model=self.model.name,
+        event = dict(id=self.id, object=self.kind, created=self.created, model=self.preparer.name,
                      choices=choices, **more)
         if self.wants_usage():
             event.setdefault("usage", None)
@@ -39,7 +39,7 @@ class Answer:
         generations = self.prepared.generations
         firsts = generations[::self.prepared.n_choices]    # one of each prompt's choices
         n_prompt = sum(len(each.prompt_ids) for each in firsts)
-        n_new = sum(len(each.ids) for each in generations) if self.prepared.n_new else 0
+        n_new = sum(len(each.ids) for each in generations) if self.prepared.generates else 0
         n_cached = sum(each.n_reused for each in firsts)
         return dict(prompt_tokens=n_prompt, completion_tokens=n_new, total_tokens=n_prompt + n_new,
                     prompt_tokens_details=dict(cached_tokens=n_cached))
@@ -51,7 +51,7 @@ class Answer:
         return [self.event([], usage=self.usage())] if self.wants_usage() else []
 
     def top(self, logprobs: Logprobs) -> list[tuple[bytes, float]]:
-        return [(self.model.token_bytes(i), p) for i, p in logprobs.top]
+        return [(self.preparer.token_bytes(i), p) for i, p in logprobs.top]
 
 
 class ChatAnswer(Answer):
@@ -112,7 +112,7 @@ class ChatAnswer(Answer):
             text = piece.decode(errors="replace")
             return dict(token=text, logprob=clamp_logprob(p), bytes=list(piece))
 
-        chosen = entry(self.model.token_bytes(token_id), logprobs.chosen)
+        chosen = entry(self.preparer.token_bytes(token_id), logprobs.chosen)
         return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
 
     def whole(self) -> dict:
@@ -155,7 +155,7 @@ class CompletionAnswer(Answer):
         return self.prompt(i), logprobs
 
     def append_logprob(self, logprobs: dict, i: int, token_id: int, p: Logprobs) -> None:
-        text = self.model.token_bytes(token_id).decode(errors="replace")
+        text = self.preparer.token_bytes(token_id).decode(errors="replace")
         logprobs["tokens"].append(text)
         logprobs["token_logprobs"].append(p.chosen if p.chosen is None else clamp_logprob(p.chosen))
         top = {}
@@ -186,7 +186,7 @@ class CompletionAnswer(Answer):
 
     def end(self) -> list[dict]:
         events = []
-        if not self.prepared.n_new:                # echo without generation
+        if not self.prepared.generates:            # echo without generation
             events = [self.event([dict(index=i, text=self.prompt(i), logprobs=None,
                                        finish_reason="length")]) for i in range(len(self.texts))]
         return events + super().end()
@@ -198,7 +198,7 @@ class CompletionAnswer(Answer):
         return usage
 
     def whole(self) -> dict:
-        if not self.prepared.n_new:
+        if not self.prepared.generates:
             self.texts = [self.prompt(i) for i in range(len(self.texts))]
         choices = [dict(index=i, text=text, logprobs=self.logprobs[i],
                         finish_reason=self.finish_reasons[i]) for i, text in enumerate(self.texts)]

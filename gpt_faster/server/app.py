@@ -32,7 +32,7 @@ from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.metrics import Metrics
-from gpt_faster.server.prepare import Model
+from gpt_faster.server.prepare import RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 
 PAGE = Path(__file__).with_name("page.html")
@@ -47,7 +47,7 @@ class HttpServer:
     """The Starlette application and the state its routes share."""
 
     def __init__(self, session, engine: Engine, metrics: Metrics):
-        self.model, self.engine, self.metrics = Model(session), engine, metrics
+        self.preparer, self.engine, self.metrics = RequestPreparer(session), engine, metrics
         self.options = session.options
         self.loop = None                           # the HTTP thread's event loop, set by serve()
         # Prepare one request at a time, and concurrently one that may take seconds.
@@ -170,19 +170,19 @@ class HttpServer:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request) -> Response:
-        return JSONResponse(dict(object="list", data=[self.model.card]))
+        return JSONResponse(dict(object="list", data=[self.preparer.card]))
 
     async def one_model(self, request) -> Response:
-        self.model.check_name(request.path_params["name"])
-        return JSONResponse(self.model.card)
+        self.preparer.check_name(request.path_params["name"])
+        return JSONResponse(self.preparer.card)
 
     # ---- Completions ----------------------------------------------------------------------------
 
     async def chat(self, request) -> Response:
-        return await self.answer(request, ChatRequest, self.model.prepare_chat, ChatAnswer)
+        return await self.answer(request, ChatRequest, self.preparer.prepare_chat, ChatAnswer)
 
     async def complete(self, request) -> Response:
-        return await self.answer(request, CompletionRequest, self.model.prepare_completion,
+        return await self.answer(request, CompletionRequest, self.preparer.prepare_completion,
                                  CompletionAnswer)
 
     async def body(self, request: Request) -> bytes:
@@ -204,8 +204,8 @@ class HttpServer:
             body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(schema, body, self.model.limit)
-        self.model.check_name(request.model)
+        request = parse(schema, body, self.preparer.limit)
+        self.preparer.check_name(request.model)
         if self.engine.draining:
             raise self.stopping()
         if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
@@ -216,9 +216,9 @@ class HttpServer:
                 prepared = await asyncio.to_thread(prepare, request)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
-        answer, events = answer_type(self.model, request, prepared), asyncio.Queue()
+        answer, events = answer_type(self.preparer, request, prepared), asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
-        generations = prepared.generations if prepared.n_new else []       # else only an echo
+        generations = prepared.generations if prepared.generates else []   # else only an echo
         for i, generation in enumerate(generations):
             generation.user_data = Delivery(i, events.put_nowait, deadline)
         try:
@@ -396,8 +396,8 @@ def serve(session, slots, listener) -> None:
     started.wait(30)
     warn_if_public(host, session.options.api_key)
     url_host = f"[{host}]" if ":" in host else host
-    log(f"Serving {http.model.name} on http://{url_host}:{port} ({slots.batch.n_row} slots of "
-        f"{http.model.limit} positions)")
+    log(f"Serving {http.preparer.name} on http://{url_host}:{port} ({slots.batch.n_row} slots of "
+        f"{http.preparer.limit} positions)")
     try:
         engine.run()
     finally:

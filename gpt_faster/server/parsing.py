@@ -166,12 +166,12 @@ class AnswerParser:
     """Parses one choice. Text that may be the start of a marker is held back."""
 
     def __init__(self, tool_format: ToolFormat | None = None, tools: list[dict] = (),
-                 thinks: bool = False, in_thinking: bool = False, single_call: bool = False):
-        """thinks: may start with <think>; in_thinking: the prompt ends in <think>; single_call: at
-        most one tool call."""
+                 thinks: bool = False, starts_in_thinking: bool = False, single_call: bool = False):
+        """thinks: may start with <think>; starts_in_thinking: the prompt ends in <think>;
+        single_call: at most one tool call."""
         self.format = tool_format if tools else None
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.state = "thinking" if in_thinking else "start"
+        self.state = "thinking" if starts_in_thinking else "start"
         self.thinks, self.single_call = thinks, single_call
         self.buffer, self.start_marker, self.n_call = "", "", 0
 

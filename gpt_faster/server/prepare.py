@@ -1,8 +1,9 @@
 """Turn a request into generations: prompt token ids, sampling parameters, grammar.
 
-Invalid requests raise ApiError. It knows the tokenizer and the flags; no HTTP, no device.
+Invalid requests raise ApiError. Depends on the tokenizer and the flags, not on HTTP or the device.
 
-    prepared = Model(session).prepare_chat(request)    # its generations go to server/engine.py
+    prepared = RequestPreparer(session).prepare_chat(request)
+    # prepared.generations go to server/engine.py
 """
 
 import json
@@ -37,18 +38,18 @@ ANY_OBJECT = '{"type": "object"}'
 class PreparedRequest:
     """A request's generations, n_choices per prompt; prompts: their texts, for echo.
 
-    n_new: 0 if nothing is to be generated (an echo alone), else 1.
+    generates: False for an echo only.
     """
 
     generations: list[Generation]
-    n_new: int
+    generates: bool
     n_choices: int
     prompts: list[str] = field(default_factory=list)
     parsers: list[AnswerParser] = field(default_factory=list)
 
 
-class Model:
-    """The model's tokenizer, chat template and limits, as requests need them."""
+class RequestPreparer:
+    """Prepares requests with the model's tokenizer, chat template and limits."""
 
     def __init__(self, session):
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
@@ -69,7 +70,7 @@ class Model:
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise ApiError(404, f"the model '{name[:100]}' does not exist: this server has "
+            raise ApiError(404, f"the model '{name[:100]}' does not exist: this server serves "
                            f"'{self.name}'", param="model", code="model_not_found")
 
     def token_bytes(self, i: int) -> bytes:
@@ -111,10 +112,11 @@ class Model:
             raise ApiError(400, "max_tokens: Input should be greater than 0", param="max_tokens")
         n_top = (request.top_logprobs or 0) if request.logprobs else None
         prepared = self.build(request, [ids], limit, n_top, grammar)
-        in_thinking = self.thinks and grammar is None and self.ends_in_think(ids)
+        starts_in_thinking = self.thinks and grammar is None and self.ends_in_think(ids)
         thinks = self.thinks and grammar is None
         single_call = request.parallel_tool_calls is False
-        prepared.parsers = [AnswerParser(self.tool_format, tools, thinks, in_thinking, single_call)
+        prepared.parsers = [AnswerParser(self.tool_format, tools, thinks, starts_in_thinking,
+                                          single_call)
                         for _ in prepared.generations]
         return prepared
 
@@ -173,8 +175,8 @@ class Model:
                            param=min(grammars))
         [(param, spec)] = grammars.items()
         if self.session.drafter:
-            raise ApiError(400, f"{param} is not supported with speculation, which is on in this "
-                           "server", param=param)
+            raise ApiError(400, f"{param} is not supported with speculative decoding, which is "
+                           "enabled on this server", param=param)
         try:
             self.session.grammars().check(spec)
         except ImportError as e:
@@ -213,7 +215,9 @@ class Model:
 
     def build(self, request: Request, prompts: list[list[int]], limit: int | None,
               n_top: int | None, grammar, echo: bool = False) -> PreparedRequest:
-        """limit: max new tokens; None: up to the end of the context. n_top: logprobs, or None."""
+        """limit: max new tokens; None: up to the end of the context. n_top: number of top logprobs
+        per token; None: no logprobs.
+        """
         stop_strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
         has_valid_lengths = all(0 < len(s) <= MAX_STOP_LENGTH for s in stop_strings)
         if len(stop_strings) > MAX_STOPS or not has_valid_lengths:
@@ -222,8 +226,8 @@ class Model:
         if request.stream_options and not request.stream:
             raise ApiError(400, "stream_options requires stream", param="stream_options")
         if n_top is not None and self.session.drafter:
-            raise ApiError(400, "logprobs are not supported with speculation, which is on in this "
-                           "server", param="logprobs")
+            raise ApiError(400, "logprobs are not supported with speculative decoding, which is "
+                           "enabled on this server", param="logprobs")
         if n_top is not None:
             self.token_bytes(0)                    # build the table here, not in the event loop
         params, n, generations = self.params(request, grammar, n_top), request.n or 1, []
@@ -244,8 +248,8 @@ class Model:
         if limit == 0 and n_top is None:           # echo without generation
             for generation in generations:
                 generation.finish_reason = "length"
-            return PreparedRequest(generations, 0, n)
-        return PreparedRequest(generations, 1, n)
+            return PreparedRequest(generations, False, n)
+        return PreparedRequest(generations, True, n)
 
     def check_bytes(self, param: str, texts: list[str]) -> None:
         """ApiError, before tokenization, if the text has more bytes than any prompt that fits."""

@@ -25,7 +25,9 @@ ALIGN = 4096                                       # bytes: pages
 
 
 def _home() -> Path | None:
-    """The cache folder, created if missing; None if it cannot be created or others may write it."""
+    """The cache folder, created if missing; None if it cannot be created or other
+    users can write to it.
+    """
     cache = disk.trusted_cache()
     if not cache:
         return None
@@ -122,14 +124,14 @@ def _write(file: BinaryIO, tensors: dict[str, Tensor], entries: dict, n_bytes: i
 
 def _evict(new: str) -> None:
     """Remove the least recently used entries, except `new`, until the rest fits."""
-    age, size = {}, {}
+    mtime, size = {}, {}
     for folder in _home().iterdir():
         with suppress(OSError):                    # another process removed it
             if not folder.name.startswith(".partial"):
-                age[folder] = folder.stat().st_mtime
+                mtime[folder] = folder.stat().st_mtime
                 size[folder] = (folder / "data").stat().st_size
     total, limit = sum(size.values()), max_bytes()
-    for folder in sorted(size, key=age.get):
+    for folder in sorted(size, key=mtime.get):
         if total > limit and folder.name != new:
             shutil.rmtree(folder, ignore_errors=True)
             total -= size[folder]

@@ -42,14 +42,14 @@ static bool uses_whole_panels(const Linear& op) {
 }
 
 struct Activations {                           // M rows of K inputs in one ActivationFormat
-  float* x;                                    // [M, K], fp32
+  float* values;                               // [M, K], fp32
   float* scale;                                // [M, K / GROUP], of q
   float* x_sum;                                // [M, K / GROUP], of the dequantized q
   int32_t* q_sum;                              // [M, K / GROUP], of q
   int16_t* q;                                  // [M, ldq], int16, bf16, or int8 in half a row
   int K;
 
-  Activations(float* scratch, int M, int K) : x(scratch), scale(scratch), K(K) {
+  Activations(float* scratch, int M, int K) : values(scratch), scale(scratch), K(K) {
     x_sum = scale + (long)M * (K / GROUP);
     q_sum = (int32_t*)x_sum + (long)M * (K / GROUP);
     q = (int16_t*)(q_sum + (long)M * (K / GROUP));
@@ -61,7 +61,7 @@ struct Activations {                           // M rows of K inputs in one Acti
 
   Activations from_row(int m) const {
     Activations rest = *this;
-    rest.x += (long)m * K;
+    rest.values += (long)m * K;
     rest.q += (long)m * ldq();
     rest.q_sum += (long)m * (K / GROUP);
     rest.scale += (long)m * (K / GROUP);

@@ -10,14 +10,15 @@
 #include "positions.h"
 #include "threads.h"
 
-// RoPE of qkv [B, T, N + 2 K, H], writes keys and values to the caches [n_row, K, S, H], then
-// out [B, T, N, V] = softmax(cap(scale q k')) v over n_key slots, times sigmoid(gate [B, T, N, V])
-// if there is a gate. V < H: the values are the first V elements of the cached vectors (MLA).
+// Applies RoPE to qkv [B, T, N + 2 K, H], writes keys and values to the caches [n_row, K, S, H],
+// then computes out [B, T, N, V] = softmax(cap(scale q k')) v over n_key slots, times
+// sigmoid(gate [B, T, N, V]) if there is a gate. V < H: the values are the first V elements of the
+// cached vectors (MLA).
 struct Attention {
   int32_t kind, B, T, N, K, H, V, S, n_row, cache_type;
   int32_t wide_norm;                           // q_norm and k_norm span all heads (OLMo 2)
   int32_t out_type;
-  int32_t has_keys;                            // else qkv [B, T, N, H], another layer's cache
+  int32_t has_keys;                            // 0: qkv [B, T, N, H], with another layer's cache
   int32_t rope_applied;                        // MLA: qkv holds rotated queries only
   float scale, cap;                            // cap 0: no soft cap of the scores
   Norm q_norm, k_norm, v_norm;
@@ -29,7 +30,7 @@ struct Attention {
 
 constexpr int KEY_BLOCK = HAS_BF16 ? 256 : 64;
 constexpr int QUERY_BLOCK = 96;                // queries of all heads that share a KV head
-constexpr int MAX_DIRECT_QUERIES = 4;          // up to here keys and values are not packed
+constexpr int MAX_DIRECT_QUERIES = 4;          // with at most this many, k and v are read unpacked
 
 static void apply_rope(int half, const float* cos, const float* sin, float* x) {
   for (int i = 0; i < half; i++) {
@@ -64,7 +65,7 @@ static void rope_and_cache(const Attention& op, int b, int t) {
   }
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
-  long slot = position(op.positions, b, t);
+  long slot = cache_slot(op.positions, b, t);
   for (int i = 0; i < op.K; i++) {
     write_floats(k + i * op.H, op.H, op.k_cache, op.cache_type, cache_offset(op, b, i, slot));
     write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_offset(op, b, i, slot));
@@ -139,7 +140,7 @@ static void direct_scores(const float* q, const Key* k, int n, int H, float* sco
   }
 }
 
-// The instance for n_query queries, 1 <= n_query <= R
+// Dispatches to direct_scores<n_query>, 1 <= n_query <= R
 template <int R, class Key>
 static void direct_scores_for(int n_query, const float* q, const Key* k, int n, int H,
                               float* score) {
@@ -179,7 +180,8 @@ static void transpose_keys(const int32_t* k, int n_key, int n, int32_t* to) {
     }
 }
 
-// Packs bf16 values v [n, V], H apart, into pairs [end / 2, Vp, 2] of two tokens; zeros from n on
+// Packs bf16 values v [n, V] (row stride H) into [end / 2, Vp, 2], interleaving adjacent tokens;
+// rows from n on are zero
 static void pair_values(const uint16_t* v, int n, int end, int V, int H, int Vp, int32_t* to) {
   for (int j = 0; j < end; j += 2) {
     const uint16_t *first = v + j * H, *second = first + H;
@@ -193,9 +195,9 @@ static void pair_values(const uint16_t* v, int n, int end, int V, int H, int Vp,
   }
 }
 
-// One step of the online softmax: scores s [KEY_BLOCK] of n keys become weights relative to *max,
-// which is updated with *sum and out [Vp]. is_masked: some of the keys are. APPROXIMATE: enough for
-// a bf16 cache. AS_BF16: stores the weights as bf16.
+// One step of the online softmax: scores s [KEY_BLOCK] of n keys become exp(score - *max); also
+// updates *max, and rescales *sum and out [Vp] to match. is_masked: some of the keys are masked.
+// APPROXIMATE: accurate enough for a bf16 cache. AS_BF16: stores the exponentials as bf16.
 template <bool APPROXIMATE, bool AS_BF16>
 static void online_softmax(const Attention& op, const uint8_t* mask, bool is_masked, int n,
                            float* s, float* max, float* sum, float* out, int Vp) {
@@ -230,7 +232,7 @@ static void online_softmax(const Attention& op, const uint8_t* mask, bool is_mas
   *sum += horizontal_sum(sums);
 }
 
-// Flash attention: the query block over its keys, KEY_BLOCK at a time -> state
+// Flash attention of the query block over its keys, KEY_BLOCK at a time -> state
 template <class Key>
 static void attend(const Attention& op, const QueryBlock& block, const SoftmaxState& state) {
   constexpr bool USE_BF16_DOT = HAS_BF16 && sizeof(Key) == 2;

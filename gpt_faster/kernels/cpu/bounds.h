@@ -18,17 +18,18 @@ static bool rows_exist(const Positions* positions, int B, int n_row) {
 static bool slots_exist(const Positions* positions, int B, int T, int S) {
   for (int b = 0; b < B; b++)
     for (int t = 0; t < T; t++)
-      if (position(positions, b, t) < 0 || position(positions, b, t) >= S) return false;
+      if (cache_slot(positions, b, t) < 0 || cache_slot(positions, b, t) >= S) return false;
   return positions->n_key <= S;
 }
 
 // Are each row's positions consecutive, followed at most by padding that repeats the last one?
 static bool rows_are_consecutive(const Positions* positions, int B, int T) {
   for (int b = 0; b < B; b++) {
-    if (position(positions, b, 0) < 0) return false;
+    if (cache_slot(positions, b, 0) < 0) return false;
     for (int t = 1, is_padding = false; t < T; t++) {
       if (is_padding && follows(positions, b, t)) return false;
-      if (!follows(positions, b, t) && position(positions, b, t) != position(positions, b, t - 1))
+      if (!follows(positions, b, t) &&
+          cache_slot(positions, b, t) != cache_slot(positions, b, t - 1))
         return false;
       is_padding = is_padding || !follows(positions, b, t);
     }

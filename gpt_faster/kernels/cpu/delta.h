@@ -52,7 +52,7 @@ static void convolve(const Delta& op, int b, int t, float* conv_out) {
   float* past = reserve(thread_scratch, (size_t)op.n_tap * n_channel);
   for (int i = 0; i < op.n_tap; i++) {
     int from = t - n_before + i;
-    long p = position(op.positions, b, 0) + from;
+    long p = cache_slot(op.positions, b, 0) + from;
     in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * n_channel;
     if (from >= 0) continue;
     if (p < 0) std::fill(past + (long)i * n_channel, past + (i + 1l) * n_channel, 0.0f);
@@ -72,9 +72,9 @@ static void convolve(const Delta& op, int b, int t, float* conv_out) {
 
 // Writes the last n_input inputs of row b to the ring
 static void store_inputs(const Delta& op, int b) {
-  long last = position(op.positions, b, op.T - 1);
+  long last = cache_slot(op.positions, b, op.T - 1);
   for (int t = 0; t < op.T; t++) {
-    long p = position(op.positions, b, t);
+    long p = cache_slot(op.positions, b, t);
     if (p > last - op.n_input && follows(op.positions, b, t))
       write_floats(op.x + ((long)b * op.T + t) * n_channels(op), n_channels(op), op.inputs,
                    op.input_type, input_offset(op, b, p));
@@ -213,7 +213,7 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
   int k_head = head / (op.N / op.Nk);
   long row = op.positions->rows ? op.positions->rows[b] : b;
   long size = (long)Dk * Dv;
-  long first = position(op.positions, b, 0), last = position(op.positions, b, op.T - 1);
+  long first = cache_slot(op.positions, b, 0), last = cache_slot(op.positions, b, op.T - 1);
   int n_chunked = std::max(0l, last - first + 1 - op.n_state);
   float* S = reserve(thread_scratch, size + CHUNK * (3 * Dk + Dv + COLUMN_BLOCK + 2 * CHUNK));
   float *k = S + size, *q = k + CHUNK * Dk, *out = q + CHUNK * Dk;
@@ -255,7 +255,7 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
           copy_floats(blocked(i), COLUMN_BLOCK, state_at(first + n_chunked - 1) + i);
     } else {
       for (int t = 0; t < n; t++) {
-        long p = position(op.positions, b, t0 + t);
+        long p = cache_slot(op.positions, b, t0 + t);
         if (follows(op.positions, b, t0 + t))
           recurrent_step(tokens[t], Dk, Dv, p ? state_at(p - 1) : nullptr, state_at(p));
         else std::fill(tokens[t].out, tokens[t].out + Dv, 0.0f);  // padding: must be finite

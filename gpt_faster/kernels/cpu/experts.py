@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.linears import (
-    OPERATIONS,
+    NATIVE_KERNEL,
     OperationsLinear,
     can_pack,
     disk_layout,
@@ -66,7 +66,7 @@ def pack_experts(matrices: list[nn.Module], bias: Tensor | None) -> PackedExpert
               for parts in zip(*map(disk_layout, matrices))]
     n_expert, n_out, n_in = shape_of(matrices[0])
     _, weight, scales, _ = native.pack_weight(*tensors)
-    new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, OPERATIONS)
+    new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, NATIVE_KERNEL)
     new.set_tensors((weight, scales, None))
     new.implements = methods_implemented_by(matrices[0])
     return new
@@ -111,7 +111,7 @@ class FusedExperts:
         bias, up_bias = 2 * [None]
         if self.gate_up.bias is not None:
             bias, up_bias = (half.contiguous() for half in self.gate_up.bias.chunk(2, 1))
-        moe.up = PackedExperts(shape, up_bias, OPERATIONS)
+        moe.up = PackedExperts(shape, up_bias, NATIVE_KERNEL)
         moe.up.implements = moe.gate.implements
         moe.up.set_tensors(up)
         moe.gate.shape = shape

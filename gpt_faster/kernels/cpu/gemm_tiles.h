@@ -1,18 +1,18 @@
-// Micro-kernels: a tile of activation rows by a weight panel, with accumulators in registers.
+// Micro-kernels: a tile of activation rows times a weight panel, with accumulators in registers.
 
 #pragma once
 
 #include "activations.h"
 #include "amx.h"
 
-// One step along K: weights by one activation, or by a pair of bf16
+// One K step: acc += weights * activation (or a dot product of bf16 pairs)
 static inline vf add_product(vf acc, const float* w, float x) { return acc + x * load<vf>(w); }
 static inline vf add_product(vf acc, const uint16_t* w, float x) { return acc + x * load_bf16(w); }
 static inline vf add_product(vf acc, const int32_t* w, int32_t x) {
   return dot2_bf16(acc, load<vi>(w), x);
 }
 
-// y [M, NR] (+)= x [M, n] by w [n, NR]; bf16 pairs are int32
+// y [M, NR] (+)= x [M, n] times w [n, NR]; int32 holds bf16 pairs
 template <int M, class Weight, class Input>
 static void micro_kernel(const Weight* w, long ldw, int n, const Input* x, long ldx, float* y,
                          long ldy, bool accumulate) {
@@ -32,7 +32,7 @@ static void micro_kernel(const Weight* w, long ldw, int n, const Input* x, long 
     for (int v = 0; v < 2; v++) store(y + m * ldy + v * LANES, acc[m][v]);
 }
 
-// The instance for m rows, 1 <= m <= M
+// Dispatches to micro_kernel<m>, 1 <= m <= M
 template <int M, class Weight, class Input>
 static void micro_kernel_for(int m, const Weight* w, long ldw, int n, const Input* x, long ldx,
                              float* y, long ldy, bool accumulate) {
@@ -40,7 +40,7 @@ static void micro_kernel_for(int m, const Weight* w, long ldw, int n, const Inpu
   if constexpr (M > 1) micro_kernel_for<M - 1>(m, w, ldw, n, x, ldx, y, ldy, accumulate);
 }
 
-// The same for any M, in tiles of nearly equal height
+// micro_kernel for any M, in tiles of nearly equal height
 template <class Weight, class Input>
 static void gemm_panel(int M, const Weight* w, long ldw, int n, const Input* x, long ldx, float* y,
                        long ldy, bool accumulate) {
@@ -59,9 +59,9 @@ static void gemm_panel(int M, const Weight* w, long ldw, int n, const Input* x, 
   }
 }
 
-// The kernels below: y [M, NR] = x by a whole panel. Small M uses several accumulators per output
-// to hide the latency of the additions. noinline: with inlining, a change to one kernel slowed
-// another down by 20 %.
+// The kernels below: y [M, NR] = x times a whole panel. Small M uses several accumulators per
+// output to hide the latency of the additions. noinline: with inlining, a change to one kernel
+// slowed another down by 20 %.
 
 template <int M>
 [[gnu::noinline]] static void fp32_kernel(const float* w, const Activations& x, float* y) {
@@ -71,7 +71,7 @@ template <int M>
     for (int u = 0; u < U; u++)
       for (int m = 0; m < M; m++)
         for (int v = 0; v < 2; v++)
-          acc[u][m][v] += x.x[(long)m * x.K + k + u] * load<vf>(w + (k + u) * NR + v * LANES);
+          acc[u][m][v] += x.values[(long)m * x.K + k + u] * load<vf>(w + (k + u) * NR + v * LANES);
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) {
       for (int u = 1; u < U; u++) acc[0][m][v] += acc[u][m][v];
@@ -93,7 +93,7 @@ template <int M>
         for (int v = 0; v < 2; v++) weights[v] = odd ? high_bf16(pairs[v]) : low_bf16(pairs[v]);
         for (int m = 0; m < M; m++)
           for (int v = 0; v < 2; v++)
-            acc[u][M < 4 && odd][m][v] += x.x[(long)m * x.K + 2 * (p + u) + odd] * weights[v];
+            acc[u][M < 4 && odd][m][v] += x.values[(long)m * x.K + 2 * (p + u) + odd] * weights[v];
       }
     }
   for (int m = 0; m < M; m++)
@@ -119,10 +119,11 @@ static inline void add_group(vf sum[M][2], const vi acc[M][2], const float* scal
       sum[m][v] += to_float(acc[m][v]) * (scale[v] * x.scale[m * (x.K / GROUP) + g]);
 }
 
-// int16 x by pairs [K / 2, NR, 2] of int8, or of unpacked int16 with a scale per GROUP
+// int16 activations times weight pairs [K / 2, NR, 2]: int8, or unpacked int16 with one scale per
+// GROUP
 template <int M, class Code>
-[[gnu::noinline]] static void int16_kernel(const Code* w, const float* scales,
-                                           const Activations& x, float* y) {
+[[gnu::noinline]] static void a16_kernel(const Code* w, const float* scales,
+                                         const Activations& x, float* y) {
   constexpr bool use_prefetch = sizeof(Code) == 1 && (M > 1 || LANES == 8);       // as measured
   int n_group = x.K / GROUP;
   vf sum[M][2] = {};
@@ -149,10 +150,10 @@ template <int M, class Code>
     for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, sum[m][v]);
 }
 
-// int16 x by packed int4
+// int16 activations times packed int4 weights
 template <int M>
-[[gnu::noinline]] static void int4_kernel(const int32_t* w, const int32_t* scales, int group_size,
-                                          const Activations& x, float* y) {
+[[gnu::noinline]] static void a16w4_kernel(const int32_t* w, const int32_t* scales,
+                                           int group_size, const Activations& x, float* y) {
   int n_group = x.K / GROUP;
   int x_groups = group_size / GROUP;           // activation groups per weight group
   vf total[M][2] = {};
@@ -197,11 +198,11 @@ template <int M>
     for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, total[m][v]);
 }
 
-// int8 x by unpacked uint8 [K / 4, NR, 4]: int4 with scales, or int8 + 128 without. The
-// accumulators of the latter begin at -128 times the sum of x.
+// int8 activations times uint8 codes [K / 4, NR, 4]: int4 codes if `scales` is given, else int8
+// codes + 128, whose accumulators start at -128 times the sum of x.
 template <int M>
-[[gnu::noinline]] static void int8_kernel(const int32_t* w, const float* scales,
-                                          const Activations& x, float* y) {
+[[gnu::noinline]] static void a8_kernel(const int32_t* w, const float* scales,
+                                        const Activations& x, float* y) {
   int n_group = x.K / GROUP;
   vf sum[M][2] = {};
   for (int g = 0; g < n_group; g++) {

@@ -33,7 +33,7 @@ static void rope_and_cache_latent(const Latent& op, int b, int t) {
   copy_floats(op.k + m * op.k_stride, width, k);
   normalize(op.norm, op.rank, k);
   apply_rope(op.rope / 2, cos, sin, k + op.rank);
-  long slot = position(op.positions, b, t);
+  long slot = cache_slot(op.positions, b, t);
   write_floats(k, width, op.cache, op.cache_type, (row * op.S + slot) * width);
 }
 

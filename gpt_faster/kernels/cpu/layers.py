@@ -6,10 +6,11 @@ Each layer's call sets its inputs' addresses and queues its operations; the last
 the queue, without Python in between. Nothing is compiled per length, number of rows or group size.
 A layer has three sublayers: mixer (attn), feed-forward (ffn) and end. One that the operations do
 not support runs eagerly, with packed linears and experts. Modified parts (modifications.py,
-guard.py) run eagerly too: then each run of unmodified layers has a queue of its own, and its last
-layer returns x in the model's dtype.
+guard.py) run eagerly too: then each group of consecutive unmodified layers is queued separately,
+and its last layer returns x in the model's dtype.
 
-    if use_operations(model): ...                  # False: all of it runs eagerly, see the note
+    # False: the whole model runs eagerly; the reason is printed to stderr
+    if use_operations(model): ...
 """
 
 import ctypes
@@ -74,15 +75,15 @@ class CallState:
         self.buffers = {}                          # by name; a new dict when they grow
         self.n_row = 0                             # capacity of the buffers
         self.shape = None                          # B, T
-        self.n_call = None                         # GuardedForward.n_call of this call
+        self.call_id = None                        # GuardedForward.n_call of this call
         self.structs = []                          # native.Positions, reused by all calls
 
-    def begin(self, x: Tensor, n_call: int) -> None:
+    def begin(self, x: Tensor, call_id: int) -> None:
         """x [B, T, D]. Discards what an interrupted call has queued."""
         self.addresses = []
         self.x = x                                 # keeps it alive until the queue has run
-        if n_call != self.n_call:
-            self.n_call = n_call
+        if call_id != self.call_id:
+            self.call_id = call_id
             self.alive = []                        # masks and RoPE tables: their ids are keys
             self.positions_of = {}                 # ids of mask and RoPE -> struct
             self.mask = self.rope = self.positions = None
@@ -152,8 +153,8 @@ def fill_positions(positions: native.Positions, shape: torch.Size, cos, sin, slo
 class Operations:
     """A layer's operations in order, for one KV cache and one set of buffers.
 
-    steps: each a list of operations' addresses, or an eager function, before which the queue runs.
-    ops_with_...: operations of which some fields change from call to call.
+    steps: lists of operation addresses to queue, or eager functions; the queue is flushed before
+    each eager function. ops_with_...: operations with fields that change from call to call.
     """
 
     def __init__(self, layer: "OperationsLayer", call: CallState, cache: nn.Module,
@@ -290,9 +291,9 @@ def cache_owner(attn: nn.Module) -> nn.Module:
 class OperationsLayer(MethodOverride):
     """Replaces the forward of a layer with packed linears.
 
-    sublayers: which of mixer, feed-forward and end run by operations (may be none: x still stays in
-    fp32 between layers). first, last: of the layers that share one run of the queue. returns_copy:
-    eager code reads the output, so return a copy in the model's dtype.
+    sublayers: which of mixer, feed-forward and end run as operations (may be none: x still stays in
+    fp32 between layers). first, last: in its group of layers, which are queued together.
+    returns_copy: eager code reads the output, so return a copy in the model's dtype.
     """
 
     def __init__(self, guard: GuardedForward, layer: nn.Module, sublayers: tuple[bool, ...], cfg):
@@ -394,12 +395,12 @@ def pack_modules(layer: nn.Module, unmodified: tuple[str, ...] = ("",)) -> None:
 # ---- A model ------------------------------------------------------------------------------------
 
 def supports(model: nn.Module) -> bool:
-    """Can use_operations() compile this model?"""
+    """True if use_operations() can compile this model."""
     return model.dtype in DTYPES and supports_linear(model.head)
 
 
 def uses_operations(model: nn.Module) -> bool:
-    """Does any part of the model run by operations?"""
+    """True if any part of the model runs as native operations."""
     return any(isinstance(value, MethodOverride) and not isinstance(value, GuardedForward)
                for module in model.modules() for value in vars(module).values())
 
@@ -407,8 +408,9 @@ def uses_operations(model: nn.Module) -> bool:
 @torch.inference_mode(False)                       # normal tensors even if called in inference mode
 @torch.no_grad()
 def use_operations(model: nn.Module) -> bool:
-    """Have a model's unmodified parts run by operations; each call checks that they still are
-    unmodified. In place. Prints a note if parts run eagerly. -> False: all of the model does.
+    """Run a model's unmodified parts as native operations; every call re-checks that they are
+    unmodified. In place. Prints a note if parts run eagerly. Returns False if the whole model runs
+    eagerly.
     """
     remove_overrides(model)
     if not supports(model):
@@ -423,8 +425,8 @@ def use_operations(model: nn.Module) -> bool:
         pack_linears(model)
         return False
     if reason := modified_after_packing(model):
-        raise RuntimeError(f"{reason} after weights were packed for it: replace it before the "
-                           "model is loaded or compiled")
+        raise RuntimeError(f"{reason} after its weights were packed: make this change before "
+                           "loading or compiling the model")
     found = find_modifications(model)
     guard = None if "forward" in vars(model) else GuardedForward(model, use_operations)
     unmodified = [unmodified_sublayers(i, found) for i in range(len(model.layers))]
@@ -442,7 +444,7 @@ def use_operations(model: nn.Module) -> bool:
     for layer, sublayers in zip(model.layers, unmodified):
         pack_modules(layer, sublayers)
     pack_outer_linears(model, found)
-    pack_linears(model)                            # the linears that are left run eagerly
+    pack_linears(model)                            # the remaining linears run eagerly
     install_layers(model, guard, unmodified, found)
     if not found.embed and EmbedInputs.supports(model):
         model.embed_inputs = EmbedInputs(guard, model)

@@ -16,29 +16,29 @@ static void apply_int8_scales(int M, const Linear& op, int i, float* y) {
     }
 }
 
-// y [M, NR] = x by panel i; unpacked: the panel in x's format, or null
+// y [M, NR] = x times panel i; unpacked: the panel in x's format, or null
 template <int M>
 static void panel_kernel(const Linear& op, int i, const Activations& x, float* y,
                          const UnpackedPanel* unpacked) {
   const char* w = weight_panel(op, i, x.K);
   if (op.format == FP32) fp32_kernel<M>((const float*)w, x, y);
-  if (op.format == BF16 && unpacked) int16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
+  if (op.format == BF16 && unpacked) a16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
   else if (op.format == BF16) bf16_kernel<M>((const int32_t*)w, x, y);
   if (op.format == INT4 && activation_format(op) == X_INT8)
-    int8_kernel<M>((const int32_t*)unpacked->codes, unpacked->scales, x, y);
-  else if (op.format == INT4 && unpacked) int16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
+    a8_kernel<M>((const int32_t*)unpacked->codes, unpacked->scales, x, y);
+  else if (op.format == INT4 && unpacked) a16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
   else if (op.format == INT4)
-    int4_kernel<M>((const int32_t*)w, int4_scales(op, i, x.K), op.group_size, x, y);
+    a16w4_kernel<M>((const int32_t*)w, int4_scales(op, i, x.K), op.group_size, x, y);
   if (op.format == INT8) {
     if (unpacked && activation_format(op) == X_INT16)
-      int16_kernel<M>(unpacked->codes, nullptr, x, y);
-    else if (unpacked) int8_kernel<M>((const int32_t*)unpacked->codes, nullptr, x, y);
-    else int16_kernel<M>((const int8_t*)w, nullptr, x, y);
+      a16_kernel<M>(unpacked->codes, nullptr, x, y);
+    else if (unpacked) a8_kernel<M>((const int32_t*)unpacked->codes, nullptr, x, y);
+    else a16_kernel<M>((const int8_t*)w, nullptr, x, y);
     apply_int8_scales(M, op, i, y);
   }
 }
 
-// The instance for m rows, 1 <= m <= M
+// Dispatches to panel_kernel<m>, 1 <= m <= M
 template <int M>
 static void panel_kernel_for(int m, const Linear& op, int i, const Activations& x, float* y,
                              const UnpackedPanel* unpacked) {
@@ -51,7 +51,7 @@ static int max_tile_rows(const Linear& op) {
   return activation_format(op) == X_INT8 ? MR_INT8 : MR;
 }
 
-// y [M, NR] = x by panel i; M <= max_tile_rows()
+// y [M, NR] = x times panel i; M <= max_tile_rows()
 static void multiply_tile(int M, const Linear& op, int i, const Activations& x, float* y,
                           const UnpackedPanel* unpacked) {
   if (activation_format(op) == X_BF16) {
@@ -107,7 +107,8 @@ struct Gemm {
   }
 
   void convert_row(int m, const Activations& x) const {
-    float* row = activation_format(op) == X_FP32 ? x.x + (long)m * K : reserve(thread_scratch, K);
+    float* row = activation_format(op) == X_FP32 ? x.values + (long)m * K
+                                                 : reserve(thread_scratch, K);
     read_row(op, m, K, row);
     if (activation_format(op) >= X_INT16) x.quantize(m, row, max_code(op), op.format == INT4);
     if (activation_format(op) == X_BF16) write_floats(row, K, x.q, BF16, (long)m * x.ldq());
@@ -116,7 +117,7 @@ struct Gemm {
   void run_task(int task, const Activations& x) const {
     if (whole_panels) return run_panels(task, x);
     int first = task / n_panel * MC;
-    run_fp32_blocks(task % n_panel, x.x + (long)first * K, first, std::min(MC, op.M - first));
+    run_fp32_blocks(task % n_panel, x.values + (long)first * K, first, std::min(MC, op.M - first));
   }
 
   // Some panels for all rows, in tiles of nearly equal height

@@ -44,15 +44,15 @@ def weight_args(weight: Tensor, scales: Tensor | None, n_in: int) -> tuple:
     return kind, weight, scales, group
 
 
-def rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """Embedding lookup: ids [...] -> [..., in] in fp32, bf16 or int8."""
+def embedding_lookup(weight: Tensor, ids: Tensor) -> Tensor:
+    """ids [...] -> [..., in] in fp32, bf16 or int8."""
     n = weight.shape[2]
     as_stored = {torch.int32: torch.bfloat16, torch.int16: torch.int8}
     words = weight[ids // n, :, ids % n]
     return words.view(as_stored.get(weight.dtype, weight.dtype))
 
 
-OPERATIONS = Kernel("cpu ops", product, rows=rows)
+NATIVE_KERNEL = Kernel("cpu ops", product, rows=embedding_lookup)
 
 
 class HiddenWeight(nn.Module):
@@ -78,7 +78,7 @@ class HiddenWeight(nn.Module):
 
 
 NO_WEIGHT = ("a compiled model's weights are packed: edit .weight before it is compiled, or "
-             "replace this module by another linear (.dequantized() copies the weight)")
+             "replace this module with another linear (.dequantized() copies the weight)")
 
 
 class OperationsLinear(HiddenWeight, PackedLinear):
@@ -125,7 +125,9 @@ def disk_layout(linear: nn.Module) -> tuple:
 
 
 def can_pack(linear: nn.Module) -> bool:
-    """Is it packed, or can native.pack_weight() pack disk_layout(linear)? Reads no weights."""
+    """True if it is packed already, or native.pack_weight() can pack disk_layout(linear). Does not
+    read the weights.
+    """
     if is_packed(linear):
         return True
     if not is_quantized_or_packed(linear):
@@ -144,7 +146,7 @@ def can_pack(linear: nn.Module) -> bool:
 
 
 def supports_linear(linear: nn.Module) -> bool:
-    """Is it packed, or can pack_linear() pack it?"""
+    """True if it is packed already, or pack_linear() can pack it."""
     is_2d = is_quantized_or_packed(linear) and len(linear.shape) == 2
     is_linear = type(linear) is nn.Linear or is_2d
     return is_linear and can_pack(linear) and supports_bias(linear)
@@ -156,7 +158,7 @@ def pack_linear(linear: nn.Module) -> OperationsLinear:
         return linear
     weight, scales, zeros = disk_layout(linear)
     _, weight, scales, _ = native.pack_weight(weight, scales, zeros)
-    new = OperationsLinear(torch.Size(shape_of(linear)), linear.bias, OPERATIONS)
+    new = OperationsLinear(torch.Size(shape_of(linear)), linear.bias, NATIVE_KERNEL)
     new.set_tensors((weight, scales, None))
     new.implements = methods_implemented_by(linear)
     return new
@@ -169,7 +171,7 @@ def supports_bias(linear: nn.Module) -> bool:
 
 
 def is_fp32_on_cpu(*tensors: Tensor | None) -> bool:
-    """Can operations read these tensors directly: fp32, contiguous, on the CPU?"""
+    """True if operations can read these tensors directly: fp32, contiguous, on the CPU."""
     return all(t is None or (t.dtype == torch.float32 and t.is_contiguous() and not t.is_meta
                              and t.device.type == "cpu") for t in tensors)
 

@@ -13,11 +13,11 @@ struct Positions {                             // shared by all layers
   const int64_t *rows;                         // [B], rows of the caches, or null: row b is b
 };
 
-static long position(const Positions* positions, int b, int t) {
+static long cache_slot(const Positions* positions, int b, int t) {
   return positions->slot[b * positions->slot_stride_b + t];
 }
 
 // Is token t at its predecessor's position + 1?
 static bool follows(const Positions* positions, int b, int t) {
-  return t == 0 || position(positions, b, t) == position(positions, b, t - 1) + 1;
+  return t == 0 || cache_slot(positions, b, t) == cache_slot(positions, b, t - 1) + 1;
 }

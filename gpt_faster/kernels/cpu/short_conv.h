@@ -35,7 +35,7 @@ static void short_conv(const ShortConv& op, Phase* phase) {
     for (int c = 0; c < op.width; c++) y[c] = op.bias ? op.bias[c] : 0;
     for (int tap = 0; tap < op.n_tap; tap++) {
       int from = t - (op.n_tap - 1) + tap;
-      long p = position(op.positions, b, 0) + from;
+      long p = cache_slot(op.positions, b, 0) + from;
       if (from >= 0) conv_input(op, b, from, h);
       else if (p < 0) continue;
       else read_floats(op.inputs, op.input_type, input_offset(op, b, p), op.width, h);
@@ -48,8 +48,8 @@ static void short_conv(const ShortConv& op, Phase* phase) {
   run_tasks(phase[1], op.B, 1, [&](int b) {    // the last n_input inputs -> the ring
     float* h = reserve(thread_scratch, op.width);
     for (int t = 0; t < op.T; t++) {
-      long p = position(op.positions, b, t);
-      if (p < 0 || p <= position(op.positions, b, op.T - 1) - op.n_input ||
+      long p = cache_slot(op.positions, b, t);
+      if (p < 0 || p <= cache_slot(op.positions, b, op.T - 1) - op.n_input ||
           !follows(op.positions, b, t))
         continue;
       conv_input(op, b, t, h);
