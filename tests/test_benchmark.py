@@ -258,7 +258,7 @@ def test_suite_goes_on(capsys, monkeypatch, tmp_path):
     status, _, _ = run(capsys, "--suite", "cpu", "--device", "cpu")
     assert status == 130 and done == ["2", "3"]
     status, shown, err = run(capsys, "--suite", "cpu", "--device", "cpu")
-    assert status == 0 and done == ["2", "3", "3"] and "### two" in shown and "one: measured already" in err
+    assert status == 0 and done == ["2", "3", "3"] and "### two" in shown and "one: already measured" in err
     written, = (tmp_path / "benchmarks").iterdir()
     tables = json.loads(written.read_text())["tables"]
     assert list(tables) == ["one", "two"] and tables["two"]["command"] == "python benchmark.py -n 3"

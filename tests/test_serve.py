@@ -367,7 +367,7 @@ def test_generate_py_takes_a_schema(tmp_path):
         return subprocess.run([*PYTHON, "generate.py", "-m", SMOLLM2, "--device", "cpu", "--json_schema", file, "--prompt", "A person: ",
                                "--temperature", "1", "--max_new_tokens", "120", "--json"], cwd=ROOT, capture_output=True, text=True)
     jsonschema.validate(json.loads(json.loads(run(json.dumps(SCHEMA)).stdout)["text"]), SCHEMA)
-    for text, match in (("[]", "a JSON schema is an object"), ("{", "not valid JSON"), ('{"contains": 3}', "contains")):
+    for text, match in (("[]", "a JSON schema must be an object"), ("{", "not valid JSON"), ('{"contains": 3}', "contains")):
         result = run(text)
         assert result.returncode == 2 and match in result.stderr.splitlines()[-1], result.stderr
 
