@@ -90,7 +90,7 @@ def test_a_wrong_engine_is_caught(capsys, monkeypatch, engine, dtype):
     monkeypatch.setattr(engines, "build_steps", baked)
     argv = ["-m", SMOLLM2, "-n", 20, "-r", 1, "--device", "cpu", "--engines", f"{engine},recompute", "--dtype", dtype]
     status, out, err = run(capsys, *argv)
-    assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) gives other tokens" in err
+    assert status == 1 and "| NO |" in out and f"{engine} (none, tg20 @ d5, batch 1) generates other tokens than the reference" in err
 
 
 def test_requests_and_larger_caches(capsys):
@@ -161,10 +161,10 @@ def test_a_row_that_does_not_fit_is_a_row(capsys, monkeypatch):
     status, out, _ = run(capsys, *argv, "-o", "json")
     fits, not_fits = json.loads(out)["rows"]
     assert status == 0 and fits["error"] is None and fits["tok_s"] > 0
-    assert not_fits["error"].startswith("out of memory: some 0.") and not_fits["tok_s"] is None
+    assert not_fits["error"].startswith("out of memory: about 0.") and not_fits["tok_s"] is None
     argv = ["--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache,compile", "-b", 64]
     fits, not_fits = json.loads(run(capsys, *argv, "-o", "json")[1])["rows"]       # it needs 30 MB, and its weights once more
-    assert fits["error"] is None and not_fits["error"].startswith("out of memory: some 0.1 GB")
+    assert fits["error"] is None and not_fits["error"].startswith("out of memory: about 0.1 GB")
 
 
 def test_weights_that_do_not_fit_are_rows(capsys, monkeypatch):
