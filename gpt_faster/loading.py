@@ -65,9 +65,8 @@ def open_model(path: str | None = None, shape: str | None = None, adapter: str |
     return source, load_for(source)
 
 
-def load(source: Checkpoint, dtype: torch.dtype, device,
-         engine: str = "compile") -> Transformer:
-    """This rank's shard of a model, through the weight cache."""
+def load(source: Checkpoint, dtype: torch.dtype, device, engine: str) -> Transformer:
+    """This rank's shard of a model for this engine, through the weight cache."""
     packed = is_packed_for(engine, device, source)
     key = cache_key(source, dtype, torch.device(device), packed)
     cached = key and weight_cache.load(key)
@@ -81,8 +80,9 @@ def load(source: Checkpoint, dtype: torch.dtype, device,
     return model
 
 
-def load_shard(source, dtype: torch.dtype, device, engine: str = "compile") -> Transformer:
-    """This rank's shard of a model, connected to the other ranks. Bypasses the weight cache.
+def load_shard(source, dtype: torch.dtype, device, engine: str) -> Transformer:
+    """This rank's shard of a model for this engine, connected to the other ranks. Bypasses the
+    weight cache.
 
     For torch_compile the layers are the core's, without our attention kernels.
     """

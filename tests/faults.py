@@ -123,7 +123,7 @@ COMPILED = {"generate.py": compiled("generate.py")}        # by the server, once
 def keep(checkpoint):
     """In a child: weights are made, and kept."""
     loading.MIN_SAVE_SECONDS = 0
-    loading.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu")
+    loading.load(read_checkpoint(checkpoint), torch.bfloat16, "cpu", "compile")
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         if not thread.daemon:
             thread.join()                                  # it keeps them, as the interpreter's end would wait for it

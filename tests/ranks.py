@@ -47,7 +47,7 @@ def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine
     """generate() gives the same with this rank's part of the model as with the whole, although each
     rank's random numbers are its own: what rank 0 draws holds."""
     said = []
-    for model in (load_model(source, FP32, "cpu"), loading.load_shard(source, FP32, "cpu")):
+    for model in (load_model(source, FP32, "cpu"), loading.load_shard(source, FP32, "cpu", "compile")):
         steps = engines.build_steps(model, engine) if said else generate.Steps()
         draw = torch.Generator().manual_seed(1 + (tp.rank() if said else 0))
         model.setup_cache(len(rows), max(map(len, rows)) + n_new)
@@ -61,7 +61,7 @@ def same_tokens(source, rows, n_new=6, how=SamplingParams(temperature=0), engine
 
 def check_family(path, n):
     source = read_checkpoint(path)
-    whole, part = load_model(source, FP32, "cpu"), loading.load_shard(source, FP32, "cpu")
+    whole, part = load_model(source, FP32, "cpu"), loading.load_shard(source, FP32, "cpu", "compile")
     assert part.cfg.n_head == source.cfg.n_head // n and part.cfg.vocab_size == source.cfg.vocab_size
     close(logits(part, prompts(24)), logits(whole, prompts(24)))
     same_tokens(source, [row[:k].tolist() for row, k in zip(prompts(12), (5, 12, 1))])
@@ -72,7 +72,7 @@ def check_quantized(path, n):
     source = read_checkpoint(path)
     for mode, head in (("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int8", "none")):
         packed = quantized(source, mode, 32, head)
-        whole, part = load_model(packed, FP32, "cpu"), loading.load_shard(packed, FP32, "cpu")
+        whole, part = load_model(packed, FP32, "cpu"), loading.load_shard(packed, FP32, "cpu", "compile")
         close(logits(part, prompts(9)), logits(whole, prompts(9)))
 
 
@@ -88,7 +88,7 @@ def check_compiled(path, n):
 def check_guessing(path, n):
     """Greedily, and drawing with different dice."""
     source = read_checkpoint(path)
-    draft = loading.load_shard(quantized(source, "int8"), FP32, "cpu")
+    draft = loading.load_shard(quantized(source, "int8"), FP32, "cpu", "compile")
     row = prompts(6, 1).repeat(1, 3).tolist()
     for other in (None, draft):
         def drafts(model, sampler, other=other):
@@ -105,7 +105,7 @@ def check_guessing(path, n):
 
 def check_measuring(path, n):
     """Each rank has its own clock, and all make the same calls."""
-    model = loading.load_shard(read_checkpoint(path), FP32, "cpu")
+    model = loading.load_shard(read_checkpoint(path), FP32, "cpu", "compile")
     model.setup_cache(1, 64)
     sampler = build_sampler(model, [SamplingParams(temperature=0)], torch.Generator())
     batch = engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, False)
@@ -120,7 +120,7 @@ def check_measuring(path, n):
 def check_mtp(path, n):
     """By the checkpoint's own head, a part of which each rank has, beside its part of embedding and output."""
     source = read_checkpoint(path)
-    head = loading.load_shard(source.mtp(), FP32, "cpu")
+    head = loading.load_shard(source.mtp(), FP32, "cpu", "compile")
 
     def drafts(model, sampler):
         return engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, True, head)

@@ -80,7 +80,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
 
     def kept(dtype=torch.float32, **asked):
         source = read_checkpoint(path)
-        loading.load(quantized(source, **asked) if asked else source, dtype, "cpu")
+        loading.load(quantized(source, **asked) if asked else source, dtype, "cpu", "compile")
         return len(sets(home))
     assert kept() == 1 and kept() == 1
     assert kept(torch.bfloat16) == 2
@@ -95,7 +95,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
     os.utime(weights, ns=times)                            # as if it were the old one
     assert kept() == 6
     shutil.copytree(path, tmp_path / "copy")
-    loading.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu")
+    loading.load(read_checkpoint(tmp_path / "copy"), torch.float32, "cpu", "compile")
     assert len(sets(home)) == 6                            # the same content elsewhere
     monkeypatch.setattr(loading, "code_digest", lambda: "other code")
     assert kept() == 7
@@ -106,7 +106,7 @@ def test_what_they_depend_on(families, home, at_once, monkeypatch, tmp_path):
 def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    expected = logits(loading.load(source, torch.float32, "cpu"))
+    expected = logits(loading.load(source, torch.float32, "cpu", "compile"))
     folder, = sets(home)
     data, index = folder / "data", folder / "index.json"
     size = data.stat().st_size
@@ -123,7 +123,7 @@ def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
     if damage == "no index field":
         index.write_text("{}")
     for _ in range(2):
-        assert torch.equal(logits(loading.load(source, torch.float32, "cpu")), expected)
+        assert torch.equal(logits(loading.load(source, torch.float32, "cpu", "compile")), expected)
     folder, = sets(home)
     assert (folder / "data").stat().st_size == size
     assert "rebuilding" in capsys.readouterr().err
@@ -132,37 +132,37 @@ def test_damaged_files_are_made_anew(families, home, at_once, damage, capsys):
 def test_writing_into_them_stays_private(families, home, at_once):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    loading.load(source, torch.float32, "cpu")
-    model = loading.load(source, torch.float32, "cpu")
+    loading.load(source, torch.float32, "cpu", "compile")
+    model = loading.load(source, torch.float32, "cpu", "compile")
     with torch.no_grad():
         model.layers[0].attn.wo.weight.zero_()
-    again = loading.load(source, torch.float32, "cpu")
+    again = loading.load(source, torch.float32, "cpu", "compile")
     assert again.layers[0].attn.wo.weight.any()
 
 
 def test_the_oldest_go_first_and_the_full_disk_keeps_nothing(families, home, at_once, monkeypatch):
     directory, _ = families("llama3")
     source = read_checkpoint(directory)
-    loading.load(source, torch.float32, "cpu")
+    loading.load(source, torch.float32, "cpu", "compile")
     first, = sets(home)
     size = (first / "data").stat().st_size
-    loading.load(source, torch.bfloat16, "cpu")
+    loading.load(source, torch.bfloat16, "cpu", "compile")
     second, = set(sets(home)) - {first}
     os.utime(first, (time.time() + 99, time.time() + 99))  # used later than the second
     monkeypatch.setattr(weight_cache, "max_bytes", lambda: int(2.1 * size))
-    loading.load(quantized(source, "int8"), torch.float32, "cpu")
-    loading.load(quantized(source, "int4"), torch.float32, "cpu")
+    loading.load(quantized(source, "int8"), torch.float32, "cpu", "compile")
+    loading.load(quantized(source, "int4"), torch.float32, "cpu", "compile")
     assert first in sets(home) and second not in sets(home)
     monkeypatch.setattr(weight_cache, "max_bytes", lambda: size // 2)
     before = sets(home)
-    loading.load(source, torch.bfloat16, "cpu")       # larger than all that may be kept
+    loading.load(source, torch.bfloat16, "cpu", "compile")       # larger than all that may be kept
     assert sets(home) == before
 
     def full(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(weight_cache, "max_bytes", lambda: 1 << 40)
     monkeypatch.setattr(weight_cache, "_write", full)
-    loading.load(source, torch.bfloat16, "cpu")
+    loading.load(source, torch.bfloat16, "cpu", "compile")
     assert sets(home) == before and not list((home / "weights").glob(".partial*"))
 
 
@@ -185,7 +185,7 @@ def test_limits(monkeypatch, home, capsys):
 @pytest.mark.slow
 def test_a_gguf(home, at_once):
     source = read_checkpoint(SMOLLM2)
-    tokens = [[t.item() for t in generated(loading.load(source, torch.bfloat16, "cpu"), [[5, 9, 77]], 8, GREEDY)]
+    tokens = [[t.item() for t in generated(loading.load(source, torch.bfloat16, "cpu", "compile"), [[5, 9, 77]], 8, GREEDY)]
               for _ in range(2)]
     assert tokens[0] == tokens[1] and len(sets(home)) == 1
     assert disk.cache_dir() == home
@@ -196,7 +196,7 @@ def test_what_is_put_in_a_function_s_place_makes_them_anew(families, home, at_on
     source = quantized(read_checkpoint(families("llama3")[0]), "int4")
 
     def kept():
-        model = loading.load(source, torch.float32, "cpu")
+        model = loading.load(source, torch.float32, "cpu", "compile")
         return len(sets(home)), logits(model)
     (n, plain), (again, same) = kept(), kept()
     assert (n, again) == (1, 1) and torch.equal(plain, same)
@@ -222,7 +222,7 @@ def test_a_function_without_source_keeps_nothing(families, home, at_once, monkey
     scope = dict(vars(quantize))
     exec("def _as_bfloat16(t): return t.half().float()", scope)
     monkeypatch.setattr(quantize, "_as_bfloat16", scope["_as_bfloat16"])
-    loading.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu")
+    loading.load(quantized(read_checkpoint(families("llama3")[0]), "int4"), torch.float32, "cpu", "compile")
     assert not sets(home)
 
 
@@ -230,11 +230,11 @@ def test_after_a_compiler_ran(families, home, at_once):
     """torch.compile puts functions of its own into the globals of the module whose function it compiled."""
     torch._dynamo.reset()
     source = read_checkpoint(families("llama3")[0])
-    expected = logits(loading.load(source, torch.float32, "cpu"))
+    expected = logits(loading.load(source, torch.float32, "cpu", "compile"))
     n = len(sets(home))
     torch.compile(core.swiglu, backend="eager")(torch.ones(2), torch.ones(2))
     assert any(name.startswith("__compiled_fn") for name in vars(core))
-    assert torch.equal(logits(loading.load(source, torch.float32, "cpu")), expected) and len(sets(home)) == n
+    assert torch.equal(logits(loading.load(source, torch.float32, "cpu", "compile")), expected) and len(sets(home)) == n
 
 
 def test_what_a_killed_process_left_is_removed_and_what_is_being_written_stays(home):

@@ -1151,7 +1151,7 @@ def test_compiled_from_the_layout_on_disk(families, name, mode, head, dtype):
 @torch.no_grad()
 def test_a_hooked_linear_is_packed_by_nobody(families):
     source = quantized_source(families, "llama3", "int8", "int8")
-    model = loading.load(source, BF16, "cpu")
+    model = loading.load(source, BF16, "cpu", "compile")
     seen = []
     model.layers[0].ffn.down.register_forward_hook(lambda *args: seen.append(1))
     compile_model(model)

@@ -379,7 +379,7 @@ def run(argv: list[str] | None = None) -> int:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
     source = quantize_as_requested(source, args.quantize, args.groupsize, args.quantize_head,
                                    device)
-    model = load(source, dtype, device)
+    model = load(source, dtype, device, engine)
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU forward is not compiled

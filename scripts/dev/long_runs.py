@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         plots.load_matplotlib()                    # fail early if it is missing
     model, source, tokenizer = load_model(args.checkpoint_path, "cpu", torch.float32)
-    draft = load_shard(quantized(source, "int8"), torch.float32, "cpu")
+    draft = load_shard(quantized(source, "int8"), torch.float32, "cpu", "compile")
     runner = Runner(model, draft, tokenizer, engines.build_steps(model, "compile"))
     memory_of, errors = {}, []
     for name, part in PARTS.items():

@@ -68,7 +68,7 @@ def model_of(name: str, scheme: str, n_layer: int, rows: int, length: int):
     source = dataclasses.replace(source, cfg=cfg, tensors=tensors)
     if scheme != "none":
         source = quantized(source, scheme, device="cuda")
-    model = load_shard(source, torch.bfloat16, "cuda")
+    model = load_shard(source, torch.bfloat16, "cuda", "compile")
     model.setup_cache(rows, length, 1024)
     return model
 
