@@ -39,7 +39,6 @@ from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import fill, quantize_tensor, quantized
 from gpt_faster.kernels.compile import compile_model
 from gpt_faster.kernels.cpu import products as kernels
-from gpt_faster.kernels.cpu.linears import OperationsLinear
 from gpt_faster.kernels.cpu.products import INT4_CPU, INT8_CPU
 from gpt_faster.kernels.linear import PackedExpertLinear, PackedLinear, kernel_for
 from gpt_faster.kernels.moe import expert_rows
@@ -1149,14 +1148,36 @@ def test_compiled_from_the_layout_on_disk(families, name, mode, head, dtype):
 
 
 @torch.no_grad()
-def test_a_hooked_linear_is_packed_by_nobody(families):
-    source = quantized_source(families, "llama3", "int8", "int8")
-    model = loading.load(source, BF16, "cpu", "compile")
-    seen = []
-    model.layers[0].ffn.down.register_forward_hook(lambda *args: seen.append(1))
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward", "subclass"])
+@pytest.mark.parametrize("name, part", [("llama3", "layers.0.ffn.down"), ("llama3", "layers.0.attn.wqkv"), ("llama3", "head"),
+                                        ("gemma2", "embed"), ("gemma2", "head"), ("qwen3_moe", "layers.1.ffn.up")])
+def test_an_edited_linear_is_packed_by_nobody(families, name, part, how, dtype):
+    """A hook, a forward or a class of one's own on what lies as on disk: it runs at each of several calls."""
+    model = loading.load(quantized_source(families, name, "int8", "int8"), dtype, "cpu", "compile")
+    module, seen = model.get_submodule(part), []
+    kind = type(module)
+
+    class Mine(kind):
+        def forward(self, *args):
+            seen.append(1)
+            return super().forward(*args)
+
+    def forward(*args):
+        seen.append(1)
+        return kind.forward(module, *args)
+    if how == "hook":
+        module.register_forward_hook(lambda *args: seen.append(1))
+    elif how == "pre-hook":
+        module.register_forward_pre_hook(lambda *args: seen.append(1))
+    elif how == "forward":
+        module.forward = forward
+    else:
+        module.__class__ = Mine
     compile_model(model)
-    lengths_of(model, (7,))
-    assert seen and type(model.layers[0].ffn.down) is QuantizedLinear and type(model.layers[1].ffn.down) is OperationsLinear
+    for n in range(1, 4):
+        lengths_of(model, (7,))
+        assert len(seen) == n and model.get_submodule(part) is module
 
 
 def test_quantized_prefill_and_padding_compiled_away(capsys, model):

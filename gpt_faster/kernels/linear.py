@@ -163,11 +163,17 @@ def is_quantized(module: nn.Module) -> bool:
 def use_packed_linears(model: nn.Module, dtype: torch.dtype, device, loaded: bool = False) -> None:
     """Replace the quantized linears of a model by packed ones. In place.
 
-    dtype: of the activations; loaded: the weights are loaded already. Keeps linears that have a
-    hook or an overridden method; if quantize.py was modified, keeps all and prints a note.
+    dtype: of the activations; loaded: the weights are loaded already. Keeps a linear if it, or an
+    embedding that shares its weight, has a hook or an overridden method; if quantize.py was
+    modified, keeps all and prints a note.
     """
-    quantized = [(name, m) for name, m in model.named_modules() if is_quantized(m)
-                 and not (user_hook(m, name) or user_override(m, name))]
+    modules = list(model.named_modules())
+    embeddings = [(where, m) for where, m in modules if type(m) is QuantizedEmbedding]
+    sharing = {name: [(where, m) for where, m in embeddings if m.weight is linear.weight]
+               for name, linear in modules if is_quantized(linear)}
+    quantized = [(name, m) for name, m in modules if is_quantized(m)
+                 and not any(user_hook(x, at) or user_override(x, at)
+                             for at, x in [(name, m), *sharing[name]])]
     if not quantized:
         return
     if reason := find_modified(implemented_methods({type(linear) for _, linear in quantized})):
@@ -182,12 +188,11 @@ def use_packed_linears(model: nn.Module, dtype: torch.dtype, device, loaded: boo
         if forward := shared_by(linear):
             share(packed, forward)
         model.set_submodule(name, packed)
-        for where, embed in list(model.named_modules()):
-            if type(embed) is QuantizedEmbedding and embed.weight is linear.weight:
-                new = PackedEmbedding(packed, packed.scales, dtype)
-                new.implements = methods_implemented_by(embed)
-                packed.embeddings = (new,)
-                model.set_submodule(where, new)
+        for where, embed in sharing[name]:
+            new = PackedEmbedding(packed, packed.scales, dtype)
+            new.implements = methods_implemented_by(embed)
+            packed.embeddings += (new,)
+            model.set_submodule(where, new)
         if loaded:
             packed.pack()
 
