@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the test dependencies into .venv and run a tier of tests (see tests/tiers.py). Other arguments
 # go to pytest:
-#   bash scripts/test.sh                  # the quick tier: 3 minutes on 2 cores
+#   bash scripts/test.sh                  # the quick tier: 4 to 5 minutes on 2 cores
 #   bash scripts/test.sh --all            # plus slow tests, up to 15 minutes
 #   bash scripts/test.sh --exhaustive     # everything, in shards
 #   bash scripts/test.sh --all -k sampling

@@ -1,6 +1,6 @@
 """Which tests run, in what order, and until when: the three tiers, as conftest.py and this command see them.
 
-    bash scripts/test.sh                 # quick: cheap tests alone, 3 minutes on 2 cores
+    bash scripts/test.sh                 # quick: cheap tests alone, 4 to 5 minutes on 2 cores
     bash scripts/test.sh --all           # quick, then slow tests until 15 minutes of wall-clock time are over
     bash scripts/test.sh --exhaustive    # everything at full length, in shards; the record is tests/exhaustive.json
     bash scripts/test.sh --measure       # runs the tests that have no measured cost yet, and adds theirs
