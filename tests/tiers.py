@@ -370,8 +370,12 @@ def main() -> int:
         parser.error("--shard and --coverage need --exhaustive")
     if args.seed is not None and not args.all:
         parser.error("--seed needs --all")
-    with tempfile.TemporaryDirectory() as directory:
+    # What tests and the commands that they start leave behind goes with the run: it would fill a small disk.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache/tests/inductor"))
+    with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as directory:
+        tempfile.tempdir = os.environ["TMPDIR"] = directory
         log = Path(directory) / "log"
+        print(f"{shutil.disk_usage(directory).free / 1e9:.1f} GB of disk are free; a run needs about 4", file=sys.stderr)
         if args.exhaustive:
             return run_exhaustive(args, rest, log)
         if args.measure:
