@@ -19,6 +19,7 @@ from gpt_faster.decoding import samplers
 from gpt_faster.decoding.request_sampler import ANY_PARAMS, RequestParams
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
 from gpt_faster.kernels import torch_internals
+from gpt_faster.kernels.cpu import native
 from sampling import (
     FILTERS,
     MOST_SORTED,
@@ -43,7 +44,16 @@ def sampler(params, n_row=16, n_vocab=300, generator=None):
 
 
 EVERY, POS = slice(None), torch.tensor([5])
-KINDS = [Sampler, ShortlistSampler, DeviceSampler]
+assert native.is_available()                       # so that a ShortlistSampler draws by draw.h
+
+
+class ShortlistWithoutKernel(ShortlistSampler):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.may_use_kernel = False
+
+
+KINDS = [Sampler, ShortlistSampler, ShortlistWithoutKernel, DeviceSampler]
 
 
 def dense(dist, n_vocab):
@@ -87,7 +97,7 @@ def test_keeps_what_transformers_keeps(how):
         warped = TopPLogitsWarper(how.top_p)(None, warped)
     if how.min_p:
         warped = MinPLogitsWarper(how.min_p)(None, warped)
-    for kind in (Sampler, ShortlistSampler):
+    for kind in (Sampler, ShortlistSampler, ShortlistWithoutKernel):
         probs = dense(kind([how] * 16, 300).distribution(logits), 300)
         torch.testing.assert_close(probs, torch.softmax(warped, -1), rtol=1e-4, atol=1e-6)
 
@@ -164,7 +174,7 @@ def test_all_samplers_draw_the_same_also_where_logits_tie(seed, n_vocab):
 def test_places_of_one_row(how, n_vocab):
     """As drafts are verified: each place as if it were a row of its own."""
     logits = torch.randn(5, n_vocab) * 3
-    for kind in (Sampler, ShortlistSampler):
+    for kind in (Sampler, ShortlistSampler, ShortlistWithoutKernel):
         one, five = kind([how], n_vocab), kind([how] * 5, n_vocab)
         assert torch.equal(dense(one.distribution(logits), n_vocab), dense(five.distribution(logits), n_vocab))
         each = torch.cat([dense(one.distribution(logits[i:i + 1]), n_vocab) for i in range(5)])
@@ -434,3 +444,40 @@ def test_an_edited_filter_is_named_once(monkeypatch, capsys):
     for _ in range(2):
         ShortlistSampler([SamplingParams(min_p=0.5)], 8)
     assert capsys.readouterr().err.count("sampling runs as written in sampling.py") == 1
+
+
+def test_filters_in_another_order_are_not_the_kernels(monkeypatch):
+    """top_p before top_k keeps other tokens; the draw kernels know one order."""
+    how = SamplingParams(top_k=2, top_p=0.5, min_p=0.01, seed=1)
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert ShortlistSampler([how], 4).may_use_kernel
+    assert DeviceSampler([SamplingParams(top_p=0.5, min_p=0.01)], 4).uses_draw_kernel
+    monkeypatch.setattr(sampling, "FILTERS", dict(reversed(FILTERS.items())))
+    made = [kind([how], 4) for kind in KINDS]
+    assert not made[1].may_use_kernel
+    assert not DeviceSampler([SamplingParams(top_p=0.5, min_p=0.01)], 4).uses_draw_kernel
+    draws = [[one.sample(logits, EVERY, torch.tensor([pos])).item() for pos in range(40)] for one in made]
+    assert all(tokens == draws[0] for tokens in draws) and set(draws[0]) == {0, 1}
+    monkeypatch.undo()
+    assert {ShortlistSampler([how], 4).sample(logits, EVERY, torch.tensor([pos])).item() for pos in range(40)} == {0}
+
+
+@pytest.mark.parametrize("logits", [[math.nan, 1.0, 2.0], [1.0, math.inf, 2.0], [-math.inf] * 3, [1.0, math.nan, math.inf]])
+def test_logits_that_are_no_numbers_draw_a_token_that_exists(logits):
+    for how in (SamplingParams(), SamplingParams(0), SamplingParams(1.0, 2, 0.5, 0.1)):
+        for kind in KINDS:
+            one = kind([how], 3, later=[SamplingParams(0)])
+            assert 0 <= one.sample(torch.tensor([logits]), EVERY, POS).item() < 3
+
+
+@pytest.mark.parametrize("width", [0.3, 3.0])
+@pytest.mark.parametrize("n_vocab", [65, 5000, 40000])
+def test_long_candidate_lists(n_vocab, width):
+    """Of flat and of steep distributions, with shortlists that are too short and blocks of 64 that are not full."""
+    torch.manual_seed(n_vocab)
+    logits = torch.randn(4, n_vocab) * width
+    for k in (0, 1, 64, 700, n_vocab - 1, 1 << 30):
+        for p in (1.0, 0.999, 0.1):
+            rows = [SamplingParams(1.0, k, p, m, seed=7) for m in (0.0, 1e-4, 0.1, 1.0)]
+            tokens = [kind(rows, n_vocab).sample(logits, EVERY, POS) for kind in KINDS[:2]]
+            assert torch.equal(*tokens), (k, p)

@@ -1,8 +1,9 @@
 """Faster samplers for CPU and GPU that draw the same tokens as sampling.Sampler.
 
 On a CPU, outside of tracing, a step does only what its rows' parameters need, and filters a
-shortlist of the most likely tokens if no other can pass. On a GPU a compiled step draws in one
-kernel if the filters allow it. Both fall back to Sampler if functions of sampling.py were edited.
+shortlist of the most likely tokens if no other can pass. Where the C++ kernels are loaded, and on a
+GPU in a compiled step, one kernel filters and draws if it has all the filters. All fall back to
+Sampler if functions of sampling.py were edited.
 
     sampler = build_sampler(model, [SamplingParams()] * B, generator)
 """
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 import sampling
-from gpt_faster.kernels.cuda.draw import FILTERS, draw
+from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.cpu.draw import draw as draw_on_cpu
+from gpt_faster.kernels.cuda.draw import draw as draw_on_gpu
 from gpt_faster.kernels.cuda.products import has_kernels
 from gpt_faster.kernels.modifications import find_modified
 from gpt_faster.kernels.torch_internals import is_compiling, note_once
@@ -22,6 +25,7 @@ SHORTLIST = 1024                                   # most likely tokens, if no r
 # Filters that drop a token only together with all less likely ones. With any other filter a
 # shortlist does not show whether a token outside of it may be drawn.
 SHORTLIST_FILTERS = {"top_k", "top_p", "min_p"}
+KERNEL_FILTERS = ["top_k", "top_p", "min_p"]       # in the order of the kernels
 
 
 def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None,
@@ -31,6 +35,17 @@ def build_sampler(model: Transformer, rows: list[SamplingParams], generator=None
     device = model.freq.device
     kind = {"cpu": ShortlistSampler, "cuda": DeviceSampler}.get(device.type, Sampler)
     return kind(rows, model.cfg.vocab_size, device, generator, later)
+
+
+def kernels_have_filters(sampler: Sampler) -> bool:
+    """Whether the draw kernels know all of the sampler's filters, and apply them in its order."""
+    return list(sampler.filters) == [name for name in KERNEL_FILTERS if name in sampler.filters]
+
+
+def draw_args(sampler: Sampler, logits: Tensor, rows, pos: Tensor) -> tuple:
+    """The arguments of the draw kernels for processed() logits."""
+    params = (getattr(sampler, name)[rows] for name in ("temperature", *KERNEL_FILTERS))
+    return logits, *params, sampler.seeds[rows] + sampler.counter(pos.view(-1, 1), False)
 
 
 def is_unmodified(sampler: Sampler) -> bool:
@@ -59,6 +74,7 @@ class ShortlistSampler(Sampler):
     def __init__(self, rows, *args, **kwargs):
         super().__init__(rows, *args, **kwargs)
         self.known = replaced_functions(self) if is_unmodified(self) else None
+        self.may_use_kernel = not self.all_greedy and kernels_have_filters(self)
 
     def falls_back(self) -> bool:
         """Whether to run Sampler's code: while traced, or if sampling.py was edited."""
@@ -102,10 +118,12 @@ class ShortlistSampler(Sampler):
         return super().distribution(logits, rows)
 
     def sample(self, logits, rows, pos) -> Tensor:
-        """Sample filtered, unfiltered and greedy rows separately."""
+        """Without a kernel, samples filtered, unfiltered and greedy rows separately."""
         if self.falls_back():
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
+        if self.may_use_kernel and native.is_loaded():
+            return draw_on_cpu(*draw_args(self, logits, rows, pos))
         index = self.indices(rows)
         kinds = [is_filtered(self.params[row]) for row in index if self.params[row].temperature]
         if len(kinds) == len(index) and len(set(kinds)) == 1:
@@ -139,7 +157,7 @@ class DeviceSampler(Sampler):
         arrivals = torch.zeros(len(rows), dtype=torch.int32, device=self.seeds.device)
         self.register_buffer("arrivals", arrivals)
         top_p_of_top_k = {"top_k", "top_p"} <= self.filters.keys()     # not in the kernel
-        self.uses_draw_kernel = (not self.all_greedy and self.filters.keys() <= FILTERS
+        self.uses_draw_kernel = (not self.all_greedy and kernels_have_filters(self)
                                  and not self.logit_filters and not top_p_of_top_k
                                  and is_unmodified(self))
 
@@ -147,6 +165,4 @@ class DeviceSampler(Sampler):
         if not (is_compiling() and self.uses_draw_kernel and has_kernels(logits.device)):
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
-        params = (getattr(self, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p"))
-        seeds = self.seeds[rows] + self.counter(pos.view(-1, 1), False)
-        return draw(logits, *params, seeds, self.arrivals[:len(logits)])
+        return draw_on_gpu(*draw_args(self, logits, rows, pos), self.arrivals[:len(logits)])

@@ -34,7 +34,7 @@ END_MARK = b"whole"                                # appended to a completely wr
 TYPES = {torch.float32: 0, torch.bfloat16: 1}      # enum Dtype of dtypes.h
 FP32, BF16, INT8, INT4 = range(4)                  # weight formats, the same enum
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
- SHORT_CONV) = range(11)                           # enum OpKind of run.cpp
+ SHORT_CONV, DRAW) = range(12)                           # enum OpKind of run.cpp
 MAX_TAPS = 8                                       # of DeltaNet's convolution; also in delta.h
 OUT_OF_RANGE = 1                                   # enum Result of run.cpp
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
@@ -142,6 +142,10 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def is_loaded() -> bool:
+    return library.cache_info().currsize > 0
+
+
 @cache
 def is_available() -> bool:
     """Can the library be loaded? Builds it if it does not exist; prints a note if that fails."""
@@ -157,7 +161,7 @@ def is_available() -> bool:
 
 # Dtypes of the tensors that pointer fields point to; fp32 if not listed. Fields in TYPE_FIELDS
 # accept fp32 and bf16 if the struct has the named field, which records the dtype.
-DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos"), torch.int64)
+DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos", "seeds", "token"), torch.int64)
 DTYPES |= dict.fromkeys(("expert_ends", "gather_rows", "sorted_row", "sorted_token"),
                         torch.int32)
 DTYPES["mask"] = torch.bool
@@ -289,8 +293,12 @@ class Mask(Struct):
     _fields_ = fields("kind B T n_key window", "pos mask")
 
 
+class Draw(Struct):
+    _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token")
+
+
 STRUCTS = (Norm, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine, AddNorm,
-           Embed, RopeTable, Mask)
+           Embed, RopeTable, Mask, Draw)
 
 
 class Field(Structure):

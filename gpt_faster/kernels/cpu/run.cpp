@@ -14,6 +14,7 @@
 #include <mutex>
 
 #include "bounds.h"
+#include "draw.h"
 #include "linear.h"
 #include "moe.h"
 #include "norms.h"
@@ -21,7 +22,8 @@
 
 enum Result { DONE, OUT_OF_RANGE, FAILED };
 enum OpKind {
-  LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV
+  LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV,
+  DRAW
 };
 
 extern "C" int panel_width() { return NR; }
@@ -76,6 +78,7 @@ static void run_op(const int32_t* op, Phase* phase, int n_thread) {
   else if (*op == LATENT) latent(*(const Latent*)op, phase);
   else if (*op == ROUTE) route(*(const Route*)op, phase);
   else if (*op == COMBINE) combine(*(const Combine*)op, phase);
+  else if (*op == DRAW) draw(*(const Draw*)op, phase);
   else causal_mask(*(const Mask*)op, phase);
 }
 

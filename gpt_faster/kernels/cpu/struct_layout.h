@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bounds.h"
+#include "draw.h"
 #include "linear.h"
 #include "moe.h"
 
@@ -78,6 +79,9 @@ static const Field FIELDS[] = {
     FIELD(RopeTable, cos), FIELD(RopeTable, sin),
     WHOLE(Mask), FIELD(Mask, kind), FIELD(Mask, B), FIELD(Mask, T), FIELD(Mask, n_key),
     FIELD(Mask, window), FIELD(Mask, pos), FIELD(Mask, mask),
+    WHOLE(Draw), FIELD(Draw, kind), FIELD(Draw, B), FIELD(Draw, V), FIELD(Draw, logits),
+    FIELD(Draw, temperature), FIELD(Draw, top_k), FIELD(Draw, top_p), FIELD(Draw, min_p),
+    FIELD(Draw, seeds), FIELD(Draw, token),
     {nullptr, nullptr, 0, 0}};
 
 #undef FIELD

@@ -6,8 +6,6 @@
 import torch
 from torch import Tensor
 
-FILTERS = {"top_k", "top_p", "min_p"}              # supported by the kernel
-
 
 @torch.library.custom_op("gpt_faster::draw", mutates_args=("arrivals",))
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
