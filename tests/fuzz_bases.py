@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from checkpoint import save_checkpoint
 from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
-from gpt_faster.text import tokenizer_files
+from gpt_faster.text import byte_level, gguf_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".cache/fuzz"
@@ -49,7 +49,7 @@ KINDS = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 # ---- Tokenizers ---------------------------------------------------------------------------------
 
 def letters() -> list[str]:
-    return [*list(tokenizer_files.bytes_to_unicode().values())[:119], "Ġ"]
+    return [*list(byte_level.bytes_to_unicode().values())[:119], "Ġ"]
 
 
 def byte_bpe() -> tuple[list[str], list[tuple[str, str]]]:
@@ -63,10 +63,10 @@ def tokenizer_json(kind: str) -> Tokenizer:
     tokens, merges = byte_bpe()
     vocab = {t: i for i, t in enumerate(tokens)}
     if kind == "bpe":
-        fast = tokenizer_files.byte_level(vocab, merges, (tokenizer_files.LLAMA3,), tokens[:3])
+        fast = byte_level.byte_level(vocab, merges, (byte_level.LLAMA3,), tokens[:3])
         fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     elif kind == "pieces":
-        fast = tokenizer_files.sentencepiece_bpe(vocab, merges, tokens[:3], [], "<s>")
+        fast = gguf_tokenizer.sentencepiece_bpe(vocab, merges, tokens[:3], [], "<s>")
     elif kind == "unigram":
         fast = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁a", -1.5), *((t, -2.0 - i) for i, t in enumerate("abcdeht"))], 0, False))
         fast.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -156,7 +156,7 @@ def tokenizer_model(kind: str, directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
     data = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(100))
     if kind == "sentencepiece":
-        data = tokenizer_files.sentencepiece_model(*pieces(), True, 0)
+        data = gguf_tokenizer.sentencepiece_model(*pieces(), True, 0)
     (directory / "tokenizer.model").write_bytes(data)
     describe(directory, "tokenizer.model", ["tokenizer.model"])
 

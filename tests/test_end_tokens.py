@@ -14,8 +14,8 @@ from checkpoint import save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.loading import load_model as load_all
 from gpt_faster.text import tokenizer_files
+from gpt_faster.text.byte_level import bytes_to_unicode
 from gpt_faster.text.end_tokens import EOG_TOKENS, gguf_end_ids
-from gpt_faster.text.tokenizer_files import bytes_to_unicode
 
 PLAIN = ["a", "b", "c", "d"]
 

@@ -19,7 +19,7 @@ from gpt_faster.formats.known_shapes import SHAPES, random_checkpoint
 from gpt_faster.formats.load import count_parameters, is_offloaded, load_model, read_checkpoint
 from gpt_faster.layers.per_layer import FileTable
 from gpt_faster.layers.shared_kv import SharedAttention
-from gpt_faster.text.tokenizer_files import from_gguf
+from gpt_faster.text.gguf_tokenizer import from_gguf
 from model import cache_bytes
 
 FP32 = torch.float32

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Fast
 
 import tokenizer as core
 from gpt_faster.formats.load import read_checkpoint
-from gpt_faster.text import tokenizer_files
+from gpt_faster.text import byte_level, gguf_tokenizer, tokenizer_files
 from gpt_faster.text.chat_template import render
 from tokenizer import Detokenizer
 
@@ -112,7 +112,7 @@ def test_gguf_refuses_what_it_does_not_know(smollm2):
             tokenizer_files.load({**meta, f"tokenizer.ggml.{key}": value})
 
 
-@pytest.mark.parametrize("pre", tokenizer_files.GGUF_SPLITS)
+@pytest.mark.parametrize("pre", gguf_tokenizer.GGUF_SPLITS)
 def test_every_split_round_trips(pre, smollm2):
     meta = read_checkpoint(SMOLLM2).tokenizer
     tokenizer = tokenizer_files.load({**meta, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
@@ -122,7 +122,7 @@ def test_every_split_round_trips(pre, smollm2):
 
 def test_splits_equal_transformers():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    for pre, splits in tokenizer_files.GGUF_SPLITS.items():
+    for pre, splits in gguf_tokenizer.GGUF_SPLITS.items():
         if pre in GGUF_PRE_TOKENIZER_SPLITS and pre != "qwen2":    # theirs allows combining marks too
             theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
             for text in TEXTS + PROSE:
@@ -136,7 +136,7 @@ def test_splits_equal_transformers():
 def test_qwen35_cuts_as_its_tokenizer():
     """Combining marks are letters, which those of Qwen2 are not."""
     from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
-    assert tokenizer_files.GGUF_SPLITS["qwen35"] == (PRETOKENIZE_REGEX,) and "qwen35" in tokenizer_files.NFC_PRETOKENIZERS
+    assert gguf_tokenizer.GGUF_SPLITS["qwen35"] == (PRETOKENIZE_REGEX,) and "qwen35" in gguf_tokenizer.NFC_PRETOKENIZERS
 
 
 @pytest.mark.parametrize("text, pieces", [
@@ -144,7 +144,7 @@ def test_qwen35_cuts_as_its_tokenizer():
     ("12", ["12"]), ("日本12345語です", ["日本", "12", "345", "語です"])])
 def test_digits_by_threes_from_the_right(text, pieces):
     """AFMoE's; llama.cpp has code of its own for them, whose tests have the first of these."""
-    cuts = [pre_tokenizers.Split(Regex(split), "isolated") for split in tokenizer_files.GGUF_SPLITS["afmoe"]]
+    cuts = [pre_tokenizers.Split(Regex(split), "isolated") for split in gguf_tokenizer.GGUF_SPLITS["afmoe"]]
     assert [p for p, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(text)] == pieces
 
 
@@ -164,8 +164,8 @@ def test_sentencepiece_through_gguf_metadata(sp_model):
     """The model file that we write from a GGUF's lists encodes as the original."""
     sp = sentencepiece.SentencePieceProcessor(str(sp_model))
     n = sp.get_piece_size()
-    kinds = [tokenizer_files.UNKNOWN if sp.is_unknown(i) else tokenizer_files.CONTROL if sp.is_control(i)
-             else tokenizer_files.BYTE if sp.is_byte(i) else tokenizer_files.NORMAL for i in range(n)]
+    kinds = [gguf_tokenizer.UNKNOWN if sp.is_unknown(i) else gguf_tokenizer.CONTROL if sp.is_control(i)
+             else gguf_tokenizer.BYTE if sp.is_byte(i) else gguf_tokenizer.NORMAL for i in range(n)]
     meta = {"model": "llama", "tokens": [sp.id_to_piece(i) for i in range(n)], "token_type": kinds,
             "scores": [sp.get_score(i) for i in range(n)], "bos_token_id": 1, "add_space_prefix": True}
     tokenizer = tokenizer_files.load({f"tokenizer.ggml.{k}": v for k, v in meta.items()})
@@ -203,7 +203,7 @@ def test_what_training_left_in_a_tokenizer_json(bpe, tmp_path):
 def test_llama3_tiktoken_file(bpe, tmp_path):
     """Ranks alone give the merges back: as many tokens as the BPE that they came from."""
     vocab = sorted(((i, t) for t, i in bpe.get_vocab().items() if i > 1))
-    letters = {c: b for b, c in tokenizer_files.bytes_to_unicode().items()}
+    letters = {c: b for b, c in byte_level.bytes_to_unicode().items()}
     data = b"".join(base64.b64encode(bytes(letters[c] for c in t)) + f" {rank}\n".encode()
                     for rank, (_, t) in enumerate(vocab))
     (tmp_path / "tokenizer.model").write_bytes(data)
@@ -211,7 +211,7 @@ def test_llama3_tiktoken_file(bpe, tmp_path):
     assert tokenizer.n_vocab == len(vocab) + 256 and tokenizer.bos_id == len(vocab)
     assert [i - len(vocab) for i in tokenizer.eos_ids] == [1, 8, 9]
     bos, ranks = len(vocab), {t: rank for rank, (_, t) in enumerate(vocab)}
-    plain = tokenizer_files.bytes_to_unicode()
+    plain = byte_level.bytes_to_unicode()
     for word in "the statement of a class definition called return".split():
         pieces, word = [plain[b] for b in word.encode()], word
         while len(pieces) > 1:                             # tiktoken's rule: the lowest rank first
