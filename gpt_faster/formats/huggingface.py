@@ -36,7 +36,9 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         print("note: multimodal model: loading the text part only", file=sys.stderr)
     tensors = hub_tensors(directory, weights, read_weights)
     if "text_config" in config and not any(t.name.endswith("lm_head.weight") for t in tensors):
-        cfg = replace(cfg, tied=True)              # set at either level of the config
+        levels = config, config["text_config"] or {}
+        stated = [part["tie_word_embeddings"] for part in levels if "tie_word_embeddings" in part]
+        cfg = replace(cfg, tied=cfg.tied or not stated or any(stated))
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
     if quantization and c["model_type"] == "gpt2":
