@@ -2,6 +2,7 @@
 
 import json
 
+import stand_ins
 import torch
 import transformers as hf
 
@@ -255,6 +256,24 @@ FAMILIES = {
     "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
     "gpt_neo": lambda: hf.GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]],
                                        vocab_size=160, max_position_embeddings=128, **IDS),
+    "exaone": lambda: stand_ins.Exaone(**SIZE, rope_parameters=LLAMA3),
+    "sarvam_moe": lambda: stand_ins.SarvamMoE(**SIZE, **MOE, head_dim=24, n_routed_experts=8, n_group=2, topk_group=1),
+    "sarvam_mla": lambda: stand_ins.SarvamMLA(**{**MLA, "q_lora_rank": None}, **MOE, n_routed_experts=8, first_k_dense_replace=2, rope_parameters=dict(
+        YARN, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)),
+    "cohere2_moe": lambda: hf.Cohere2MoeConfig(**LAYER_NORM, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6,
+                                               num_shared_experts=2, first_k_dense_replace=2, sliding_window_pattern=2),
+    "cohere2_moe-sigmoid": lambda: hf.Cohere2MoeConfig(
+        **SIZE, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6, num_shared_experts=1, expert_selection_fn="sigmoid",
+        shared_expert_combination_strategy="sum", first_k_dense_replace=1, prefix_dense_intermediate_size=128, prefix_dense_sliding_window_pattern=2,
+        sliding_window_pattern=3, norm_topk_prob=False, attention_bias=True, tie_word_embeddings=False),
+    "kolibri1": lambda: hf.Kolibri1Config(**{k: v for k, v in SIZE.items() if k != "intermediate_size"}, **MOE, head_dim=24, sliding_window=8,
+                                          num_experts=8, shared_expert_intermediate_size=64, norm_topk_prob=True,
+                                          layer_types=["sliding_attention", "full_attention"] * 2),
+    "mimo_v2_flash": lambda: hf.MiMoV2FlashConfig(
+        **{**SIZE, "num_key_value_heads": 1}, **MOE, head_dim=24, v_head_dim=16, n_routed_experts=8, sliding_window=8, n_group=2, topk_group=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], attention_bias=True, rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.334),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.334))),
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
     "gpt_bigcode-heads": lambda: hf.GPTBigCodeConfig(**GPT, multi_query=False, n_inner=96),
 }
@@ -294,6 +313,8 @@ MODELS = {                                                 # for docs/models.md:
     "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
+    "exaone": "EXAONE 3.0, 3.5, Deep", "sarvam_moe": "Sarvam 30B", "sarvam_mla": "Sarvam 105B", "cohere2_moe": "Command A with experts",
+    "kolibri1": "Kolibri 1", "mimo_v2_flash": "MiMo-V2-Flash",
     "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
     "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }

@@ -58,6 +58,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     family, c = _resolve_family(c)
     _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
+             "layer_norm": bool(c.get("has_layer_norm", False)),
              "activation": _activation(c, family),
              "parallel": bool(c.get("use_parallel_residual", False)),
              "post_norm": bool(c.get("use_post_norm", False)),
@@ -69,6 +70,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if c.get("kv_lora_rank"):
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, facts["n_layer"]))
+    facts.update(_widths(c))
     facts.update(_gemma4_layers(c))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE with an attention factor is not supported before query and key "
@@ -211,8 +213,8 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     return facts | dict(rope=tile(rope)) | more
 
 
-def _gemma4_layers(c: dict) -> dict:
-    """Gemma 4: sizes by layer, shared KV layers, per-layer embeddings (from its respelling)."""
+def _widths(c: dict) -> dict:
+    """Sizes by layer, from a respelling (Gemma 4, MiMo)."""
     if "layer_widths" not in c:
         return {}
     widths, n_head = [], c["num_attention_heads"]
@@ -224,10 +226,17 @@ def _gemma4_layers(c: dict) -> dict:
                              "heads evenly")
         widths.append(None if width == Widths(*(
             c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
+    return dict(widths=tile(widths))
+
+
+def _gemma4_layers(c: dict) -> dict:
+    """Gemma 4: shared KV layers and per-layer embeddings (from its respelling)."""
+    if "kv_sources" not in c:
+        return {}
     mixer = [None if source is None else SharedKV(source) for source in c["kv_sources"]]
     dim = c.get("hidden_size_per_layer_input") or 0
     end = LayerEnd(dim, count(c, "vocab_size_per_layer_input") if dim else 0)
-    return dict(widths=tile(widths), mixer=tile(mixer), layer_end=end)
+    return dict(mixer=tile(mixer), layer_end=end)
 
 
 def _experts(c: dict) -> dict:
@@ -242,6 +251,8 @@ def _experts(c: dict) -> dict:
             or n_group > 1 and size < group_top):
         raise ValueError(f"cannot choose {n_active} of {n_expert} experts from {topk_group} of "
                          f"{n_group} groups")
+    if c.get("expert_selection_fn"):
+        facts["scores"] = c["expert_selection_fn"]
     return dict(facts, choice_bias=bool(c.get("use_expert_bias")),
                 n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),

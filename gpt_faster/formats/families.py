@@ -14,6 +14,7 @@ from gpt_faster.formats.names import (
     APERTUS_NAMES,
     DELTA_NAMES,
     ERNIE_MOE_NAMES,
+    EXAONE_NAMES,
     FALCON_NAMES,
     GEMMA4_MOE_NAMES,
     GEMMA4_NAMES,
@@ -26,8 +27,10 @@ from gpt_faster.formats.names import (
     GRANITE_MOE_NAMES,
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
+    KOLIBRI_NAMES,
     LATENT_NAMES,
     LFM2_NAMES,
+    MIMO_NAMES,
     MINIMAX_NAMES,
     MOE_NAMES,
     MPT_NAMES,
@@ -35,6 +38,7 @@ from gpt_faster.formats.names import (
     PHI_NAMES,
     QWEN3_VL_MOE_NAMES,
     SANDWICH_NAMES,
+    SARVAM_NAMES,
     SIGMOID_NAMES,
     Fused,
 )
@@ -62,15 +66,23 @@ class Family(checkpoint.Family):
         return self.names_with_experts if has_other else self.names
 
 
+NO_SINK = -1e30                                    # exp(NO_SINK) is 0
+
+
 def stated_folds(c: dict) -> dict:
     """Folds' fields that config.json sets."""
     stated = {}
     if c.get("kv_lora_rank"):
         stated["interleaved_rope"] = bool(c.get("rope_interleave", True))
+    if layers := c.get("layers_without_sinks"):
+        pattern = rf"^layers\.({'|'.join(map(str, layers))})\.attn\.attend\.sinks$"
+        stated["constants"] = {pattern: NO_SINK}
     return dict(stated, logits_divisor=c.get("logits_scaling") or 1,
                 one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
-                k_is_v=bool(c.get("attention_k_eq_v")),
+                k_is_v=bool(c.get("attention_k_eq_v")), v_dim=c.get("narrow_v_head_dim") or 0,
+                v_scale=float(c.get("attention_value_scale") or 1),
+                shared_scale=float(c.get("shared_expert_scale") or 1),
                 slopes_scale=float(c.get("alibi_scale") or 1),
                 post_norm_scale=float(c.get("post_norm_scale") or 1))
 
@@ -185,6 +197,89 @@ def _hunyuan_moe_respelled(c):
 def _cohere_respelled(c):
     return {**c, "logits_scaling": 1 / c["logit_scale"], "one_norm": True,
             "qk_layernorm": c.get("use_qk_norm"), "use_qk_norm": None}
+
+
+def _cohere2_moe_respelled(c):
+    """RMSNorm if 'rms_norm_eps' is set, else LayerNorm; dense layers first, of another width."""
+    n_layer, n_dense = c["num_hidden_layers"], c.get("first_k_dense_replace") or 0
+    every, every_dense = c["sliding_window_pattern"], c["prefix_dense_sliding_window_pattern"]
+    if not all(type(n) is int and n > 0 for n in (every, every_dense)):
+        raise ValueError(f"'sliding_window_pattern' is {every!r} and "
+                         f"'prefix_dense_sliding_window_pattern' {every_dense!r}, expected "
+                         "positive integers")
+    is_full = [(i + 1) % every_dense == 0 for i in range(n_dense)]
+    is_full += [(i + 1) % every == 0 for i in range(n_layer - n_dense)]
+    kinds = c.get("layer_types") or [
+        "full_attention" if full else "sliding_attention" for full in is_full]
+    mlps = c.get("mlp_layer_types") or ["dense"] * n_dense + ["sparse"] * (n_layer - n_dense)
+    for key, known in (("expert_selection_fn", ("softmax", "sigmoid")),
+                       ("shared_expert_combination_strategy", ("sum", "average"))):
+        if c[key] not in known:
+            raise ValueError(f"'{key}' is {c[key]!r}, expected {' or '.join(known)}")
+    is_average = c["shared_expert_combination_strategy"] == "average" and c.get("n_shared_experts")
+    scale = 0.5 if is_average else 1.0
+    eps = c.get("eps_of_rms_norm")
+    return {**_cohere_respelled(c), "layer_types": kinds, "mlp_layer_types": mlps,
+            "has_layer_norm": eps is None, "rms_norm_eps": c["rms_norm_eps"] if eps is None else eps,
+            "norm_topk_prob": c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
+            "moe_intermediate_size": c["intermediate_size"],
+            "intermediate_size": c.get("prefix_dense_intermediate_size") or c["intermediate_size"],
+            "routed_scaling_factor": scale, "shared_expert_scale": scale}
+
+
+def _cohere2_moe_has_rope(c, i):
+    is_dense = c["mlp_layer_types"][i] == "dense"
+    forced = is_dense and c["prefix_dense_sliding_window_pattern"] == 1
+    return c["layer_types"][i] == "sliding_attention" or forced
+
+
+def _kolibri_respelled(c):
+    kinds = c.get("layer_types") or [
+        "full_attention" if (i + 1) % 5 == 0 else "sliding_attention"
+        for i in range(c["num_hidden_layers"])]
+    return {**c, "layer_types": kinds, "intermediate_size": c["moe_intermediate_size"]}
+
+
+def _mimo_respelled(c):
+    """Twice as many key/value heads and attention sinks in sliding layers; narrow values.
+
+    The Hub's config.json has hybrid_layer_pattern and moe_layer_freq, a number for each layer.
+    """
+    n_layer = c["num_hidden_layers"]
+    slides = c.get("hybrid_layer_pattern") or [i > 0 and (i + 1) % 6 != 0 for i in range(n_layer)]
+    kinds = c.get("layer_types") or [
+        "sliding_attention" if one else "full_attention" for one in slides]
+    mlps = c.get("mlp_layer_types") or [
+        "sparse" if one else "dense" for one in c.get("moe_layer_freq") or [0] + [1] * (n_layer - 1)]
+    if len(mlps) != n_layer:
+        raise ValueError(f"'mlp_layer_types' or 'moe_layer_freq' has {len(mlps)} entries, but the "
+                         f"model has {n_layer} layers")
+    thetas = dict(full_attention=c.get("rope_theta") or 5e6,
+                  sliding_attention=c.get("swa_rope_theta") or 1e4)
+    partial, stated = c.get("partial_rotary_factor") or 0.334, c.get("rope_parameters") or {}
+    ropes = {kind: dict(rope_theta=theta, partial_rotary_factor=partial) | (stated.get(kind) or {})
+             for kind, theta in thetas.items()}
+    n_kv_head, v_dim = c["num_key_value_heads"], c["v_head_dim"]
+    if not 0 < v_dim <= c["head_dim"]:
+        raise ValueError(f"'v_head_dim' is {v_dim}, expected 1 to 'head_dim', {c['head_dim']}")
+    widths = [dict(head_dim=c["head_dim"], intermediate_size=c["intermediate_size"],
+                   num_key_value_heads=n_kv_head * (2 if kind == "sliding_attention" else 1))
+              for kind in kinds]
+    window = c["sliding_window"]
+    if c.get("sliding_window_size"):               # without the query itself
+        window = c["sliding_window_size"] + 1
+    return {**c, "layer_types": kinds, "mlp_layer_types": mlps, "layer_widths": widths,
+            "rope_parameters": ropes, "partial_rotary_factor": None, "sliding_window": window,
+            "narrow_v_head_dim": v_dim if v_dim < c["head_dim"] else 0,
+            "layers_without_sinks": [i for i, kind in enumerate(kinds)
+                                     if kind != "sliding_attention"]}
+
+
+def _sarvam_mla_respelled(c):
+    rope = c.get("rope_scaling") or {}
+    if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):   # is YaRN
+        c = {**c, "rope_scaling": {**rope, "type": "yarn", "rope_type": "yarn"}}
+    return {**c, "head_dim": None}                 # vLLM's, in the Hub's config.json
 
 
 def _gptj_respelled(c):
@@ -504,6 +599,14 @@ FAMILIES = {
                       moe_intermediate_size=2048, max_position_embeddings=1048576),
         names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
         respell=_mistral4_respelled),
+    "sarvam_mla": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, q_lora_rank=None, num_experts=128, num_experts_per_tok=8,
+                      n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+                      moe_intermediate_size=2048, first_k_dense_replace=1,
+                      max_position_embeddings=4096),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_sarvam_mla_respelled),
     "youtu": Family(
         defaults=dict(_LATENT, tie_word_embeddings=True, max_position_embeddings=131072),
         names=LATENT_NAMES),
@@ -544,6 +647,27 @@ FAMILIES = {
                       first_k_dense_replace=1),
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_exaone4_is_sliding,
         has_rope=_exaone4_has_rope),
+    "sarvam_moe": replace(
+        _GLM4_MOE, names=SARVAM_NAMES, key_aliases=dict(use_qkv_bias="attention_bias"),
+        defaults=dict(num_key_value_heads=4, head_dim=64, num_experts=128, num_experts_per_tok=6,
+                      moe_intermediate_size=1024, n_shared_experts=1, first_k_dense_replace=1,
+                      routed_scaling_factor=2.5, use_qk_norm=True, rope_theta=8e6,
+                      max_position_embeddings=131072)),
+    "kolibri1": Family(
+        overrides=dict(post_norm=True, qk_norm="head"), moe=dict(_SIGMOID, choice_of_logits=True),
+        defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=513, num_experts=384,
+                      num_experts_per_tok=6, moe_intermediate_size=512, norm_topk_prob=False,
+                      shared_expert_intermediate_size=512, max_position_embeddings=262144),
+        names=KOLIBRI_NAMES, is_sparse=always, has_rope=_exaone4_has_rope,
+        respell=_kolibri_respelled),
+    "mimo_v2_flash": Family(
+        overrides=dict(o_bias=False), moe=_SIGMOID, scores=dict(sinks=True),
+        defaults=dict(num_key_value_heads=4, head_dim=192, v_head_dim=128, sliding_window=129,
+                      num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+                      rms_norm_eps=1e-5, attention_value_scale=0.707,
+                      max_position_embeddings=131072),
+        names=MIMO_NAMES, is_sparse=_is_sparse_after_first, respell=_mimo_respelled,
+        key_aliases=dict(layernorm_epsilon="rms_norm_eps")),
     "hy_v3": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,
@@ -674,6 +798,12 @@ FAMILIES = {
     "seed_oss": Family(
         defaults=dict(attention_bias=True, attention_out_bias=False, head_dim=128,
                       num_key_value_heads=8, max_position_embeddings=524288)),
+    "exaone": Family(
+        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=5e5,
+                      max_position_embeddings=4096),
+        names=EXAONE_NAMES,
+        key_aliases=dict(num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps",
+                         activation_function="hidden_act")),
     "exaone4": Family(
         overrides=dict(pre_norm=False, post_norm=True, qk_norm="head"),
         defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
@@ -735,6 +865,17 @@ FAMILIES = {
         defaults=dict(_COHERE, rope_theta=1e4, sliding_window=4096),
         folds=dict(_INTERLEAVED, constants=_NO_BIAS), is_sliding=_slides, has_rope=_slides,
         key_aliases=dict(layer_norm_eps="rms_norm_eps"), respell=_cohere_respelled),
+    "cohere2_moe": Family(
+        overrides=dict(parallel=True), moe=dict(shared_gate=False),
+        defaults=dict(_COHERE, rope_theta=1e4, sliding_window=4096, head_dim=128, num_experts=8,
+                      num_experts_per_tok=2,
+                      sliding_window_pattern=4, prefix_dense_sliding_window_pattern=1,
+                      expert_selection_fn="softmax", norm_topk_prob=True,
+                      shared_expert_combination_strategy="average"),
+        folds=dict(_INTERLEAVED, constants=_NO_BIAS), names=SIGMOID_NAMES,
+        is_sparse=_is_sparse_after_first, has_rope=_cohere2_moe_has_rope,
+        key_aliases=dict(layer_norm_eps="rms_norm_eps", rms_norm_eps="eps_of_rms_norm"),
+        respell=_cohere2_moe_respelled),
     "falcon": Family(
         overrides=dict(layer_norm=True, gated=False),
         defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True, alibi=False,
@@ -909,7 +1050,7 @@ OTHER_KINDS = {                                    # architectures we do not imp
     "bidirectional attention over image and prompt": "paligemma",
     "audio or image tokens": "moshi musicgen musicgen_melody chameleon pi0",
     "another kind of experts or router":
-        "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
+        "phimoe jetmoe dbrx flint beam laguna aria_text "
         "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
     "another kind of norms, positions or projections":
         "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "

@@ -11,7 +11,16 @@ import torch
 
 from checkpoint import LazyTensor, narrow, tensor_shapes
 from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
-from gpt_faster.formats.lazy import cached, constant, index_select, offset, scaled, transpose
+from gpt_faster.formats.lazy import (
+    cached,
+    constant,
+    index_select,
+    offset,
+    pad_columns,
+    pad_rows,
+    scaled,
+    transpose,
+)
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
@@ -37,6 +46,9 @@ class Folds:
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
     k_is_v: bool = False                           # full attention: wv is wk (Gemma 4)
+    v_dim: int = 0                                 # values narrower than head_dim: zero-padded
+    v_scale: float = 1.0                           # factor of the values (MiMo)
+    shared_scale: float = 1.0                      # factor of the shared expert's output
     constants: dict[str, float] = field(default_factory=dict)  # name pattern: value, not stored
 
 
@@ -71,6 +83,13 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
         tensors[name] = scaled(tensors[name], folds.post_norm_scale)
     _share_kv(tensors, cfg, folds)
+    if folds.v_dim:
+        _pad_values(tensors, cfg, folds)
+    for name in [name for name in tensors if ".ffn.shared.down." in name]:
+        if folds.shared_scale != 1 and not name.endswith("down.weight"):
+            raise ValueError("a quantized shared expert with a factor is not supported: use the "
+                             "original model")
+        tensors[name] = _times(tensors[name], folds.shared_scale)
     if folds.tiled_heads:
         _group_value_heads(tensors, cfg)
     _add_constants(tensors, cfg, folds)
@@ -151,6 +170,24 @@ def _share_kv(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) ->
                 tensors.setdefault(name.replace(".wk.", ".wv."), tensors[name])
     for name in [name for name in tensors if name.endswith(".router_norm.weight")]:
         tensors[name] = scaled(tensors[name], cfg.dim**-0.5)
+
+
+def _pad_values(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Pad value heads of v_dim channels to head_dim: wv gets zero rows, wo zero columns."""
+    for name, t in tensors.items():
+        if not re.search(r"\.attn\.(wv|wo)\.", name):
+            continue
+        if not name.endswith((".weight", ".bias")):
+            raise ValueError("quantized values narrower than keys are not supported: use the "
+                             "original model")
+        if ".wv." in name and t.shape[0] % folds.v_dim == 0:           # else check() reports it
+            tensors[name] = _times(pad_rows(t, folds.v_dim, cfg.head_dim), folds.v_scale)
+        elif name.endswith("wo.weight") and t.shape[-1] % folds.v_dim == 0:
+            tensors[name] = pad_columns(t, folds.v_dim, cfg.head_dim)
+
+
+def _times(t: LazyTensor, factor: float) -> LazyTensor:
+    return t if factor == 1 else scaled(t, factor)
 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:

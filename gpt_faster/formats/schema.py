@@ -67,7 +67,8 @@ KINDS = (
      "num_kv_shared_layers num_global_key_value_heads hidden_size_per_layer_input rotary_dim "
      "vocab_size_per_layer_input num_nextn_predict_layers num_mtp_layers num_ln_in_parallel_attn "
      "shared_expert_intermediate_size shared_intermediate_size full_attention_interval n_group "
-     "topk_group backbone_hidden_size num_centroids centroid_intermediate_top_k"),
+     "topk_group prefix_dense_intermediate_size sliding_window_size "
+     "backbone_hidden_size num_centroids centroid_intermediate_top_k"),
     (f"an integer from 0 to {MAX_WIDTH}, or one for each layer",
      lambda v: _is_count(v) or v != [] and _list_of(_is_count)(v),
      "moe_intermediate_size num_experts num_experts_per_tok num_shared_expert"),
@@ -81,7 +82,7 @@ KINDS = (
      "rope_theta rope_local_base_freq scale_emb scale_depth "
      "block_ffn_dim_multiplier alibi_scale softmax_scale post_norm_scale factor attention_factor "
      "beta_fast beta_slow low_freq_factor high_freq_factor mscale mscale_all_dim alpha "
-     "llama_4_scaling_beta swiglu_limit swiglu_alpha"),
+     "llama_4_scaling_beta swa_rope_theta attention_value_scale eps_of_rms_norm swiglu_limit swiglu_alpha"),
     ("a positive number", lambda v: is_number(v) and v >= 0,
      "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
      "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor "
@@ -89,7 +90,7 @@ KINDS = (
     ("a list of names", _list_of(_is_text),
      "layer_types mlp_layer_types mtp_layer_types attention_layers"),
     ("a list of whole numbers", _list_of(lambda v: type(v) in (int, bool)),
-     "mlp_only_layers no_rope_layers full_attn_idxs"),
+     "hybrid_layer_pattern mlp_only_layers no_rope_layers full_attn_idxs"),
     ("a list of numbers", _list_of(is_number), "layer_rope_theta"),
     ("a list of positive numbers", _list_of(lambda v: type(v) in (int, float) and v > 0),
      "short_factor long_factor divisors"),

@@ -95,6 +95,8 @@ class MoEFeedForward:
         moe = layer.ffn
         if not supports_experts(moe) or any(map(shared_by, moe.modules())):
             return False
+        if getattr(moe, "choice_of_logits", False):
+            return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
         norms = [layer.ffn_norm, post_norm_of(layer, "ffn")]
         if isinstance(moe, MoEWithParallelDense):
