@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import (
 from checkpoint import save_checkpoint, tensor_shapes
 from gpt_faster.formats import load
 from gpt_faster.formats.config import config_from_hf
-from gpt_faster.formats.families import FAMILIES, OTHER_KINDS, TEXT_PARTS
+from gpt_faster.formats.families import FAMILIES, TEXT_PARTS
 from gpt_faster.formats.load import count_parameters, load_model, read_checkpoint
 from gpt_faster.formats.names import Fused
+from gpt_faster.formats.other_kinds import OTHER_KINDS
 from gpt_faster.formats.pth import config_from_dict
 from gpt_faster.layers.rope import RopeVariant
 from model import Rope

@@ -30,8 +30,9 @@ from checkpoint import (
     tile,
     yarn_mscale,
 )
-from gpt_faster.formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from gpt_faster.formats.families import ALIASES, FAMILIES, TEXT_PARTS, Family
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.other_kinds import missing_feature
 from gpt_faster.formats.schema import check_config, check_keys
 from gpt_faster.layers.block import Widths
 from gpt_faster.layers.feed_forward import GATED, UNGATED
@@ -111,10 +112,9 @@ def _resolve_family(c: dict) -> tuple[Family, dict]:
 
 
 def _refuse_other_kinds(c: dict) -> None:
-    kind = c.get("model_type")
-    for what, kinds in OTHER_KINDS.items():
-        if kind in kinds.split():
-            raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
+    kind = c.get("model_type") or ""
+    if kind not in FAMILIES and (what := missing_feature(kind)):
+        raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
 
 
 def _text_part(c: dict) -> dict:

@@ -220,7 +220,8 @@ def _cohere2_moe_respelled(c):
     scale = 0.5 if is_average else 1.0
     eps = c.get("eps_of_rms_norm")
     return {**_cohere_respelled(c), "layer_types": kinds, "mlp_layer_types": mlps,
-            "has_layer_norm": eps is None, "rms_norm_eps": c["rms_norm_eps"] if eps is None else eps,
+            "has_layer_norm": eps is None,
+            "rms_norm_eps": c["rms_norm_eps"] if eps is None else eps,
             "norm_topk_prob": c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
             "moe_intermediate_size": c["intermediate_size"],
             "intermediate_size": c.get("prefix_dense_intermediate_size") or c["intermediate_size"],
@@ -249,8 +250,8 @@ def _mimo_respelled(c):
     slides = c.get("hybrid_layer_pattern") or [i > 0 and (i + 1) % 6 != 0 for i in range(n_layer)]
     kinds = c.get("layer_types") or [
         "sliding_attention" if one else "full_attention" for one in slides]
-    mlps = c.get("mlp_layer_types") or [
-        "sparse" if one else "dense" for one in c.get("moe_layer_freq") or [0] + [1] * (n_layer - 1)]
+    is_sparse = c.get("moe_layer_freq") or [0] + [1] * (n_layer - 1)
+    mlps = c.get("mlp_layer_types") or ["sparse" if one else "dense" for one in is_sparse]
     if len(mlps) != n_layer:
         raise ValueError(f"'mlp_layer_types' or 'moe_layer_freq' has {len(mlps)} entries, but the "
                          f"model has {n_layer} layers")
@@ -1016,50 +1017,4 @@ TEXT_PARTS = {                                     # model_type: its language mo
     "internvl": "qwen2",
 }
 
-ALIASES = {"kimi_k2": "deepseek_v3"}                # other model_types of the same model
-
-OTHER_KINDS = {                                    # architectures we do not implement
-    "state-space layers (Mamba, RWKV)":
-        "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
-        "falcon_h1 plamo2 recurrent_gemma xlstm",
-    "gated DeltaNet or other linear attention":
-        "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
-    "sparse latent attention (an indexer) or another variant of it":
-        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
-        "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
-    "two attentions in each layer, around a mixture of experts": "longcat_flash",
-    "norms after its experts only": "axk1",
-    "another kind of convolution layers": "lfm3 inkling_text inkling2_text zaya",
-    "an encoder and a decoder":
-        "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
-        "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "
-        "blip_text_model pix2struct pix2struct_text_model florence2 udop pp_formulanet "
-        "pp_formulanet_text vision-encoder-decoder",
-    "an encoder only: it does not generate":
-        "bert bert-generation roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xlm xlnet "
-        "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
-        "megatron-bert reformer rembert roc_bert roformer xmod",
-    "per-layer embeddings and shared key/value layers":
-        "gemma3n gemma3n_text",
-    "a drafter's layers: use it with Gemma 4, as --draft_checkpoint_path":
-        "gemma4_assistant gemma4_unified_assistant",
-    "diffusion decoding": "diffusion_gemma diffusion_gemma_text",
-    "chunked attention, and experts with scaled inputs": "llama4 llama4_text",
-    "cross-attention from text to images":
-        "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",
-    "bidirectional attention over image and prompt": "paligemma",
-    "audio or image tokens": "moshi musicgen musicgen_melody chameleon pi0",
-    "another kind of experts or router":
-        "phimoe jetmoe dbrx flint beam laguna aria_text "
-        "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
-    "another kind of norms, positions or projections":
-        "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "
-        "bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
-    "differential attention or a learned mask": "diffllama doge",
-    "looped layers": "hrm_text",
-    "bytes instead of tokens": "blt",
-    "LoRA adapters for images and audio": "phi4_multimodal",
-    "a text model embedded in an unsupported multimodal checkpoint":
-        "glm_ocr_text granite4_vision_text granite_docling_text "
-        "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
-}
+ALIASES = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}    # other model_types of the same model

@@ -82,7 +82,8 @@ KINDS = (
      "rope_theta rope_local_base_freq scale_emb scale_depth "
      "block_ffn_dim_multiplier alibi_scale softmax_scale post_norm_scale factor attention_factor "
      "beta_fast beta_slow low_freq_factor high_freq_factor mscale mscale_all_dim alpha "
-     "llama_4_scaling_beta swa_rope_theta attention_value_scale eps_of_rms_norm swiglu_limit swiglu_alpha"),
+     "llama_4_scaling_beta swa_rope_theta attention_value_scale eps_of_rms_norm swiglu_limit "
+     "swiglu_alpha"),
     ("a positive number", lambda v: is_number(v) and v >= 0,
      "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
      "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor "
