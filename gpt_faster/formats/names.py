@@ -290,6 +290,9 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
+    r"|(^|\.)(image_tower|video_tower|vision_encoder|image_newline|aligner|high_res_\w+|merger"
+    r"|projector|language_projection|qformer|query_tokens|visual_embeddings_table|vqmodel"
+    r"|generation_(aligner|embeddings|head)|(acoustic|semantic)_\w+)(\.|$)|^(model\.)?encoder\."
     r"|^(v|mm)\.|(^|\.)(embed_vision|embed_audio|audio_tower|vision_embedder)\."
     r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
     r"|\.act_fn\.(beta|eps)$")

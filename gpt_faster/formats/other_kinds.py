@@ -101,7 +101,7 @@ OTHER_KINDS = {
         "higgs_audio_v2 hubert lasr_ctc parakeet_ctc pocket_tts sew sew-d unispeech "
         "unispeech-sat vits wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm nemotron3_5_asr "
         "nemotron_asr_streaming parakeet_rnnt parakeet_tdt voxtral_realtime "
-        "qwen3_omni_moe_talker_text voxtral_realtime_text kyutai_speech_to_text",
+        "qwen3_omni_moe_talker_text voxtral_realtime_text kyutai_speech_to_text vibevoice",
     "numbers or actions instead of text":
         "autoformer informer patchtsmixer patchtst timesfm timesfm2_5 esmfold2",
     "embeddings as its output: it does not generate":
