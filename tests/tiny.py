@@ -274,6 +274,14 @@ FAMILIES = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], attention_bias=True, rope_parameters=dict(
             full_attention=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.334),
             sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.334))),
+    "laguna": lambda: hf.LagunaConfig(
+        **SIZE, **MOE, head_dim=24, num_experts=8, shared_expert_intermediate_size=64, sliding_window=8, num_attention_heads_per_layer=[4, 6, 2, 4],
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], moe_routed_scaling_factor=2.5,
+        moe_router_logit_softcapping=2.0, rope_parameters=dict(
+            full_attention=dict(YARN, partial_rotary_factor=0.5, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0))),
+    "laguna-elements": lambda: hf.LagunaConfig(**SIZE, **MOE, head_dim=24, num_experts=8, gating="per-element", mlp_layer_types=["sparse"] * 4,
+                                               shared_expert_intermediate_size=32, attention_bias=True),
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
     "gpt_bigcode-heads": lambda: hf.GPTBigCodeConfig(**GPT, multi_query=False, n_inner=96),
 }
@@ -314,7 +322,7 @@ MODELS = {                                                 # for docs/models.md:
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
     "exaone": "EXAONE 3.0, 3.5, Deep", "sarvam_moe": "Sarvam 30B", "sarvam_mla": "Sarvam 105B", "cohere2_moe": "Command A with experts",
-    "kolibri1": "Kolibri 1", "mimo_v2_flash": "MiMo-V2-Flash",
+    "kolibri1": "Kolibri 1", "mimo_v2_flash": "MiMo-V2-Flash", "laguna": "Laguna XS",
     "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
     "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }
@@ -422,8 +430,8 @@ def old_spelling(directory) -> None:
         path.write_text(json.dumps(whole))
         return
     rope = c.pop("rope_parameters", None)
-    if rope is None or c["model_type"] == "mellum":
-        return                                             # GPT-2 is spelled as ever, Mellum is young
+    if rope is None or c["model_type"] in ("mellum", "laguna", "mimo_v2_flash"):
+        return                                             # GPT-2 is spelled as ever, others are young
     if "full_attention" in rope and c["model_type"] == "olmo3":
         rope = rope["full_attention"]
     elif "full_attention" in rope:

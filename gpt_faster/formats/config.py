@@ -219,11 +219,12 @@ def _widths(c: dict) -> dict:
         return {}
     widths, n_head = [], c["num_attention_heads"]
     for layer in c["layer_widths"]:
+        n_own = layer.get("num_attention_heads")
         width = Widths(count(layer, "head_dim"), count(layer, "num_key_value_heads"),
-                       count(layer, "intermediate_size"))
-        if n_head % width.n_kv_head:
-            raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
-                             "heads evenly")
+                       count(layer, "intermediate_size"), None if n_own == n_head else n_own)
+        if (n_own or n_head) % width.n_kv_head:
+            raise ValueError(f"{n_own or n_head} attention heads cannot share {width.n_kv_head} "
+                             "key/value heads evenly")
         widths.append(None if width == Widths(*(
             c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
     return dict(widths=tile(widths))
@@ -251,6 +252,7 @@ def _experts(c: dict) -> dict:
             or n_group > 1 and size < group_top):
         raise ValueError(f"cannot choose {n_active} of {n_expert} experts from {topk_group} of "
                          f"{n_group} groups")
+    facts["router_cap"] = c.get("router_logit_cap") or None
     if c.get("expert_selection_fn"):
         facts["scores"] = c["expert_selection_fn"]
     return dict(facts, choice_bias=bool(c.get("use_expert_bias")),

@@ -28,6 +28,7 @@ from gpt_faster.formats.names import (
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
     KOLIBRI_NAMES,
+    LAGUNA_NAMES,
     LATENT_NAMES,
     LFM2_NAMES,
     MIMO_NAMES,
@@ -81,6 +82,7 @@ def stated_folds(c: dict) -> dict:
                 one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
                 k_is_v=bool(c.get("attention_k_eq_v")), v_dim=c.get("narrow_v_head_dim") or 0,
+                gate_per_head=bool(c.get("gate_per_head")),
                 v_scale=float(c.get("attention_value_scale") or 1),
                 shared_scale=float(c.get("shared_expert_scale") or 1),
                 slopes_scale=float(c.get("alibi_scale") or 1),
@@ -274,6 +276,26 @@ def _mimo_respelled(c):
             "narrow_v_head_dim": v_dim if v_dim < c["head_dim"] else 0,
             "layers_without_sinks": [i for i, kind in enumerate(kinds)
                                      if kind != "sliding_attention"]}
+
+
+def _laguna_respelled(c):
+    """Numbers of heads by layer; a gate for each head, or for each channel of all heads."""
+    if c.get("moe_apply_router_weight_on_input"):
+        raise ValueError("'moe_apply_router_weight_on_input' is not supported")
+    if c["gating"] not in (True, "per-head", "per-element"):
+        raise ValueError(f"'gating' is {c['gating']!r}, expected true, per-head or per-element")
+    n_layer, n_head = c["num_hidden_layers"], c["num_attention_heads"]
+    heads = c.get("num_attention_heads_per_layer") or [n_head] * n_layer
+    if len(heads) != n_layer:
+        raise ValueError(f"'num_attention_heads_per_layer' has {len(heads)} entries, but the model "
+                         f"has {n_layer} layers")
+    widths = [dict(head_dim=c["head_dim"], num_key_value_heads=c["num_key_value_heads"],
+                   intermediate_size=c["intermediate_size"], num_attention_heads=n) for n in heads]
+    ropes = c.get("rope_parameters") or dict(
+        full_attention=dict(rope_theta=5e5, partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_theta=1e4, partial_rotary_factor=1.0))
+    return {**c, "layer_widths": widths, "rope_parameters": ropes, "rope_scaling": None,
+            "partial_rotary_factor": None, "gate_per_head": c["gating"] != "per-element"}
 
 
 def _sarvam_mla_respelled(c):
@@ -669,6 +691,16 @@ FAMILIES = {
                       max_position_embeddings=131072),
         names=MIMO_NAMES, is_sparse=_is_sparse_after_first, respell=_mimo_respelled,
         key_aliases=dict(layernorm_epsilon="rms_norm_eps")),
+    "laguna": Family(
+        overrides=dict(qk_norm="head", attn_gate=True), moe=_SIGMOID,
+        scores=dict(softplus_gate=True),
+        defaults=dict(num_key_value_heads=8, head_dim=128, sliding_window=512, num_experts=256,
+                      num_experts_per_tok=8, moe_intermediate_size=512, gating=True,
+                      shared_expert_intermediate_size=512, first_k_dense_replace=1,
+                      max_position_embeddings=131072),
+        names=LAGUNA_NAMES, is_sparse=_is_sparse_after_first, respell=_laguna_respelled,
+        key_aliases=dict(moe_routed_scaling_factor="routed_scaling_factor",
+                         moe_router_logit_softcapping="router_logit_cap")),
     "hy_v3": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,

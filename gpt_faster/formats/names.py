@@ -156,6 +156,9 @@ KOLIBRI_NAMES = SIGMOID_NAMES | {
     "post_attn_norm": "post_attn_norm", "post_ffn_norm": "post_ffn_norm",
     "post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm",
 }
+LAGUNA_NAMES = SIGMOID_NAMES | {
+    "self_attn.g_proj": "attn.gate", "mlp.experts.e_score_correction_bias": "ffn.choice_bias",
+}
 MIMO_NAMES = SIGMOID_NAMES | {
     "self_attn.sinks": "attn.attend.sinks", "self_attn.attention_sink_bias": "attn.attend.sinks",
 }

@@ -52,7 +52,7 @@ OTHER_KINDS = {
     "audio or image tokens":
         "moshi musicgen musicgen_melody chameleon pi0 glm_image glm_image_text",
     "another kind of experts or router":
-        "phimoe jetmoe dbrx flint beam laguna aria_text minimax_m3_vl_text ernie4_5_vl_moe_text "
+        "phimoe jetmoe dbrx flint beam aria_text minimax_m3_vl_text ernie4_5_vl_moe_text "
         "step3p5 muse_spark_text qwen3_omni_moe_text",
     "another kind of norms, positions or projections":
         "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon bitnet "
@@ -103,7 +103,7 @@ OTHER_KINDS = {
         "nemotron_asr_streaming parakeet_rnnt parakeet_tdt voxtral_realtime "
         "qwen3_omni_moe_talker_text voxtral_realtime_text kyutai_speech_to_text vibevoice",
     "numbers or actions instead of text":
-        "autoformer informer patchtsmixer patchtst timesfm timesfm2_5 esmfold2",
+        "autoformer informer patchtsmixer patchtst timesfm timesfm2_5 esmfold2 jev",
     "embeddings as its output: it does not generate":
         "colmodernvbert colpali colqwen2 embedding_gemma2 embedding_gemma2_text",
     "a drafter's layers, of a kind that is not supported":

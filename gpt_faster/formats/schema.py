@@ -87,11 +87,13 @@ KINDS = (
     ("a positive number", lambda v: is_number(v) and v >= 0,
      "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
      "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor "
-     "routed_scaling_factor logit_scale clip_qkv post_norm_eps alibi_bias_max"),
+     "routed_scaling_factor router_logit_cap logit_scale clip_qkv post_norm_eps "
+     "alibi_bias_max"),
     ("a list of names", _list_of(_is_text),
      "layer_types mlp_layer_types mtp_layer_types attention_layers"),
     ("a list of whole numbers", _list_of(lambda v: type(v) in (int, bool)),
-     "hybrid_layer_pattern mlp_only_layers no_rope_layers full_attn_idxs"),
+     "hybrid_layer_pattern num_attention_heads_per_layer mlp_only_layers no_rope_layers "
+     "full_attn_idxs"),
     ("a list of numbers", _list_of(is_number), "layer_rope_theta"),
     ("a list of positive numbers", _list_of(lambda v: type(v) in (int, float) and v > 0),
      "short_factor long_factor divisors"),
@@ -211,7 +213,7 @@ def check_config(cfg: ModelConfig) -> None:
         raise ValueError("a sliding window of 0 positions")
     for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, widths))) * 2)):
         layer = layer_config(cfg, i)
-        _check_heads(cfg.n_head, layer.n_kv_head, layer.head_dim)
+        _check_heads(layer.n_head, layer.n_kv_head, layer.head_dim)
         _check_rope(of_layer(i, cfg.rope), cfg.head_dim)
         _check_mixer(of_layer(i, cfg.mixer), i)
 
