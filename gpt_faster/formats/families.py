@@ -263,6 +263,11 @@ def _mimo_respelled(c):
     ropes = {kind: dict(rope_theta=theta, partial_rotary_factor=partial) | (stated.get(kind) or {})
              for kind, theta in thetas.items()}
     n_kv_head, v_dim = c["num_key_value_heads"], c["v_head_dim"]
+    for key, expected in (("swa_num_key_value_heads", 2 * n_kv_head), ("swa_v_head_dim", v_dim),
+                          ("swa_head_dim", c["head_dim"]),
+                          ("swa_num_attention_heads", c["num_attention_heads"])):
+        if c.get(key) not in (None, expected):
+            raise ValueError(f"'{key}' is {c[key]}, only {expected} is supported")
     if not 0 < v_dim <= c["head_dim"]:
         raise ValueError(f"'v_head_dim' is {v_dim}, expected 1 to 'head_dim', {c['head_dim']}")
     widths = [dict(head_dim=c["head_dim"], intermediate_size=c["intermediate_size"],
