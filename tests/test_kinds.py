@@ -12,7 +12,8 @@ from gpt_faster.formats.families import ALIASES, FAMILIES, TEXT_PARTS
 from gpt_faster.formats.other_kinds import OTHER_KINDS, missing_feature
 
 # transformers' class has no default configuration of these, or one that no model has
-NO_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1", "nougat", "deepseek_v2")
+NO_DEFAULTS = ("vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "dots1", "nougat", "deepseek_v2",
+               "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text")
 COMPOSITE = ("text_config", "thinker_config", "llm_config", "language_config")
 REFUSED = re.compile(r"model_type '[\w.-]+' is not supported: it has |only without state-space layers")
 

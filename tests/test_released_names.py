@@ -92,6 +92,23 @@ def test_laguna(families, tmp_path):
     close(our_logits(path, tokens()), expected)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_omni_models(families, tmp_path, kind):
+    """The part that writes text is one of three, with its own config."""
+    import torch
+
+    def rename(disk):
+        for name, t in disk.items():
+            for apart, one in tiny.experts_apart(name, t):
+                yield f"thinker.{apart.replace('model.language_model', 'model')}", one
+        yield "talker.model.layers.0.mlp.gate_proj.weight", torch.ones(8, 8)
+        yield "token2wav.code2wav_bigvgan_model.conv_pre.bias", torch.ones(8)
+    thinker = json.loads((families(f"{kind}_thinker")[0] / "config.json").read_text())
+    path, expected = released(families, f"{kind}_thinker", tmp_path / "omni", rename)
+    (path / "config.json").write_text(json.dumps(dict(model_type=kind, thinker_config=thinker, talker_config={})))
+    close(our_logits(path, tokens()), expected)
+
+
 @pytest.mark.parametrize("name, changes, message", [
     ("cohere2_moe", dict(expert_selection_fn="relu"), "'expert_selection_fn' is 'relu', expected softmax or sigmoid"),
     ("cohere2_moe", dict(shared_expert_combination_strategy="max"), "'shared_expert_combination_strategy' is 'max'"),

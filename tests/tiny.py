@@ -30,6 +30,7 @@ GEMMA4_K_IS_V = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
 QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
 MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])                     # axes of an image
+OMNI_AUDIO = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, d_model=16, output_dim=64, downsample_hidden_size=8)
 HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] * 4, num_local_experts=0, embedding_multiplier=3.0,
               logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
@@ -127,6 +128,12 @@ FAMILIES = {
     "mistral3": lambda: hf.Mistral3Config(
         text_config=dict(SIZE, model_type="mistral", head_dim=24, sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
+    "qwen2_5_omni_thinker": lambda: hf.Qwen2_5OmniThinkerConfig(
+        text_config=dict(SIZE, rope_parameters=MROPE, tie_word_embeddings=False), vision_config=dict(QWEN_VISION, fullatt_block_indexes=[0]),
+        audio_config=OMNI_AUDIO, tie_word_embeddings=False),
+    "qwen3_omni_moe_thinker": lambda: hf.Qwen3OmniMoeThinkerConfig(
+        text_config=dict(SIZE, **MOE, num_experts=4, head_dim=24, rope_parameters=dict(MROPE, mrope_section=[4, 4, 4])),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]), audio_config=OMNI_AUDIO),
     "mellum": lambda: hf.MellumConfig(
         **SIZE, **MOE, num_experts=4, head_dim=24, sliding_window=8, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]),
@@ -275,7 +282,7 @@ FAMILIES = {
             full_attention=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.334),
             sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.334))),
     "laguna": lambda: hf.LagunaConfig(
-        **SIZE, **MOE, head_dim=24, num_experts=8, shared_expert_intermediate_size=64, sliding_window=8, num_attention_heads_per_layer=[4, 6, 2, 4],
+        **SIZE, **MOE, head_dim=24, num_experts=8, shared_expert_intermediate_size=64, sliding_window=8, num_attention_heads_per_layer=[4, 8, 4, 4],
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], moe_routed_scaling_factor=2.5,
         moe_router_logit_softcapping=2.0, rope_parameters=dict(
             full_attention=dict(YARN, partial_rotary_factor=0.5, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0),
@@ -307,6 +314,7 @@ MODELS = {                                                 # for docs/models.md:
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
+    "qwen2_5_omni_text": "Qwen2.5-Omni, its text part", "qwen3_omni_moe_text": "Qwen3-Omni-30B-A3B, its text part",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
@@ -321,7 +329,7 @@ MODELS = {                                                 # for docs/models.md:
     "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
-    "exaone": "EXAONE 3.0, 3.5, Deep", "sarvam_moe": "Sarvam 30B", "sarvam_mla": "Sarvam 105B", "cohere2_moe": "Command A with experts",
+    "exaone": "EXAONE 3.0, 3.5, Deep", "sarvam_moe": "Sarvam 30B", "sarvam_mla": "Sarvam 105B", "cohere2_moe": "Command A+",
     "kolibri1": "Kolibri 1", "mimo_v2_flash": "MiMo-V2-Flash", "laguna": "Laguna XS",
     "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
     "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",

@@ -85,7 +85,9 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
 
 def _resolve_family(c: dict) -> tuple[Family, dict]:
     """The family, and config.json with canonical keys and the family's defaults filled in."""
-    check_keys({key: c.get(key) for key in ("model_type", "text_config")})
+    check_keys({key: c.get(key) for key in ("model_type", "text_config", "thinker_config")})
+    c = thinker_part(c)
+    check_keys({"text_config": c.get("text_config")})
     _refuse_other_kinds(c)
     c = _text_part(c)
     check_keys({"model_type": c.get("model_type")})
@@ -115,6 +117,11 @@ def _refuse_other_kinds(c: dict) -> None:
     kind = c.get("model_type") or ""
     if kind not in FAMILIES and (what := missing_feature(kind)):
         raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
+
+
+def thinker_part(c: dict) -> dict:
+    """Qwen's omni models: the part that writes text, next to one that speaks."""
+    return {**c, **(c.get("thinker_config") or {})}
 
 
 def _text_part(c: dict) -> dict:

@@ -591,6 +591,14 @@ FAMILIES = {
                       num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
                       tie_word_embeddings=True),
         names=QWEN3_VL_MOE_NAMES, is_sparse=qwen_is_sparse),
+    "qwen2_5_omni_text": replace(_QWEN2_VL, defaults=dict(
+        _QWEN2_VL.defaults, num_key_value_heads=4, rms_norm_eps=1e-6, sliding_window=32768,
+        max_window_layers=28, tie_word_embeddings=True)),
+    "qwen3_omni_moe_text": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(num_key_value_heads=4, rope_theta=1e6, max_position_embeddings=32768,
+                      num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+        names=MOE_NAMES, is_sparse=qwen_is_sparse),
     "mellum": Family(
         overrides=dict(qk_norm="head"),
         defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, num_experts=64,

@@ -53,7 +53,7 @@ OTHER_KINDS = {
         "moshi musicgen musicgen_melody chameleon pi0 glm_image glm_image_text",
     "another kind of experts or router":
         "phimoe jetmoe dbrx flint beam aria_text minimax_m3_vl_text ernie4_5_vl_moe_text "
-        "step3p5 muse_spark_text qwen3_omni_moe_text",
+        "step3p5 muse_spark_text ",
     "another kind of norms, positions or projections":
         "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon bitnet "
         "cosmos3_edge_text cohere_compass_text molmo2_text",
@@ -67,7 +67,7 @@ OTHER_KINDS = {
         "phi4_multimodal",
     "a text model embedded in an unsupported multimodal checkpoint":
         "glm_ocr_text granite4_vision_text granite_docling_text hunyuan_vl_text "
-        "paddleocr_vl_text emu3_text_model qwen2_5_omni_text qwen2_5_omni qwen3_omni_moe",
+        "paddleocr_vl_text emu3_text_model ",
     "an encoder of text, for a model of images or sound":
         "aimv2_text_model align_text_model altclip_text_model bridgetower_text_model "
         "chinese_clip_text_model clap_text_model clipseg_text_model flava_text_model "

@@ -100,8 +100,8 @@ KINDS = (
     ("a name", _is_text, "hidden_act hidden_activation model_type topk_method rope_type type "
      "position_embedding_type"),
     ("an object", _is_object,
-     "text_config rope_parameters rope_scaling attn_config full_attention sliding_attention "
-     "quantization_config compression_config"),
+     "text_config thinker_config rope_parameters rope_scaling attn_config full_attention "
+     "sliding_attention quantization_config compression_config"),
 )
 NEEDED = (                                         # keys that must not be null
     ("a whole number above 0", lambda v: _is_count(v) and v > 0,
