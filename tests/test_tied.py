@@ -129,6 +129,25 @@ def test_without_a_head_and_not_tied_it_is_refused(families, tmp_path):
         read_checkpoint(path)
 
 
+@pytest.mark.parametrize("top, text, is_tied", [
+    (True, None, True), (None, True, True), (True, False, True), (False, True, True), (None, None, True),
+    (False, None, True), (None, False, False), (False, False, False)])      # False, None: Gemma's default is true
+def test_either_level_of_a_multimodal_config_may_tie(families, tmp_path, top, text, is_tied):
+    """But where one says false and none says true, transformers would draw the output layer at random."""
+    path = tmp_path / "model"
+    shutil.copytree(families("gemma3")[0], path)
+    config = json.loads((path / "config.json").read_text())
+    for level, value in ((config, top), (config["text_config"], text)):
+        level.pop("tie_word_embeddings", None)
+        level |= {} if value is None else {"tie_word_embeddings": value}
+    (path / "config.json").write_text(json.dumps(config))
+    if is_tied:
+        assert read_checkpoint(path).cfg.tied
+    else:
+        with pytest.raises(ValueError, match="no output layer"):
+            read_checkpoint(path)
+
+
 # ---- Adapters -----------------------------------------------------------------------------------
 
 EMBED, HEAD, BOTH, Q = ["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"], ["q_proj"]
@@ -228,3 +247,20 @@ def test_an_adapter_of_a_head_by_another_name(families, tmp_path):
             p.data.copy_(torch.randn_like(p) * 0.2)     # in place: some are views of others
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     close(our_logits(read_checkpoint(base, tmp_path / "adapter")), tiny.logits(model.eval(), tokens()))
+
+
+@pytest.mark.parametrize("kind", ["tied lora", "tied save", "lora embed", "save embed"])
+@pytest.mark.parametrize("name, embed, other", [("gpt2", "wte", "c_attn"), ("falcon", "word_embeddings", "query_key_value")])
+def test_peft_ties_embeddings_of_one_name_only(families, tmp_path, name, embed, other, kind):
+    """'ensure_weight_tying' does nothing for an embedding that is not called embed_tokens (PEFT warns)."""
+    config = {key: [{"embed_tokens": embed, "q_proj": other}[one] for one in value] if isinstance(value, list) else value
+              for key, value in ADAPTERS[kind].items()}
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny.make(name), peft.LoraConfig(r=4, lora_alpha=8, **config))
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.copy_(torch.randn_like(p) * 0.2)     # in place: some are views of others
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    source = read_checkpoint(families(name)[0], tmp_path / "adapter")
+    assert not source.cfg.tied
+    close(our_logits(source), tiny.logits(model.eval(), tokens()))

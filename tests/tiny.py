@@ -2,6 +2,7 @@
 
 import json
 
+import stand_ins
 import torch
 import transformers as hf
 
@@ -29,6 +30,7 @@ GEMMA4_K_IS_V = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
 QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
 MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])                     # axes of an image
+OMNI_AUDIO = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, d_model=16, output_dim=64, downsample_hidden_size=8)
 HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] * 4, num_local_experts=0, embedding_multiplier=3.0,
               logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
@@ -126,6 +128,12 @@ FAMILIES = {
     "mistral3": lambda: hf.Mistral3Config(
         text_config=dict(SIZE, model_type="mistral", head_dim=24, sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
+    "qwen2_5_omni_thinker": lambda: hf.Qwen2_5OmniThinkerConfig(
+        text_config=dict(SIZE, rope_parameters=MROPE, tie_word_embeddings=False), vision_config=dict(QWEN_VISION, fullatt_block_indexes=[0]),
+        audio_config=OMNI_AUDIO, tie_word_embeddings=False),
+    "qwen3_omni_moe_thinker": lambda: hf.Qwen3OmniMoeThinkerConfig(
+        text_config=dict(SIZE, **MOE, num_experts=4, head_dim=24, rope_parameters=dict(MROPE, mrope_section=[4, 4, 4])),
+        vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]), audio_config=OMNI_AUDIO),
     "mellum": lambda: hf.MellumConfig(
         **SIZE, **MOE, num_experts=4, head_dim=24, sliding_window=8, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]),
@@ -255,6 +263,32 @@ FAMILIES = {
     "mpt": lambda: hf.MptConfig(d_model=96, n_heads=12, n_layers=3, max_seq_len=128, vocab_size=160, attn_config=dict(clip_qkv=1.0)),
     "gpt_neo": lambda: hf.GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]],
                                        vocab_size=160, max_position_embeddings=128, **IDS),
+    "exaone": lambda: stand_ins.Exaone(**SIZE, rope_parameters=LLAMA3),
+    "sarvam_moe": lambda: stand_ins.SarvamMoE(**SIZE, **MOE, head_dim=24, n_routed_experts=8, n_group=2, topk_group=1),
+    "sarvam_mla": lambda: stand_ins.SarvamMLA(**{**MLA, "q_lora_rank": None}, **MOE, n_routed_experts=8, first_k_dense_replace=2, rope_parameters=dict(
+        YARN, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)),
+    "cohere2_moe": lambda: hf.Cohere2MoeConfig(**LAYER_NORM, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6,
+                                               num_shared_experts=2, first_k_dense_replace=2, sliding_window_pattern=2),
+    "cohere2_moe-sigmoid": lambda: hf.Cohere2MoeConfig(
+        **SIZE, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6, num_shared_experts=1, expert_selection_fn="sigmoid",
+        shared_expert_combination_strategy="sum", first_k_dense_replace=1, prefix_dense_intermediate_size=128, prefix_dense_sliding_window_pattern=2,
+        sliding_window_pattern=3, norm_topk_prob=False, attention_bias=True, tie_word_embeddings=False),
+    "kolibri1": lambda: hf.Kolibri1Config(**{k: v for k, v in SIZE.items() if k != "intermediate_size"}, **MOE, head_dim=24, sliding_window=8,
+                                          num_experts=8, shared_expert_intermediate_size=64, norm_topk_prob=True,
+                                          layer_types=["sliding_attention", "full_attention"] * 2),
+    "mimo_v2_flash": lambda: hf.MiMoV2FlashConfig(
+        **{**SIZE, "num_key_value_heads": 1}, **MOE, head_dim=24, v_head_dim=16, n_routed_experts=8, sliding_window=8, n_group=2, topk_group=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], attention_bias=True, rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.334),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.334))),
+    "laguna": lambda: hf.LagunaConfig(
+        **SIZE, **MOE, head_dim=24, num_experts=8, shared_expert_intermediate_size=64, sliding_window=8, num_attention_heads_per_layer=[4, 8, 4, 4],
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"], moe_routed_scaling_factor=2.5,
+        moe_router_logit_softcapping=2.0, rope_parameters=dict(
+            full_attention=dict(YARN, partial_rotary_factor=0.5, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0))),
+    "laguna-elements": lambda: hf.LagunaConfig(**SIZE, **MOE, head_dim=24, num_experts=8, gating="per-element", mlp_layer_types=["sparse"] * 4,
+                                               shared_expert_intermediate_size=32, attention_bias=True),
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
     "gpt_bigcode-heads": lambda: hf.GPTBigCodeConfig(**GPT, multi_query=False, n_inner=96),
 }
@@ -280,6 +314,7 @@ MODELS = {                                                 # for docs/models.md:
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, the text part of the multimodal ones too",
     "qwen2_vl_text": "Qwen2-VL, its text part", "qwen2_5_vl_text": "Qwen2.5-VL, its text part",
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
+    "qwen2_5_omni_text": "Qwen2.5-Omni, its text part", "qwen3_omni_moe_text": "Qwen3-Omni-30B-A3B, its text part",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
@@ -294,6 +329,8 @@ MODELS = {                                                 # for docs/models.md:
     "olmo": "OLMo 1B, 7B", "hunyuan_v1_dense": "Hunyuan 0.5B, 1.8B, 4B, 7B", "hunyuan_v1_moe": "Hunyuan-A13B", "afmoe": "Trinity (AFMoE)",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B", "granitemoeshared": "Granite MoE with shared experts",
     "granitemoe_swa": "Granite MoE with windows and sinks", "muse_glimmer_text": "Muse Glimmer 30B, its text part",
+    "exaone": "EXAONE 3.0, 3.5, Deep", "sarvam_moe": "Sarvam 30B", "sarvam_mla": "Sarvam 105B", "cohere2_moe": "Command A+",
+    "kolibri1": "Kolibri 1", "mimo_v2_flash": "MiMo-V2-Flash", "laguna": "Laguna XS",
     "bloom": "BLOOM, BLOOMZ", "jais2": "Jais 2 8B, 70B", "nanochat": "nanochat (as transformers has it)",
     "hyperclovax": "HyperCLOVA X SEED Think", "opt": "OPT (not 350M)", "mpt": "MPT 7B, 30B", "gpt_neo": "GPT-Neo, TinyStories", "gpt_bigcode": "StarCoder, SantaCoder",
 }
@@ -401,8 +438,8 @@ def old_spelling(directory) -> None:
         path.write_text(json.dumps(whole))
         return
     rope = c.pop("rope_parameters", None)
-    if rope is None or c["model_type"] == "mellum":
-        return                                             # GPT-2 is spelled as ever, Mellum is young
+    if rope is None or c["model_type"] in ("mellum", "laguna", "mimo_v2_flash"):
+        return                                             # GPT-2 is spelled as ever, others are young
     if "full_attention" in rope and c["model_type"] == "olmo3":
         rope = rope["full_attention"]
     elif "full_attention" in rope:

@@ -30,8 +30,9 @@ from checkpoint import (
     tile,
     yarn_mscale,
 )
-from gpt_faster.formats.families import ALIASES, FAMILIES, OTHER_KINDS, TEXT_PARTS, Family
+from gpt_faster.formats.families import ALIASES, FAMILIES, TEXT_PARTS, Family
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.other_kinds import missing_feature
 from gpt_faster.formats.schema import check_config, check_keys
 from gpt_faster.layers.block import Widths
 from gpt_faster.layers.feed_forward import GATED, UNGATED
@@ -58,6 +59,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     family, c = _resolve_family(c)
     _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
+             "layer_norm": bool(c.get("has_layer_norm", False)),
              "activation": _activation(c, family),
              "parallel": bool(c.get("use_parallel_residual", False)),
              "post_norm": bool(c.get("use_post_norm", False)),
@@ -69,6 +71,7 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     if c.get("kv_lora_rank"):
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, facts["n_layer"]))
+    facts.update(_widths(c))
     facts.update(_gemma4_layers(c))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE with an attention factor is not supported before query and key "
@@ -82,7 +85,9 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
 
 def _resolve_family(c: dict) -> tuple[Family, dict]:
     """The family, and config.json with canonical keys and the family's defaults filled in."""
-    check_keys({key: c.get(key) for key in ("model_type", "text_config")})
+    check_keys({key: c.get(key) for key in ("model_type", "text_config", "thinker_config")})
+    c = thinker_part(c)
+    check_keys({"text_config": c.get("text_config")})
     _refuse_other_kinds(c)
     c = _text_part(c)
     check_keys({"model_type": c.get("model_type")})
@@ -109,10 +114,14 @@ def _resolve_family(c: dict) -> tuple[Family, dict]:
 
 
 def _refuse_other_kinds(c: dict) -> None:
-    kind = c.get("model_type")
-    for what, kinds in OTHER_KINDS.items():
-        if kind in kinds.split():
-            raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
+    kind = c.get("model_type") or ""
+    if kind not in FAMILIES and (what := missing_feature(kind)):
+        raise ValueError(f"model_type '{kind}' is not supported: it has {what}")
+
+
+def thinker_part(c: dict) -> dict:
+    """Qwen's omni models: the part that writes text, next to one that speaks."""
+    return {**c, **(c.get("thinker_config") or {})}
 
 
 def _text_part(c: dict) -> dict:
@@ -211,23 +220,31 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     return facts | dict(rope=tile(rope)) | more
 
 
-def _gemma4_layers(c: dict) -> dict:
-    """Gemma 4: sizes by layer, shared KV layers, per-layer embeddings (from its respelling)."""
+def _widths(c: dict) -> dict:
+    """Sizes by layer, from a respelling (Gemma 4, MiMo)."""
     if "layer_widths" not in c:
         return {}
     widths, n_head = [], c["num_attention_heads"]
     for layer in c["layer_widths"]:
+        n_own = layer.get("num_attention_heads")
         width = Widths(count(layer, "head_dim"), count(layer, "num_key_value_heads"),
-                       count(layer, "intermediate_size"))
-        if n_head % width.n_kv_head:
-            raise ValueError(f"{n_head} attention heads cannot share {width.n_kv_head} key/value "
-                             "heads evenly")
+                       count(layer, "intermediate_size"), None if n_own == n_head else n_own)
+        if (n_own or n_head) % width.n_kv_head:
+            raise ValueError(f"{n_own or n_head} attention heads cannot share {width.n_kv_head} "
+                             "key/value heads evenly")
         widths.append(None if width == Widths(*(
             c[key] for key in ("head_dim", "num_key_value_heads", "intermediate_size"))) else width)
+    return dict(widths=tile(widths))
+
+
+def _gemma4_layers(c: dict) -> dict:
+    """Gemma 4: shared KV layers and per-layer embeddings (from its respelling)."""
+    if "kv_sources" not in c:
+        return {}
     mixer = [None if source is None else SharedKV(source) for source in c["kv_sources"]]
     dim = c.get("hidden_size_per_layer_input") or 0
     end = LayerEnd(dim, count(c, "vocab_size_per_layer_input") if dim else 0)
-    return dict(widths=tile(widths), mixer=tile(mixer), layer_end=end)
+    return dict(mixer=tile(mixer), layer_end=end)
 
 
 def _experts(c: dict) -> dict:
@@ -242,6 +259,9 @@ def _experts(c: dict) -> dict:
             or n_group > 1 and size < group_top):
         raise ValueError(f"cannot choose {n_active} of {n_expert} experts from {topk_group} of "
                          f"{n_group} groups")
+    facts["router_cap"] = c.get("router_logit_cap") or None
+    if c.get("expert_selection_fn"):
+        facts["scores"] = c["expert_selection_fn"]
     return dict(facts, choice_bias=bool(c.get("use_expert_bias")),
                 n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),

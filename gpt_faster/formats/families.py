@@ -14,6 +14,7 @@ from gpt_faster.formats.names import (
     APERTUS_NAMES,
     DELTA_NAMES,
     ERNIE_MOE_NAMES,
+    EXAONE_NAMES,
     FALCON_NAMES,
     GEMMA4_MOE_NAMES,
     GEMMA4_NAMES,
@@ -26,8 +27,11 @@ from gpt_faster.formats.names import (
     GRANITE_MOE_NAMES,
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
+    KOLIBRI_NAMES,
+    LAGUNA_NAMES,
     LATENT_NAMES,
     LFM2_NAMES,
+    MIMO_NAMES,
     MINIMAX_NAMES,
     MOE_NAMES,
     MPT_NAMES,
@@ -35,6 +39,7 @@ from gpt_faster.formats.names import (
     PHI_NAMES,
     QWEN3_VL_MOE_NAMES,
     SANDWICH_NAMES,
+    SARVAM_NAMES,
     SIGMOID_NAMES,
     Fused,
 )
@@ -62,15 +67,24 @@ class Family(checkpoint.Family):
         return self.names_with_experts if has_other else self.names
 
 
+NO_SINK = -1e30                                    # exp(NO_SINK) is 0
+
+
 def stated_folds(c: dict) -> dict:
     """Folds' fields that config.json sets."""
     stated = {}
     if c.get("kv_lora_rank"):
         stated["interleaved_rope"] = bool(c.get("rope_interleave", True))
+    if layers := c.get("layers_without_sinks"):
+        pattern = rf"^layers\.({'|'.join(map(str, layers))})\.attn\.attend\.sinks$"
+        stated["constants"] = {pattern: NO_SINK}
     return dict(stated, logits_divisor=c.get("logits_scaling") or 1,
                 one_norm=bool(c.get("one_norm")),
                 slopes_base=float(c.get("alibi_bias_max") or 8),
-                k_is_v=bool(c.get("attention_k_eq_v")),
+                k_is_v=bool(c.get("attention_k_eq_v")), v_dim=c.get("narrow_v_head_dim") or 0,
+                gate_per_head=bool(c.get("gate_per_head")),
+                v_scale=float(c.get("attention_value_scale") or 1),
+                shared_scale=float(c.get("shared_expert_scale") or 1),
                 slopes_scale=float(c.get("alibi_scale") or 1),
                 post_norm_scale=float(c.get("post_norm_scale") or 1))
 
@@ -185,6 +199,115 @@ def _hunyuan_moe_respelled(c):
 def _cohere_respelled(c):
     return {**c, "logits_scaling": 1 / c["logit_scale"], "one_norm": True,
             "qk_layernorm": c.get("use_qk_norm"), "use_qk_norm": None}
+
+
+def _cohere2_moe_respelled(c):
+    """RMSNorm if 'rms_norm_eps' is set, else LayerNorm; dense layers first, of another width."""
+    n_layer, n_dense = c["num_hidden_layers"], c.get("first_k_dense_replace") or 0
+    every, every_dense = c["sliding_window_pattern"], c["prefix_dense_sliding_window_pattern"]
+    if not all(type(n) is int and n > 0 for n in (every, every_dense)):
+        raise ValueError(f"'sliding_window_pattern' is {every!r} and "
+                         f"'prefix_dense_sliding_window_pattern' {every_dense!r}, expected "
+                         "positive integers")
+    is_full = [(i + 1) % every_dense == 0 for i in range(n_dense)]
+    is_full += [(i + 1) % every == 0 for i in range(n_layer - n_dense)]
+    kinds = c.get("layer_types") or [
+        "full_attention" if full else "sliding_attention" for full in is_full]
+    mlps = c.get("mlp_layer_types") or ["dense"] * n_dense + ["sparse"] * (n_layer - n_dense)
+    for key, known in (("expert_selection_fn", ("softmax", "sigmoid")),
+                       ("shared_expert_combination_strategy", ("sum", "average"))):
+        if c[key] not in known:
+            raise ValueError(f"'{key}' is {c[key]!r}, expected {' or '.join(known)}")
+    is_average = c["shared_expert_combination_strategy"] == "average" and c.get("n_shared_experts")
+    scale = 0.5 if is_average else 1.0
+    eps = c.get("eps_of_rms_norm")
+    return {**_cohere_respelled(c), "layer_types": kinds, "mlp_layer_types": mlps,
+            "has_layer_norm": eps is None,
+            "rms_norm_eps": c["rms_norm_eps"] if eps is None else eps,
+            "norm_topk_prob": c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
+            "moe_intermediate_size": c["intermediate_size"],
+            "intermediate_size": c.get("prefix_dense_intermediate_size") or c["intermediate_size"],
+            "routed_scaling_factor": scale, "shared_expert_scale": scale}
+
+
+def _cohere2_moe_has_rope(c, i):
+    is_dense = c["mlp_layer_types"][i] == "dense"
+    forced = is_dense and c["prefix_dense_sliding_window_pattern"] == 1
+    return c["layer_types"][i] == "sliding_attention" or forced
+
+
+def _kolibri_respelled(c):
+    kinds = c.get("layer_types") or [
+        "full_attention" if (i + 1) % 5 == 0 else "sliding_attention"
+        for i in range(c["num_hidden_layers"])]
+    return {**c, "layer_types": kinds, "intermediate_size": c["moe_intermediate_size"]}
+
+
+def _mimo_respelled(c):
+    """Twice as many key/value heads and attention sinks in sliding layers; narrow values.
+
+    The Hub's config.json has hybrid_layer_pattern and moe_layer_freq, a number for each layer.
+    """
+    n_layer = c["num_hidden_layers"]
+    slides = c.get("hybrid_layer_pattern") or [i > 0 and (i + 1) % 6 != 0 for i in range(n_layer)]
+    kinds = c.get("layer_types") or [
+        "sliding_attention" if one else "full_attention" for one in slides]
+    is_sparse = c.get("moe_layer_freq") or [0] + [1] * (n_layer - 1)
+    mlps = c.get("mlp_layer_types") or ["sparse" if one else "dense" for one in is_sparse]
+    if len(mlps) != n_layer:
+        raise ValueError(f"'mlp_layer_types' or 'moe_layer_freq' has {len(mlps)} entries, but the "
+                         f"model has {n_layer} layers")
+    thetas = dict(full_attention=c.get("rope_theta") or 5e6,
+                  sliding_attention=c.get("swa_rope_theta") or 1e4)
+    partial, stated = c.get("partial_rotary_factor") or 0.334, c.get("rope_parameters") or {}
+    ropes = {kind: dict(rope_theta=theta, partial_rotary_factor=partial) | (stated.get(kind) or {})
+             for kind, theta in thetas.items()}
+    n_kv_head, v_dim = c["num_key_value_heads"], c["v_head_dim"]
+    for key, expected in (("swa_num_key_value_heads", 2 * n_kv_head), ("swa_v_head_dim", v_dim),
+                          ("swa_head_dim", c["head_dim"]),
+                          ("swa_num_attention_heads", c["num_attention_heads"])):
+        if c.get(key) not in (None, expected):
+            raise ValueError(f"'{key}' is {c[key]}, only {expected} is supported")
+    if not 0 < v_dim <= c["head_dim"]:
+        raise ValueError(f"'v_head_dim' is {v_dim}, expected 1 to 'head_dim', {c['head_dim']}")
+    widths = [dict(head_dim=c["head_dim"], intermediate_size=c["intermediate_size"],
+                   num_key_value_heads=n_kv_head * (2 if kind == "sliding_attention" else 1))
+              for kind in kinds]
+    window = c["sliding_window"]
+    if c.get("sliding_window_size"):               # without the query itself
+        window = c["sliding_window_size"] + 1
+    return {**c, "layer_types": kinds, "mlp_layer_types": mlps, "layer_widths": widths,
+            "rope_parameters": ropes, "partial_rotary_factor": None, "sliding_window": window,
+            "narrow_v_head_dim": v_dim if v_dim < c["head_dim"] else 0,
+            "layers_without_sinks": [i for i, kind in enumerate(kinds)
+                                     if kind != "sliding_attention"]}
+
+
+def _laguna_respelled(c):
+    """Numbers of heads by layer; a gate for each head, or for each channel of all heads."""
+    if c.get("moe_apply_router_weight_on_input"):
+        raise ValueError("'moe_apply_router_weight_on_input' is not supported")
+    if c["gating"] not in (True, "per-head", "per-element"):
+        raise ValueError(f"'gating' is {c['gating']!r}, expected true, per-head or per-element")
+    n_layer, n_head = c["num_hidden_layers"], c["num_attention_heads"]
+    heads = c.get("num_attention_heads_per_layer") or [n_head] * n_layer
+    if len(heads) != n_layer:
+        raise ValueError(f"'num_attention_heads_per_layer' has {len(heads)} entries, but the model "
+                         f"has {n_layer} layers")
+    widths = [dict(head_dim=c["head_dim"], num_key_value_heads=c["num_key_value_heads"],
+                   intermediate_size=c["intermediate_size"], num_attention_heads=n) for n in heads]
+    ropes = c.get("rope_parameters") or dict(
+        full_attention=dict(rope_theta=5e5, partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_theta=1e4, partial_rotary_factor=1.0))
+    return {**c, "layer_widths": widths, "rope_parameters": ropes, "rope_scaling": None,
+            "partial_rotary_factor": None, "gate_per_head": c["gating"] != "per-element"}
+
+
+def _sarvam_mla_respelled(c):
+    rope = c.get("rope_scaling") or {}
+    if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):   # is YaRN
+        c = {**c, "rope_scaling": {**rope, "type": "yarn", "rope_type": "yarn"}}
+    return {**c, "head_dim": None}                 # vLLM's, in the Hub's config.json
 
 
 def _gptj_respelled(c):
@@ -468,6 +591,14 @@ FAMILIES = {
                       num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
                       tie_word_embeddings=True),
         names=QWEN3_VL_MOE_NAMES, is_sparse=qwen_is_sparse),
+    "qwen2_5_omni_text": replace(_QWEN2_VL, defaults=dict(
+        _QWEN2_VL.defaults, num_key_value_heads=4, rms_norm_eps=1e-6, sliding_window=32768,
+        max_window_layers=28, tie_word_embeddings=True)),
+    "qwen3_omni_moe_text": Family(
+        overrides=dict(qk_norm="head"),
+        defaults=dict(num_key_value_heads=4, rope_theta=1e6, max_position_embeddings=32768,
+                      num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+        names=MOE_NAMES, is_sparse=qwen_is_sparse),
     "mellum": Family(
         overrides=dict(qk_norm="head"),
         defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, num_experts=64,
@@ -504,6 +635,14 @@ FAMILIES = {
                       moe_intermediate_size=2048, max_position_embeddings=1048576),
         names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
         respell=_mistral4_respelled),
+    "sarvam_mla": Family(
+        moe=_SIGMOID,
+        defaults=dict(_LATENT, q_lora_rank=None, num_experts=128, num_experts_per_tok=8,
+                      n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+                      moe_intermediate_size=2048, first_k_dense_replace=1,
+                      max_position_embeddings=4096),
+        names=SIGMOID_NAMES | LATENT_NAMES, is_sparse=_is_sparse_after_first,
+        respell=_sarvam_mla_respelled),
     "youtu": Family(
         defaults=dict(_LATENT, tie_word_embeddings=True, max_position_embeddings=131072),
         names=LATENT_NAMES),
@@ -544,6 +683,37 @@ FAMILIES = {
                       first_k_dense_replace=1),
         names=SIGMOID_NAMES, is_sparse=_is_sparse_after_first, is_sliding=_exaone4_is_sliding,
         has_rope=_exaone4_has_rope),
+    "sarvam_moe": replace(
+        _GLM4_MOE, names=SARVAM_NAMES, key_aliases=dict(use_qkv_bias="attention_bias"),
+        defaults=dict(num_key_value_heads=4, head_dim=64, num_experts=128, num_experts_per_tok=6,
+                      moe_intermediate_size=1024, n_shared_experts=1, first_k_dense_replace=1,
+                      routed_scaling_factor=2.5, use_qk_norm=True, rope_theta=8e6,
+                      max_position_embeddings=131072)),
+    "kolibri1": Family(
+        overrides=dict(post_norm=True, qk_norm="head"), moe=dict(_SIGMOID, choice_of_logits=True),
+        defaults=dict(num_key_value_heads=4, head_dim=128, sliding_window=513, num_experts=384,
+                      num_experts_per_tok=6, moe_intermediate_size=512, norm_topk_prob=False,
+                      shared_expert_intermediate_size=512, max_position_embeddings=262144),
+        names=KOLIBRI_NAMES, is_sparse=always, has_rope=_exaone4_has_rope,
+        respell=_kolibri_respelled),
+    "mimo_v2_flash": Family(
+        overrides=dict(o_bias=False), moe=_SIGMOID, scores=dict(sinks=True),
+        defaults=dict(num_key_value_heads=4, head_dim=192, v_head_dim=128, sliding_window=129,
+                      num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+                      rms_norm_eps=1e-5, attention_value_scale=0.707,
+                      max_position_embeddings=131072),
+        names=MIMO_NAMES, is_sparse=_is_sparse_after_first, respell=_mimo_respelled,
+        key_aliases=dict(layernorm_epsilon="rms_norm_eps")),
+    "laguna": Family(
+        overrides=dict(qk_norm="head", attn_gate=True), moe=_SIGMOID,
+        scores=dict(softplus_gate=True),
+        defaults=dict(num_key_value_heads=8, head_dim=128, sliding_window=512, num_experts=256,
+                      num_experts_per_tok=8, moe_intermediate_size=512, gating=True,
+                      shared_expert_intermediate_size=512, first_k_dense_replace=1,
+                      max_position_embeddings=131072),
+        names=LAGUNA_NAMES, is_sparse=_is_sparse_after_first, respell=_laguna_respelled,
+        key_aliases=dict(moe_routed_scaling_factor="routed_scaling_factor",
+                         moe_router_logit_softcapping="router_logit_cap")),
     "hy_v3": Family(
         overrides=dict(qk_norm="head"), moe=_SIGMOID,
         defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, num_experts=192,
@@ -674,6 +844,12 @@ FAMILIES = {
     "seed_oss": Family(
         defaults=dict(attention_bias=True, attention_out_bias=False, head_dim=128,
                       num_key_value_heads=8, max_position_embeddings=524288)),
+    "exaone": Family(
+        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=5e5,
+                      max_position_embeddings=4096),
+        names=EXAONE_NAMES,
+        key_aliases=dict(num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps",
+                         activation_function="hidden_act")),
     "exaone4": Family(
         overrides=dict(pre_norm=False, post_norm=True, qk_norm="head"),
         defaults=dict(num_key_value_heads=32, sliding_window=4096, sliding_window_pattern=4,
@@ -735,6 +911,17 @@ FAMILIES = {
         defaults=dict(_COHERE, rope_theta=1e4, sliding_window=4096),
         folds=dict(_INTERLEAVED, constants=_NO_BIAS), is_sliding=_slides, has_rope=_slides,
         key_aliases=dict(layer_norm_eps="rms_norm_eps"), respell=_cohere_respelled),
+    "cohere2_moe": Family(
+        overrides=dict(parallel=True), moe=dict(shared_gate=False),
+        defaults=dict(_COHERE, rope_theta=1e4, sliding_window=4096, head_dim=128, num_experts=8,
+                      num_experts_per_tok=2,
+                      sliding_window_pattern=4, prefix_dense_sliding_window_pattern=1,
+                      expert_selection_fn="softmax", norm_topk_prob=True,
+                      shared_expert_combination_strategy="average"),
+        folds=dict(_INTERLEAVED, constants=_NO_BIAS), names=SIGMOID_NAMES,
+        is_sparse=_is_sparse_after_first, has_rope=_cohere2_moe_has_rope,
+        key_aliases=dict(layer_norm_eps="rms_norm_eps", rms_norm_eps="eps_of_rms_norm"),
+        respell=_cohere2_moe_respelled),
     "falcon": Family(
         overrides=dict(layer_norm=True, gated=False),
         defaults=dict(hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True, alibi=False,
@@ -875,50 +1062,4 @@ TEXT_PARTS = {                                     # model_type: its language mo
     "internvl": "qwen2",
 }
 
-ALIASES = {"kimi_k2": "deepseek_v3"}                # other model_types of the same model
-
-OTHER_KINDS = {                                    # architectures we do not implement
-    "state-space layers (Mamba, RWKV)":
-        "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h "
-        "falcon_h1 plamo2 recurrent_gemma xlstm",
-    "gated DeltaNet or other linear attention":
-        "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
-    "sparse latent attention (an indexer) or another variant of it":
-        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
-        "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",
-    "two attentions in each layer, around a mixture of experts": "longcat_flash",
-    "norms after its experts only": "axk1",
-    "another kind of convolution layers": "lfm3 inkling_text inkling2_text zaya",
-    "an encoder and a decoder":
-        "t5 t5gemma t5gemma2 t5gemma2_decoder mt5 umt5 bart mbart pegasus bigbird_pegasus marian "
-        "m2m_100 led whisper blenderbot blenderbot-small mvp plbart prophetnet trocr blip "
-        "blip_text_model pix2struct pix2struct_text_model florence2 udop pp_formulanet "
-        "pp_formulanet_text vision-encoder-decoder",
-    "an encoder only: it does not generate":
-        "bert bert-generation roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xlm xlnet "
-        "deberta-v2 modernbert modernbert-decoder electra big_bird camembert data2vec-text ernie "
-        "megatron-bert reformer rembert roc_bert roformer xmod",
-    "per-layer embeddings and shared key/value layers":
-        "gemma3n gemma3n_text",
-    "a drafter's layers: use it with Gemma 4, as --draft_checkpoint_path":
-        "gemma4_assistant gemma4_unified_assistant",
-    "diffusion decoding": "diffusion_gemma diffusion_gemma_text",
-    "chunked attention, and experts with scaled inputs": "llama4 llama4_text",
-    "cross-attention from text to images":
-        "mllama mllama_text_model idefics git evolla kosmos_2_text_model kosmos_2_5_text_model",
-    "bidirectional attention over image and prompt": "paligemma",
-    "audio or image tokens": "moshi musicgen musicgen_melody chameleon pi0",
-    "another kind of experts or router":
-        "phimoe jetmoe dbrx kolibri1 flint beam laguna cohere2_moe mimo_v2_flash aria_text "
-        "minimax_m3_vl_text ernie4_5_vl_moe_text step3p5 muse_spark_text qwen3_omni_moe_text",
-    "another kind of norms, positions or projections":
-        "xglm biogpt openai-gpt ctrl gpt_neox_japanese cpmant codegen persimmon "
-        "bitnet cosmos3_edge_text cohere_compass_text molmo2_text",
-    "differential attention or a learned mask": "diffllama doge",
-    "looped layers": "hrm_text",
-    "bytes instead of tokens": "blt",
-    "LoRA adapters for images and audio": "phi4_multimodal",
-    "a text model embedded in an unsupported multimodal checkpoint":
-        "glm_ocr_text granite4_vision_text granite_docling_text "
-        "hunyuan_vl_text paddleocr_vl_text emu3_text_model qwen2_5_omni_text",
-}
+ALIASES = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}    # other model_types of the same model

@@ -26,6 +26,7 @@ class Scores:
     gains: bool = False
     growth: float = 0.0
     growth_from: int = 1
+    softplus_gate: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint import LazyTensor, narrow, tensor_shapes
+from checkpoint import LazyTensor, layer_of, narrow, tensor_shapes
 from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
-from gpt_faster.formats.lazy import cached, constant, index_select, offset, scaled, transpose
+from gpt_faster.formats.lazy import (
+    cached,
+    constant,
+    index_select,
+    offset,
+    pad_columns,
+    pad_rows,
+    scaled,
+    transpose,
+)
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
@@ -37,6 +46,10 @@ class Folds:
     slopes_base: float = 8.0                       # ALiBi: the last of 2^n heads has 2^-base
     slopes_scale: float = 1.0
     k_is_v: bool = False                           # full attention: wv is wk (Gemma 4)
+    v_dim: int = 0                                 # values narrower than head_dim: zero-padded
+    v_scale: float = 1.0                           # factor of the values (MiMo)
+    gate_per_head: bool = False                    # one gate for all channels of a head (Laguna)
+    shared_scale: float = 1.0                      # factor of the shared expert's output
     constants: dict[str, float] = field(default_factory=dict)  # name pattern: value, not stored
 
 
@@ -71,6 +84,17 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     for name in [name for name in tensors if ".post_" in name and folds.post_norm_scale != 1]:
         tensors[name] = scaled(tensors[name], folds.post_norm_scale)
     _share_kv(tensors, cfg, folds)
+    if folds.gate_per_head:
+        for name in [name for name in tensors if name.endswith("attn.gate.weight")]:
+            index = torch.arange(tensors[name].n_row).repeat_interleave(cfg.head_dim)
+            tensors[name] = index_select(tensors[name], index)
+    if folds.v_dim:
+        _pad_values(tensors, cfg, folds)
+    for name in [name for name in tensors if ".ffn.shared.down." in name]:
+        if folds.shared_scale != 1 and not name.endswith("down.weight"):
+            raise ValueError("a quantized shared expert with a factor is not supported: use the "
+                             "original model")
+        tensors[name] = _times(tensors[name], folds.shared_scale)
     if folds.tiled_heads:
         _group_value_heads(tensors, cfg)
     _add_constants(tensors, cfg, folds)
@@ -84,18 +108,20 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
 
 
 def _permute_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
-    rotated = n_rotated(cfg.rope[0], cfg.head_dim)
-    if rotated > cfg.head_dim:
-        raise ValueError(f"rotary dimension {rotated} is larger than head_dim {cfg.head_dim}")
-    if rotated < 2 or rotated % 2:
-        raise ValueError(f"rotary dimension is {rotated}, expected an even number, at least 2")
-    if folds.interleaved_rope:                     # row pairs (2i, 2i + 1) -> (i, i + R/2)
-        rope, rest = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
-        _reorder_heads(tensors, torch.cat((rope[::2], rope[1::2], rest)))
-    if folds.reversed_rope:                        # rotating (a, b) by -t is rotating (b, a) by t
-        _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2))
-    if rotated < cfg.head_dim:
-        _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim))
+    by_layer = [n_rotated(of_layer(i, cfg.rope), cfg.head_dim) for i in range(cfg.n_layer)]
+    for rotated in set(by_layer):
+        if rotated > cfg.head_dim:
+            raise ValueError(f"rotary dimension {rotated} is larger than head_dim {cfg.head_dim}")
+        if rotated < 2 or rotated % 2:
+            raise ValueError(f"rotary dimension is {rotated}, expected an even number, at least 2")
+        layers = {i for i in range(cfg.n_layer) if by_layer[i] == rotated}
+        if folds.interleaved_rope:                 # row pairs (2i, 2i + 1) -> (i, i + R/2)
+            rope, rest = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
+            _reorder_heads(tensors, torch.cat((rope[::2], rope[1::2], rest)), layers)
+        if folds.reversed_rope:                    # rotating (a, b) by -t is rotating (b, a) by t
+            _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2), layers)
+        if rotated < cfg.head_dim:
+            _reorder_heads(tensors, _partial_rope_order(rotated, cfg.head_dim), layers)
 
 
 def _permute_latent_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
@@ -151,6 +177,24 @@ def _share_kv(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) ->
                 tensors.setdefault(name.replace(".wk.", ".wv."), tensors[name])
     for name in [name for name in tensors if name.endswith(".router_norm.weight")]:
         tensors[name] = scaled(tensors[name], cfg.dim**-0.5)
+
+
+def _pad_values(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
+    """Pad value heads of v_dim channels to head_dim: wv gets zero rows, wo zero columns."""
+    for name, t in tensors.items():
+        if not re.search(r"\.attn\.(wv|wo)\.", name):
+            continue
+        if not name.endswith((".weight", ".bias")):
+            raise ValueError("quantized values narrower than keys are not supported: use the "
+                             "original model")
+        if ".wv." in name and t.shape[0] % folds.v_dim == 0:           # else check() reports it
+            tensors[name] = _times(pad_rows(t, folds.v_dim, cfg.head_dim), folds.v_scale)
+        elif name.endswith("wo.weight") and t.shape[-1] % folds.v_dim == 0:
+            tensors[name] = pad_columns(t, folds.v_dim, cfg.head_dim)
+
+
+def _times(t: LazyTensor, factor: float) -> LazyTensor:
+    return t if factor == 1 else scaled(t, factor)
 
 
 def _add_constants(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> None:
@@ -224,9 +268,11 @@ def _partial_rope_order(rotated: int, head_dim: int) -> torch.Tensor:
     return torch.cat((rope[0], rest[0], rope[1], rest[1]))
 
 
-def _reorder_heads(tensors: dict[str, LazyTensor], order: torch.Tensor) -> None:
-    """Permute the rows of each query and key head, in place."""
+def _reorder_heads(tensors: dict[str, LazyTensor], order: torch.Tensor, layers: set) -> None:
+    """Permute the rows of each query and key head of these layers, in place."""
     for name, t in tensors.items():
+        if layer_of(name) not in layers:
+            continue
         fits = t.shape and t.shape[0] % len(order) == 0    # else check() reports the shape
         if fits and re.search(r"\.(w[qk]|[qk]_norm)\.", name):
             heads = torch.arange(t.shape[0]).view(-1, len(order))

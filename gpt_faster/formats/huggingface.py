@@ -16,7 +16,7 @@ from checkpoint import (
     reading,
 )
 from gpt_faster.formats.awq_gptq_fp8 import dequantized
-from gpt_faster.formats.config import config_from_hf
+from gpt_faster.formats.config import config_from_hf, thinker_part
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
@@ -32,11 +32,18 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     config = read_json(path)
     with reading(path):
         cfg, c = config_from_hf(config)
+    is_omni = "thinker_config" in config
+    config = thinker_part(config)
     if "vision_config" in config:
         print("note: multimodal model: loading the text part only", file=sys.stderr)
     tensors = hub_tensors(directory, weights, read_weights)
+    if is_omni:                                    # without the part that speaks
+        tensors = [t.derived(t.read_rows, name=t.name.removeprefix("thinker."))
+                   for t in tensors if t.name.startswith("thinker.")]
     if "text_config" in config and not any(t.name.endswith("lm_head.weight") for t in tensors):
-        cfg = replace(cfg, tied=True)              # set at either level of the config
+        levels = config, config["text_config"] or {}
+        stated = [part["tie_word_embeddings"] for part in levels if "tie_word_embeddings" in part]
+        cfg = replace(cfg, tied=cfg.tied or not stated or any(stated))
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
     if quantization and c["model_type"] == "gpt2":

@@ -84,6 +84,30 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
     return t.derived(read_rows, shape=shape, packed=packed)
 
 
+def pad_rows(t: LazyTensor, n: int, width: int) -> LazyTensor:
+    """Append zero rows to every n rows, so that they become `width` rows."""
+    def read_rows(a, b):
+        row = torch.arange(a, b)
+        is_stored = row % width < n
+        source = (row // width * n + row % width)[is_stored]
+        if not len(source):
+            return t.read_rows(0, 1).new_zeros(b - a, *t.shape[1:])
+        low = int(source[0])
+        stored = t.read_rows(low, int(source[-1]) + 1)
+        rows = stored.new_zeros(b - a, *stored.shape[1:])
+        rows[is_stored] = stored
+        return rows
+    return t.derived(read_rows, shape=(t.shape[0] // n * width, *t.shape[1:]))
+
+
+def pad_columns(t: LazyTensor, n: int, width: int) -> LazyTensor:
+    """Append zero columns to every n columns of a matrix, so that they become `width` columns."""
+    def read_rows(a, b):
+        parts = t.read_rows(a, b).unflatten(-1, (-1, n))
+        return torch.nn.functional.pad(parts, (0, width - n)).flatten(-2)
+    return t.derived(read_rows, shape=(t.shape[0], t.shape[1] // n * width))
+
+
 class TransposedTensor(LazyTensor):
     """[…, in, out] on disk, read as […, out, in]. Caches one matrix until release()."""
 

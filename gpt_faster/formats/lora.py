@@ -37,7 +37,8 @@ def merge(tensors: list[LazyTensor], directory: Path,
 
     tied_head: the output layer of a model that ties it to the embedding in `tensors`. An adapter
     for one of the two changes only that one, as in PEFT's unmerged model (merge_and_unload() adds
-    it to both: peft#2777), unless 'ensure_weight_tying' is set.
+    it to both: peft#2777), unless 'ensure_weight_tying' is set and the embedding is called
+    embed_tokens: PEFT ignores the key for any other name.
     FileNotFoundError or ValueError: a missing file, an unsupported or mismatched adapter.
     """
     config = _config(directory)
@@ -53,7 +54,8 @@ def merge(tensors: list[LazyTensor], directory: Path,
     if tied_head is not None:
         name = bare(tied_head.name)
         has_own = name in replaced or name.removesuffix(".weight") in changes
-        if has_own or not config.get("ensure_weight_tying"):
+        adapts_embed = "embed_tokens" in changes or "embed_tokens.weight" in replaced
+        if has_own or not (config.get("ensure_weight_tying") and adapts_embed):
             tensors = [*tensors, tied_head]
     try:
         new = []

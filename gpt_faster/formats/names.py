@@ -139,6 +139,29 @@ GGUF_DELTA_NAMES = {
     "ssm_a": "attn.decay_rate", "ssm_dt.bias": "attn.decay_bias",
     "ssm_norm": "attn.norm", "ssm_out": "attn.wo", "post_attention_norm": "ffn_norm",
 }
+EXAONE_NAMES = {                                   # EXAONE 3: a Llama
+    "wte": "embed", "ln_f": "norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
+    "attn.attention.q_proj": "attn.wq", "attn.attention.k_proj": "attn.wk",
+    "attn.attention.v_proj": "attn.wv", "attn.attention.out_proj": "attn.wo",
+    "mlp.c_fc_0": "ffn.gate", "mlp.c_fc_1": "ffn.up", "mlp.c_proj": "ffn.down",
+}
+SARVAM_NAMES = SIGMOID_NAMES | {
+    "word_embeddings": "embed",
+    "attention.query_key_value": Fused(("attn.wq", "attn.wk", "attn.wv")),
+    "attention.dense": "attn.wo", "attention.query_layernorm": "attn.q_norm",
+    "attention.key_layernorm": "attn.k_norm", "mlp.gate.expert_bias": "ffn.choice_bias",
+}
+KOLIBRI_NAMES = SIGMOID_NAMES | {
+    "moe.router.expert_bias": "ffn.choice_bias",
+    "post_attn_norm": "post_attn_norm", "post_ffn_norm": "post_ffn_norm",
+    "post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm",
+}
+LAGUNA_NAMES = SIGMOID_NAMES | {
+    "self_attn.g_proj": "attn.gate", "mlp.experts.e_score_correction_bias": "ffn.choice_bias",
+}
+MIMO_NAMES = SIGMOID_NAMES | {
+    "self_attn.sinks": "attn.attend.sinks", "self_attn.attention_sink_bias": "attn.attend.sinks",
+}
 HUNYUAN_NAMES = {
     "self_attn.query_layernorm": "attn.q_norm", "self_attn.key_layernorm": "attn.k_norm",
 }
@@ -270,6 +293,9 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."
+    r"|(^|\.)(image_tower|video_tower|vision_encoder|image_newline|aligner|high_res_\w+|merger"
+    r"|projector|language_projection|qformer|query_tokens|visual_embeddings_table|vqmodel"
+    r"|generation_(aligner|embeddings|head)|(acoustic|semantic)_\w+)(\.|$)|^(model\.)?encoder\."
     r"|^(v|mm)\.|(^|\.)(embed_vision|embed_audio|audio_tower|vision_embedder)\."
     r"|(^|\.)vision_(adapter|projection)\.|\.(attn|attention)\.(masked_)?bias$"
     r"|\.act_fn\.(beta|eps)$")

@@ -67,7 +67,8 @@ KINDS = (
      "num_kv_shared_layers num_global_key_value_heads hidden_size_per_layer_input rotary_dim "
      "vocab_size_per_layer_input num_nextn_predict_layers num_mtp_layers num_ln_in_parallel_attn "
      "shared_expert_intermediate_size shared_intermediate_size full_attention_interval n_group "
-     "topk_group backbone_hidden_size num_centroids centroid_intermediate_top_k"),
+     "topk_group prefix_dense_intermediate_size sliding_window_size "
+     "backbone_hidden_size num_centroids centroid_intermediate_top_k"),
     (f"an integer from 0 to {MAX_WIDTH}, or one for each layer",
      lambda v: _is_count(v) or v != [] and _list_of(_is_count)(v),
      "moe_intermediate_size num_experts num_experts_per_tok num_shared_expert"),
@@ -81,23 +82,26 @@ KINDS = (
      "rope_theta rope_local_base_freq scale_emb scale_depth "
      "block_ffn_dim_multiplier alibi_scale softmax_scale post_norm_scale factor attention_factor "
      "beta_fast beta_slow low_freq_factor high_freq_factor mscale mscale_all_dim alpha "
-     "llama_4_scaling_beta swiglu_limit swiglu_alpha"),
+     "llama_4_scaling_beta swa_rope_theta attention_value_scale eps_of_rms_norm swiglu_limit "
+     "swiglu_alpha"),
     ("a positive number", lambda v: is_number(v) and v >= 0,
      "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
      "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor "
-     "routed_scaling_factor logit_scale clip_qkv post_norm_eps alibi_bias_max"),
+     "routed_scaling_factor router_logit_cap logit_scale clip_qkv post_norm_eps "
+     "alibi_bias_max"),
     ("a list of names", _list_of(_is_text),
      "layer_types mlp_layer_types mtp_layer_types attention_layers"),
     ("a list of whole numbers", _list_of(lambda v: type(v) in (int, bool)),
-     "mlp_only_layers no_rope_layers full_attn_idxs"),
+     "hybrid_layer_pattern num_attention_heads_per_layer mlp_only_layers no_rope_layers "
+     "full_attn_idxs"),
     ("a list of numbers", _list_of(is_number), "layer_rope_theta"),
     ("a list of positive numbers", _list_of(lambda v: type(v) in (int, float) and v > 0),
      "short_factor long_factor divisors"),
     ("a name", _is_text, "hidden_act hidden_activation model_type topk_method rope_type type "
      "position_embedding_type"),
     ("an object", _is_object,
-     "text_config rope_parameters rope_scaling attn_config full_attention sliding_attention "
-     "quantization_config compression_config"),
+     "text_config thinker_config rope_parameters rope_scaling attn_config full_attention "
+     "sliding_attention quantization_config compression_config"),
 )
 NEEDED = (                                         # keys that must not be null
     ("a whole number above 0", lambda v: _is_count(v) and v > 0,
@@ -209,7 +213,7 @@ def check_config(cfg: ModelConfig) -> None:
         raise ValueError("a sliding window of 0 positions")
     for i in range(min(cfg.n_layer, max(map(len, (cfg.rope, cfg.mixer, widths))) * 2)):
         layer = layer_config(cfg, i)
-        _check_heads(cfg.n_head, layer.n_kv_head, layer.head_dim)
+        _check_heads(layer.n_head, layer.n_kv_head, layer.head_dim)
         _check_rope(of_layer(i, cfg.rope), cfg.head_dim)
         _check_mixer(of_layer(i, cfg.mixer), i)
 

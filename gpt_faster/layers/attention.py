@@ -10,6 +10,7 @@ variants that SDPA cannot express; without any of them it equals SDPA.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gpt_faster.layers.norms import HEAD_NORMS, clip, soft_cap, value_norm
@@ -26,6 +27,7 @@ class AttentionVariant(Part):
     v_norm: bool = False                           # normalize values, without weights
     clip: float | None = None                      # clamp q, k and v to [-clip, clip] (OLMo)
     gate: bool = False                             # output * sigmoid(gate(x))
+    softplus_gate: bool = False                    # output * softplus(gate(x)) instead (Laguna)
     cap: float | None = None                       # score -> cap * tanh(score / cap)
     sinks: bool = False                            # one extra learned score per head, without value
     alibi: bool = False                            # score - slope of the head * distance of the key
@@ -63,6 +65,7 @@ class VariantAttention(Attention):
         n, k, h = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.clip = clip(variant.clip)
         self.gate = nn.Linear(cfg.dim, n * h, bias=False) if variant.gate else None
+        self.softplus_gate = variant.softplus_gate
         if variant.qk_norm:
             norm = HEAD_NORMS[variant.qk_norm]
             self.q_norm, self.k_norm = norm(n * h, cfg.norm_eps), norm(k * h, cfg.norm_eps)
@@ -81,7 +84,9 @@ class VariantAttention(Attention):
         if self.cache is not None:
             k, v = self.cache(slot, k, v, mask.shape[-1], batch_idx)
         y = self.attend(q, k, v, mask).transpose(1, 2).reshape(B, T, -1)   # [B, T, N H]
-        if self.gate is not None:
+        if self.softplus_gate:
+            y = y * F.softplus(self.gate(x).float()).to(y.dtype)
+        elif self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return self.wo(y)
 

@@ -17,11 +17,12 @@ from model import Block, RMSNorm, build_part
 
 @dataclass(frozen=True)
 class Widths:
-    """One layer's widths, instead of ModelConfig's fields of the same names (Gemma 4)."""
+    """One layer's widths, instead of ModelConfig's fields of the same names (Gemma 4, Laguna)."""
 
     head_dim: int
     n_kv_head: int
     ffn_dim: int
+    n_head: int | None = None                      # None: the model's
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,20 @@ class BlockVariant(Part):
     def config_of(self, cfg, layer: int):
         """The model's config with this layer's widths."""
         widths = self.widths[layer % len(self.widths)]
-        return cfg if widths is None else replace(cfg, **vars(widths))
+        if widths is None:
+            return cfg
+        return replace(cfg, **{name: n for name, n in vars(widths).items() if n is not None})
+
+    def sharded_widths(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide."""
+        counts = {w.n_head for w in self.widths if w and w.n_head}
+        return {f"layer with {n} query heads": n for n in counts}
 
     def shard(self, n: int) -> "BlockVariant":
         """The block of one of n ranks. Several ranks may hold copies of one key/value head."""
         return replace(self, widths=tuple(
-            w and Widths(w.head_dim, max(1, w.n_kv_head // n), w.ffn_dim // n)
+            w and Widths(w.head_dim, max(1, w.n_kv_head // n), w.ffn_dim // n,
+                         w.n_head and w.n_head // n)
             for w in self.widths))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpt_faster.layers.feed_forward import GATED
-from gpt_faster.layers.norms import VectorNorm
+from gpt_faster.layers.norms import VectorNorm, soft_cap
 from gpt_faster.layers.part import IN, OUT
 from model import FeedForward, MoE, MoEConfig
 
@@ -21,6 +21,8 @@ class MoEVariant(MoEConfig):
     router_bias: bool = False
     scores: str = "softmax"                        # a key of SCORES
     choice_bias: bool = False                      # bias for choosing experts, not for weighting
+    choice_of_logits: bool = False                 # choice_bias is added to logits, not to scores
+    router_cap: float | None = None                # logits: cap * tanh(logit / cap) (Laguna)
     n_group: int = 1                               # expert groups; topk_group of them are eligible
     topk_group: int = 1
     group_top: int = 2                             # ranked by the sum of this many best scores
@@ -87,6 +89,8 @@ class RoutedMoE(MoE):
         self.n_group, self.topk_group = moe.n_group, moe.topk_group
         self.group_top = moe.group_top
         self.routed_scale = moe.routed_scale
+        self.choice_of_logits = moe.choice_of_logits
+        self.router_cap = soft_cap(moe.router_cap)
         if moe.router_bias:
             self.router = nn.Linear(cfg.dim, moe.n_expert, bias=True)
         self.choice_bias = None
@@ -98,8 +102,11 @@ class RoutedMoE(MoE):
         self.shared_expert_gate = nn.Linear(cfg.dim, 1, bias=False) if gated else None
 
     def route(self, x):
-        scores = self.scores(self.router(x).float())
-        choice = scores if self.choice_bias is None else scores + self.choice_bias
+        logits = self.router_cap(self.router(x).float())
+        scores = self.scores(logits)
+        choice = logits if self.choice_of_logits else scores
+        if self.choice_bias is not None:
+            choice = choice + self.choice_bias
         if self.n_group > 1:
             choice = best_groups(choice, self.n_group, self.topk_group, self.group_top)
         ids = choice.topk(self.n_active).indices

@@ -157,10 +157,11 @@ def families() -> str:
     from tiny import FAMILIES, MODELS
 
     known = ARCHITECTURES | GGUFS
-    kinds = {name: make().model_type for name, make in FAMILIES.items()}
+    configs = {name: make() for name, make in FAMILIES.items()}
+    kinds = {name: getattr(c, "text_config", c).model_type for name, c in configs.items()}
     rows = ["| model_type | models | variants tested | GGUF | more |", "|---|---|---|---|---|"]
     for kind, models in MODELS.items():
-        variants = [n for n in kinds if kinds[n] in (kind, kind.removesuffix("_text"))]
+        variants = [n for n in kinds if kinds[n] == kind]
         archs = dict.fromkeys(known[n] for n in variants if n in known)
         more = []
         if any(n in PACKED_FAMILIES for n in variants):

@@ -22,7 +22,7 @@ from gpt_faster.kernels.cpu.linears import (
 from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, softmax
-from gpt_faster.layers.norms import Scale
+from gpt_faster.layers.norms import Scale, SoftCap
 from model import MoE
 from tp import shared_by
 
@@ -94,6 +94,9 @@ class MoEFeedForward:
     def supports(layer: nn.Module) -> bool:
         moe = layer.ffn
         if not supports_experts(moe) or any(map(shared_by, moe.modules())):
+            return False
+        is_capped = type(getattr(moe, "router_cap", None)) is SoftCap
+        if is_capped or getattr(moe, "choice_of_logits", False):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
         norms = [layer.ffn_norm, post_norm_of(layer, "ffn")]

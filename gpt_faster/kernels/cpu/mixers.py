@@ -40,7 +40,7 @@ class AttentionMixer:
         if None in linears or not hasattr(attend, "scale"):
             return False
         has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
-        if getattr(attend, "slopes", None) is not None:
+        if getattr(attend, "slopes", None) is not None or getattr(attn, "softplus_gate", False):
             return False
         others = [getattr(attn, name, nn.Identity()) for name in ("clip", "q_norm", "k_norm")]
         norms = layer.attn_norm, *others, post_norm_of(layer, "attn")
