@@ -34,36 +34,12 @@ GROUPED = r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?:\P{Nd}|$))"
 UNSPACED = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
     "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
-
-
-# Patterns of a single family, or two. llama.cpp's names for all are in gguf_tokenizer.py.
-
-_SPACES = "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4))
-JAIS2 = LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + _SPACES + r"\s{1,2}(?!\S)|\s{1}"
-MINICPM5 = (THREES, _WORDS + r"\p{N}+" + _REST)
-UFAKZEKA = "[^" + QWEN2.split("|[^", 1)[1]                           # no English contractions
-BAILING = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
-EXAONE_MOE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+")
-YOUTU = ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
-         GPT4O.replace("{1,3}", ""))
-TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
-SUPERBPE = (r"\p{N}+", r"(?=(\d{3})+(?!\d))")                        # tokens of several words
-SPARK = (*DEEPSEEK3[:2], DEEPSEEK3[2].replace(r"+[\r\n]*|\s*[\r\n]+|", r"+|[\r\n]|"), DIGITS)
-CHAMELEON = ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\t\n]|    |  )",
-             DIGITS, r"[\p{P}!-/:-@\[-`{-~]", GPT2)
-LINES = r"[^\n]+|[\n]+"
-KIMI = r"\p{Han}+|" + GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
-DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", DIGITS)
-_CASED = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
-    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭ"
-    "Ꚁ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
-DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$",
-                DEEPSEEK_CODER[3], r"\p{N}+")
+# Kimi: Chinese characters apart from other letters
+_UPPER_KIMI, _LOWER_KIMI = (c[:-1] + r"&&[^\p{Han}]]" for c in (_UPPER, _LOWER))
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_KIMI}*{_LOWER_KIMI}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_KIMI}+{_LOWER_KIMI}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|\p{{N}}{{1,3}}" + _REST)
 
 
 # ---- Tokenizers ---------------------------------------------------------------------------------

@@ -7,8 +7,24 @@ import struct
 import sys
 
 from checkpoint import brief
-from gpt_faster.text import byte_level as patterns
-from gpt_faster.text.byte_level import DIGITS, GPT2, GPT4O, LLAMA3, QWEN2, byte_level
+from gpt_faster.text import family_patterns as families
+from gpt_faster.text.byte_level import (
+    BLOOM,
+    DEEPSEEK3,
+    DIGITS,
+    FALCON,
+    GPT2,
+    GPT4O,
+    GROUPED,
+    KIMI,
+    LLAMA3,
+    QWEN2,
+    QWEN35,
+    SEED,
+    TEKKEN,
+    UNSPACED,
+    byte_level,
+)
 from gpt_faster.text.end_tokens import FIM_MARKERS, gguf_end_ids
 from tokenizer import AddedToken, SentencePieceBackend, TokenizersBackend, library
 
@@ -23,18 +39,18 @@ _NAMES = (
                 "glm4 glm5 chatglm-bpe"),
     ((QWEN2,), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     ((GPT4O,), "gpt-4o llama4 kanana2 talkie minimax-m2"),
-    (patterns.DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
-    (patterns.DEEPSEEK_LLM, "deepseek-llm"), (patterns.DEEPSEEK_CODER, "deepseek-coder"),
-    ((patterns.KIMI,), "kimi-k2 kimi-k25"), ((patterns.QWEN35,), "qwen35"),
-    ((patterns.TEKKEN,), "tekken"), ((patterns.SEED,), "seed-coder"),
-    ((patterns.BLOOM,), "bloom poro-chat gpt3-finnish"), ((patterns.BLOOM, DIGITS), "viking"),
-    (patterns.FALCON, "falcon"), (patterns.CHAMELEON, "chameleon"),
-    ((patterns.BAILING,), "bailingmoe bailingmoe2 llada-moe"),
-    (patterns.TINY_AYA, "tiny_aya cohere2moe"), (patterns.SUPERBPE, "superbpe"),
-    (patterns.YOUTU, "youtu"), ((patterns.EXAONE_MOE,), "exaone-moe"),
-    ((patterns.JAIS2,), "jais-2"), (patterns.MINICPM5, "minicpm5"), (patterns.SPARK, "spark2_5"),
-    ((patterns.UFAKZEKA,), "ufakzeka"), ((patterns.LINES, QWEN2), "laguna"),
-    ((patterns.GROUPED, patterns.UNSPACED, patterns.DEEPSEEK3[-1]), "afmoe"),
+    (DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+    (families.DEEPSEEK_LLM, "deepseek-llm"), (families.DEEPSEEK_CODER, "deepseek-coder"),
+    ((KIMI,), "kimi-k2 kimi-k25"), ((QWEN35,), "qwen35"),
+    ((TEKKEN,), "tekken"), ((SEED,), "seed-coder"),
+    ((BLOOM,), "bloom poro-chat gpt3-finnish"), ((BLOOM, DIGITS), "viking"),
+    (FALCON, "falcon"), (families.CHAMELEON, "chameleon"),
+    ((families.BAILING,), "bailingmoe bailingmoe2 llada-moe"),
+    (families.TINY_AYA, "tiny_aya cohere2moe"), (families.SUPERBPE, "superbpe"),
+    (families.YOUTU, "youtu"), ((families.EXAONE_MOE,), "exaone-moe"),
+    ((families.JAIS2,), "jais-2"), (families.MINICPM5, "minicpm5"), (families.SPARK, "spark2_5"),
+    ((families.UFAKZEKA,), "ufakzeka"), ((families.LINES, QWEN2), "laguna"),
+    ((GROUPED, UNSPACED, DEEPSEEK3[-1]), "afmoe"),
 )
 GGUF_SPLITS = {name: splits for splits, names in _NAMES for name in names.split()}
 # Spaces become U+2581 and bytes have tokens of their own: sentencepiece_bpe()
