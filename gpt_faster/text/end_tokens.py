@@ -40,7 +40,7 @@ def gguf_end_ids(metadata: dict) -> list[int]:
         ids += [id_of[name] for name in names if name in id_of] if stated is None else [stated]
     found = {tokens[i] for i in ids if i < len(tokens)}
     not_end = set()                                # end a part of an answer only
-    if "<|return|>" in found or {"<|calls|>", "<|flush|>"} <= found:
+    if found & {"<|call|>", "<|calls|>"} and found & {"<|return|>", "<|flush|>"}:
         not_end.add("<|end|>")                     # gpt-oss, Solar Open
     if "<|tool_response>" in found:
         not_end.add("</s>")                        # Gemma 4
