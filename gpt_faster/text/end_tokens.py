@@ -20,6 +20,8 @@ FIM_MARKERS = {
     "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
     "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
     "<|middle|>"}
+# gpt-oss: llama.cpp shows them; here they are hidden, and divide thoughts from answers.
+HARMONY_MARKERS = {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}
 SENTENCEPIECE_EOS = 2                              # default of a GGUF's "llama" tokenizer
 
 

@@ -60,6 +60,7 @@ REFUSED_PRE = dict.fromkeys(
     ("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code", "jina-v5-nano",
      "roberta-bpe", "modern-bert", "granite-embed-multi-97m", "granite-embed-multi-311m",
      "whitespace"), _EMBEDDING)
+WORDPIECE_PRE = ("bert-bge", "bert-bge-large", "jina-v2-en")         # of model "bert", refused
 # A piece of text that is a token needs no merges. The first line: BOS unless the file says no.
 ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
            "tekken", "chameleon", "gemma4")
@@ -69,7 +70,8 @@ NFC_PRETOKENIZERS = ("qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-
 REFUSED_MODELS = {
     "bert": "WordPiece, " + _EMBEDDING, "t5": "Unigram, of encoder-decoder and embedding models",
     "rwkv": "of RWKV", "plamo2": "of PLaMo 2", "hybriddna": "of DNA models",
-    "whitespace": _EMBEDDING}
+    "whitespace": _EMBEDDING, "none": "the file has no tokenizer",
+    "no_vocab": "the file has no tokenizer", "test": "of llama.cpp's own tests"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -77,7 +79,7 @@ def from_gguf(metadata: dict) -> dict:
     """The tokenizer inside a GGUF: "gpt2" is byte-level BPE, "llama" is SentencePiece."""
     get = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}.get
     kind, tokens = get("model"), get("tokens")
-    if not tokens:
+    if not tokens and kind not in REFUSED_MODELS:
         raise ValueError("the GGUF has no tokenizer: tokenizer.ggml.tokens is missing")
     _check_gguf(get)
     if kind not in ("gpt2", "llama", "gemma4"):
@@ -114,14 +116,15 @@ def special_tokens(tokens: list[str], types: list[int], ends: list[int],
     """The tokens that are matched in a text before it is split, as in llama.cpp.
 
     CONTROL and UNKNOWN tokens are special: hidden when decoded, and letters where a text's special
-    tokens count as text. So are end tokens and fill-in-the-middle markers, whatever their type.
-    USER_DEFINED tokens are always matched, and shown. model_name: Phi-3's tokens strip the spaces
-    after them, which a GGUF does not say otherwise.
+    tokens count as text. So are end tokens and fill-in-the-middle markers, whatever their type, but
+    for single characters. USER_DEFINED tokens are always matched, and shown. model_name: Phi-3's
+    tokens strip the spaces after them, which no key of its GGUF says.
     """
     is_phi3 = any(name in model_name.lower() for name in ("phi-3", "phi3"))
     found, ends = [], set(ends)
     for i, (text, kind) in enumerate(zip(tokens, types)):
-        special = kind in (CONTROL, UNKNOWN) or i in ends or text in FIM_MARKERS
+        is_marker = len(text) > 1 and (i in ends or text in FIM_MARKERS)
+        special = kind in (CONTROL, UNKNOWN) or is_marker
         if text and (special or kind == USER_DEFINED):
             rstrip = is_phi3 and text not in ("<unk>", "<s>", "<|endoftext|>")
             found.append(AddedToken(i, text, special, rstrip=rstrip))
