@@ -65,12 +65,12 @@ def test_sentencepiece_in_a_gguf_states_none():
 
 @pytest.mark.parametrize("kind", [1, 3, 4])                # NORMAL, CONTROL, USER_DEFINED
 def test_whatever_type_a_token_has(kind):
-    """One that is NORMAL is a token in a prompt too, as in llama.cpp, and is not shown."""
+    """It is a token in a prompt too, as in llama.cpp, and is not shown."""
     letters = [chr(i) for i in range(97, 123)]
     meta = {**metadata([*letters, "<|im_end|>"]), "tokenizer.ggml.token_type": [1] * 26 + [kind], "tokenizer.ggml.pre": "gpt-2"}
     tokenizer = tokenizer_files.load(meta)
     assert tokenizer.eos_ids == [26] and tokenizer.encode("ab<|im_end|>c") == [0, 1, 26, 2]
-    assert tokenizer.decode([0, 26, 2]) == ("ac" if kind != 4 else "a<|im_end|>c")
+    assert tokenizer.decode([0, 26, 2]) == "ac"
 
 
 # ---- Directories --------------------------------------------------------------------------------

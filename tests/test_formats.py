@@ -11,6 +11,8 @@ from test_families import close, our_logits, tokens
 
 from checkpoint import save_checkpoint
 from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.text import tokenizer_files
+from gpt_faster.text.byte_level import bytes_to_unicode
 
 
 def interleave(w, head_dim):
@@ -114,6 +116,20 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "minicpm3": "minicpm3", "mistral4": "mistral4",
                  "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
 ARCHITECTURES |= {"lfm2-plain": "lfm2", "lfm2_moe": "lfm2moe"}
+# tokenizer.ggml.pre as the converter writes it: by its get_vocab_base_pre(), or as the families' published GGUFs have it.
+PRE = {pre: names.split() for pre, names in {
+    "llama-bpe": "llama3 arcee", "smaug-bpe": "smollm3", "lfm2": "lfm2-plain lfm2_moe", "dbrx": "olmo2 granitemoehybrid",
+    "qwen2": "qwen2 qwen2-yarn qwen3 qwen2_moe qwen3_moe qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next dots1",
+    "qwen35": "qwen3_5_text qwen3_5 qwen3_5_moe", "tekken": "mistral-nemo mistral3 ministral3-long mistral4 apertus",
+    "gpt-4o": "gpt_oss", "minimax-m2": "minimax_m2", "solar-open": "solar_open", "seed-coder": "seed_oss", "glm4": "glm4 glm4v glm4v_moe glm4_moe glm4_moe_lite",
+    "hunyuan": "hunyuan_v1_moe", "hunyuan-dense": "hunyuan_v1_dense", "deepseek-llm": "deepseek_v2 deepseek_v2-lite",
+    "deepseek-v3": "deepseek_v3", "kimi-k2": "kimi_k25", "youtu": "youtu", "exaone4": "exaone4 exaone4-full", "exaone-moe": "exaone_moe",
+    "mellum2": "mellum", "starcoder": "starcoder2", "refact": "gpt_bigcode granite granitemoe granitemoeshared", "command-r": "cohere cohere-plus cohere2",
+    "olmo": "olmo olmoe gpt_neox gpt_neox-sequential stablelm stablelm-parallel", "stablelm2": "stablelm-norms", "mpt": "mpt", "gpt-2": "gpt2",
+    "phi-2": "phi", "falcon": "falcon falcon-new falcon-one_norm", "bloom": "bloom", "jais-2": "jais2", "afmoe": "afmoe"}.items()}
+SENTENCEPIECE = ("llama2 llama-biased mistral-window mixtral gemma gemma2 gemma3_text phi3 phi3-longrope internlm3 ernie4_5 ernie4_5_moe nemotron "
+                 "minicpm3").split()
+NO_TOKENIZER = ["iquestcoder", "muse_glimmer"]             # what a converter writes for them is not known here
 LATENT = ("deepseek2", "minicpm3", "mistral4")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
@@ -321,7 +337,7 @@ def as_llama_cpp(model, arch, split_kv_b=True):
         yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
 
 
-def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True):
+def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True, tokenizer_of=None):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if arch in LATENT:
@@ -383,6 +399,8 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
     if vocabulary:
         w.add_tokenizer_model("gpt2")
         w.add_token_list(list(vocabulary))
+    if tokenizer_of:
+        write_tokenizer(w, tokenizer_of, c.vocab_size)
     for name in more:
         w.add_tensor(name, more[name])
     if rope["rope_type"] == "llama3":
@@ -394,6 +412,25 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def write_tokenizer(w, name, n):
+    """The tokenizer that the converter writes for this variant: its kind and its `pre`, with few merges."""
+    pre = next((pre for pre, names in PRE.items() if name in names), "default")
+    if name in SENTENCEPIECE:
+        w.add_tokenizer_model("llama")
+        tokens = ["<unk>", "<s>", "<p>", "<e>", "\u2581", "<t>", "a", "b", "ab", *(f"<{i}>" for i in range(n - 9))]
+        w.add_token_types([2, 3, 3, 3, 1, 3, *[1] * (n - 6)])
+        w.add_token_scores([0.0] * n)
+    else:
+        w.add_tokenizer_model("gpt2")
+        letters = list(bytes_to_unicode().values())[:n - 3]
+        tokens = [*letters, "ab", *(f"<|{i}|>" for i in range(n - 1 - len(letters)))]
+        w.add_token_types([1] * (len(letters) + 1) + [3] * (n - 1 - len(letters)))
+        w.add_token_merges(["a b"])
+        w.add_bos_token_id(n - 1)
+    w.add_tokenizer_pre(pre)
+    w.add_token_list(tokens)
 
 
 def replace_in(config, **changes):
@@ -451,9 +488,14 @@ def test_gguf(families, name, tmp_path):
         if nested:
             kinds = dict(text_config=replace_in(tiny.FAMILIES[name]().text_config, **kinds))
         model = variant(name, **kinds) if nested else variant(name, **kinds, mlp_only_layers=[])
-    path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf")
+    path = write_gguf(model, ARCHITECTURES[name], tmp_path / "model.gguf", tokenizer_of=None if name in NO_TOKENIZER else name)
     source = read_checkpoint(tmp_path)                    # the directory's only GGUF
     assert source.eos_ids == [3, 5] and source.path == path
+    if name not in NO_TOKENIZER:
+        tokenizer = tokenizer_files.load_for(source)
+        ids = tokenizer.encode("ab", bos=False)
+        assert [tokenizer.piece(i) for i in ids][-1] == "ab" and tokenizer.decode(ids) == "ab"
+        assert tokenizer.n_vocab == source.cfg.vocab_size
     assert source.cfg.tied == is_tied(model)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
 

@@ -394,7 +394,8 @@ def read_gguf(path: Path) -> RawCheckpoint:
         names |= FALCON_NORMS
     n_mtp = metadata.get(f"{arch}.nextn_predict_layers")
     tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
-    tokenizer = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    tokenizer = {k: v for k, v in metadata.items()
+                 if k.startswith("tokenizer.") or k == "general.name"}
     tokenizer["path"] = path                       # for error messages
     raw = RawCheckpoint(path, cfg, tensors, names, eos_ids=gguf_end_ids(metadata),
                         tokenizer=tokenizer, folds=folds)

@@ -34,6 +34,12 @@ GROUPED = r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?:\P{Nd}|$))"
 UNSPACED = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
     "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
+# Kimi: Chinese characters apart from other letters
+_UPPER_KIMI, _LOWER_KIMI = (c[:-1] + r"&&[^\p{Han}]]" for c in (_UPPER, _LOWER))
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_KIMI}*{_LOWER_KIMI}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_KIMI}+{_LOWER_KIMI}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|\p{{N}}{{1,3}}" + _REST)
 
 
 # ---- Tokenizers ---------------------------------------------------------------------------------

@@ -13,6 +13,15 @@ EOG_TOKENS = (
 FIM_TOKENS = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
            "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
            "fim_sep": ("<|file_sep|>",)}
+# Other tokens of fill-in-the-middle: no end tokens, but never letters either.
+FIM_MARKERS = {
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
+    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+    "<|middle|>"}
+# gpt-oss: llama.cpp shows them; here they are hidden, and divide thoughts from answers.
+HARMONY_MARKERS = {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}
 SENTENCEPIECE_EOS = 2                              # default of a GGUF's "llama" tokenizer
 
 
@@ -33,7 +42,7 @@ def gguf_end_ids(metadata: dict) -> list[int]:
         ids += [id_of[name] for name in names if name in id_of] if stated is None else [stated]
     found = {tokens[i] for i in ids if i < len(tokens)}
     not_end = set()                                # end a part of an answer only
-    if "<|return|>" in found or {"<|calls|>", "<|flush|>"} <= found:
+    if found & {"<|call|>", "<|calls|>"} and found & {"<|return|>", "<|flush|>"}:
         not_end.add("<|end|>")                     # gpt-oss, Solar Open
     if "<|tool_response>" in found:
         not_end.add("</s>")                        # Gemma 4
