@@ -59,7 +59,8 @@ def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tup
     with library("a vocabulary with merges of its tokens"):
         fast = Fast(models.BPE(vocab, merges, ignore_merges=ignore_merges))
     fast.normalizer = normalizers.NFC() if nfc else None
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
+    with library("a readable split pattern"):
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=not splits)
     fast.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     fast.decoder = decoders.ByteLevel()

@@ -127,11 +127,11 @@ def _family(name: str, config: dict) -> Family:
     if kind is None or kind in GENERAL_CLASSES:
         if name in FILES:
             return FILES[name]
-        found = "no 'tokenizer_class' in tokenizer_config.json"
+        found = "without 'tokenizer_class'"
     else:
-        found = f"'tokenizer_class' {brief(kind)}"
-    raise ValueError(f"tiktoken format with {found}: its split pattern is not known (known: "
-                     f"{', '.join(FAMILIES)}, and Llama 3's tokenizer.model): add a tokenizer.json")
+        found = f"of 'tokenizer_class' {brief(kind)}"
+    raise ValueError(f"tiktoken format {found}: its split pattern is not known: add a "
+                     f"tokenizer.json (known: Llama 3, Kimi, Qwen 1, Hunyuan, Stable LM 2, GLM-4)")
 
 
 def _ranks(data: bytes, counts_lines: bool) -> dict[bytes, int]:

@@ -5,7 +5,7 @@ The files do not say how text is split: the class of the tokenizer does.
     backend = read_vocab_merges(directory, config)         # config: tokenizer_config.json
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint import brief, read_json, reading
@@ -13,33 +13,32 @@ from gpt_faster.text.byte_level import DIGITS, QWEN2, QWEN35, byte_level
 from tokenizer import TokenizersBackend, library, read_added_tokens
 
 _END = "<|endoftext|>"
+_GPT2_NAMES = dict(bos_token=_END, eos_token=_END, unk_token=_END)
+_QWEN_NAMES = dict(eos_token=_END, unk_token=_END, pad_token=_END)
 
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What a class of transformers does. split: None is GPT-2's, after `digits`. The others are the
-    special tokens that it has unless the files name others."""
+    """What a class of transformers does. split: None is GPT-2's, after `digits`. names: its special
+    tokens, unless the files name others."""
 
     split: str | None = None
     digits: bool = False
     nfc: bool = False
-    bos_token: str | None = _END
-    eos_token: str | None = _END
-    unk_token: str | None = _END
-    pad_token: str | None = None
+    names: dict[str, str] = field(default_factory=lambda: dict(_GPT2_NAMES))
 
 
 CLASSES = {                                        # transformers 5.23, models/*/tokenization_*.py
     "GPT2Tokenizer": TokenizerClass(), "CodeGenTokenizer": TokenizerClass(),
-    "GPTNeoXTokenizer": TokenizerClass(nfc=True, pad_token="<|padding|>"),
-    "Qwen2Tokenizer": TokenizerClass(QWEN2, nfc=True, bos_token=None, pad_token=_END),
-    "Qwen3_5Tokenizer": TokenizerClass(QWEN35, nfc=True, bos_token=None, pad_token=_END),
-    "CohereTokenizer": TokenizerClass(
-        digits=True, nfc=True, bos_token="<BOS_TOKEN>", eos_token="<|END_OF_TURN_TOKEN|>",
-        unk_token="<UNK>", pad_token="<PAD>")}
+    "GPTNeoXTokenizer": TokenizerClass(nfc=True, names={**_GPT2_NAMES, "pad_token": "<|padding|>"}),
+    "Qwen2Tokenizer": TokenizerClass(QWEN2, nfc=True, names=_QWEN_NAMES),
+    "Qwen3_5Tokenizer": TokenizerClass(QWEN35, nfc=True, names=_QWEN_NAMES),
+    "CohereTokenizer": TokenizerClass(digits=True, nfc=True, names=dict(
+        bos_token="<BOS_TOKEN>", eos_token="<|END_OF_TURN_TOKEN|>", unk_token="<UNK>",
+        sep_token="<SEP>", pad_token="<PAD>", cls_token="<CLS>", mask_token="<MASK_TOKEN>"))}
 # For directories that name no class: model_type -> class, as in transformers' AutoTokenizer.
 MODEL_TYPES = {
-    "GPT2Tokenizer": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt", "phi",
+    "GPT2Tokenizer": ("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi",
                       "starcoder2"),
     "GPTNeoXTokenizer": ("gpt_neox", "mpt", "olmo", "olmoe"),
     "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe",
@@ -70,9 +69,7 @@ def read_vocab_merges(directory: Path, config: dict) -> TokenizersBackend:
         backend = TokenizersBackend(fast)
     map_path = directory / "special_tokens_map.json"
     stated = {**config, **(read_json(map_path) if map_path.exists() else {})}
-    keys = ("bos_token", "eos_token", "unk_token", "pad_token")
-    backend.names = {key: text for key in keys if key not in stated
-                     and (text := getattr(kind, key))}
+    backend.names = {key: text for key, text in kind.names.items() if key not in stated}
     added = read_added_tokens(directory, {**config, **backend.names}, backend)
     with reading(directory):
         backend.add(added)
@@ -87,7 +84,8 @@ def class_of(directory: Path, config: dict) -> str:
     by_type = {kind: name for name, kinds in MODEL_TYPES.items() for kind in kinds}
     kind = str(stated).removesuffix("Fast") if stated else by_type.get(model.get("model_type"))
     if kind not in CLASSES:
-        found = f"'tokenizer_class' is {brief(stated)}" if stated else "no 'tokenizer_class'"
-        raise ValueError(f"vocab.json and merges.txt, whose splitting is not known: {found}, "
-                         f"expected {', '.join(CLASSES)}: add a tokenizer.json")
+        found = f"of 'tokenizer_class' {brief(stated)}" if stated else "without 'tokenizer_class'"
+        known = ", ".join(name.removesuffix("Tokenizer") for name in CLASSES)
+        raise ValueError(f"vocab.json and merges.txt {found}: add a tokenizer.json (split patterns "
+                         f"are known for {known})")
     return kind
