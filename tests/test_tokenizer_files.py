@@ -303,6 +303,17 @@ def test_tokenizer_json_wins(bpe, tmp_path):  # noqa: F811
     assert tokenizer_files.load(tmp_path).n_vocab == bpe.get_vocab_size()
 
 
+def test_a_tokenizer_json_that_splits_otherwise_than_tekken(bpe, tmp_path, capsys):  # noqa: F811
+    """As Mistral Small 3.1's: the same tokens behind another pattern."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+    fast = Tokenizer.from_str(bpe.to_str())
+    for pattern, differs in ((samples.TEKKEN_PATTERN, False), (samples.PATTERNS["llama3"], True), (samples.PATTERNS["qwen1"], True)):
+        fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
+        fast.save(str(tmp_path / "tokenizer.json"))
+        tokenizer_files.load(written(tmp_path, tekken=samples.tekken()))
+        assert ("splits text otherwise than" in capsys.readouterr().err) == differs
+
+
 def test_several_prefix_tokens(bpe, tmp_path):  # noqa: F811
     from tokenizers import Tokenizer, processors
     fast = Tokenizer.from_str(bpe.to_str())

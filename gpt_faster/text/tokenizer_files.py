@@ -1,8 +1,12 @@
-"""Tokenizers of all formats: tokenizer.py's, and those of FORMATS; GGUF metadata.
+"""Tokenizers of all formats: tokenizer.py's, Mistral's tekken.json, tiktoken files, vocab.json with
+merges.txt, GGUF metadata.
 
     tokenizer = load_for(source)
 """
 
+import json
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -11,9 +15,10 @@ from checkpoint import reading
 from gpt_faster.text.gguf_tokenizer import from_gguf
 from gpt_faster.text.rank_files import read_tekken, read_tiktoken
 from gpt_faster.text.vocab_merges import read_vocab_merges
-from tokenizer import Tokenizer, TokenizersBackend
+from tokenizer import Tokenizer, TokenizersBackend, library
 
 MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
+PROBE = "HTTPServer camelCase don't I'LL 12345 //\n/ x"      # split differently by most patterns
 SUPPORTED = ("tokenizer.json or tokenizer.model, or tekken.json, tiktoken.model, a .tiktoken file, "
              "vocab.json with merges.txt")
 # Files of tokenizers that are not supported, and what they are
@@ -61,6 +66,8 @@ def _from_directory(directory: Path) -> Tokenizer:
     tokenizer = core.from_directory(directory, read_backend)
     backend = tokenizer.backend
     if isinstance(backend, TokenizersBackend):
+        if path.name == "tokenizer.json" and (directory / "tekken.json").exists():
+            compare_with_tekken(directory / "tekken.json", backend)
         tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *backend.eos_ids]))
         with reading(path):
             check_regex_speed(backend)
@@ -91,6 +98,23 @@ def _format_of(directory: Path):
     raise FileNotFoundError(
         f"{directory}: no tokenizer that is supported, found {others[0]}: add a tokenizer.json "
         "(transformers' AutoTokenizer writes one: save_pretrained())")
+
+
+def compare_with_tekken(path: Path, backend: TokenizersBackend) -> None:
+    """A note if a tokenizer.json splits text otherwise than the tekken.json it was made from, as
+    those of Mistral Small 3.1 and its like."""
+    from tokenizers import Regex, pre_tokenizers
+    with reading(path), path.open("rb") as file, library("a readable tekken.json"):
+        head = file.read(1 << 16).decode("utf-8", "replace")
+        found = re.search(r'"pattern":\s*("(?:[^"\\]|\\.)*")', head)
+        if not found or backend.fast.pre_tokenizer is None:
+            return
+        split = pre_tokenizers.Split(Regex(json.loads(found[1])), "isolated")
+        ours = [span for _, span in backend.fast.pre_tokenizer.pre_tokenize_str(PROBE)]
+        theirs = [span for _, span in split.pre_tokenize_str(PROBE)]
+    if ours != theirs:
+        print(f"note: tokenizer.json splits text otherwise than {path}, with which Mistral's "
+              "models were trained: move tokenizer.json away to use that", file=sys.stderr)
 
 
 def check_regex_speed(backend: TokenizersBackend) -> None:
