@@ -4,14 +4,12 @@ merges.txt, GGUF metadata.
     tokenizer = load_for(source)
 """
 
-import json
-import re
 import sys
 import time
 from pathlib import Path
 
 import tokenizer as core
-from checkpoint import reading
+from checkpoint import read_json, reading
 from gpt_faster.text.gguf_tokenizer import from_gguf
 from gpt_faster.text.rank_files import read_tekken, read_tiktoken
 from gpt_faster.text.vocab_merges import read_vocab_merges
@@ -104,12 +102,12 @@ def compare_with_tekken(path: Path, backend: TokenizersBackend) -> None:
     """A note if a tokenizer.json splits text otherwise than the tekken.json it was made from, as
     those of Mistral Small 3.1 and its like."""
     from tokenizers import Regex, pre_tokenizers
-    with reading(path), path.open("rb") as file, library("a readable tekken.json"):
-        head = file.read(1 << 16).decode("utf-8", "replace")
-        found = re.search(r'"pattern":\s*("(?:[^"\\]|\\.)*")', head)
-        if not found or backend.fast.pre_tokenizer is None:
+    with reading(path), library("a readable tekken.json"):
+        settings = read_json(path).get("config")
+        pattern = settings.get("pattern") if isinstance(settings, dict) else None
+        if not isinstance(pattern, str) or backend.fast.pre_tokenizer is None:
             return
-        split = pre_tokenizers.Split(Regex(json.loads(found[1])), "isolated")
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
         ours = [span for _, span in backend.fast.pre_tokenizer.pre_tokenize_str(PROBE)]
         theirs = [span for _, span in split.pre_tokenize_str(PROBE)]
     if ours != theirs:
