@@ -526,10 +526,10 @@ def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
             raise ValueError(f"'added_tokens_decoder' is {brief(decoder)}, expected an object")
         for i, token in decoder.items():
             text = _token_text(token)
+            i = _checked_id(int(i) if i.isdecimal() else i, text)
             flags = token if isinstance(token, dict) else {}
             if text in special:
                 flags = {**flags, "special": True}
-            i = _checked_id(int(i) if i.isdecimal() else i, text)
             added[text] = _added_token(i, text, flags)
     with reading(directory):
         _add_special(added, special, plain)

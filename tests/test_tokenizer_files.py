@@ -4,6 +4,7 @@ mistral-common's and tiktoken's ids are kept in tokenizer_samples.py; transforme
 """
 
 import json
+import random
 import unicodedata
 from dataclasses import replace
 
@@ -339,3 +340,44 @@ def test_it_is_kept_in_a_pth(kind, families, bpe, tmp_path):  # noqa: F811
         for text in samples.hard_strings(["</s>", "[EOS]"], 100):
             assert again.encode(text) == tokenizer.encode(text)
         assert again.eos_ids == tokenizer.eos_ids and again.n_vocab == tokenizer.n_vocab
+
+
+# ---- Damage --------------------------------------------------------------------------------------
+
+def replaced(value, r):
+    """A copy of a JSON value with one part of it replaced, at a random place."""
+    if isinstance(value, dict | list) and value and r.random() < 0.9:
+        key = r.choice(list(value)) if isinstance(value, dict) else r.randrange(len(value))
+        copy = value.copy()
+        copy[key] = replaced(value[key], r)
+        return copy
+    return r.choice([None, True, 0, -1, 1 << 70, 0.5, "", "x", "\ud800", [], {}, ["a"], {"a": 1}, "(", "1" * 30])
+
+
+@pytest.mark.parametrize("kind", ["tekken", "kimi", "vocab"])
+def test_damage_is_an_error_of_one_line(kind, bpe, tmp_path):  # noqa: F811
+    """Of 120 damaged versions of the files each is read, or refused in a line that names a file."""
+    r = random.Random(kind)
+    if kind == "vocab":
+        vocab_directory(tmp_path, bpe, "Qwen2Tokenizer")
+    elif kind == "kimi":
+        tiktoken_directory(tmp_path, "kimi")
+    else:
+        written(tmp_path, tekken=samples.tekken(**samples.TEKKENS["v11"]), tokenizer_config=dict(eos_token="</s>"))
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    n_refused = 0
+    for _ in range(120):
+        path, data = r.choice(list(files.items()))
+        if path.suffix == ".json" and r.random() < 0.8:
+            damaged = json.dumps(replaced(json.loads(data), r)).encode()
+        else:
+            at = r.randrange(len(data))
+            damaged = data[:at] + r.choice([b"", bytes([r.randrange(256)]), b"\n", b"=" * 9]) + data[at + r.choice([0, 1, 99]):]
+        path.write_bytes(damaged)
+        try:
+            tokenizer_files.load(tmp_path).encode("the class")
+        except (ValueError, FileNotFoundError) as error:
+            n_refused += 1
+            assert str(tmp_path) in str(error) and "\n" not in str(error)
+        path.write_bytes(data)
+    assert 20 < n_refused < 120

@@ -192,7 +192,7 @@ def read_tekken(path: Path, config: dict) -> TokenizersBackend:
         tokens = {i: AddedToken(i, text) for i, text in enumerate(special)}
         backend = _backend({token: n_special + rank for token, rank in ranks.items()}, pattern,
                            {text: i for i, text in enumerate(special)}, tokens, ("<s>",))
-    backend.names = TEKKEN_NAMES
+    backend.names = {key: text for key, text in TEKKEN_NAMES.items() if text in special}
     added = read_added_tokens(path.parent, config, backend)
     with reading(path):
         backend.add(added)
@@ -211,12 +211,14 @@ def _tekken_special(content: dict, version, n: int) -> list[str]:
         texts = TEKKEN_SPECIAL
     else:
         listed = listed if isinstance(listed, list) else [listed]
-        by_rank = {t.get("rank"): t.get("token_str") for t in listed if isinstance(t, dict)}
+        by_rank = {t["rank"]: t.get("token_str") for t in listed
+                   if isinstance(t, dict) and type(t.get("rank")) is int}
         texts = [by_rank.get(i) for i in range(len(listed))]
     if type(n) is not int or not len(texts) <= n <= MAX_ADDED:
         raise ValueError(f"'default_num_special_tokens' is {brief(n)}, with {len(texts)} of them")
     texts = texts + [f"<SPECIAL_{i}>" for i in range(len(texts), n)]
-    bad = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text]
+    bad = [i for i, text in enumerate(texts)
+           if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text)]
     if bad:
         raise ValueError(f"special token {bad[0]} is {brief(texts[bad[0]])}, expected a text")
     missing = [text for text in ("<s>", "</s>") if text not in texts]
