@@ -2,8 +2,8 @@
 
 Reads tokenizer.json and tokenizer.model, and special tokens from tokenizer_config.json,
 special_tokens_map.json and added_tokens.json. The libraries tokenizers and sentencepiece encode and
-decode. Knows neither the model nor other formats: gpt_faster/text/ adds GGUF metadata, Llama 3's
-tiktoken file and chat templates.
+decode. Knows neither the model nor other formats: gpt_faster/text/ adds GGUF metadata, tiktoken
+files, tekken.json, vocab.json with merges.txt, and chat templates.
 
     tokenizer = load("checkpoints/org/name")       # a directory, or the state() in a .pth
     ids = tokenizer.encode("Hello")
@@ -27,7 +27,8 @@ LONG_TEXT = 10_000                                 # characters
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"              # normalizer_spec { add_dummy_prefix: false }
 UNJOINED = "<unk>"                                 # no piece spans this and a following space
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
-OTHER_FORMATS = ("tekken.json", "vocab.json", "spiece.model")          # unsupported tokenizers
+FULL_TREE_FORMATS = ("tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model.v*",
+                     "vocab.json")                 # gpt_faster/text/tokenizer_files.py reads them
 
 
 # ---- Loading ------------------------------------------------------------------------------------
@@ -70,16 +71,16 @@ def note_size(n_token: int, vocab_size: int) -> None:
               file=sys.stderr)
 
 
-def from_directory(directory: Path, backend=None) -> "Tokenizer":
+def from_directory(directory: Path, read_backend: Callable | None = None) -> "Tokenizer":
     """Read tokenizer.json, else tokenizer.model, and the JSON files that configure it.
 
-    backend: replaces both, if it was read from another format.
+    read_backend(directory, config): reads other formats instead; config is tokenizer_config.json.
     """
     config = _read_json_or_empty(directory / "tokenizer_config.json")
     special_map = _read_json_or_empty(directory / "special_tokens_map.json")
-    names = _token_names(special_map) | _token_names(config)
     chat_template = _chat_template(directory, config)
-    backend = backend or _read_backend(directory, config)
+    backend = (read_backend or _read_backend)(directory, config)
+    names = backend.names | _token_names(special_map) | _token_names(config)
     bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
     eos_id = backend.id_of(names["eos_token"]) if "eos_token" in names else None
     if config.get("split_special_tokens"):
@@ -102,23 +103,30 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
     path = directory / "tokenizer.model"
     if path.exists():
         with reading(path):
-            data = path.read_bytes()
-            if is_tiktoken(data):
-                raise ValueError("tiktoken format (Llama 3's original files), expected a "
-                                 "SentencePiece model: add a tokenizer.json")
-            plain = SentencePieceBackend(data)
-        added = read_added_tokens(directory, config, plain)
-        with reading(path):
-            return SentencePieceBackend(data, added=added,
-                                        after_space=config.get("legacy") is not False)
-    others = [name for name in OTHER_FORMATS if (directory / name).exists()]
-    found = f", found {', '.join(others)}" if others else ""
+            if is_tiktoken(path.read_bytes()):
+                raise ValueError("tiktoken format, expected a SentencePiece model: add a "
+                                 "tokenizer.json, or use the full tree, where gpt_faster/ reads it")
+        return read_sentencepiece(path, config)
+    others = sorted(p.name for name in FULL_TREE_FORMATS for p in directory.glob(name))
+    found = (f", found {', '.join(others)}: add a tokenizer.json, or use the full tree, where "
+             "gpt_faster/ reads more formats") if others else ""
     raise FileNotFoundError(f"{directory}: no tokenizer: expected tokenizer.json or "
                             f"tokenizer.model{found}")
 
 
+def read_sentencepiece(path: Path, config: dict) -> "SentencePieceBackend":
+    """A SentencePiece model, with the tokens that the JSON files next to it add."""
+    with reading(path):
+        data = path.read_bytes()
+        plain = SentencePieceBackend(data)
+    added = read_added_tokens(path.parent, config, plain)
+    with reading(path):
+        return SentencePieceBackend(data, added=added,
+                                    after_space=config.get("legacy") is not False)
+
+
 def is_tiktoken(data: bytes) -> bool:
-    """True for Llama 3's original tokenizer.model: lines of "base64 rank"."""
+    """True for a tiktoken file, as Llama 3's original tokenizer.model: lines of "base64 rank"."""
     return re.match(rb"[A-Za-z0-9+/=]+ \d+\n", data) is not None
 
 
@@ -258,9 +266,9 @@ def _from_state(state: dict) -> Tokenizer:
 
 
 # ---- Backends -----------------------------------------------------------------------------------
-# Interface: kind, n_vocab; bos_id, prefix, adds_bos and eos_ids as in the tokenizer file; encode(),
-# without the prefix; decode(); piece(id) and id_of(text) of a token; state() and more_state() for a
-# .pth.
+# Interface: kind, n_vocab; bos_id, prefix, adds_bos, eos_ids and names (bos_token, … -> text) as in
+# the tokenizer file; encode(), without the prefix; decode(); piece(id) and id_of(text) of a token;
+# state() and more_state() for a .pth.
 
 @contextmanager
 def library(expected: str) -> Iterator[None]:
@@ -287,7 +295,7 @@ class TokenizersBackend:
         with library("a readable tokenizer.json"):
             self.fast = tokenizers.Tokenizer.from_str(data) if isinstance(data, str) else data
         self.data = data
-        self.eos_ids = []                          # a tokenizer.json does not name them
+        self.eos_ids, self.names = [], {}          # a tokenizer.json does not name them
         self.n_vocab = self.fast.get_vocab_size()
         self.fast.no_truncation()                  # fine-tuning scripts leave both on
         self.fast.no_padding()
@@ -396,7 +404,7 @@ class SentencePieceBackend:
     """
 
     kind = "sentencepiece"
-    adds_bos, prefix = True, []                    # Tokenizer uses bos_id
+    adds_bos, prefix, names = True, [], {}         # Tokenizer uses bos_id
 
     def __init__(self, data: bytes, control: dict[int, str] | None = None,
                  added: list[AddedToken] = (), after_space: bool = True):
@@ -528,10 +536,10 @@ def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
             raise ValueError(f"'added_tokens_decoder' is {brief(decoder)}, expected an object")
         for i, token in decoder.items():
             text = _token_text(token)
+            i = _checked_id(int(i) if i.isdecimal() else i, text)
             flags = token if isinstance(token, dict) else {}
             if text in special:
                 flags = {**flags, "special": True}
-            i = _checked_id(int(i) if i.isdecimal() else i, text)
             added[text] = _added_token(i, text, flags)
     with reading(directory):
         _add_special(added, special, plain)

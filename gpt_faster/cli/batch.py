@@ -143,7 +143,8 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
     elif messages is None:
         ids = tokenizer.encode(request.prompt)
     elif tokenizer.chat_template is None:
-        raise ValueError("this model has no chat template")
+        raise ValueError("this model has no chat template: add a chat_template.jinja to its "
+                         "directory (Mistral's, with tekken.json, often have none)")
     elif not any(message["content"] for message in messages):
         raise ValueError("the prompt is empty")
     else:

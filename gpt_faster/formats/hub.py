@@ -12,7 +12,8 @@ from checkpoint import UNWANTED, hub_errors
 DEFAULT_MODEL = Path(__file__).parents[2] / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 UNFINISHED = ".download_is_not_finished"            # marker file of an incomplete download
-SIDECARS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]      # downloaded with the weights
+SIDECARS = ["*.json", "*.jinja", "tokenizer.model*", "tiktoken.model", "*.tiktoken",
+            "merges.txt"]                          # downloaded with the weights
 
 
 def download(repo_id: str, local_dir: Path | None = None, token: str | None = None) -> Path:

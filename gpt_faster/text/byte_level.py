@@ -1,12 +1,8 @@
-"""Byte-level BPE tokenizers: split patterns, and Llama 3's tiktoken file.
+"""Byte-level BPE tokenizers and their split patterns.
 
     fast = byte_level(vocab, merges, (LLAMA3,), special=["<|endoftext|>"])    # tokenizers.Tokenizer
 """
 
-import base64
-import re
-
-from checkpoint import brief
 from tokenizer import library
 
 # ---- Split patterns -----------------------------------------------------------------------------
@@ -53,53 +49,21 @@ def bytes_to_unicode() -> dict[int, str]:
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], splits: tuple[str, ...],
                special: list[str], added: list[str] = (), ignore_merges: bool = False,
-               nfc: bool = False):
-    """Byte-level BPE. ignore_merges: a piece that is a token needs no merges (Llama 3)."""
+               nfc: bool = False, prefix_space: bool = False):
+    """Byte-level BPE. ignore_merges: a piece that is a token needs no merges (Llama 3).
+
+    prefix_space: a space in front of each piece of the last split, or of the text without a split.
+    """
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
     with library("a vocabulary with merges of its tokens"):
         fast = Fast(models.BPE(vocab, merges, ignore_merges=ignore_merges))
     fast.normalizer = normalizers.NFC() if nfc else None
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    with library("a readable split pattern"):
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=not splits)
     fast.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
     fast.add_tokens([AddedToken(t, normalized=False) for t in added])
     return fast
-
-
-def tiktoken_to_json(data: bytes) -> tuple[str, list[int]]:
-    """Llama 3's tokenizer.model, lines of "base64 rank". Merges are derived from the ranks.
-
-    -> the text of a tokenizer.json, and the end-of-generation ids.
-    """
-    letters = bytes_to_unicode()
-    ranks = {}
-    for n, line in enumerate(data.splitlines(), 1):
-        match = re.fullmatch(rb"([A-Za-z0-9+/]+=*) (\d{1,9})", line)
-        try:
-            ranks[base64.b64decode(match[1])] = int(match[2])
-        except (TypeError, ValueError):
-            raise ValueError(f"line {n} is {brief(line)}, expected a base64 token and its rank"
-                             ) from None
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError(f"ranks are not 0 to {len(ranks) - 1}, one per token")
-    vocab = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
-    merges = []
-    for token, rank in vocab.items():
-        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-        merges += [(rank, vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
-    merges = [(a, b) for *_, a, b in sorted(merges)]
-    n = len(vocab)
-    reserved = "<|reserved_special_token_{}|>".format
-    names = ["<|begin_of_text|>", "<|end_of_text|>", reserved(0), reserved(1),
-             "<|finetune_right_pad_id|>", reserved(2), "<|start_header_id|>", "<|end_header_id|>",
-             "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
-    names += [reserved(i) for i in range(3, 256 - len(names) + 3)]
-    fast = byte_level(vocab, merges, (LLAMA3,), names, ignore_merges=True)
-    from tokenizers.processors import TemplateProcessing
-    fast.post_processor = TemplateProcessing(single=f"{names[0]} $A",
-                                             special_tokens=[(names[0], n)])
-    ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-    return fast.to_str(), [n + names.index(end) for end in ends]

@@ -1,18 +1,37 @@
-"""Tokenizers of all formats: tokenizer.py's, GGUF metadata, Llama 3's tiktoken file.
+"""Tokenizers of all formats: tokenizer.py's, Mistral's tekken.json, tiktoken files, vocab.json with
+merges.txt, GGUF metadata.
 
     tokenizer = load_for(source)
 """
 
+import sys
 import time
 from pathlib import Path
 
 import tokenizer as core
-from checkpoint import reading
-from gpt_faster.text.byte_level import tiktoken_to_json
+from checkpoint import read_json, reading
 from gpt_faster.text.gguf_tokenizer import from_gguf
-from tokenizer import Tokenizer, TokenizersBackend
+from gpt_faster.text.rank_files import read_tekken, read_tiktoken
+from gpt_faster.text.vocab_merges import read_vocab_merges
+from tokenizer import Tokenizer, TokenizersBackend, library
 
 MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
+PROBE = "HTTPServer camelCase don't I'LL 12345 //\n/ x"      # split differently by most patterns
+SUPPORTED = ("tokenizer.json or tokenizer.model, or tekken.json, tiktoken.model, a .tiktoken file, "
+             "vocab.json with merges.txt")
+# Files of tokenizers that are not supported, and what they are
+UNSUPPORTED = (
+    ("spiece.model", "SentencePiece with the ids of T5, ALBERT or XLNet"),
+    ("sentencepiece.bpe.model", "SentencePiece with the ids of XLM-R or XGLM"),
+    ("*.spm", "SentencePiece of an encoder-decoder model"),
+    ("vocab.txt", "WordPiece, as BERT's"),
+    ("rwkv_vocab*.txt", "RWKV's vocabulary"),
+    ("vocab.bpe", "GPT-2's original files: rename to vocab.json and merges.txt"),
+    ("vocab.json", "without merges.txt"),
+    ("merges.txt", "without vocab.json"),
+    ("tokenizer.tok.json", "Grok's vocabulary"),
+    ("*.model", "of an unknown kind"),
+)
 
 
 def load(source: Path | str | dict) -> Tokenizer:
@@ -38,21 +57,62 @@ def load_for(source) -> Tokenizer:
 
 
 def _from_directory(directory: Path) -> Tokenizer:
-    json_path, model_path = directory / "tokenizer.json", directory / "tokenizer.model"
-    if json_path.exists():
-        tokenizer = core.from_directory(directory)
-        with reading(json_path):
-            check_regex_speed(tokenizer.backend)
-        return tokenizer
-    data = model_path.read_bytes() if model_path.exists() else b""
-    if not core.is_tiktoken(data):
-        return core.from_directory(directory)
-    with reading(model_path):
-        text, end_ids = tiktoken_to_json(data)
-        backend = TokenizersBackend(text)
-    tokenizer = core.from_directory(directory, backend)
-    tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *end_ids]))
+    if (directory / "tokenizer.json").exists():
+        path, read_backend = directory / "tokenizer.json", None
+    else:
+        path, read_backend = _format_of(directory)
+    tokenizer = core.from_directory(directory, read_backend)
+    backend = tokenizer.backend
+    if isinstance(backend, TokenizersBackend):
+        if path.name == "tokenizer.json" and (directory / "tekken.json").exists():
+            compare_with_tekken(directory / "tekken.json", backend)
+        tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *backend.eos_ids]))
+        with reading(path):
+            check_regex_speed(backend)
     return tokenizer
+
+
+def _format_of(directory: Path):
+    """-> the file that is read, and read_backend() as core.from_directory() takes it."""
+    def of_file(path, read):
+        return path, lambda directory, config: read(path, config)
+
+    def found(*patterns):
+        return [path for pattern in patterns for path in sorted(directory.glob(pattern))]
+
+    if paths := found("tekken.json"):
+        return of_file(paths[0], read_tekken)
+    for path in found("tokenizer.model", "tiktoken.model", "*.tiktoken"):
+        is_named = path.name != "tokenizer.model"
+        return of_file(path, read_tiktoken if is_named or core.is_tiktoken(path.read_bytes())
+                       else core.read_sentencepiece)
+    if paths := found("tokenizer.model.v*"):       # Mistral's, with the version of its prompts
+        return of_file(paths[-1], core.read_sentencepiece)
+    if found("vocab.json") and found("merges.txt"):
+        return directory / "vocab.json", read_vocab_merges
+    others = [f"{path.name} ({kind})" for pattern, kind in UNSUPPORTED for path in found(pattern)]
+    if not others:
+        raise FileNotFoundError(f"{directory}: no tokenizer: expected {SUPPORTED}")
+    raise FileNotFoundError(
+        f"{directory}: no tokenizer that is supported, found {others[0]}: add a tokenizer.json "
+        "(transformers' AutoTokenizer writes one: save_pretrained())")
+
+
+def compare_with_tekken(path: Path, backend: TokenizersBackend) -> None:
+    """A note if a tokenizer.json splits text otherwise than the tekken.json it was made from, as
+    those of Mistral Small 3.1 and its like."""
+    from tokenizers import Regex, pre_tokenizers
+    with reading(path), library("a readable tekken.json"):
+        settings = read_json(path).get("config")
+        pattern = settings.get("pattern") if isinstance(settings, dict) else None
+        if not isinstance(pattern, str) or backend.fast.pre_tokenizer is None:
+            return
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        ours = [span for _, span in backend.fast.pre_tokenizer.pre_tokenize_str(PROBE)]
+        theirs = [span for _, span in split.pre_tokenize_str(PROBE)]
+    if ours != theirs:
+        print(f"note: tokenizer.json splits text otherwise than {path}, with which Mistral's "
+              "models were trained: move tokenizer.json away to use that", file=sys.stderr)
 
 
 def check_regex_speed(backend: TokenizersBackend) -> None:
