@@ -69,7 +69,7 @@ def resolve(name: str | None) -> Path:
     if name is None and not DEFAULT_MODEL.exists():
         raise FileNotFoundError("no default model: run `bash scripts/quickstart.sh` to download "
                                 "it, or pass --checkpoint_path")
-    return checkpoint.resolve(str(DEFAULT_MODEL if name is None else name), download)
+    return checkpoint.resolve(DEFAULT_MODEL if name is None else name, download)
 
 
 def check_finished(directory: Path) -> None:
