@@ -81,7 +81,7 @@ def beginning(start: bytes) -> str:
     return f"begins with {start[:24]!r}" if start.strip() else "is empty"
 
 
-def not_weights(start: bytes) -> str:
+def failed_download(start: bytes) -> str:
     """What a failed download left in place of weights, and the next step; "" if it is none."""
     if start.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself: `git lfs pull` in its directory gets it"
@@ -94,7 +94,7 @@ def unreadable(path: Path, format: str, e: Exception) -> ValueError:
     """The error for a file that a library cannot read: its kind or its first bytes, and why."""
     with open(path, "rb") as file:
         start = file.read(64)
-    what = not_weights(start) or (f"not a readable {format} file (truncated?): it "
+    what = failed_download(start) or (f"not a readable {format} file (truncated?): it "
                                   f"{beginning(start)}: {first_line(e)}")
     return ValueError(f"{path}: {what}")
 
@@ -143,6 +143,8 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     text = read_text(path)
+    if what := failed_download(text[:64].encode()):
+        raise ValueError(f"{path}: {what}")
     try:
         value = json.loads(text)
     except RecursionError:
@@ -439,10 +441,13 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
-        if "invalid load key" in str(e):           # no pickle at all
-            raise unreadable(path, "PyTorch", e) from None
+        more = re.search(r"(?:GLOBAL |WeightsUnpickler error: )([\w. ]+)", str(e))
+        with open(path, "rb") as file:
+            if not file.read(2).startswith((b"PK", b"\x80")):      # neither a zip nor a pickle
+                raise unreadable(path, "PyTorch", e) from None
         raise ValueError(f"{path}: refused, it contains more than weights "
-                         f"({first_line(e)})") from None
+                         f"({more[1] if more else first_line(e)}): save model.state_dict() "
+                         "instead") from None
     except Exception as e:                         # a corrupt pickle can raise anything
         if isinstance(e, OSError) and e.filename or is_out_of_memory(e):
             raise                                  # no permission, say: not the file's fault
@@ -1065,7 +1070,7 @@ def read(path: Path) -> RawCheckpoint:
         return read_hub(path.parent, path.name)
     with open(path, "rb") as file:
         start = file.read(64)
-    raise ValueError(f"{path}: {not_weights(start) or 'it ' + beginning(start)}; expected a "
+    raise ValueError(f"{path}: {failed_download(start) or 'it ' + beginning(start)}; expected a "
                      f"directory, .safetensors or .pth; {READS_MORE}")
 
 

@@ -12,7 +12,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from checkpoint import beginning, not_weights, read_json, some
+from checkpoint import beginning, failed_download, read_json, some
 
 EXPORT = "read it with the program it was made for, or use the original model's .safetensors"
 NOT_TEXT = "it does not generate text: use a language model"
@@ -119,7 +119,7 @@ def other_archive(path: Path) -> str:
 def other_kind(path: Path) -> str:
     """What a file is that no reader reads, and the next step; "" if unknown or ours."""
     start = start_of(path)
-    if what := not_weights(start):
+    if what := failed_download(start):
         return what
     for at, signature, what in SIGNATURES:
         if start[at:].startswith(signature):
