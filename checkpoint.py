@@ -21,6 +21,7 @@ import fcntl
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import re
@@ -403,35 +404,64 @@ def output_path(path: Path, name: str) -> Path:
 
 # ---- Weight files -------------------------------------------------------------------------------
 
+class MappedFile:
+    """A file mapped into memory. Of its pages only the last read's count as the process's.
+
+    access: mmap.ACCESS_COPY for tensor(), because torch wants a writable buffer.
+    """
+
+    def __init__(self, path: Path, access: int = mmap.ACCESS_COPY):
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=access)
+        self.last = 0, 0
+
+    def will_read(self, start: int, end: int) -> None:
+        """Let go of the pages of the read before. They are read again where they are used."""
+        a, b = self.last
+        first = a // mmap.PAGESIZE * mmap.PAGESIZE
+        if b > a and hasattr(self.data, "madvise"):
+            self.data.madvise(mmap.MADV_DONTNEED, first, b - first)
+        self.last = start, end
+
+    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor whose bytes begin at `start`; a view, nothing is read yet."""
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        data = torch.frombuffer(self.data, dtype=torch.uint8, count=n_bytes, offset=start)
+        return data.view(dtype).view(shape)
+
+
 def read_safetensors(path: Path) -> list[LazyTensor]:
     """The file's tensors. Rows are read when they are needed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        file = safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:              # checks the whole header
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}
     except SafetensorError as e:
         raise unreadable(path, "safetensors", e) from None
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    mapped, tensors = MappedFile(path), []
+    for name, kind in kinds.items():
+        if kind not in DTYPES:
+            raise ValueError(f"{name} has dtype {kind}, which is not supported")
+        shape, start = tuple(header[name]["shape"]), header[name]["data_offsets"][0] + 8 + length
+        tensors.append(_of_mapped(mapped, name, start, shape, DTYPES[kind]))
+    return tensors
 
-    return [_from_slice(name, file.get_slice(name)) for name in file.keys()]
 
+def _of_mapped(file: MappedFile, name: str, start: int, shape: tuple[int, ...],
+               dtype: torch.dtype) -> LazyTensor:
+    rows = as_rows(file.tensor(start, shape, dtype))               # [n_row, *row]
+    row_bytes = math.prod(rows.shape[1:]) * dtype.itemsize
 
-def _from_slice(name: str, piece) -> LazyTensor:
-    shape = tuple(piece.get_shape())
-
-    def scalar(a, b):
-        return piece[...].reshape(1)
-
-    def rows(a, b):
-        return piece[a:b]
-
-    def rows_of_matrices(a, b):                    # a safetensors slice cannot flatten two axes
-        return across_matrices(a, b, shape[1], lambda i, low, high: piece[i:i + 1, low:high][0])
-    if len(shape) > 2:
-        rows = rows_of_matrices
-    read_rows = rows if shape else scalar
-    if piece.get_dtype() not in DTYPES:
-        raise ValueError(f"{name} has dtype {piece.get_dtype()}, which is not supported")
-    return LazyTensor(name, shape, DTYPES[piece.get_dtype()], read_rows)
+    def read_rows(a, b):
+        file.will_read(start + a * row_bytes, start + b * row_bytes)
+        return rows[a:b]
+    return LazyTensor(name, shape, dtype, read_rows)
 
 
 def read_torch(path: Path, mmap: bool = True) -> dict:

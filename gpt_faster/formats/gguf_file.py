@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import LazyTensor, beginning, brief, some
+from checkpoint import LazyTensor, MappedFile, beginning, brief, some
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
 
@@ -128,8 +128,8 @@ def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
         import gguf
     except ImportError:
         raise ImportError("reading a GGUF needs: pip install gguf") from None
-    data = open_mapped(path)
-    metadata, infos, start = header_of(path, data)
+    file = open_mapped(path)
+    metadata, infos, start = header_of(path, file)
     tensors = []
     for name, shape, kind, at in infos:
         check_type(path, name, kind)
@@ -140,27 +140,29 @@ def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
                              f"of a multiple of {n_block}")
         size = math.prod(shape) * n_bytes // n_block
         end = start + at + size
-        if end > len(data):
+        if end > len(file.data):
             raise ValueError(f"{path}: truncated: {name} ends at byte {end:,}, but the file has "
-                             f"{len(data):,}: download it again")
-        tensors.append(_tensor(name, shape, kind, data[start + at:end]))
+                             f"{len(file.data):,}: download it again")
+        tensors.append(_tensor(name, shape, kind, file, start + at, size))
+    file.will_read(0, 0)
     return metadata, tensors
 
 
-def open_mapped(path: Path) -> memoryview:
+def open_mapped(path: Path) -> MappedFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     with open(path, "rb") as f:
         if os.path.getsize(path) < 24:
             raise ValueError(f"{path}: not a readable GGUF file: too short: it "
                              f"{beginning(f.read())}")
-        return memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+    return MappedFile(path, mmap.ACCESS_READ)
 
 
-def header_of(path: Path, data: memoryview) -> tuple[dict, list[tuple], int]:
+def header_of(path: Path, file: MappedFile) -> tuple[dict, list[tuple], int]:
     """read_gguf_header(), with the path in errors."""
+    file.will_read(0, len(file.data))
     try:
-        return read_gguf_header(data)
+        return read_gguf_header(memoryview(file.data))
     except BigEndian:
         raise ValueError(f"{path}: a big-endian GGUF: `gguf-convert-endian {path} little` (of the "
                          "gguf package) converts it in place") from None
@@ -275,8 +277,9 @@ def what_instead(metadata: dict) -> str:
 
 # ---- Tensors ------------------------------------------------------------------------------------
 
-def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTensor:
-    """kind: a gguf.GGMLQuantizationType; data: the tensor's bytes."""
+def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: int,
+            size: int) -> LazyTensor:
+    """kind: a gguf.GGMLQuantizationType; start, size: of the tensor's bytes in the file."""
     import gguf
     import numpy as np
     row = shape[2:] if len(shape) > 2 else shape[1:]
@@ -284,8 +287,9 @@ def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTe
     row_bytes = math.prod(row) * n_bytes // n_block
 
     def bytes_of(a, b):
-        blocks = np.frombuffer(data, np.uint8, (b - a) * row_bytes, a * row_bytes)
-        return blocks.reshape(b - a, -1)
+        low, high = start + a * row_bytes, start + b * row_bytes
+        file.will_read(low, high)
+        return np.frombuffer(file.data, np.uint8, high - low, low).reshape(b - a, -1)
 
     def read_bytes(a, b):
         return torch.from_numpy(bytes_of(a, b).copy())
@@ -297,7 +301,8 @@ def _tensor(name: str, shape: tuple[int, ...], kind, data: memoryview) -> LazyTe
         return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
 
     def read_vector(a, b):                         # a vector's rows do not align with its blocks
-        values = gguf.dequantize(np.frombuffer(data, np.uint8), kind)
+        file.will_read(start, start + size)
+        values = gguf.dequantize(np.frombuffer(file.data, np.uint8, size, start), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
     if len(shape) == 1:
