@@ -44,6 +44,7 @@ from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
 CHUNK = 1 << 22                                    # elements of a tensor to read at a time
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)      # or over a quota or size limit
 MAX_TEXT_BYTES = 1 << 28                           # ten times the largest known tokenizer.json
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, F8_E8M0=torch.float8_e8m0fnu,
@@ -315,13 +316,15 @@ class Checkpoint:
 # ---- A path or a hub name -> a local path -------------------------------------------------------
 
 WANTED = ["*.safetensors", "*.json", "tokenizer.model"]
+# Errors of the hub's HTTP clients (httpx, requests) for a connection that ends too early
+BROKEN_OFF = ("RemoteProtocolError", "ReadError", "ReadTimeout", "ChunkedEncodingError")
 UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
 
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
     """Turn hub errors into a ValueError or OSError of one line, with advice."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
     try:
         yield
     except errors.GatedRepoError:                  # a subclass of RepositoryNotFoundError
@@ -330,6 +333,8 @@ def hub_errors(repo_id: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         problem = (f"the hub has no {repo_id}, or it is private: check the name, or run "
                    "`hf auth login` or set HF_TOKEN")
+    except errors.DisabledRepoError:
+        problem = f"the hub has disabled {repo_id}: use another copy of the model"
     except errors.HFValidationError:
         problem = f"'{repo_id}' is not a hub name: expected org/name"
     except errors.HfHubHTTPError as e:
@@ -339,12 +344,20 @@ def hub_errors(repo_id: str) -> Iterator[None]:
             problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
                        "or unset HF_TOKEN")
     except Exception as e:                         # includes errors of the hub's HTTP client
-        if getattr(e, "errno", None) == errno.ENOSPC:
+        if getattr(e, "errno", None) in DISK_FULL:
             raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
                           "HF_HOME to another disk; running it again resumes") from None
+        if isinstance(e, OSError) and e.filename:
+            raise OSError(f"the hub's cache cannot be written ({first_line(e)}): set HF_HOME to a "
+                          "directory that can be") from None
         problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
-                   "network and HF_HUB_OFFLINE, or give a path "
-                   f"({type(e).__name__}: {first_line(e)})")
+                   f"network, or give a path ({type(e).__name__}: {first_line(e)})")
+        if constants.HF_HUB_OFFLINE:
+            problem = (f"{repo_id} is not in the local cache and HF_HUB_OFFLINE is set: unset it, "
+                       "or give a path")
+        elif type(e).__name__ in BROKEN_OFF:
+            problem = (f"the download of {repo_id} broke off, running it again resumes it "
+                       f"({type(e).__name__}: {first_line(e)})")
     else:
         return
     raise ValueError(problem)
@@ -1438,7 +1451,6 @@ ALIGNMENT = 64                                     # bytes; of a tensor in the f
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
             torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
             torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)      # or over a quota or size limit
 
 
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
