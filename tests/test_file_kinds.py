@@ -309,6 +309,11 @@ def test_types_that_can_be_read_are(kind):
     assert gguf.dequantize(np.zeros((3, 2 * n_bytes), np.uint8), kind).shape == (3, 2 * n_block)
 
 
+def test_an_old_gguf_package(capsys, monkeypatch, model_gguf):
+    monkeypatch.delattr(gguf, "dequantize")
+    assert refused(capsys, model_gguf).endswith("is too old: pip install -U gguf")
+
+
 def test_other_files_of_llama_cpp(capsys, model_gguf, tmp_path):
     for i, (kind, expected) in enumerate((("adapter", "a GGUF LoRA adapter, not a model"), ("mmproj", "a vision or audio encoder (mmproj)"),
                                           ("imatrix", "an importance matrix of llama.cpp"))):

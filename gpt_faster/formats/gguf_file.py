@@ -128,6 +128,8 @@ def read_gguf_tensors(path: Path) -> tuple[dict, list[LazyTensor]]:
         import gguf
     except ImportError:
         raise ImportError("reading a GGUF needs: pip install gguf") from None
+    if not hasattr(gguf, "dequantize"):
+        raise ImportError(f"gguf {version('gguf')} is too old: pip install -U gguf")
     file = open_mapped(path)
     metadata, infos, start = header_of(path, file)
     tensors = []
