@@ -21,6 +21,7 @@ import fcntl
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import re
@@ -43,6 +44,7 @@ from quantize import LEAVES, Scheme, put_quantized_linears, scheme_at
 from sampling import RANGES
 
 CHUNK = 1 << 22                                    # elements of a tensor to read at a time
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)      # or over a quota or size limit
 MAX_TEXT_BYTES = 1 << 28                           # ten times the largest known tokenizer.json
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, F8_E8M0=torch.float8_e8m0fnu,
@@ -76,6 +78,29 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
+def beginning(start: bytes) -> str:
+    """The first bytes of a file, for an error message."""
+    return f"begins with {start[:24]!r}" if start.strip() else "is empty"
+
+
+def failed_download(start: bytes) -> str:
+    """What a failed download left in place of weights, and the next step; "" if it is none."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself: `git lfs pull` in its directory gets it"
+    if re.match(rb"\s*<(!doctype|html|\?xml)", start, re.IGNORECASE):
+        return "a web page, not the file: download it again (a hub's link to a file has /resolve/)"
+    return ""
+
+
+def unreadable(path: Path, format: str, e: Exception) -> ValueError:
+    """The error for a file that a library cannot read: its kind or its first bytes, and why."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    what = failed_download(start) or (f"not a readable {format} file (truncated?): it "
+                                  f"{beginning(start)}: {first_line(e)}")
+    return ValueError(f"{path}: {what}")
+
+
 def is_out_of_memory(e: Exception) -> bool:
     return (isinstance(e, MemoryError | torch.OutOfMemoryError)
             or isinstance(e, RuntimeError | OSError) and "allocate memory" in str(e))
@@ -83,8 +108,10 @@ def is_out_of_memory(e: Exception) -> bool:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Add the path to a ValueError. OSError, ImportError and out-of-memory errors pass unchanged;
-    any other exception becomes Unforeseen.
+    """Add the path to a ValueError. What a library has not implemented becomes a ValueError too.
+
+    OSError, ImportError and out-of-memory errors pass unchanged; any other exception becomes
+    Unforeseen.
     """
     try:
         yield
@@ -92,6 +119,8 @@ def reading(path: Path | str) -> Iterator[None]:
         if str(path) in str(e):
             raise
         raise ValueError(f"{path}: {first_line(e)}") from e
+    except NotImplementedError as e:
+        raise ValueError(f"{path}: not supported by a library: {first_line(e)}") from e
     except Exception as e:
         if isinstance(e, OSError | ImportError | Unforeseen) or is_out_of_memory(e):
             raise
@@ -116,6 +145,8 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     text = read_text(path)
+    if what := failed_download(text[:64].encode()):
+        raise ValueError(f"{path}: {what}")
     try:
         value = json.loads(text)
     except RecursionError:
@@ -285,13 +316,15 @@ class Checkpoint:
 # ---- A path or a hub name -> a local path -------------------------------------------------------
 
 WANTED = ["*.safetensors", "*.json", "tokenizer.model"]
+# Errors of the hub's HTTP clients (httpx, requests) for a connection that ends too early
+BROKEN_OFF = ("RemoteProtocolError", "ReadError", "ReadTimeout", "ChunkedEncodingError")
 UNWANTED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*"]
 
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
     """Turn hub errors into a ValueError or OSError of one line, with advice."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
     try:
         yield
     except errors.GatedRepoError:                  # a subclass of RepositoryNotFoundError
@@ -300,6 +333,8 @@ def hub_errors(repo_id: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         problem = (f"the hub has no {repo_id}, or it is private: check the name, or run "
                    "`hf auth login` or set HF_TOKEN")
+    except errors.DisabledRepoError:
+        problem = f"the hub has disabled {repo_id}: use another copy of the model"
     except errors.HFValidationError:
         problem = f"'{repo_id}' is not a hub name: expected org/name"
     except errors.HfHubHTTPError as e:
@@ -309,12 +344,20 @@ def hub_errors(repo_id: str) -> Iterator[None]:
             problem = (f"the hub refused the token for {repo_id}: run `hf auth login` again, "
                        "or unset HF_TOKEN")
     except Exception as e:                         # includes errors of the hub's HTTP client
-        if getattr(e, "errno", None) == errno.ENOSPC:
+        if getattr(e, "errno", None) in DISK_FULL:
             raise OSError(f"the disk is full while downloading {repo_id}: free some space, or set "
                           "HF_HOME to another disk; running it again resumes") from None
+        if isinstance(e, OSError) and e.filename:
+            raise OSError(f"the hub's cache cannot be written ({first_line(e)}): set HF_HOME to a "
+                          "directory that can be") from None
         problem = (f"{repo_id} is not in the local cache and the hub cannot be reached: check the "
-                   "network and HF_HUB_OFFLINE, or give a path "
-                   f"({type(e).__name__}: {first_line(e)})")
+                   f"network, or give a path ({type(e).__name__}: {first_line(e)})")
+        if constants.HF_HUB_OFFLINE:
+            problem = (f"{repo_id} is not in the local cache and HF_HUB_OFFLINE is set: unset it, "
+                       "or give a path")
+        elif type(e).__name__ in BROKEN_OFF:
+            problem = (f"the download of {repo_id} broke off, running it again resumes it "
+                       f"({type(e).__name__}: {first_line(e)})")
     else:
         return
     raise ValueError(problem)
@@ -330,16 +373,29 @@ def download(repo_id: str) -> Path:
         return Path(snapshot_download(repo_id, allow_patterns=WANTED, ignore_patterns=UNWANTED))
 
 
-def resolve(name: str, fetch: Callable[[str], Path] = download) -> Path:
+def as_path(path) -> Path:
+    """A Path or str -> Path. TypeError says what it is instead."""
+    if not isinstance(path, str | Path):
+        raise TypeError(f"the checkpoint's path is {brief(path)} ({type(path).__name__}), "
+                        "expected a str or a Path")
+    return Path(path).expanduser()
+
+
+def resolve(name: str | Path, fetch: Callable[[str], Path] = download) -> Path:
     """Return an existing path, else download `name` as a hub name with fetch().
 
     FileNotFoundError explains both attempts.
     """
+    name = name if isinstance(name, str) else str(as_path(name))
     if not name.strip():
         raise ValueError("the path or hub name is empty: an unset variable?")
-    path = Path(name).expanduser()
+    path = as_path(name)
     if path.exists():
         return path
+    if link := re.match(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)",
+                        name):
+        raise FileNotFoundError(f"{name}: a link; give the hub name {link[1]}, or download the "
+                                "file and give its path")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         raise FileNotFoundError(f"{name}: no such file or directory "
                                 "(nor is it a hub name, org/name)")
@@ -361,35 +417,64 @@ def output_path(path: Path, name: str) -> Path:
 
 # ---- Weight files -------------------------------------------------------------------------------
 
+class MappedFile:
+    """A file mapped into memory. Of its pages only the last read's count as the process's.
+
+    access: mmap.ACCESS_COPY for tensor(), because torch wants a writable buffer.
+    """
+
+    def __init__(self, path: Path, access: int = mmap.ACCESS_COPY):
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=access)
+        self.last = 0, 0
+
+    def will_read(self, start: int, end: int) -> None:
+        """Let go of the pages of the read before. They are read again where they are used."""
+        a, b = self.last
+        first = a // mmap.PAGESIZE * mmap.PAGESIZE
+        if b > a and hasattr(self.data, "madvise"):
+            self.data.madvise(mmap.MADV_DONTNEED, first, b - first)
+        self.last = start, end
+
+    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor whose bytes begin at `start`; a view, nothing is read yet."""
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        data = torch.frombuffer(self.data, dtype=torch.uint8, count=n_bytes, offset=start)
+        return data.view(dtype).view(shape)
+
+
 def read_safetensors(path: Path) -> list[LazyTensor]:
     """The file's tensors. Rows are read when they are needed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        file = safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:              # checks the whole header
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}
     except SafetensorError as e:
-        raise ValueError(f"{path}: not a readable safetensors file (truncated?): {e}") from None
+        raise unreadable(path, "safetensors", e) from None
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    mapped, tensors = MappedFile(path), []
+    for name, kind in kinds.items():
+        if kind not in DTYPES:
+            raise ValueError(f"{name} has dtype {kind}, which is not supported")
+        shape, start = tuple(header[name]["shape"]), header[name]["data_offsets"][0] + 8 + length
+        tensors.append(_of_mapped(mapped, name, start, shape, DTYPES[kind]))
+    return tensors
 
-    return [_from_slice(name, file.get_slice(name)) for name in file.keys()]
 
+def _of_mapped(file: MappedFile, name: str, start: int, shape: tuple[int, ...],
+               dtype: torch.dtype) -> LazyTensor:
+    rows = as_rows(file.tensor(start, shape, dtype))               # [n_row, *row]
+    row_bytes = math.prod(rows.shape[1:]) * dtype.itemsize
 
-def _from_slice(name: str, piece) -> LazyTensor:
-    shape = tuple(piece.get_shape())
-
-    def scalar(a, b):
-        return piece[...].reshape(1)
-
-    def rows(a, b):
-        return piece[a:b]
-
-    def rows_of_matrices(a, b):                    # a safetensors slice cannot flatten two axes
-        return across_matrices(a, b, shape[1], lambda i, low, high: piece[i:i + 1, low:high][0])
-    if len(shape) > 2:
-        rows = rows_of_matrices
-    read_rows = rows if shape else scalar
-    if piece.get_dtype() not in DTYPES:
-        raise ValueError(f"{name} has dtype {piece.get_dtype()}, which is not supported")
-    return LazyTensor(name, shape, DTYPES[piece.get_dtype()], read_rows)
+    def read_rows(a, b):
+        file.will_read(start + a * row_bytes, start + b * row_bytes)
+        return rows[a:b]
+    return LazyTensor(name, shape, dtype, read_rows)
 
 
 def read_torch(path: Path, mmap: bool = True) -> dict:
@@ -399,13 +484,17 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
+        more = re.search(r"(?:GLOBAL |WeightsUnpickler error: )([\w. ]+)", str(e))
+        with open(path, "rb") as file:
+            if not file.read(2).startswith((b"PK", b"\x80")):      # neither a zip nor a pickle
+                raise unreadable(path, "PyTorch", e) from None
         raise ValueError(f"{path}: refused, it contains more than weights "
-                         f"({first_line(e)})") from None
+                         f"({more[1] if more else first_line(e)}): save model.state_dict() "
+                         "instead") from None
     except Exception as e:                         # a corrupt pickle can raise anything
-        if isinstance(e, OSError) and e.filename:  # not found, or no permission
-            raise
-        raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
-                         f"{type(e).__name__}: {first_line(e)}") from None
+        if isinstance(e, OSError) and e.filename or is_out_of_memory(e):
+            raise                                  # no permission, say: not the file's fault
+        raise unreadable(path, "PyTorch", e) from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
     return value
@@ -430,17 +519,40 @@ def lazy_tensors(tensors: dict) -> list[LazyTensor]:
             for n, t in named.items()]
 
 
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+
+
 def hub_tensors(directory: Path, name: str,
                 read: Callable[[Path], list[LazyTensor]] = read_safetensors) -> list[LazyTensor]:
-    """All tensors of a file, or of the shards in an index. read: reads one file."""
-    shards = _shards(directory / name) if name.endswith(".index.json") else [name]
-    tensors = []
-    for shard in shards:
-        path = directory / shard
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: listed in {name} but missing: download it again")
-        tensors += read(path)
-    return tensors
+    """All tensors of a file, of the shards in an index, or of a shard and its siblings.
+
+    read: reads one file. Wrappers' prefixes are removed from the names.
+    """
+    shards = _shards(directory / name) if name.endswith(".index.json") else _siblings(name)
+    missing = [shard for shard in shards if not (directory / shard).is_file()]
+    if missing:
+        others = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
+        whose = f"listed in {name} but" if name.endswith(".index.json") else f"{name}'s sibling is"
+        raise FileNotFoundError(f"{directory / missing[0]}: {whose} missing{others}: download it "
+                                "again")
+    return unwrapped([t for shard in shards for t in read(directory / shard)])
+
+
+def _siblings(name: str) -> list[str]:
+    """All shards of a set, given one of their names: without an index the names tell the set."""
+    match = SHARD.fullmatch(name)
+    if not match or not 1 <= int(match[3]) <= 10_000:
+        return [name]
+    stem, n, ending = match[1], match[3], match[4]
+    return [f"{stem}-{i:05d}-of-{n}.{ending}" for i in range(1, int(n) + 1)]
+
+
+def unwrapped(tensors: list[LazyTensor]) -> list[LazyTensor]:
+    """Remove what torch.compile, DDP, FSDP, activation checkpointing and PEFT add to names."""
+    inner = r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
+    outer = r"^(module\.|_forward_module\.|base_model\.model\.)+"
+    return [t if name == t.name else replace(t, name=name) for t in tensors
+            for name in [re.sub(outer, "", re.sub(inner, "", t.name).lstrip("."))]]
 
 
 def _shards(index: Path) -> list[str]:
@@ -973,7 +1085,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, with names, shapes and dtypes checked. Weights are read later.
 
     FileNotFoundError or ValueError: one line that says what was found and what was expected.
+    TypeError if `path` is no path.
     """
+    path = as_path(path)
     with reading(path):
         raw = read(path)
         tensors = {t.name: t for t in raw.tensors}
@@ -990,16 +1104,28 @@ def read(path: Path) -> RawCheckpoint:
             raise FileNotFoundError(f"{path}: expected config.json with model.safetensors, or "
                                     f"model.pth; {READS_MORE}")
         path = weights
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file or directory" if not path.exists() else
+                                f"{path}: not a regular file")
     if path.suffix in (".pth", ".pt"):
         return read_pth(path, read_torch(path))
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return read_hub(path.parent, path.name)
-    raise ValueError(f"{path}: expected a directory, .safetensors or .pth; {READS_MORE}")
+    with open(path, "rb") as file:
+        start = file.read(64)
+    raise ValueError(f"{path}: {failed_download(start) or 'it ' + beginning(start)}; expected a "
+                     f"directory, .safetensors or .pth; {READS_MORE}")
 
 
 def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
-    """The first of these files that exists in the directory."""
-    return next((directory / name for name in names if (directory / name).exists()), None)
+    """The first of these files that exists in the directory, or a shard without an index."""
+    found = [directory / name for name in names if (directory / name).exists()]
+    shards = [p for p in sorted(directory.iterdir()) if SHARD.fullmatch(p.name)]
+    sets = {(SHARD.fullmatch(p.name)[1], SHARD.fullmatch(p.name)[3]): p for p in shards}
+    if not found and len(sets) > 1:
+        raise ValueError(f"{directory}: several sets of shards and no index: give a shard of the "
+                         f"set to read: {some([p.name for p in sets.values()])}")
+    return (found or shards or [None])[0]
 
 
 def read_hub(directory: Path, weights: str) -> RawCheckpoint:
@@ -1234,11 +1360,31 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
     prepare: may replace modules while the model is on the meta device.
     """
+    check_request(source, dtype, device)
     with reading(source.path):
         model = quantized_blank(source, dtype)
         prepare(model)
         load_part(model, "", source, device)
         return model.to(device).eval()             # moves the buffers
+
+
+def check_request(source, dtype, device) -> None:
+    """Arguments of load_model(), before any error could be taken for the file's.
+
+    TypeError: no Checkpoint or dtype. ValueError: no such device here, or not a dtype of weights.
+    """
+    if not isinstance(source, Checkpoint):
+        raise TypeError(f"source is {brief(source)}, expected a Checkpoint: open_checkpoint(name) "
+                        "opens one")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {brief(dtype)}, expected a torch.dtype such as torch.bfloat16")
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"dtype is {dtype}, expected torch.bfloat16, float16 or float32 (the "
+                         "argument `scheme`, or --quantize, quantizes)")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as e:
+        raise ValueError(f"device {brief(device)} cannot be used: {first_line(e)}") from None
 
 
 def quantized_blank(source: Checkpoint, dtype: torch.dtype) -> Transformer:
@@ -1305,7 +1451,6 @@ ALIGNMENT = 64                                     # bytes; of a tensor in the f
 STORAGES = {torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage,
             torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage,
             torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage}
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)      # or over a quota or size limit
 
 
 def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,

@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from checkpoint import brief, first_line, read_json, read_text, reading
+from checkpoint import brief, failed_download, first_line, read_json, read_text, reading
 
 MAX_ID = 1 << 22                                   # of an added token
 MAX_ADDED = 1 << 16                                # number of added tokens
@@ -95,7 +95,10 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
     path = directory / "tokenizer.json"
     if path.exists():
         with reading(path):
-            backend = TokenizersBackend(read_text(path))
+            text = read_text(path)
+            if what := failed_download(text[:64].encode()):
+                raise ValueError(what)
+            backend = TokenizersBackend(text)
         added = read_added_tokens(directory, config, backend)
         with reading(path):
             backend.add(added)
@@ -118,6 +121,8 @@ def read_sentencepiece(path: Path, config: dict) -> "SentencePieceBackend":
     """A SentencePiece model, with the tokens that the JSON files next to it add."""
     with reading(path):
         data = path.read_bytes()
+        if what := failed_download(data[:64]):
+            raise ValueError(what)
         plain = SentencePieceBackend(data)
     added = read_added_tokens(path.parent, config, plain)
     with reading(path):

@@ -8,8 +8,10 @@ prepares weights. generate.load_model() reads the core's formats only, with the 
     steps = gpt_faster.kernels.compile.compile_steps(model)
 """
 
+import glob
 import hashlib
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -126,10 +128,11 @@ def cache_key(source: Checkpoint, dtype: torch.dtype, device: torch.device,
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a checkpoint that hold weights."""
-    if path.suffix in SUFFIXES:
-        return [path]
+    """The files of a checkpoint that hold weights: of a shard or a part, the whole set's."""
     folder = path if path.is_dir() else path.parent
+    if path.is_file() and not path.name.endswith(".index.json"):
+        number = r"\d{5}(?=-of-\d{5}\.)|(?<=^consolidated\.)\d\d(?=\.)"
+        return sorted(folder.glob(re.sub(number, "*", glob.escape(path.name))))
     return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
 
 

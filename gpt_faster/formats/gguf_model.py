@@ -5,7 +5,6 @@ holds config, tensors and tokenizer.
 """
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from checkpoint import LazyTensor, brief, reading
 from gpt_faster.formats.config import Stated, config_from_hf, head_dim
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
-from gpt_faster.formats.gguf_file import read_gguf_tensors
+from gpt_faster.formats.gguf_file import read_gguf_parts, what_instead
 from gpt_faster.formats.lazy import constant
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import GGUF_DELTA_NAMES, Fused
@@ -368,16 +367,10 @@ def _activations(metadata: dict) -> list[LazyTensor]:
 
 
 def read_gguf(path: Path) -> RawCheckpoint:
-    """Read a GGUF file; of a split one, `path` is the first part."""
-    metadata, tensors = read_gguf_tensors(path)
-    n_part = metadata.get("split.count", 1)
-    if type(n_part) is not int or not 0 <= n_part <= 99999:
-        raise ValueError(f"{path}: split.count is {brief(n_part)}, expected the number of parts")
-    for i in range(1, n_part):
-        part = Path(re.sub(r"-00001-of-", f"-{i + 1:05d}-of-", str(path)))
-        if part == path or not part.exists():
-            raise FileNotFoundError(f"{part}: part {i + 1} of {n_part} is missing")
-        tensors += read_gguf_tensors(part)[1]
+    """Read a GGUF file; of a split one, any part."""
+    path, metadata, tensors = read_gguf_parts(path)
+    if what := what_instead(metadata):
+        raise ValueError(f"{path}: {what}")
     arch = metadata.get("general.architecture")
     with reading(path):
         tensors += _activations(metadata)

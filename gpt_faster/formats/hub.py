@@ -3,11 +3,12 @@
     path = resolve("org/name or path")
 """
 
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import checkpoint
-from checkpoint import UNWANTED, hub_errors
+from checkpoint import UNWANTED, hub_errors, some
 
 DEFAULT_MODEL = Path(__file__).parents[2] / (
     "checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -34,17 +35,32 @@ def download(repo_id: str, local_dir: Path | None = None, token: str | None = No
 
     with hub_errors(repo_id):
         names = all_names()
+    if problem := names and other_repository(repo_id, names):
+        raise ValueError(problem)
+    with hub_errors(repo_id):
         old = names and not any(name.endswith(".safetensors") for name in names)
         wanted = ["*_model*.bin" if old else "*.safetensors", *SIDECARS]
         fetch = partial(snapshot_download, repo_id, local_dir=local_dir, token=token,
                         allow_patterns=wanted, ignore_patterns=UNWANTED)
-        expected = filter_repo_objects(names or [], allow_patterns=wanted, ignore_patterns=UNWANTED)
+        expected = list(filter_repo_objects(names or [], allow_patterns=wanted,
+                                            ignore_patterns=UNWANTED))
         if local_dir and names:
-            directory = fill(local_dir, repo_id, fetch, list(expected))
+            directory = fill(local_dir, repo_id, fetch, expected)
         else:
             directory = Path(fetch())
     check_finished(directory)          # offline, the hub's client accepts any directory
     return directory
+
+
+def other_repository(repo_id: str, names: list[str]) -> str:
+    """What a repository without weights that we download has, and the next step; "" if it has."""
+    if any(name.endswith(".safetensors") or fnmatch(name, "*_model*.bin") for name in names):
+        return ""
+    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+        return (f"{repo_id} has GGUF files only: `hf download {repo_id} {ggufs[0]}` downloads one "
+                f"and says its path, to give instead (of {some(ggufs)})")
+    return (f"{repo_id} has no weights that are read (.safetensors, *_model.bin), it has "
+            f"{some(sorted(names)) or 'no files'}")
 
 
 def fill(directory: Path, repo_id: str, fetch, expected: list[str]) -> Path:
@@ -70,7 +86,7 @@ def resolve(name: str | None) -> Path:
     if name is None and not DEFAULT_MODEL.exists():
         raise FileNotFoundError("no default model: run `bash scripts/quickstart.sh` to download "
                                 "it, or pass --checkpoint_path")
-    return checkpoint.resolve(str(DEFAULT_MODEL if name is None else name), download)
+    return checkpoint.resolve(DEFAULT_MODEL if name is None else name, download)
 
 
 def check_finished(directory: Path) -> None:

@@ -15,14 +15,15 @@ from checkpoint import (
     read_safetensors,
     reading,
 )
-from gpt_faster.formats.awq_gptq_fp8 import dequantized
+from gpt_faster.formats.awq_gptq_fp8 import ALTERNATIVES_HINT, dequantized
 from gpt_faster.formats.config import config_from_hf, thinker_part
 from gpt_faster.formats.families import FAMILIES, stated_folds
+from gpt_faster.formats.file_kinds import foreign_quantization, kind_of, refuse_others
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import OUR_NAMES
 from gpt_faster.formats.raw_checkpoint import RawCheckpoint
-from gpt_faster.formats.torch_file import read_torch
+from gpt_faster.formats.torch_file import read_torch, state_dict
 from gpt_faster.layers.mtp_head import MTPHead
 
 
@@ -30,6 +31,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     """Read a directory. weights: the name of the weights file, or of the shards' index."""
     path = directory / "config.json"
     config = read_json(path)
+    if is_mlx(config):
+        raise ValueError(f"{path}: a quantized MLX model (Apple's mlx-lm): {ALTERNATIVES_HINT}")
     with reading(path):
         cfg, c = config_from_hf(config)
     is_omni = "thinker_config" in config
@@ -46,6 +49,12 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         cfg = replace(cfg, tied=cfg.tied or not stated or any(stated))
     quantization = (config.get("quantization_config") or config.get("compression_config")
                     or c.get("quantization_config"))
+    whose = not quantization and foreign_quantization([t.name for t in tensors])
+    if whose:
+        raise ValueError(f"{directory / weights}: {whose}: {ALTERNATIVES_HINT}")
+    if any(".lora_A." in t.name for t in tensors):
+        raise ValueError(f"{directory / weights}: weights and a LoRA adapter in one: PEFT's "
+                         "merge_and_unload() before saving makes a model of it")
     if quantization and c["model_type"] == "gpt2":
         raise ValueError(f"{path}: quantized GPT-2 is not supported: use the original model")
     if quantization:
@@ -68,8 +77,16 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     return raw
 
 
+def is_mlx(config: dict) -> bool:
+    """mlx-lm writes `quantization`, and a copy as quantization_config, without a method."""
+    mlx, theirs = config.get("quantization"), config.get("quantization_config")
+    states_method = isinstance(theirs, dict) and "quant_method" in theirs
+    return isinstance(mlx, dict) and "bits" in mlx and not states_method
+
+
 def read_weights(path: Path) -> list[LazyTensor]:
     """The tensors of one weights file."""
-    if path.suffix == ".safetensors":
+    refuse_others(path)
+    if (kind_of(path) or path.suffix.removeprefix(".")) == "safetensors":
         return read_safetensors(path)
-    return lazy_tensors(read_torch(path))
+    return lazy_tensors(state_dict(read_torch(path)))

@@ -22,7 +22,10 @@ import checkpoint
 from checkpoint import (
     Checkpoint,
     LazyTensor,
+    as_path,
+    beginning,
     blank_model,
+    check_request,
     checked,
     disk_names,
     quantized_blank,
@@ -32,7 +35,15 @@ from checkpoint import (
 )
 from gpt_faster.formats import lora
 from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
+from gpt_faster.formats.file_kinds import (
+    adapter_instead_of_model,
+    kind_of,
+    other_directory,
+    refuse_others,
+    start_of,
+)
 from gpt_faster.formats.fold import fold
+from gpt_faster.formats.gguf_file import gguf_in
 from gpt_faster.formats.gguf_model import read_gguf
 from gpt_faster.formats.hub import check_finished, resolve
 from gpt_faster.formats.huggingface import read_hf
@@ -47,6 +58,8 @@ from model import ExpertLinear, ModelConfig, Transformer
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                 "pytorch_model.bin.index.json", "model.pth", "consolidated.00.pth")
+KIND_OF_SUFFIX = {".gguf": "gguf", ".safetensors": "safetensors", ".pth": "torch", ".pt": "torch",
+                  ".bin": "torch"}
 
 
 # ---- A path -> a Checkpoint ---------------------------------------------------------------------
@@ -63,8 +76,9 @@ def open_checkpoint(name: str | None, adapter: str | None = None) -> Checkpoint:
 def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     """Open a checkpoint of any format; names and shapes are checked. No weight is read yet.
 
-    FileNotFoundError or ValueError with a one-line message.
+    FileNotFoundError or ValueError with a one-line message; TypeError if `path` is no path.
     """
+    path, adapter = as_path(path), adapter if adapter is None else as_path(adapter)
     with reading(path):
         raw = read(path)
     if adapter is not None:
@@ -98,29 +112,45 @@ def to_checkpoint(raw: RawCheckpoint) -> Checkpoint:
 
 
 def read(path: Path) -> RawCheckpoint:
-    """One reader per format."""
+    """One reader per format. The content decides which; the name only where it does not."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or directory")
     check_finished(path if path.is_dir() else path.parent)
     if path.is_dir():
         path = weights_in(path)
-    if path.suffix == ".gguf":
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not a regular file")
+    if path.name.endswith(".index.json"):
+        return read_beside_config(path)
+    refuse_others(path)
+    kind = kind_of(path) or KIND_OF_SUFFIX.get(path.suffix)
+    if kind == "gguf":
         return read_gguf(path)
-    if path.suffix in (".pth", ".pt"):
+    if kind == "safetensors" or path.suffix == ".bin":
+        return read_beside_config(path)
+    if kind == "torch":
         return read_pth(path)
-    if path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json"):
-        if not (path.parent / "config.json").exists():
-            raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, "
-                                    f"required by {path.name}")
-        return read_hf(path.parent, path.name)
-    raise ValueError(f"{path}: expected a directory, .safetensors, .pth, .pt, .bin or .gguf")
+    raise ValueError(f"{path}: it {beginning(start_of(path))}: expected a directory, .safetensors, "
+                     ".pth, .pt, .bin or .gguf")
+
+
+def read_beside_config(path: Path) -> RawCheckpoint:
+    """A weights file or index of a Hugging Face directory."""
+    if not (path.parent / "config.json").exists():
+        if path.name.startswith("adapter"):
+            raise ValueError(f"{path}: {adapter_instead_of_model(path.parent)}")
+        raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, required by {path.name}")
+    return read_hf(path.parent, path.name)
 
 
 def weights_in(directory: Path) -> Path:
-    """The weights file of a directory."""
+    """The weights file of a directory. FileNotFoundError or ValueError says what it has instead."""
     if found := checkpoint.weights_in(directory, WEIGHT_FILES):
         return found
-    ggufs = list(directory.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return ggufs[0]
+    if found := gguf_in(directory):
+        return found
+    if what := other_directory(directory):
+        raise ValueError(f"{directory}: {what}")
     names = sorted(p.name for p in directory.iterdir())
     raise FileNotFoundError(
         f"{directory}: no model found: expected config.json with model.safetensors, "
@@ -173,6 +203,7 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
 
     if not cached:
         return checkpoint.load_model(source, dtype, device, prepare)
+    check_request(source, dtype, device)
     with reading(source.path):
         model = quantized_blank(source, dtype)
         prepare(model)

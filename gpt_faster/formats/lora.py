@@ -20,13 +20,16 @@ from checkpoint import (
     read_json,
     read_safetensors,
     some,
+    unwrapped,
 )
+from gpt_faster.formats.file_kinds import kind_of, refuse_others
 from gpt_faster.formats.lazy import transpose
 from gpt_faster.formats.schema import is_number
-from gpt_faster.formats.torch_file import read_torch
+from gpt_faster.formats.torch_file import read_torch, state_dict
 from model import ModelConfig
 
-LORA_PARAMETER = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
+LORA_PARAMETER = re.compile(                       # .default: an adapter's name in a running model
+    r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.default)?(\.weight)?")
 UNSUPPORTED_KEYS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
                     "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
 
@@ -41,14 +44,15 @@ def merge(tensors: list[LazyTensor], directory: Path,
     embed_tokens: PEFT ignores the key for any other name.
     FileNotFoundError or ValueError: a missing file, an unsupported or mismatched adapter.
     """
+    directory = _directory(directory)
     config = _config(directory)
     changes, replaced = {}, {}                     # by module; by parameter name
-    for t in _weights(directory):
-        name = t.name.removeprefix("base_model.model.")
-        if part := LORA_PARAMETER.fullmatch(name):
+    for t in unwrapped(_weights(directory)):
+        if part := LORA_PARAMETER.fullmatch(t.name):
             changes.setdefault(part[1], {})[part[2]] = t
-        elif ".original_module." not in name:      # the base weights of modules_to_save
-            replaced[bare(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", name))] = t
+        elif ".original_module." not in t.name:    # the base weights of modules_to_save
+            name = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", t.name)
+            replaced[bare(name)] = t
     scales = {bare(name): _scale(config, name, parts) for name, parts in changes.items()}
     changes = {bare(name): parts for name, parts in changes.items()}
     if tied_head is not None:
@@ -102,12 +106,31 @@ def find_tensor(tensors: list[LazyTensor], names: dict, ours: str) -> LazyTensor
     return None
 
 
+def _directory(path: Path) -> Path:
+    """An adapter's directory, given that or one of its files. ValueError for another file."""
+    if not path.is_file():
+        return path
+    refuse_others(path)
+    if kind_of(path) == "gguf":
+        raise ValueError(f"{path}: a GGUF, which is no adapter that is read: use PEFT's directory "
+                         "of the adapter (adapter_config.json, adapter_model.safetensors)")
+    if not path.name.startswith("adapter_"):
+        raise ValueError(f"{path}: not an adapter's file: give PEFT's directory of the adapter")
+    return path.parent
+
+
 def _config(directory: Path) -> dict:
     path = directory / "adapter_config.json"
+    if not path.exists() and (directory / "config.json").exists():
+        raise ValueError(f"{directory}: a whole model, not an adapter: give it as "
+                         "--checkpoint_path, without --adapter")
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing (is this a LoRA adapter's directory?)")
     config = read_json(path)
     kind = config.get("peft_type")
+    if kind is None and "lora_parameters" in config:
+        raise ValueError(f"{path}: an MLX adapter (Apple's mlx-lm): `mlx_lm.fuse` makes a model of "
+                         "it and its base")
     if kind != "LORA":
         raise ValueError(f"{path}: 'peft_type' is {brief(kind)}, only LORA is supported")
     for key in UNSUPPORTED_KEYS:
@@ -128,10 +151,13 @@ def _config(directory: Path) -> dict:
 
 def _weights(directory: Path) -> list[LazyTensor]:
     if (directory / "adapter_model.safetensors").exists():
+        refuse_others(directory / "adapter_model.safetensors")
         return read_safetensors(directory / "adapter_model.safetensors")
     if (directory / "adapter_model.bin").exists():
-        return lazy_tensors(read_torch(directory / "adapter_model.bin"))
-    raise FileNotFoundError(f"{directory}: neither adapter_model.safetensors nor adapter_model.bin")
+        return lazy_tensors(state_dict(read_torch(directory / "adapter_model.bin")))
+    found = some(sorted(p.name for p in directory.iterdir()))
+    raise FileNotFoundError(f"{directory}: neither adapter_model.safetensors nor "
+                            f"adapter_model.bin, found {found}")
 
 
 def _scale(config: dict, name: str, parts: dict) -> float:

@@ -3,14 +3,29 @@
 import zipfile
 from pathlib import Path
 
+from torch import Tensor
+
 import checkpoint
-from checkpoint import first_line
+from checkpoint import unreadable
+from gpt_faster.formats.file_kinds import refuse_others
+
+# Where training programs keep the weights, next to an optimizer's state
+WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_torch(path: Path) -> dict:
     """checkpoint.read_torch(), also for files older than torch 1.6, which cannot be mapped."""
+    refuse_others(path)
     _refuse_bombs(path)
     return checkpoint.read_torch(path, mmap=is_archive(path))
+
+
+def state_dict(content: dict) -> dict:
+    """The weights of a training checkpoint, which has them under a key; else the content itself."""
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return content
+    return next((content[key] for key in WEIGHTS_KEYS if isinstance(content.get(key), dict)),
+                content)
 
 
 def is_archive(path: Path) -> bool:
@@ -29,8 +44,7 @@ def _refuse_bombs(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except Exception as e:                         # zipfile raises anything on damaged files
-        raise ValueError(f"{path}: not a readable PyTorch file (truncated?): "
-                         f"{first_line(e)}") from None
+        raise unreadable(path, "PyTorch", e) from None
     packed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise ValueError(f"{path}: {packed[0]} is compressed; PyTorch files are not")
