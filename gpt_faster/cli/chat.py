@@ -179,7 +179,9 @@ class Chat:
 
 def command_of(text: str) -> str | None:
     """The command that begins a line; "?/name" if it looks like a misspelt one; None: a message."""
-    first = text.split(maxsplit=1)[0] if text.startswith("/") and "\n" not in text else ""
+    if not text.startswith("/") or text.startswith("//") or "\n" in text:
+        return None
+    first = text.split(maxsplit=1)[0]
     if first in COMMANDS:
         return first
     if first == "/":
@@ -206,7 +208,7 @@ def read_line(prompt: str) -> str:
     """A line; or several, if the terminal marks them as pasted."""
     text = input(prompt)
     while text.count(PASTE_START) > text.count(PASTE_END):     # without readline
-        text += "\n" + input()
+        text += "\n" + input("")
     return text.replace(PASTE_START, "").replace(PASTE_END, "")
 
 
