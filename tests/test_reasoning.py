@@ -146,7 +146,7 @@ ALWAYS = ("{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}
 
 def answered(tokenizer, text, stops=(), n=None, eos=frozenset(), prompt=None, max_new=None):
     """-> (thoughts, answer, how it ended); what is streamed is the same."""
-    heard, n_end = [], 0
+    heard = []
     sequence = Sequence(tokenizer, prompt or encode_chat(tokenizer, [user("Hi")]), eos, stops, max_new)
     separate(sequence, find_format(tokenizer), heard.append)
     pieces = [sequence.push(i) for i in tokenizer.encode(text, bos=False)[:n]]

@@ -60,7 +60,7 @@ def find_format(tokenizer: Tokenizer) -> ThoughtFormat | None:
     pairs = {start: end for start, end in PAIRS.items()
              if start in template or end in template
              or None not in map(tokenizer.backend.id_of, (start, end))}
-    if not pairs and (pair := _pair_of_template(tokenizer)):
+    if not pairs and thoughts_key(template) and (pair := _pair_of_template(tokenizer)):
         pairs = dict([pair])
     if not pairs:
         return None
