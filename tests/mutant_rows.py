@@ -415,8 +415,10 @@ TESTS = (
     ("gpt_faster/formats/pth.py", "tests/test_pth.py tests/test_formats.py"),
     ("gpt_faster/text/token*.py", "tests/test_tokenizer.py tests/test_chat.py::test_ids_equal_transformers "
                           "tests/test_errors.py::test_tokenizer_of_another_model"),
-    ("gpt_faster/text/chat_template.py", "tests/test_chat.py tests/test_tokenizer.py::test_chat_template_equals_transformers"),
-    ("gpt_faster/text/sandbox.py", "tests/test_damaged.py tests/test_tokenizer.py::test_chat_template_is_sandboxed_and_may_refuse"),
+    ("gpt_faster/text/chat_template.py", "tests/test_template_environment.py tests/test_chat.py tests/test_tokenizer.py::test_chat_template_equals_transformers"),
+    ("gpt_faster/text/reasoning.py", "tests/test_reasoning.py"),
+    ("gpt_faster/cli/thoughts.py", "tests/test_reasoning.py"),
+    ("gpt_faster/text/sandbox.py", "tests/test_template_environment.py tests/test_damaged.py tests/test_tokenizer.py::test_chat_template_is_sandboxed_and_may_refuse"),
     ("gpt_faster/formats/quantize_on_load.py", f"{QUANTIZE} tests/test_own_codes.py"),
     ("gpt_faster/formats/known_shapes.py", "tests/test_gemma4.py tests/test_generate.py::test_known_shapes tests/test_generate.py::test_random_shape"),
     ("checkpoint.py", "tests/test_checkpoint_alone.py tests/test_families.py tests/test_errors.py tests/test_lazy.py tests/test_pth.py "
@@ -437,7 +439,7 @@ TESTS = (
     ("gpt_faster/decoding/scheduler.py", f"tests/test_chat.py::test_n_common tests/test_chat.py::test_two_turns {IN_SLOTS} {SLOTS}"),
     ("gpt_faster/decoding/request_sampler.py", "tests/test_survivors.py tests/test_serve.py"),
     ("gpt_faster/cli/batch.py", "tests/test_batch.py"),
-    ("gpt_faster/cli/chat.py", "tests/test_chat.py"),
+    ("gpt_faster/cli/chat.py", "tests/test_chat.py tests/test_chat_messages.py"),
     ("gpt_faster/cli/evaluate.py", "tests/test_eval.py"),
     ("gpt_faster/quantization/calibration_text.py", "tests/test_eval.py tests/test_quantize.py::test_calibration_windows"),
     ("gpt_faster/decoding/grammar.py", "tests/test_serve.py"),

@@ -793,8 +793,8 @@ def test_what_is_no_call_stays_text(form, text):
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("inside, text", [(False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."), (True, "Hm, 1 < 2.\n</think>\n\nYes.")])
 def test_thinking_is_apart(inside, text, size):
-    from gpt_faster.server.parsing import AnswerParser
-    parser = AnswerParser(thinks=True, starts_in_thinking=inside)
-    deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
-    assert "".join(d.get("reasoning_content", "") for d in deltas).strip() == "Hm, 1 < 2."
-    assert "".join(d.get("content", "") for d in deltas) == "Yes."
+    from gpt_faster.text.reasoning import PairSplitter, ThoughtFormat
+    splitter = PairSplitter(ThoughtFormat({"<think>": "</think>"}, {}), "<think>\n" if inside else "")
+    parts = [p for i in range(0, len(text), size) for p in splitter.push(text[i:i + size])] + [*splitter.finish()]
+    assert "".join(t for is_thought, t in parts if is_thought) == "Hm, 1 < 2."
+    assert "".join(t for is_thought, t in parts if not is_thought) == "Yes."

@@ -25,8 +25,10 @@ from generate import (
     sampling_params,
     synthetic_length,
 )
+from gpt_faster.cli.thoughts import with_thoughts
 from gpt_faster.decoding.scheduler import Generation, Scheduler
 from gpt_faster.text.chat_template import encode_chat
+from gpt_faster.text.reasoning import find_format, separate, thoughts_of
 from sampling import RANGES
 
 # ---- Requests -----------------------------------------------------------------------------------
@@ -157,8 +159,11 @@ def encode(request: Request, tokenizer, cfg, eos_ids: set[int], args, limit: int
     what = "--max_seq_length" if args.max_seq_length else "the model's context"
     check_length(len(ids), limit, what)
     n_new = min(request.max_new_tokens or args.max_new_tokens, limit - len(ids))
-    return Generation(tokenizer, ids, eos_ids, args.stop, n_new,
-                      sampling_params(args, **request.sampling), user_data=request)
+    generation = Generation(tokenizer, ids, eos_ids, args.stop, n_new,
+                            sampling_params(args, **request.sampling), user_data=request)
+    if messages is not None and not args.json_schema:
+        separate(generation, find_format(tokenizer))
+    return generation
 
 
 def encode_all(requests: list[Request], *encode_args) -> tuple[list[Generation], list[str]]:
@@ -216,8 +221,8 @@ def read_finished(path: Path) -> tuple[set[int | str], int]:
 class Results:
     """Write results: JSON lines to a file or stdout as they finish, or texts in input order."""
 
-    def __init__(self, as_json: bool):
-        self.path = self.file = None
+    def __init__(self, as_json: bool, hide_thoughts: bool = False):
+        self.path, self.file, self.hide_thoughts = None, None, hide_thoughts
         self.as_json, self.waiting, self.texts = as_json, deque(), {}
 
     def append_to(self, path: Path) -> set[int | str]:
@@ -240,8 +245,9 @@ class Results:
         if self.as_json:
             print(line, flush=True)
         elif not self.file:
-            i = request.id
-            self.texts[i] = f"--- {i} ---\n{request.echo}{result['text']}"
+            i, thoughts = request.id, result.get("reasoning_content")
+            text = with_thoughts(None if self.hide_thoughts else thoughts, result["text"])
+            self.texts[i] = f"--- {i} ---\n{request.echo}{text}"
             while self.waiting and self.waiting[0] in self.texts:
                 print(self.texts.pop(self.waiting.popleft()), flush=True)
 
@@ -270,9 +276,11 @@ def run(work: list[Generation], batch: Batch, results: Results) -> bool:
             request, n = done.user_data, len(done.ids)
             n_tokens += n
             speeds.append(n / (done.last_s - done.start_s))
+            thoughts = thoughts_of(done)
+            more = {} if thoughts is None else dict(reasoning_content=thoughts)
             results.write(
                 request, id=request.id, slot=slot, prompt=request.prompt,
-                messages=request.messages, text=done.text, prompt_ids=done.prompt_ids,
+                messages=request.messages, text=done.text, **more, prompt_ids=done.prompt_ids,
                 new_ids=done.ids, finish_reason=done.finish_reason,
                 ttft_s=done.first_s - done.start_s,
                 decode_tok_s=(n - 1) / (done.last_s - done.first_s) if n > 1 else None)

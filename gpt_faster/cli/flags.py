@@ -63,6 +63,8 @@ def add_text(group) -> None:
     add("--system_prompt", metavar="TEXT", help="system prompt")
     add("--chat_template_kwargs", type=json_object, metavar="JSON",
         help='extra chat template variables, e.g. {"enable_thinking": false}')
+    add("--hide_thoughts", action="store_true",
+        help="in a chat, print a model's answers without its thoughts")
     add("--json_schema", type=Path, metavar="FILE",
         help="constrain the output to JSON that matches this schema (needs llguidance)")
 
@@ -172,7 +174,7 @@ def check(args) -> None:
     if many(args) and (args.num_samples > 1 or args.profile or args.engine == "recompute"):
         raise ValueError("several prompts or --output cannot be combined with --num_samples, "
                          "--profile or --engine recompute")
-    sets_chat = args.system_prompt or args.chat_template_kwargs
+    sets_chat = args.system_prompt or args.chat_template_kwargs or args.hide_thoughts
     if sets_chat and not (args.interactive or args.chat or args.prompts_file):
-        raise ValueError("--system_prompt and --chat_template_kwargs require --chat, --interactive "
-                         "or --prompts_file")
+        raise ValueError("--system_prompt, --chat_template_kwargs and --hide_thoughts require "
+                         "--chat, --interactive or --prompts_file")

@@ -28,6 +28,7 @@ from gpt_faster.cli import batch, flags
 from gpt_faster.cli.chat import Chat
 from gpt_faster.cli.common import guarded
 from gpt_faster.cli.options import Options
+from gpt_faster.cli.thoughts import ThoughtPrinter, with_thoughts
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.decoding.grammar import Grammars, import_llguidance, json_schema
 from gpt_faster.decoding.logits_processors import TokenMask
@@ -39,6 +40,7 @@ from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
 from gpt_faster.runtime import Runtime, on_each_rank
+from gpt_faster.text.reasoning import find_format, separate, thoughts_of
 from sampling import Sampler
 from tp import local_device
 
@@ -59,7 +61,7 @@ def run(argv: list[str] | None) -> int:
     if options.json_schema:
         read_schema(options.json_schema)           # fail before the model is loaded
         import_llguidance()
-    results = batch.Results(options.json)
+    results = batch.Results(options.json, options.hide_thoughts)
     requests, errors, finished = from_rank_0(lambda: read_input(options, results))
 
     start = time.perf_counter()
@@ -179,6 +181,12 @@ class Session(Runtime):
     def sequence(self, ids: list[int], n_new: int) -> Sequence:
         return Sequence(self.tokenizer, ids, self.eos_ids, self.options.stop, n_new)
 
+    def chat_sequence(self, ids: list[int], n_new: int, shown: bool) -> Sequence:
+        """A sequence of the answer, apart from the model's thoughts. shown: print these."""
+        printer = ThoughtPrinter() if shown and not self.options.hide_thoughts else None
+        form = None if self.options.json_schema else find_format(self.tokenizer)
+        return separate(self.sequence(ids, n_new), form, printer)
+
     def figures(self, times: list[float], n_prompt: int, sequences: list[Sequence],
                 draft: bool = True) -> dict:
         """n_prompt: tokens of each row's prompt."""
@@ -195,7 +203,7 @@ def run_chat(session: Session) -> int:
 
     def answer(ids, n_cached):
         n_new = min(options.max_new_tokens, length - len(ids))
-        sequence = session.sequence(ids, n_new)
+        sequence = session.chat_sequence(ids, n_new, shown=True)
         times, _ = follow(session.tokens([ids], n_new, n_cached), [sequence], "",
                           session.batch)
         return sequence, describe(session.figures(times, len(ids) - n_cached, [sequence]))
@@ -204,7 +212,7 @@ def run_chat(session: Session) -> int:
     max_rewind = rewind(session.batch)
     run_on_rank_0(answer, lambda answer: Chat(
         session.tokenizer, answer, room, max_rewind, log, options.system_prompt,
-        options.chat_template_kwargs).run())
+        options.chat_template_kwargs, options.max_new_tokens).run())
     return 0
 
 
@@ -217,6 +225,9 @@ def show_samples(session: Session, generation: Generation) -> int:
     speeds, interrupted = [], False
     for i in range(options.num_samples):
         sequences = [session.sequence(ids, generation.max_new) for _ in range(options.batch_size)]
+        if request.messages:
+            sequences = [session.chat_sequence(ids, generation.max_new, shown=echo is not None)
+                         for _ in sequences]
         with traced(options.profile if i == options.num_samples - 1 else None):
             tokens = session.tokens([ids] * len(sequences), generation.max_new)
             times, interrupted = follow(tokens, sequences, echo, session.batch)
@@ -224,13 +235,16 @@ def show_samples(session: Session, generation: Generation) -> int:
         if options.compare and not interrupted:
             interrupted = compare(session, generation, f)
         for j, sequence in enumerate(sequences):
+            thoughts = thoughts_of(sequence)
+            more = {} if thoughts is None else dict(reasoning_content=thoughts)
             if options.json:
                 print(json.dumps(dict(
-                    prompt=request.prompt, text=sequence.text, prompt_ids=ids,
+                    prompt=request.prompt, text=sequence.text, **more, prompt_ids=ids,
                     new_ids=sequence.ids, finish_reason=sequence.finish_reason, sample=i, row=j,
                     **f, **session.about())), flush=True)
             elif options.batch_size > 1:
-                print(f"--- row {j} ---\n{request.echo}{sequence.text}", flush=True)
+                text = with_thoughts(None if options.hide_thoughts else thoughts, sequence.text)
+                print(f"--- row {j} ---\n{request.echo}{text}", flush=True)
         log(f"Sample {i + 1}: {describe(f)}")
         speeds += [f["decode_tok_s_total"]] if f["decode_tok_s"] else []
         if interrupted:

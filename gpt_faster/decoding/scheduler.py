@@ -163,8 +163,8 @@ class Generation(Sequence):
 class Event(NamedTuple):
     """New output of a generation, or the error that ended it.
 
-    text: may be empty while a stop string is possible. logprobs: (id, logprobs) of each new token,
-    if requested.
+    text: may be empty while a stop string is possible. thoughts: new text of a model's thoughts.
+    logprobs: (id, logprobs) of each new token, if requested.
     """
 
     generation: Generation
@@ -173,6 +173,7 @@ class Event(NamedTuple):
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     finish_reason: str | None = None
     error: Exception | str | None = None
+    thoughts: str = ""
 
 
 class Scheduler:
@@ -302,7 +303,9 @@ class Scheduler:
         if generation.finish_reason:
             self.drop(generation)
         token_logprobs = ((token_id, logprobs),) if logprobs else ()
-        return Event(generation, row, text, token_logprobs, generation.finish_reason)
+        take_thoughts = getattr(generation.detokenizer, "take", str)       # text/reasoning.py
+        return Event(generation, row, text, token_logprobs, generation.finish_reason,
+                     thoughts=take_thoughts())
 
     def _fail(self, generation: Generation, row: int, error: Exception) -> Event:
         self.drop(generation, keep=False)

@@ -71,7 +71,8 @@ class ChatAnswer(Answer):
     def add(self, event: Event) -> list[dict]:
         i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
-        deltas = parser.push(event.text) if event.text else []
+        deltas = [dict(reasoning_content=event.thoughts)] if event.thoughts else []
+        deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas += parser.finish()
         logprobs = None

@@ -162,6 +162,7 @@ class Engine:
         """Merge the event into the undelivered one of its generation."""
         if pending := self.events.get(event.generation):
             event = event._replace(text=pending.text + event.text,
+                                   thoughts=pending.thoughts + event.thoughts,
                                    logprobs=pending.logprobs + event.logprobs)
         self.events[event.generation] = event
 

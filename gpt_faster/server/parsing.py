@@ -1,7 +1,6 @@
-"""Parse streamed output into reasoning, content and tool calls.
+"""Parse streamed answers into content and tool calls; thoughts are text/reasoning.py's.
 
 It owns the tool-call formats and the grammar that forces a call; it knows no model and no HTTP.
-<think> … </think> becomes reasoning_content, as in llama.cpp and vLLM.
 
     parser = AnswerParser(TOOL_FORMATS["hermes"], tools)
     for delta in parser.push("<tool_call>{…"): ...          # {"content": …} or {"tool_calls": […]}
@@ -13,6 +12,8 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from gpt_faster.text.reasoning import partial_marker_length, speaks_harmony
 
 Call = tuple[str, dict]                            # a tool's name, and its arguments
 
@@ -121,6 +122,8 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
     """The format that a chat template describes; None if it does not support tools."""
     if template is None or "tools" not in template:
         return None
+    if speaks_harmony(template):
+        return TOOL_FORMATS["hermes"]              # as text/reasoning.py passes calls on
     if "<function=" in template:
         return TOOL_FORMATS["qwen_xml"]
     if "tool_code" in template:
@@ -166,13 +169,11 @@ class AnswerParser:
     """Parses one choice. Text that may be the start of a marker is held back."""
 
     def __init__(self, tool_format: ToolFormat | None = None, tools: list[dict] = (),
-                 thinks: bool = False, starts_in_thinking: bool = False, single_call: bool = False):
-        """thinks: may start with <think>; starts_in_thinking: the prompt ends in <think>;
-        single_call: at most one tool call."""
+                 single_call: bool = False):
+        """single_call: at most one tool call."""
         self.format = tool_format if tools else None
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.state = "thinking" if starts_in_thinking else "start"
-        self.thinks, self.single_call = thinks, single_call
+        self.state, self.single_call = "start", single_call
         self.buffer, self.start_marker, self.n_call = "", "", 0
 
     def push(self, text: str) -> list[dict]:
@@ -194,33 +195,12 @@ class AnswerParser:
     def _start(self, is_final: bool) -> Iterator[dict]:
         """Only whitespace so far: choose the next state."""
         text = self.buffer.lstrip()
-        if self.thinks and text.startswith("<think>"):
-            self.buffer, self.state = text.removeprefix("<think>").lstrip("\n"), "thinking"
-        elif self.thinks and not is_final and "<think>".startswith(text):
-            return
-        elif self.format and self.format.bare_json and text.startswith(("{", "[{")):
+        if self.format and self.format.bare_json and text.startswith(("{", "[{")):
             self.start_marker, self.state = "", "call"
         elif not is_final and (not text or self.format and self.format.bare_json and text == "["):
             return
         else:
             self.state = "text"
-        yield from ()
-
-    def _thinking(self, is_final: bool) -> Iterator[dict]:
-        text, closed, rest = self.buffer.partition("</think>")
-        if closed:
-            self.buffer, self.state = rest.lstrip("\n"), "after"
-        else:
-            n = 0 if is_final else partial_marker_length(text, ["</think>"])
-            self.buffer, text = text[len(text) - n:], text[:len(text) - n]
-        if text:
-            yield dict(reasoning_content=text)
-
-    def _after(self, is_final: bool) -> Iterator[dict]:
-        """After </think>: skip empty lines."""
-        self.buffer, self.thinks = self.buffer.lstrip("\n"), False
-        if self.buffer:
-            self.state = "start"
         yield from ()
 
     def _text(self, is_final: bool) -> Iterator[dict]:
@@ -261,8 +241,3 @@ class AnswerParser:
             yield dict(tool_calls=[dict(index=self.n_call, id=f"call_{secrets.token_hex(12)}",
                                         type="function", function=function)])
             self.n_call += 1
-
-
-def partial_marker_length(text: str, markers) -> int:
-    """Length of the longest suffix that is a proper prefix of a marker."""
-    return max((n for m in markers for n in range(1, len(m)) if text.endswith(m[:n])), default=0)

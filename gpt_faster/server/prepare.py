@@ -26,6 +26,7 @@ from gpt_faster.server.parsing import (
 )
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
 from gpt_faster.text.chat_template import TemplateError, encode_chat
+from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
 
@@ -62,7 +63,7 @@ class RequestPreparer:
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
         self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)
-        self.thinks = "<think>" in (template or "")
+        self.thought_format = find_format(self.tokenizer)
         self.bytes_of_token = None                 # [n_vocab], built on first use
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
@@ -112,16 +113,13 @@ class RequestPreparer:
             raise ApiError(400, "max_tokens: Input should be greater than 0", param="max_tokens")
         n_top = (request.top_logprobs or 0) if request.logprobs else None
         prepared = self.build(request, [ids], limit, n_top, grammar)
-        starts_in_thinking = self.thinks and grammar is None and self.ends_in_think(ids)
-        thinks = self.thinks and grammar is None
+        if grammar is None:                        # which would constrain the thoughts too
+            for generation in prepared.generations:
+                separate(generation, self.thought_format)
         single_call = request.parallel_tool_calls is False
-        prepared.parsers = [AnswerParser(self.tool_format, tools, thinks, starts_in_thinking,
-                                          single_call)
-                        for _ in prepared.generations]
+        prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
+                            for _ in prepared.generations]
         return prepared
-
-    def ends_in_think(self, ids: list[int]) -> bool:
-        return self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
 
     def tools(self, request: ChatRequest) -> list[dict]:
         """The tools to offer to the model. ApiError if it does not support tools."""

@@ -116,6 +116,8 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None                   # other names of it
+    thinking: str | None = None
     refusal: None = None
 
 

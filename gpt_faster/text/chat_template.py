@@ -20,6 +20,7 @@ from tokenizer import (
 )
 
 Backend = TokenizersBackend | SentencePieceBackend
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")      # keys of a message
 ESCAPE = "\ufdd0"                                  # a Unicode noncharacter: never in text
 FIRST_PLACEHOLDER = 0xf0000                               # private-use characters, one per token
 
@@ -41,6 +42,7 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
     from gpt_faster.text.sandbox import render as render_limited
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
+        messages = [with_thoughts(message) for message in messages]
         return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
     except TemplateRefusal:
         raise
@@ -48,9 +50,22 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
         raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
 
 
+def with_thoughts(message: dict) -> dict:
+    """Add the names of a message's thoughts that templates read: reasoning_content, and gpt-oss's
+    thinking. As in transformers, any of the names may be given."""
+    given = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    if not given:
+        return message
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
+
+
 @lru_cache(8)
 def _compiled(template: str):
-    """A jinja2.Template. jinja2 is imported only when a template is used."""
+    """A jinja2.Template. jinja2 is imported only when a template is used.
+
+    The environment is transformers' (utils/chat_template_utils.py): tests/test_template_environment
+    compares them.
+    """
     import jinja2.ext
 
     from gpt_faster.text.sandbox import LimitedEnvironment
@@ -58,16 +73,25 @@ def _compiled(template: str):
     def raise_exception(message):
         raise TemplateRefusal(f"the chat template refuses: {message}")
 
-    class Generation(jinja2.ext.Extension):    # training only: render its body
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    class Generation(jinja2.ext.Extension):    # marks answers for training: render its body
         tags = {"generation"}
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_body")       # a scope of its own, as in transformers
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _body(self, caller):
+            return caller()
 
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                     extensions=["jinja2.ext.loopcontrols", Generation])
-    environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+                                     extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.add_filter("tojson", tojson)
     environment.globals.update(raise_exception=raise_exception,
                                strftime_now=lambda f: datetime.datetime.now().strftime(f))
     environment.begin()                            # constant folding runs filters: set the deadline

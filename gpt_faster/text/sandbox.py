@@ -14,12 +14,16 @@ import time
 
 from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import generate_lorem_ipsum
 from jinja2.visitor import NodeTransformer
 
 TIMEOUT = 10                                       # seconds
-MAX_LENGTH = 1 << 22                               # characters of a text, entries of a list
-MAX_ARGUMENT = 1 << 20                             # integer argument of a filter or method
+MAX_LENGTH = 1 << 23                               # characters of a text, entries of a list
+MAX_ARGUMENT = 1 << 20                             # size in an argument of a filter or method
 MAX_BITS = 4096                                    # bits of an integer
+# Filters and methods with an argument that sets the size of the result.
+SIZED = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes",
+         "tojson", "zfill"}
 
 
 class _Bounded(NodeTransformer):
@@ -46,12 +50,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.clock = threading.local()             # a server renders in several threads
-        self.globals.pop("lipsum", None)           # generates text of any length
+        self.globals["lipsum"] = _limited_lipsum
         self.filters = {name: self._limited(name, f) for name, f in self.filters.items()}
         self.filters.update(steps=self._steps, check_size=self.check_size)
 
     def _parse(self, source, name, filename):
         return _Bounded().visit(super()._parse(source, name, filename))
+
+    def add_filter(self, name: str, filter_) -> None:
+        self.filters[name] = self._limited(name, filter_)
 
     def begin(self) -> None:
         self.clock.deadline = time.monotonic() + TIMEOUT
@@ -80,13 +87,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _check_product(left, right)
             _check_product(right, left)
         if operator == "%" and isinstance(left, str):
-            _check_arguments("format", left, ())
+            values = right if isinstance(right, tuple) else (right,)
+            _check_width(left, values, r"%[^%a-zA-Z]*\d{7}", r"\*")
         return self.check_size(super().call_binop(context, operator, left, right))
 
     def call(self, context, function, *args, **kwargs):
         self.tick()
-        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(owner, str | bytes | list | tuple) or name in ("format", "format_map"):
+        method = getattr(function, "__wrapped__", function)    # jinja2 wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str | bytes | int | list | tuple):
             _check_arguments(name, owner, (*args, *kwargs.values()))
         return self.check_size(super().call(context, function, *args, **kwargs))
 
@@ -126,12 +135,26 @@ def _check_product(value, times) -> None:
                                 "entries")
 
 
+def _limited_lipsum(n=5, html=True, min=20, max=100):
+    if not (_is_small(n, 100) and _is_small(max, 1000)):
+        raise SecurityError("it calls lipsum for too long a text")
+    return generate_lorem_ipsum(n, html, min, max)
+
+
+def _check_width(text: str, values: tuple, large: str, variable: str) -> None:
+    """Refuse a format's width above a million: in the text, or in a value that is a width."""
+    is_width = re.search(variable, text) is not None
+    if re.search(large, text) or is_width and not all(
+            isinstance(x, str) or _is_small(x, MAX_ARGUMENT) for x in values):
+        raise SecurityError("it formats with too large a width")
+
+
 def _check_arguments(name: str, value, others: tuple) -> None:
     """Refuse a call of a method or filter whose result would be too large."""
-    if any(isinstance(x, int) and abs(x) > MAX_ARGUMENT for x in others):
+    if name in SIZED and any(isinstance(x, int) and abs(x) > MAX_ARGUMENT for x in others):
         raise SecurityError(f"it calls {name} with a number above {MAX_ARGUMENT:,}")
-    if name == "format" and isinstance(value, str) and re.search(r"\d{7}", value):
-        raise SecurityError("it formats numbers with too large a width")
+    if name in ("format", "format_map") and isinstance(value, str):
+        _check_width(value, others, r"\{[^{}]*\d{7}", r"\{[^{}]*\{")
     if name == "replace" and isinstance(value, str) and len(others) > 1:
         old, new = str(others[0]), str(others[1])
         if value.count(old) * len(new) > MAX_LENGTH:
