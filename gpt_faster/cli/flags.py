@@ -106,6 +106,12 @@ def add_quantize(add) -> None:
     add_choices(add)
 
 
+def add_no_bos(add) -> None:
+    """For every command that cuts a text into windows."""
+    add("--no_bos", action="store_true",
+        help="put the tokenizer's beginning token before the text only, not into every window")
+
+
 def add_adapter(add) -> None:
     """For every command that loads a model."""
     add("--adapter", metavar="PATH_OR_NAME",
