@@ -18,7 +18,16 @@ from pathlib import Path
 
 import torch
 
-from generate import NotFinite, bucket, check_ids, log, number, pick_device, weight_bytes
+from generate import (
+    NotFinite,
+    bucket,
+    check_ids,
+    dtype_name,
+    log,
+    number,
+    pick_device,
+    weight_bytes,
+)
 from gpt_faster.cli import batch
 from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_no_bos, add_quantize
@@ -337,6 +346,7 @@ def build_parser() -> Parser:
     add_activation_bits(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        type=dtype_name,
         help="auto: as in generate.py, but float32 without --compile on a CPU without bfloat16")
     add_quantize(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU also scoring")

@@ -56,7 +56,7 @@ def add_text(group) -> None:
     add = group.add_argument
     add("--prompts_file", type=Path, metavar="FILE",
         help="one prompt per line; in FILE.jsonl one object per line with prompt or messages, and "
-             "optionally id, max_new_tokens, " + ", ".join(SAMPLING))
+             "optionally id, max_new_tokens, " + ", ".join(SAMPLING) + "; -: stdin, in either form")
     add("--chat", action="store_true", help="apply the model's chat template to prompts")
     add("--interactive", action="store_true",
         help="chat in the terminal with the model's chat template; type /help there")

@@ -10,7 +10,7 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint
-from generate import check_ids, log, number, pick_device
+from generate import check_ids, dtype_name, log, number, pick_device
 from gpt_faster.cli.common import Help, Parser, guarded
 from gpt_faster.cli.flags import add_adapter, add_no_bos
 from gpt_faster.devices import pick_dtype
@@ -63,6 +63,7 @@ def build_parser() -> Parser:
     add("--no_act_order", action="store_false", dest="act_order",
         help="quantize columns from left to right")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        type=dtype_name,
         help="dtype of calibration; auto: bfloat16, or float32 on a CPU without it")
     return p
 
