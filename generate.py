@@ -7,10 +7,13 @@ format and the fast kernels, is gpt_faster/cli/session.py and calls the function
 """
 
 import argparse
+import difflib
 import math
 import os
 import re
 import resource
+import select
+import stat
 import sys
 import time
 from collections import deque
@@ -558,6 +561,89 @@ def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
 HELLO = "Hello, my name is"
 PREFILL_CHUNK = 512                                # prompt tokens per call of the model
 CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub name org/name"
+# What llama.cpp, vLLM, transformers, mlx-lm and other tools call our flags. A key that is no flag
+# says what to do instead.
+OTHER_NAMES = {
+    "--checkpoint_path": "model_path model_name model_name_or_path model_id pretrained checkpoint "
+                         "checkpoint_dir ckpt ckpt_path ckpt_dir hf hf_repo repo_id model_args",
+    "--device": "gpu cuda device_map main_gpu ngl n_gpu_layers gpu_layers tensor_split",
+    "--dtype": "torch_dtype precision data_type kv_cache_dtype",
+    "--prompt": "p text input message query prompts",
+    "--max_new_tokens": "n n_predict predict max_tokens max_token max_length max_gen_len gen_len "
+                        "max_gen_toks num_predict num_tokens n_tokens max_completion_tokens",
+    "--num_samples": "num_return_sequences n_samples num_beams n_completions",
+    "--batch_size": "b bs np parallel n_parallel max_num_seqs max_batch_size ubatch_size",
+    "--stop": "r reverse_prompt stop_token stop_string stop_strings stop_sequence stop_sequences "
+              "stop_words extra_eos_token",
+    "--ignore_eos": "no_eos ignore_eos_token",
+    "--temperature": "temp",
+    "--repetition_penalty": "repeat_penalty rep_penalty",
+    "--temperature 0": "greedy do_sample no_sample",
+    "--seed": "s random_seed rng_seed",
+    "--draft_checkpoint_path": "md model_draft draft speculative_model assistant_model",
+    "--speculate_k": "draft_max draft_n num_draft_tokens num_speculative_tokens "
+                     "num_assistant_tokens",
+    "OMP_NUM_THREADS=N before the command": "t threads n_threads num_threads threads_batch",
+    "torchrun --nproc_per_node=N": "tp tp_size tensor_parallel_size num_gpus",
+}
+DTYPES = {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16",
+          "fp32": "float32", "float": "float32", "f32": "float32"}
+
+
+def dtype_name(text: str) -> str:
+    """An argparse type: also the short names of a dtype, as fp16 and half."""
+    name = text.lower().removeprefix("torch.")
+    return DTYPES.get(name, name)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that also accepts dashes for underscores, and names the flag that was meant."""
+
+    other_names = OTHER_NAMES
+    unknown = ()                                   # arguments that look like flags and are none
+
+    def parse_args(self, args=None, namespace=None):
+        def underscores(match):
+            return "--" + match[0][2:].replace("-", "_")
+
+        args = sys.argv[1:] if args is None else args
+        args = [re.sub(r"^--[a-z]+(-[a-z]+)+(?==|$)", underscores, arg) for arg in args]
+        end = args.index("--") if "--" in args else len(args)
+        self.unknown = [arg for arg in args[:end] if self._is_unknown(arg)]
+        for arg in self.unknown:
+            if not arg.startswith("--") and arg[:2] in self._option_string_actions:
+                self.error(f"unrecognized arguments: {arg}")   # -model: argparse reads -m odel
+        return super().parse_args(args, namespace)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {self.with_hint(message)}\n")
+
+    def with_hint(self, message: str) -> str:
+        """argparse's message, with the flags that unknown ones probably mean."""
+        is_about_names = message.startswith(("unrecognized", "one of the", "the following"))
+        hints = [self.meant(arg) for arg in self.unknown] if is_about_names else []
+        hints = [hint for hint in dict.fromkeys(hints) if hint]
+        return f"{message} (did you mean {', '.join(hints)}?)" if hints else message
+
+    def _is_unknown(self, arg: str) -> bool:
+        name = arg.partition("=")[0]
+        if not re.match("--?[a-zA-Z]", name) or " " in name:
+            return False                           # a value
+        known = self._option_string_actions
+        if name.startswith("--"):                  # argparse completes flags
+            return not any(flag.startswith(name) for flag in known)
+        return name[:2] not in known or len(name) > 2 and bool(self.meant(name, cutoff=0.99))
+
+    def meant(self, arg: str, cutoff: float = 0.7) -> str | None:
+        """An unknown argument -> the flag that is meant, or what to do instead, or None."""
+        word = arg.lstrip("-").partition("=")[0].replace("-", "_").lower()
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for flag, names in self.other_names.items():
+            is_ours = not flag.startswith("-") or flag.split()[0] in flags
+            if is_ours and word in names.split():
+                return flag
+        close = difflib.get_close_matches(f"--{word}", flags, 1, cutoff)
+        return close[0] if close else None
 
 
 def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dict:
@@ -585,14 +671,15 @@ def add_model_flags(group, checkpoints: str) -> None:
     add("--checkpoint_path", "--model", "-m", metavar="PATH_OR_NAME", help=checkpoints)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        type=dtype_name,
         help="dtype of weights and activations; auto: bfloat16, or float16 on a GPU without it")
 
 
 def add_text_flags(group) -> None:
     add = group.add_argument
     add("--prompt", action="append", default=[],
-        help="text, or an integer for a synthetic prompt of that many random tokens; repeatable; "
-             f"default: {HELLO}")
+        help="text, or an integer for a synthetic prompt of that many random tokens; -: read the "
+             f"text from stdin; repeatable; default: what is piped into stdin, or else {HELLO}")
     add("--max_new_tokens", type=number(int, 1), default=200,
         help="maximum number of new tokens")
     add("--num_samples", type=number(int, 1), default=1,
@@ -662,17 +749,57 @@ def sampling_params(args, **overrides) -> SamplingParams:
     return SamplingParams(**{**{name: getattr(args, name) for name in names}, **overrides})
 
 
-def prompt_ids(prompt: str, tokenizer, cfg, seed: int) -> list[int]:
-    """Token ids of --prompt. ValueError if it is empty, too long, or has ids out of range."""
-    n = synthetic_length(prompt)
-    if n is not None:
-        return random_prompt(n, cfg, seed)
+def flag_prompts(args) -> list[tuple[str, int | None]]:
+    """The text of each --prompt, or of stdin, or the default -> with it the length of gpt-fast's
+    synthetic prompt (--prompt 512), None for text. Digits from stdin are text."""
+    given = args.prompt or (["-"] if is_piped() else [HELLO])
+    return [(read_stdin(), None) if text == "-" else (text, synthetic_length(text))
+            for text in given]
+
+
+def is_piped() -> bool:
+    """Whether stdin is a pipe or a file: not a terminal, and not /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or not a file
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def read_stdin() -> str:
+    """The text of stdin without its last line break. ValueError if it is empty or not UTF-8."""
+    if not sys.stdin:
+        raise ValueError("stdin is closed: give the text with --prompt")
+    if sys.stdin.isatty():
+        log("note: reading the prompt from the terminal: end it with Ctrl-D")
+    elif is_piped() and not select.select([sys.stdin], [], [], 2)[0]:
+        log("note: waiting for the prompt on stdin, which is a pipe (--prompt gives it directly)")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"stdin: not UTF-8 text: {e.reason} at byte {e.start}") from None
+    if not text.strip():
+        raise ValueError("the prompt is empty: stdin has no text, and no --prompt gives one")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def prompt_ids(prompt: str, n_random: int | None, tokenizer, cfg, seed: int) -> list[int]:
+    """Token ids of a prompt. ValueError if it is empty, too long, or has ids out of range.
+
+    n_random: that many random tokens instead.
+    """
+    if n_random is not None:
+        log(f"note: --prompt {prompt}: {SYNTHETIC}")
+        return random_prompt(n_random, cfg, seed)
     ids = tokenizer.encode(prompt)
     if not ids or not prompt:
         raise ValueError("the prompt is empty: give it some text")
     check_ids(ids, cfg.vocab_size)
     check_length(len(ids), cfg.context, "the model's context")
     return ids
+
+
+SYNTHETIC = "an integer means a synthetic prompt of that many random tokens"
 
 
 def synthetic_length(text: str) -> int | None:
@@ -730,7 +857,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str] | None) -> int:
     tp.start()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Generate text from an open-weight transformer. Text goes to stdout, "
                     "everything else to stderr. Sampling defaults come from the model's "
                     "generation_config.json, if it has one.",
@@ -738,6 +865,11 @@ def run(argv: list[str] | None) -> int:
     add_flags(parser)
     args = parser.parse_args(argv)
     check(args)
+    if tp.world() > 1:                             # which rank would read stdin?
+        args.prompt = args.prompt or [HELLO]
+        if "-" in args.prompt:
+            raise ValueError("--prompt -: under torchrun give the text itself")
+    prompts, n_random = zip(*flag_prompts(args))
     device = pick_device(tp.local_device(args.device))
     dtype = pick_dtype(args.dtype, device)
     start = time.perf_counter()
@@ -747,8 +879,8 @@ def run(argv: list[str] | None) -> int:
     parser.set_defaults(**source.defaults)         # the model's, for flags that are not given
     args = parser.parse_args(argv)
 
-    prompts = args.prompt or [HELLO]
-    ids = [prompt_ids(prompt, tokenizer, source.cfg, args.seed) for prompt in prompts]
+    ids = [prompt_ids(prompt, n, tokenizer, source.cfg, args.seed)
+           for prompt, n in zip(prompts, n_random)]
     rows = range(len(prompts)) if len(prompts) > 1 else [0] * args.batch_size
     groups = [rows[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
     work = groups * args.num_samples

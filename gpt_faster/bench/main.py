@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import tp
-from generate import log, number, pick_device
+from generate import dtype_name, log, number, pick_device
 from gpt_faster.bench import plots, serving
 from gpt_faster.bench.cases import BenchmarkCase, build_cases, run_workload
 from gpt_faster.bench.engines import LADDER, MTP, NGRAM
@@ -72,7 +72,8 @@ def add_model_flags(add: Callable) -> None:
         help="none, int8, int4 (groups of 32), int4-g64, …, comma-separated: run every engine with "
              "each; none keeps the quantization of the file")
     add("--device", default="auto", help="auto, cpu, cuda")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add("--dtype", default="auto", type=dtype_name,
+        choices=["auto", "bfloat16", "float16", "float32"])
     add_activation_bits(add)
 
 

@@ -20,10 +20,11 @@ from generate import (
     NotFinite,
     check_ids,
     check_length,
+    flag_prompts,
     log,
     random_prompt,
+    read_stdin,
     sampling_params,
-    synthetic_length,
 )
 from gpt_faster.cli.thoughts import with_thoughts
 from gpt_faster.decoding.scheduler import Generation, Scheduler
@@ -51,19 +52,22 @@ class Request:
     n_random: int | None = None
 
 
-def read_requests(args, default: str) -> tuple[list[Request], list[str]]:
-    """Requests from --prompts_file, --prompt or the default -> valid requests, error messages."""
-    prompts, errors = args.prompt or [default], []
-    where = "--prompt" if len(prompts) == 1 else "--prompt {}"
-    requests = [Request(i, where.format(i + 1), text, n_random=synthetic_length(text))
-                for i, text in enumerate(prompts)]
+def read_requests(args) -> tuple[list[Request], list[str]]:
+    """Requests from --prompts_file, --prompt, stdin or the default -> valid requests, error
+    messages."""
     if args.prompts_file:
         requests, errors = read_prompts(args.prompts_file)
         if not requests and not errors:
             raise ValueError(f"{args.prompts_file}: no prompts in this file")
-    if args.chat:
+    else:
+        prompts, errors = flag_prompts(args), []
+        where = "--prompt" if len(prompts) == 1 else "--prompt {}"
+        requests = [Request(i, where.format(i + 1), text, n_random=n_random)
+                    for i, (text, n_random) in enumerate(prompts)]
+    if args.chat:                                  # there digits are a message
         requests = [r if r.prompt is None else
-                    replace(r, messages=[dict(role="user", content=r.prompt)]) for r in requests]
+                    replace(r, messages=[dict(role="user", content=r.prompt)], n_random=None)
+                    for r in requests]
     echo = [r if r.messages else replace(r, echo=r.prompt) for r in requests]
     return echo, errors
 
@@ -72,18 +76,22 @@ def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
     """Read one prompt per line, or one object per line of a .jsonl -> requests, error messages.
 
     An object has "prompt" or "messages", and optionally "id" (default: its index),
-    "max_new_tokens" and sampling parameters. Empty lines are skipped. OSError or ValueError if the
-    file cannot be read.
+    "max_new_tokens" and sampling parameters. Empty lines are skipped. "-" is stdin, with objects if
+    the first line is one. OSError or ValueError if the file cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+    has_objects = path.suffix == ".jsonl"
+    if str(path) == "-":
+        path, lines = "stdin", read_stdin().split("\n")
+        has_objects = is_object(next(filter(str.strip, lines)))
+        if has_objects:
+            log("note: stdin is read as JSON lines, as its first line is an object")
+    else:
+        lines = read_lines(path)
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
     requests, errors, line_of = [], [], {}
     for index, (i, line) in enumerate(lines):
         try:
-            fields = parse(line) if path.suffix == ".jsonl" else dict(prompt=line)
+            fields = parse(line) if has_objects else dict(prompt=line)
             request = Request(**{"id": index, **fields}, where=f"{path}:{i}")
             if request.id in line_of:
                 raise ValueError(f"duplicate id {request.id!r}, also in line {line_of[request.id]}")
@@ -92,6 +100,21 @@ def read_prompts(path: Path) -> tuple[list[Request], list[str]]:
         except ValueError as e:
             errors.append(f"{path}:{i}: {e}")
     return requests, errors
+
+
+def read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+
+
+def is_object(line: str) -> bool:
+    """Whether a line is a JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def parse(line: str) -> dict:

@@ -18,10 +18,19 @@ from pathlib import Path
 
 import torch
 
-from generate import NotFinite, bucket, check_ids, log, number, pick_device, weight_bytes
+from generate import (
+    NotFinite,
+    bucket,
+    check_ids,
+    dtype_name,
+    log,
+    number,
+    pick_device,
+    weight_bytes,
+)
 from gpt_faster.cli import batch
 from gpt_faster.cli.common import Help, Parser, guarded
-from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_quantize
+from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_no_bos, add_quantize
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
@@ -32,6 +41,7 @@ from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render
 from gpt_faster.text.english import english_text
+from gpt_faster.text.tokenizer_files import window_prefix
 from model import Transformer
 from quantize import schemes
 from sampling import SamplingParams
@@ -115,18 +125,24 @@ def score(model: Transformer, rows: list[tuple[list[int], int]], batch_size: int
     return [pairs[len(pairs) - n:] for pairs, (_, n) in zip(results, rows)]
 
 
-def windows(ids: list[int], window: int, stride: int) -> list[tuple[list[int], int]]:
+def windows(ids: list[int], window: int, stride: int,
+            prefix: list[int] = ()) -> list[tuple[list[int], int]]:
     """Rows for `score`: windows `stride` apart; each scores the tokens after the previous window.
 
+    prefix: what `ids` and every row begin with: the beginning token of models that were trained
+    with one. In later windows it takes the place of their first tokens, which are not scored.
+
         a B C D                    window 4, stride 2; upper case: scored
-            c d E F
-                e f G H
-                    g h I
+            c d E F                with prefix a: a d E F
+                e f G H                               a f G H
+                    g h I                                 a h I
     """
-    rows, done = [], 1                             # the first token has no context
+    n_given = max(1, len(prefix))                  # the first token has no context
+    rows, done = [], n_given
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
-        rows.append((ids[begin:end], min(end - done, end - begin - 1)))
+        n_scored = min(end - done, end - begin - n_given)
+        rows.append(([*prefix, *ids[begin + len(prefix):end]], max(0, n_scored)))
         done = end
         if end == len(ids):
             return rows
@@ -330,6 +346,7 @@ def build_parser() -> Parser:
     add_activation_bits(add)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps, xpu")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        type=dtype_name,
         help="auto: as in generate.py, but float32 without --compile on a CPU without bfloat16")
     add_quantize(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU also scoring")
@@ -347,6 +364,7 @@ def build_parser() -> Parser:
     add = p.add_argument_group("perplexity").add_argument
     add("--stride", type=number(int, 1),
         help="distance between windows of --max_seq_length tokens; default: half of it")
+    add_no_bos(add)
     add = p.add_argument_group("tasks").add_argument
     add("--num_fewshot", type=number(int, 0),
         help="few-shot examples in the prompt; default: the task's")
@@ -371,12 +389,15 @@ def run(argv: list[str] | None = None) -> int:
     if stride > length:
         raise ValueError(f"--stride {stride} exceeds the window of {length} tokens "
                          "(--max_seq_length): some tokens would not be scored")
+    if args.no_bos and args.tasks:
+        raise ValueError("--no_bos requires --perplexity: lm-eval tasks are encoded as by lm-eval")
     if args.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(f"{source.path.name} has no chat template")
     if args.tasks:
         manager = load_tasks(args)
     else:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
+        prefix = window_prefix(tokenizer, length, args.no_bos)
     source = quantize_as_requested(source, args.quantize, args.groupsize, args.quantize_head,
                                    device)
     model = load(source, dtype, device, engine)
@@ -388,8 +409,9 @@ def run(argv: list[str] | None = None) -> int:
         result, text = run_tasks(args, manager, model, source, tokenizer, steps, compiled,
                                  args.batch_size, length)
     else:
-        result = perplexity(model, windows(ids, length, stride), args.batch_size, compiled)
-        result |= dict(window=length, stride=stride)
+        rows = windows(ids, length, stride, prefix)
+        result = perplexity(model, rows, args.batch_size, compiled)
+        result |= dict(window=length, stride=stride, bos_in_each_window=bool(prefix))
         text = (f"perplexity {result['perplexity']:.3f} over {result['tokens']} tokens "
                 f"({result['nats_per_token']:.4f} nats per token; window {length}, "
                 f"stride {stride})")

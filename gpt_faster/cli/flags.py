@@ -56,7 +56,7 @@ def add_text(group) -> None:
     add = group.add_argument
     add("--prompts_file", type=Path, metavar="FILE",
         help="one prompt per line; in FILE.jsonl one object per line with prompt or messages, and "
-             "optionally id, max_new_tokens, " + ", ".join(SAMPLING))
+             "optionally id, max_new_tokens, " + ", ".join(SAMPLING) + "; -: stdin, in either form")
     add("--chat", action="store_true", help="apply the model's chat template to prompts")
     add("--interactive", action="store_true",
         help="chat in the terminal with the model's chat template; type /help there")
@@ -106,6 +106,12 @@ def add_quantize(add) -> None:
     add("--quantize", choices=MODES,
         help="quantize the weights while loading (round to nearest; for GPTQ use quantize.py)")
     add_choices(add)
+
+
+def add_no_bos(add) -> None:
+    """For every command that cuts a text into windows."""
+    add("--no_bos", action="store_true",
+        help="put the tokenizer's beginning token before the text only, not into every window")
 
 
 def add_adapter(add) -> None:

@@ -10,9 +10,9 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint
-from generate import check_ids, log, number, pick_device
+from generate import check_ids, dtype_name, log, number, pick_device
 from gpt_faster.cli.common import Help, Parser, guarded
-from gpt_faster.cli.flags import add_adapter
+from gpt_faster.cli.flags import add_adapter, add_no_bos
 from gpt_faster.devices import pick_dtype
 from gpt_faster.formats.hub import output_path, resolve
 from gpt_faster.formats.load import load_model, read_checkpoint
@@ -21,6 +21,7 @@ from gpt_faster.kernels.compile import compile_model
 from gpt_faster.quantization import budget, calibrate
 from gpt_faster.quantization.calibration_text import calibration_text, generate_text
 from gpt_faster.text import tokenizer_files
+from gpt_faster.text.tokenizer_files import window_prefix
 from quantize import MODES, Scheme, scheme_named
 
 
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     add("--calibration_seq_length", type=number(int, 2), default=512, help="tokens per window")
     add("--pad_calibration_inputs", action="store_true",
         help="also use the last, shorter window, padded with zeros")
+    add_no_bos(add)
     add("--percdamp", type=number(float, 0, above=True), default=0.01,
         help="dampening added to the Hessian's diagonal, as a fraction of its mean")
     add("--blocksize", type=number(int, 1), default=128, help="columns per GPTQ block")
@@ -61,6 +63,7 @@ def build_parser() -> Parser:
     add("--no_act_order", action="store_false", dest="act_order",
         help="quantize columns from left to right")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        type=dtype_name,
         help="dtype of calibration; auto: bfloat16, or float32 on a CPU without it")
     return p
 
@@ -109,11 +112,13 @@ def calibration_tokens(args, source: Checkpoint, device) -> torch.Tensor:
         raise ValueError(f"--calibration_seq_length {length} exceeds the model's context of "
                          f"{source.cfg.context}")
     tokenizer = tokenizer_files.load_for(source)
-    ids = tokenizer.encode(text)
+    prefix = window_prefix(tokenizer, length, args.no_bos)
+    ids = tokenizer.encode(text, bos=False if prefix else None)
     check_ids(ids, source.cfg.vocab_size)
     has_calibration_text = args.calibration_file or args.calibration_tasks
     n_written = 0 if has_calibration_text else limit // 2
-    tokens = calibrate.split_windows(ids, length, limit - n_written, args.pad_calibration_inputs)
+    tokens = calibrate.split_windows(ids, length, limit - n_written, args.pad_calibration_inputs,
+                                     prefix)
     if n_written:
         model = load_model(source, pick_dtype(args.dtype, device, source.cfg), device)
         if device.type == "cpu":

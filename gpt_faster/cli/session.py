@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from generate import (
-    HELLO,
+    SYNTHETIC,
     Sequence,
     describe,
     figures,
@@ -93,8 +93,8 @@ def run(argv: list[str] | None) -> int:
     session = Session(options, source, tokenizer, work, device, dtype, engine, start, speculate,
                       acceptance)
     for request in [each.user_data for each in work if each.user_data.n_random is not None]:
-        log(f"note: {request.where} {request.prompt}: an integer means a synthetic prompt of that "
-            "many random tokens (--prompts_file reads digits as text)")
+        log(f"note: {request.where} {request.prompt}: {SYNTHETIC} (--prompts_file and stdin "
+            "read digits as text)")
     if options.interactive:
         return run_chat(session)
     if many:
@@ -115,7 +115,7 @@ def read_input(options, results: batch.Results) -> tuple[list, list, set]:
     """-> requests, error messages, and the ids of requests already finished in --output."""
     requests, errors = [], []
     if not options.interactive:
-        requests, errors = batch.read_requests(options, HELLO)
+        requests, errors = batch.read_requests(options)
     return requests, errors, results.append_to(options.output) if options.output else set()
 
 

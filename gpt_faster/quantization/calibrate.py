@@ -23,6 +23,7 @@ from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.quantization.refine import refine
 from gpt_faster.quantization.solve import (
     correct_weight,
+    nearest_codes,
     output_error,
     round_to_nearest,
     shrink_correlations,
@@ -42,15 +43,20 @@ SHRINKAGE = 0.3                                    # reduction of off-diagonal H
 ROUNDED = ("attn.wk_b", "attn.wv_b")               # rounded to nearest: prefill does not call them
 
 
-def split_windows(ids: list[int], length: int, limit: int, pad: bool) -> Tensor:
-    """ids -> [n, length], at most `limit` windows; pad: keep the last one, padded with zeros."""
-    if pad and len(ids) % length:
-        ids = ids + [0] * (-len(ids) % length)
-    n = min(len(ids) // length, limit)
+def split_windows(ids: list[int], length: int, limit: int, pad: bool,
+                  prefix: list[int] = ()) -> Tensor:
+    """ids -> [n, length], at most `limit` windows; pad: keep the last one, padded with zeros.
+
+    prefix: ids that are put before each window, within its length.
+    """
+    width = length - len(prefix)
+    if pad and len(ids) % width:
+        ids = ids + [0] * (-len(ids) % width)
+    n = min(len(ids) // width, limit)
     if n < 2:
         raise ValueError(f"the calibration text has {len(ids)} tokens, less than two windows of "
                          f"{length}: give more text or a smaller --calibration_seq_length")
-    return torch.tensor(ids[:n * length]).view(n, length)
+    return torch.tensor([[*prefix, *ids[i * width:(i + 1) * width]] for i in range(n)])
 
 
 class InputsRecorded(Exception):
@@ -244,18 +250,21 @@ class Solver:
             raise ValueError(f"{name}.weight has NaN or infinite weights")
         shape, square = (-1, *weight.shape[-2:]), (-1, *hessian.shape[-2:])    # [E or 1, …]
         hessian = shrink_correlations(hessian, SHRINKAGE).view(square)
-        # without inputs (an expert that was never chosen): the identity gives rounding to nearest
-        unseen = ~hessian.flatten(1).any(1)
-        hessian[unseen] = torch.eye(hessian.shape[-1], device=hessian.device)
+        has_inputs = hessian.flatten(1).any(1).tolist()
+        self._note_unseen(name, has_inputs)
         solutions, error, rounding_error = [], 0.0, 0.0
         percdamp, blocksize, _ = self.solve_options
-        for w, module_weight, h, h_held_out in zip(weight.view(shape), module.weight.view(shape),
-                                                   hessian, held_out.view(square)):
+        for w, module_weight, h, h_held_out, is_seen in zip(
+                weight.view(shape), module.weight.view(shape), hessian, held_out.view(square),
+                has_inputs):
             target = w
-            if cross is not None:
+            if is_seen and cross is not None:
                 target = correct_weight(w, h, cross, CORRECTION, percdamp)
-            solution = solve(target, h, self.scheme, *self.solve_options)
-            solution = refine(target, h, *solution, self.scheme, percdamp, blocksize)
+            if is_seen:
+                solution = solve(target, h, self.scheme, *self.solve_options)
+                solution = refine(target, h, *solution, self.scheme, percdamp, blocksize)
+            else:
+                solution = nearest_codes(w, self.scheme)
             error += output_error(self._values(*solution) - w, h_held_out)
             rounding_error += output_error(round_to_nearest(w, self.scheme) - w, h_held_out)
             module_weight.copy_(self._values(*solution))
@@ -266,6 +275,15 @@ class Solver:
         for disk_name, part in zip(disk_names(f"{name}.weight"), parts):
             self.solved[disk_name] = self.scheme.pack(*part)
         return error / rounding_error if rounding_error else 1.0
+
+    def _note_unseen(self, name: str, has_inputs: list[bool]) -> None:
+        """Log the linears and experts that GPTQ knows nothing about."""
+        n_unseen = has_inputs.count(False)
+        if n_unseen:
+            what = name if len(has_inputs) == 1 else (
+                f"{n_unseen} of {len(has_inputs)} experts of {name}")
+            print(f"note: {what}: no inputs but zeros in the calibration text, so the weights are "
+                  "rounded to nearest", file=sys.stderr, flush=True)
 
     def _round(self, name: str, module) -> None:
         """Round a weight to nearest: ROUNDED, and those in self.others."""

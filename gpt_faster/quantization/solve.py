@@ -39,6 +39,13 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Tensor:
     return torch.linalg.solve_triangular(R, torch.eye(len(R), device=R.device), upper=True)
 
 
+def nearest_codes(weight: Tensor, scheme) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [out, in], fp32 -> solve()'s result without inputs: each code is the nearest."""
+    groups = weight.unflatten(-1, (-1, scheme.groupsize))
+    scales, zeros = scheme.grid(groups)
+    return scheme.codes(groups, scales, zeros).flatten(-2), scales, zeros
+
+
 def round_to_nearest(weight: Tensor, scheme) -> Tensor:
     """Quantize without calibration and dequantize. [..., out, in], of the weight's dtype"""
     t = scheme.quantize(weight.flatten(0, -2))
@@ -66,8 +73,9 @@ def correct_weight(weight: Tensor, hessian: Tensor, cross: Tensor, share: float,
     cross [in, in]: sum of (original input - input).T @ input. share 1 is the least-squares fit to
     the original outputs with the current inputs; less overfits the calibration text less.
     """
-    lower = lower_factor(hessian, percdamp)
-    return weight + share * torch.cholesky_solve((weight @ cross).T, lower).T
+    size = hessian.diagonal().mean()               # tiny inputs: both would underflow
+    lower = lower_factor(hessian / size, percdamp)
+    return weight + share * torch.cholesky_solve((weight @ (cross / size)).T, lower).T
 
 
 def solving_order(hessian: Tensor, groupsize: int) -> Tensor:

@@ -128,3 +128,16 @@ def check_regex_speed(backend: TokenizersBackend) -> None:
             if took > MAX_SPLIT_SECONDS:
                 raise ValueError(f"its regular expressions take {took:.1f} seconds to split "
                                  f"{n} repetitions of {char!r}")
+
+
+def window_prefix(tokenizer: Tokenizer, length: int, no_bos: bool = False) -> list[int]:
+    """The ids that each window of a text begins with: the tokenizer's beginning tokens, if it adds
+    any to a text. A model that was trained with them predicts badly without.
+
+    ValueError if they leave no room for text in a window of `length`.
+    """
+    prefix = tokenizer.prefix if tokenizer.add_bos and not no_bos else []
+    if prefix and length < len(prefix) + 1:
+        raise ValueError(f"a window of {length} tokens has no room for text after the "
+                         f"{len(prefix)} beginning tokens: use longer ones, or --no_bos")
+    return prefix

@@ -15,7 +15,9 @@ from gpt_faster.cli.common import Parser, guarded
 from gpt_faster.cli.evaluate import score
 from gpt_faster.kernels.compile import compile_steps
 from gpt_faster.loading import load_model
+from gpt_faster.quantization.calibrate import split_windows
 from gpt_faster.text.english import english_text
+from gpt_faster.text.tokenizer_files import window_prefix
 
 WINDOW, N_WINDOWS = 512, 4                         # tokens per window, windows
 SCHEMES = {"bfloat16": None, "int8": "int8", "int4-g64": "int4-g64"}
@@ -36,8 +38,9 @@ def compare(path: str | None, name: str) -> str:
     """Both perplexities of the model in one scheme, as a line."""
     model, _, tokenizer = load_model(path, scheme=SCHEMES[name])
     window = min(WINDOW, model.cfg.context)
-    ids = tokenizer.encode(english_text(held_out=True))[:window * N_WINDOWS]
-    parts = [ids[i:i + window] for i in range(0, len(ids), window)]
+    ids = tokenizer.encode(english_text(held_out=True), bos=False)
+    prefix = window_prefix(tokenizer, window)
+    parts = split_windows(ids, window, N_WINDOWS, False, prefix).tolist()
     whole = []
     for part in parts:
         whole += [log_prob for log_prob, _ in score(model, [(part, len(part) - 1)])[0]]

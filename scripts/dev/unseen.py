@@ -37,6 +37,7 @@ from gpt_faster.devices import pick_dtype  # noqa: E402
 from gpt_faster.formats.hub import resolve  # noqa: E402
 from gpt_faster.formats.load import load_model, open_checkpoint  # noqa: E402
 from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
+from gpt_faster.quantization.calibrate import split_windows  # noqa: E402
 from gpt_faster.text import tokenizer_files  # noqa: E402
 from gpt_faster.text.english import english_text  # noqa: E402
 from quantize import SCHEMES, Int4  # noqa: E402
@@ -178,8 +179,9 @@ def open_variant(source, original, tokenizer, name: str, dtype: torch.dtype):
     if name in LLAMA_CPP:
         importance = {}
         if name == "Q4_K_M+imatrix":               # the same text as GPTQ's calibration
-            ids = tokenizer.encode(english_text())[:32 * 512]
-            importance = importance_of(original, torch.tensor(ids).view(-1, 512))
+            prefix = tokenizer_files.window_prefix(tokenizer, 512)
+            ids = tokenizer.encode(english_text(), bos=False)
+            importance = importance_of(original, split_windows(ids, 512, 32, False, prefix))
         source, bits = q4_k_m(source, importance)
         return load_model(source, dtype, "cpu"), bits
     if name in MIN_MAX:
@@ -208,7 +210,8 @@ def run(argv: list[str] | None = None) -> int:
     tokenizer = tokenizer_files.load(source.tokenizer)
     corpus = texts(ROOT / "checkpoints/quality/texts")
     items = cloze(corpus.pop("cloze"), ITEMS)
-    rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2)
+    prefix = tokenizer_files.window_prefix(tokenizer, args.window)
+    rows = {name: windows(tokenizer.encode(text), args.window, args.window // 2, prefix)
             for name, text in corpus.items()}
     variants = {"bfloat16": (original, 16.0)}
     for name in args.variants:
