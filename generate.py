@@ -357,6 +357,25 @@ def n_common_end(text: str, stop: str) -> int:
     return 0
 
 
+def split_stops(tokenizer, stops: list[str]) -> tuple[list[str], set[int]]:
+    """Stop strings -> those to find in the text, and the ids of those that are a special token.
+
+    A text has no special tokens. ValueError: a stop string with one and more could never be found.
+    """
+    texts, ids = [], set()
+    for stop in stops:
+        special = tokenizer.special_ids(stop)
+        if not special:
+            texts.append(stop)
+        elif tokenizer.piece(special[0]) == stop:
+            ids.add(special[0])
+        else:
+            token = tokenizer.piece(special[0])
+            raise ValueError(f"the stop string {stop!r} has the special token {token!r}, which is "
+                             f"no part of a text: stop at {token!r} alone")
+    return texts, ids
+
+
 class Sequence:
     """One sequence of a batch: collects new token ids and text, and decides when to stop.
 
@@ -366,8 +385,10 @@ class Sequence:
 
     def __init__(self, tokenizer, prompt_ids: list[int], eos_ids: set[int] = frozenset(),
                  stops: list[str] = (), max_new: int | None = None):
+        """ValueError: a stop string with a special token and more."""
         self.detokenizer, self.prompt_ids = Detokenizer(tokenizer, prompt_ids), prompt_ids
-        self.eos_ids, self.stops, self.max_new = eos_ids, stops, max_new
+        self.stops, stop_ids = split_stops(tokenizer, stops)
+        self.eos_ids, self.max_new = {*eos_ids, *stop_ids}, max_new
         self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
 
     def push(self, token_id: int) -> str:
@@ -688,7 +709,7 @@ def add_text_flags(group) -> None:
         help="one prompt: copies that are generated together; several prompts: how many run at "
              "a time")
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="stop before this text (repeatable)")
+        help="stop before this text, or at this special token (repeatable)")
     add("--ignore_eos", action="store_true", help="continue after an end-of-sequence token")
 
 

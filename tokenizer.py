@@ -188,6 +188,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.prefix = backend.prefix or ([] if bos_id is None else [bos_id])
         self.add_bos = add_bos and bool(self.prefix)
+        self.warned_of_two = False                 # of these at the beginning of a text
         self.chat_template = chat_template
         self.names = names or {}
         self.eos_ids = backend.eos_ids if eos_ids is None else eos_ids
@@ -199,6 +200,11 @@ class Tokenizer:
         with reading(self.path):
             ids = self.backend.encode(text, special)
         add_bos = self.add_bos if bos is None else bos
+        if add_bos and ids[:len(self.prefix)] == self.prefix and not self.warned_of_two:
+            self.warned_of_two = True
+            tokens = "".join(map(str, map(self.piece, self.prefix)))
+            print(f"note: the text begins with {tokens}, which the tokenizer adds: it is there "
+                  "twice now", file=sys.stderr)
         return [*self.prefix, *ids] if add_bos else ids
 
     def piece(self, i: int) -> str | None:
@@ -213,6 +219,11 @@ class Tokenizer:
                 raise ValueError(f"{str(i)[:40]} is not a token id")
         with reading(self.path):
             return self.backend.decode(ids)
+
+    def special_ids(self, text: str) -> list[int]:
+        """The special tokens in this text, which decode() leaves out."""
+        return [i for i in self.encode(text, bos=False)
+                if not self.decode([i]) and (self.piece(i) or "\0") in text]
 
     def state(self) -> dict:
         """The tokenizer as a dictionary, for a .pth without tokenizer files; load() reads it."""
@@ -653,6 +664,9 @@ class NullTokenizer:
     def encode(self, text: str) -> list[int]:
         raise ValueError("this model has no tokenizer: give --prompt an integer for that many "
                          "random tokens")
+
+    def special_ids(self, text: str) -> list[int]:
+        return []
 
     def decode(self, ids: list[int]) -> str:
         return "".join(f" {i}" for i in ids)

@@ -133,6 +133,9 @@ class Words:
     def decode(self, ids):
         return "".join(self.words[i] for i in ids)
 
+    def special_ids(self, text):
+        return []
+
 
 @pytest.mark.parametrize("stops, shown, n_ids", [
     ([], "ab stop here now", 5), (["stop"], "ab ", 3), (["p h"], "ab sto", 4), (["op here"], "ab st", 4), (["now", "here"], "ab stop ", 4),

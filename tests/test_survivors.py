@@ -123,7 +123,7 @@ def test_a_requests_temperature_divides(ours):
 
 @pytest.mark.parametrize("stops", [["one", "two"], ["two", "one"]])
 def test_the_first_of_two_stop_strings_in_one_token_counts(stops):
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(["none ", "of one or two "][i] for i in ids))
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(["none ", "of one or two "][i] for i in ids), special_ids=lambda text: [])
     sequence = Sequence(tokenizer, [0], stops=stops)
     assert sequence.push(1) == sequence.text == "of " and sequence.finish_reason == "stop"
 

@@ -188,7 +188,10 @@ class LMEvalModel:
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False):
         rows = []
-        for _, context, continuation in requests:
+        for texts, context, continuation in requests:
+            if not continuation:                   # its probability would be 1
+                raise ValueError(f"the answer {texts[1]!r} has no token of its own: the last one "
+                                 f"of {texts[0][-20:]!r} spans both")
             if len(continuation) > self.max_length:
                 raise ValueError(f"an answer of {len(continuation)} tokens exceeds the context of "
                                  f"{self.max_length}")

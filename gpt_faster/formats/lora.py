@@ -32,6 +32,9 @@ LORA_PARAMETER = re.compile(                       # .default: an adapter's name
     r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.default)?(\.weight)?")
 UNSUPPORTED_KEYS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
                     "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
+# init_lora_weights of adapters whose base model is the original one. PEFT changes the base weights
+# for the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA): the adapter is the difference to those.
+ORIGINAL_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def merge(tensors: list[LazyTensor], directory: Path,
@@ -136,6 +139,10 @@ def _config(directory: Path) -> dict:
     for key in UNSUPPORTED_KEYS:
         if config.get(key):
             raise ValueError(f"{path}: '{key}' is not supported")
+    if (init := config.get("init_lora_weights")) not in ORIGINAL_BASE:
+        raise ValueError(f"{path}: 'init_lora_weights' is {brief(init)}: it was trained on changed "
+                         "base weights. Save it with PEFT's path_initial_model_for_weight_"
+                         "conversion, as an adapter for the original ones")
     alphas = config.get("alpha_pattern") or {}
     try:
         for pattern in alphas:

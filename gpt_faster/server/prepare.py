@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from checkpoint import Unforeseen
-from generate import log
+from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
@@ -221,6 +221,10 @@ class RequestPreparer:
         if len(stop_strings) > MAX_STOPS or not has_valid_lengths:
             raise ApiError(400, f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} "
                            "characters", param="stop")
+        try:
+            split_stops(self.tokenizer, stop_strings)
+        except ValueError as e:
+            raise ApiError(400, str(e), param="stop") from None
         if request.stream_options and not request.stream:
             raise ApiError(400, "stream_options requires stream", param="stream_options")
         if n_top is not None and self.session.drafter:
