@@ -531,8 +531,7 @@ def write(source: "Checkpoint", output: Path, load_tokenizer: Callable,
 def run(argv: list[str] | None) -> int:
     import tokenizer
     from checkpoint import output_path, read_checkpoint, resolve
-    from generate import Parser
-    parser = Parser(description="Quantize a checkpoint into one file.")
+    parser = argparse.ArgumentParser(description="Quantize a checkpoint into one file.")
     add_flags(parser, "a Hugging Face directory, a .pth, or a hub name org/name")
     args = parser.parse_args(argv)
     if args.checkpoint_path is None:
