@@ -376,8 +376,8 @@ def download(repo_id: str) -> Path:
 def as_path(path) -> Path:
     """A Path or str -> Path. TypeError says what it is instead."""
     if not isinstance(path, str | Path):
-        raise TypeError(f"the checkpoint's path is {brief(path)} ({type(path).__name__}), "
-                        "expected a str or a Path")
+        raise TypeError(f"the path is {brief(path)} ({type(path).__name__}), expected a str or a "
+                        "Path")
     return Path(path).expanduser()
 
 
@@ -1368,16 +1368,21 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
         return model.to(device).eval()             # moves the buffers
 
 
-def check_request(source, dtype, device) -> None:
-    """Arguments of load_model(), before any error could be taken for the file's.
-
-    TypeError: no Checkpoint or dtype. ValueError: no such device here, or not a dtype of weights.
-    """
+def check_source(source, dtype) -> None:
+    """TypeError if they are no Checkpoint and no torch.dtype."""
     if not isinstance(source, Checkpoint):
         raise TypeError(f"source is {brief(source)}, expected a Checkpoint: open_checkpoint(name) "
                         "opens one")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {brief(dtype)}, expected a torch.dtype such as torch.bfloat16")
+
+
+def check_request(source, dtype, device) -> None:
+    """Arguments of load_model(), before any error could be taken for the file's.
+
+    TypeError as check_source(). ValueError: no such device here, or not a dtype of weights.
+    """
+    check_source(source, dtype)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"dtype is {dtype}, expected torch.bfloat16, float16 or float32 (the "
                          "argument `scheme`, or --quantize, quantizes)")
@@ -1462,6 +1467,8 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
     entry holds the bytes of each. dtype: None keeps the dtype of each tensor. tokenizer: None if
     its files are next to the .pth. An MTP head is written as mtp.*.
     """
+    path = as_path(path)
+    check_source(source, torch.bfloat16 if dtype is None else dtype)
     tensors = dict(source.tensors)
     dtypes = _dtypes(source, dtype)
     head = _mtp_head(source)

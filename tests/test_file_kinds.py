@@ -12,6 +12,7 @@ import struct
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -24,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from test_formats import write_gguf
 
 import checkpoint as core
+import tokenizer
+from gpt_faster import loading
 from gpt_faster.cli import quantizing, session
 from gpt_faster.formats.gguf_file import can_dequantize, read_gguf_header
 from gpt_faster.formats.load import load_model, open_checkpoint, read_checkpoint
@@ -473,9 +476,9 @@ def test_adapters_of_wrapped_modules(families, tmp_path, wrapper):
 def test_arguments_that_are_wrong_are_not_the_files_fault(llama, module):
     torch.testing.assert_close(logits(module.read_checkpoint(str(llama))), logits(module.open_checkpoint(llama)))
     for wrong in (None, 5, b"path", ["a"]):
-        with pytest.raises(TypeError, match="the checkpoint's path is .*, expected a str or a Path"):
+        with pytest.raises(TypeError, match="the path is .*, expected a str or a Path"):
             module.read_checkpoint(wrong)
-    with pytest.raises(TypeError, match="the checkpoint's path is 5"):
+    with pytest.raises(TypeError, match="the path is 5"):
         module.open_checkpoint(5)
     with pytest.raises(FileNotFoundError, match="nowhere/model: no such file or directory"):
         module.read_checkpoint("nowhere/model")
@@ -490,6 +493,30 @@ def test_arguments_that_are_wrong_are_not_the_files_fault(llama, module):
     for wrong in ("gpu", "cuda:99", 1.5):
         with pytest.raises(ValueError, match="device .* cannot be used"):
             module.load_model(source, torch.float32, wrong)
+
+
+def test_other_arguments(llama, tmp_path):
+    source = read_checkpoint(llama)
+    core.save_checkpoint(source, str(tmp_path / "model.pth"), None)
+    same(tmp_path / "model.pth", llama)
+    with pytest.raises(TypeError, match="source is '.*', expected a Checkpoint"):
+        core.save_checkpoint(str(llama), tmp_path / "model.pth", None)
+    with pytest.raises(TypeError, match="dtype is 'float16', expected a torch.dtype"):
+        core.save_checkpoint(source, tmp_path / "model.pth", None, "float16")
+    with pytest.raises(ValueError, match="engine is 'fast', expected one of compile, torch_compile, kv_cache"):
+        loading.load_model(llama, engine="fast")
+    with pytest.raises(ValueError, match="no scheme int9: expected int4, int8"):
+        loading.load_model(copy_with_tokenizer(llama, tmp_path / "model"), scheme="int9")
+    for load in (loading.load_for, tokenizer.load_for):
+        with pytest.raises(TypeError, match="the path is None"):
+            load(replace(source, tokenizer=None))
+
+
+def copy_with_tokenizer(directory, target):
+    from tokenizers import Tokenizer, models
+    shutil.copytree(directory, target)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(target / "tokenizer.json"))
+    return target
 
 
 def test_what_a_library_has_not_implemented_is_not_damage():

@@ -184,6 +184,9 @@ def other_directory(directory: Path) -> str:
                     for p in directory.glob(pattern)})
     if inner:
         return f"no model in it, but in {some([str(p) for p in inner])}: give that directory"
+    links = [p for p in sorted(directory.iterdir()) if p.is_symlink() and not p.exists()]
+    if links:
+        return f"{links[0].name} links to a file that is not there: download the model again"
     if (directory / "config.json").exists():
         return "it has config.json, but no weights: download the model again"
     return ""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import tokenizer as core
-from checkpoint import reading
+from checkpoint import as_path, reading
 from gpt_faster.text.byte_level import tiktoken_to_json
 from gpt_faster.text.gguf_tokenizer import from_gguf
 from tokenizer import Tokenizer, TokenizersBackend
@@ -22,7 +22,7 @@ def load(source: Path | str | dict) -> Tokenizer:
     """
     if isinstance(source, dict) and "backend" in source:
         return core.load(source)
-    path = source.get("path", "tokenizer") if isinstance(source, dict) else source
+    path = source.get("path", "tokenizer") if isinstance(source, dict) else as_path(source)
     with reading(path):
         if isinstance(source, dict):
             tokenizer = Tokenizer(**from_gguf(source))
