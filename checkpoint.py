@@ -500,8 +500,24 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
     return value
 
 
-def lazy_tensors(tensors: dict) -> list[LazyTensor]:
+def mappings(path: Path) -> list[tuple[int, int, int]]:
+    """Where a file is mapped in this process: (first address, last + 1, offset in the file).
+
+    [] where the system does not say (/proc is Linux').
+    """
+    maps, found = Path("/proc/self/maps"), []
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        addresses, _, offset, _, inode = line.split()[:5]
+        if int(inode) == path.stat().st_ino:
+            low, high = (int(address, 16) for address in addresses.split("-"))
+            found.append((low, high, int(offset, 16)))
+    return found
+
+
+def lazy_tensors(tensors: dict, path: Path | None = None) -> list[LazyTensor]:
     """The tensors of a dictionary from read_torch(); other entries are dropped.
+
+    path: the file, if it is mapped: pages that were read are let go of, as read_safetensors() does.
 
     ValueError if it is not a dictionary, or a tensor is not dense, not on the CPU, or larger than
     its storage.
@@ -515,8 +531,16 @@ def lazy_tensors(tensors: dict) -> list[LazyTensor]:
         if t.numel() * t.itemsize > t.untyped_storage().nbytes():
             raise ValueError(f"{name} has shape {list(t.shape)}, but its storage has "
                              f"{t.untyped_storage().nbytes():,} bytes")
-    return [LazyTensor(n, tuple(t.shape), t.dtype, lambda a, b, t=t: as_rows(t)[a:b])
-            for n, t in named.items()]
+    regions = mappings(path) if path else []
+    file = MappedFile(path) if regions else None
+
+    def lazy(name, t):
+        for low, high, offset in regions:
+            if low <= t.data_ptr() < high and t.is_contiguous():
+                start = offset + t.data_ptr() - low
+                return _of_mapped(file, name, start, tuple(t.shape), t.dtype)
+        return LazyTensor(name, tuple(t.shape), t.dtype, lambda a, b: as_rows(t)[a:b])
+    return [lazy(name, t) for name, t in named.items()]
 
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
@@ -1195,7 +1219,7 @@ def read_pth(path: Path, content: dict,
         raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
                          f"reads up to {VERSION}: update gpt-faster, or convert the original again")
     _check_content(content)
-    tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
+    tensors = [t for t in lazy_tensors(content["model"], path) if not t.name.startswith("mtp.")]
     tokenizer = content.get("tokenizer")
     tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
     return RawCheckpoint(path, to_config(content["config"]), tensors, None,

@@ -537,7 +537,7 @@ def mapped_mb():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["one file", "shards", "GGUF", "core"])
+@pytest.mark.parametrize("kind", ["one file", "shards", "GGUF", "core", "pth", "pth, core", "bin"])
 def test_a_file_that_was_read_is_let_go(tmp_path, kind):
     """40 MB of weights: at the end of loading at most one tensor's pages are the process's, while the file is open."""
     import transformers
@@ -546,8 +546,15 @@ def test_a_file_that_was_read_is_let_go(tmp_path, kind):
         write_gguf(model, "llama", tmp_path / "model.gguf")
     else:
         model.save_pretrained(tmp_path, max_shard_size="21MB" if kind == "shards" else "1GB")
+    path = tmp_path
+    if kind.startswith("pth"):
+        path = tmp_path / "of_ours.pth"
+        core.save_checkpoint(read_checkpoint(tmp_path), path, None)
+    if kind == "bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
     before = mapped_mb()
-    source = (core if kind == "core" else sys.modules["gpt_faster.formats.load"]).read_checkpoint(tmp_path)
+    source = (core if "core" in kind else sys.modules["gpt_faster.formats.load"]).read_checkpoint(path)
     loaded = load_model(source, torch.float32, "cpu")
     assert mapped_mb() - before < 12
     state = model.state_dict()                             # what was dropped is read again
