@@ -198,6 +198,7 @@ DIRECTORIES = {
     "sentence-transformers": (["modules.json", "config.json"], "a sentence-transformers model: it does not generate text"),
     "torch distributed": (["__0_0.distcp", ".metadata"], "a torch.distributed checkpoint: `python -m torch.distributed.checkpoint.format_utils"),
     "deepspeed": (["zero_to_fp32.py", "latest"], "a DeepSpeed ZeRO checkpoint: `python zero_to_fp32.py . .`"),
+    "mistral": (["consolidated.safetensors", "params.json", "tekken.json"], "a model in Mistral's own format: use the model*.safetensors"),
     "config alone": (["config.json"], "it has config.json, but no weights"),
     "hub's cache": (["snapshots/12ab/config.json", "refs/main"], "a folder of the hub's cache: give "),
     "ollama": (["sha256-12ab"], "ollama's blobs: give the model's file, one of sha256-12ab"),
@@ -385,6 +386,16 @@ def test_names_do_not_decide(llama, model_gguf, tmp_path):
     same(shutil.copy(llama / "model.safetensors", tmp_path / "pytorch_model.bin"), llama)
     same(tmp_path, llama)
     same(shutil.copy(llama / "model.safetensors", tmp_path / "weights"), llama)
+
+
+def test_weights_under_another_name(capsys, llama, tmp_path):
+    """One file of weights is the model's, whatever its name; of several one must be given."""
+    shutil.copy(llama / "config.json", tmp_path)
+    shutil.copy(llama / "model.safetensors", tmp_path / "gptq_model-4bit-128g.safetensors")
+    same(tmp_path, llama)
+    shutil.copy(llama / "model.safetensors", tmp_path / "model.fp16.safetensors")
+    assert "found config.json, gptq_model-4bit-128g.safetensors, model.fp16.safetensors" in refused(capsys, tmp_path)
+    same(tmp_path / "model.fp16.safetensors", llama)
 
 
 # ---- Shards -------------------------------------------------------------------------------------
@@ -580,3 +591,15 @@ def test_safetensors_at_any_address(tmp_path, pad):
         rows = core.as_rows(expected)
         for a in range(t.n_row):
             assert torch.equal(t.read_rows(a, t.n_row), rows[a:])
+
+
+# ---- The core alone -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind, expected", [
+    ("pointer", "a Git LFS pointer"), ("page", "a web page"), ("empty", "it is empty"), ("zeros", r"it begins with b'\\x00"), ("garbage", r"it begins with b'\\x03")])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth", "model.gguf", "blob"])
+def test_the_core_names_what_it_found(llama, tmp_path, kind, expected, name):
+    shutil.copy(llama / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(FILES[kind][1])
+    with pytest.raises(ValueError, match=rf"{name}: .*{expected}"):
+        core.read_checkpoint(tmp_path / name)
