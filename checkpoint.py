@@ -1144,7 +1144,8 @@ def read(path: Path) -> RawCheckpoint:
 def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
     """The first of these files that exists in the directory, or a shard without an index."""
     found = [directory / name for name in names if (directory / name).exists()]
-    shards = [p for p in sorted(directory.iterdir()) if SHARD.fullmatch(p.name)]
+    shards = [p for p in sorted(directory.iterdir()) if SHARD.fullmatch(p.name)
+              and not p.name.startswith(("adapter", "consolidated"))]      # PEFT's, Mistral's own
     sets = {(SHARD.fullmatch(p.name)[1], SHARD.fullmatch(p.name)[3]): p for p in shards}
     if not found and len(sets) > 1:
         raise ValueError(f"{directory}: several sets of shards and no index: give a shard of the "
