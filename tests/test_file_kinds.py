@@ -265,13 +265,13 @@ def test_quantized_by_others(capsys, llama, tmp_path, kind):
 
 # ---- GGUF ---------------------------------------------------------------------------------------
 
-def rewritten(source, target, metadata=(), kinds=None, only=None):
-    """A copy of a GGUF with more metadata (integers and strings), other types, or some of its tensors only."""
+def rewritten(source, target, metadata=(), kinds=None, only=None, bare=False):
+    """A copy of a GGUF with more metadata (integers and strings), other types, some of its tensors only. bare: without its own metadata."""
     data = source.read_bytes()
     _, infos, start = read_gguf_header(memoryview(data))
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", data, 4)
     first = data.index(struct.pack("<Q", len(infos[0][0])) + infos[0][0].encode()) if infos else start
-    keys = data[24:first]
+    keys, n_keys = (b"", 0) if bare else (data[24:first], n_keys)
     for key, value in dict(metadata).items():
         keys += struct.pack("<Q", len(key)) + key.encode()
         keys += struct.pack("<IQ", 8, len(value)) + value.encode() if isinstance(value, str) else struct.pack("<II", 4, value)
@@ -288,7 +288,7 @@ def split(source, directory, stem="m"):
     """As llama.cpp's gguf-split names and numbers two parts."""
     n = len(read_gguf_header(memoryview(source.read_bytes()))[1])
     return [rewritten(source, directory / f"{stem}-{i + 1:05d}-of-00002.gguf", {"split.no": i, "split.count": 2, "split.tensors.count": n},
-                      only=some) for i, some in enumerate((slice(5), slice(5, None)))]
+                      only=some, bare=i > 0) for i, some in enumerate((slice(5), slice(5, None)))]
 
 
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
@@ -357,6 +357,7 @@ def test_parts_that_are_missing_renamed_or_of_another(capsys, model_gguf, tmp_pa
         assert f"{first}: part 1 of 2 is missing" in refused(capsys, path, command)
     for name in ("model.gguf", "m-00002-of-00003.gguf", "m-00003-of-00002.gguf"):
         (tmp_path / "aside").rename(tmp_path / name)
+        assert name != "model.gguf" or "number 00001 of 00002, but renamed" in refused(capsys, tmp_path, command)
         assert "number 00001 of 00002, but renamed: the parts are found by their names, so call it m-00001-of-00002.gguf" in refused(
             capsys, tmp_path / name, command)
         (tmp_path / name).rename(tmp_path / "aside")
