@@ -376,8 +376,8 @@ def download(repo_id: str) -> Path:
 def as_path(path) -> Path:
     """A Path or str -> Path. TypeError says what it is instead."""
     if not isinstance(path, str | Path):
-        raise TypeError(f"the checkpoint's path is {brief(path)} ({type(path).__name__}), "
-                        "expected a str or a Path")
+        raise TypeError(f"the path is {brief(path)} ({type(path).__name__}), expected a str or a "
+                        "Path")
     return Path(path).expanduser()
 
 
@@ -500,8 +500,24 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
     return value
 
 
-def lazy_tensors(tensors: dict) -> list[LazyTensor]:
+def mappings(path: Path) -> list[tuple[int, int, int]]:
+    """Where a file is mapped in this process: (first address, last + 1, offset in the file).
+
+    [] where the system does not say (/proc is Linux').
+    """
+    maps, found = Path("/proc/self/maps"), []
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        addresses, _, offset, _, inode = line.split()[:5]
+        if int(inode) == path.stat().st_ino:
+            low, high = (int(address, 16) for address in addresses.split("-"))
+            found.append((low, high, int(offset, 16)))
+    return found
+
+
+def lazy_tensors(tensors: dict, path: Path | None = None) -> list[LazyTensor]:
     """The tensors of a dictionary from read_torch(); other entries are dropped.
+
+    path: the file, if it is mapped: pages that were read are let go of, as read_safetensors() does.
 
     ValueError if it is not a dictionary, or a tensor is not dense, not on the CPU, or larger than
     its storage.
@@ -515,8 +531,16 @@ def lazy_tensors(tensors: dict) -> list[LazyTensor]:
         if t.numel() * t.itemsize > t.untyped_storage().nbytes():
             raise ValueError(f"{name} has shape {list(t.shape)}, but its storage has "
                              f"{t.untyped_storage().nbytes():,} bytes")
-    return [LazyTensor(n, tuple(t.shape), t.dtype, lambda a, b, t=t: as_rows(t)[a:b])
-            for n, t in named.items()]
+    regions = mappings(path) if path else []
+    file = MappedFile(path) if regions else None
+
+    def lazy(name, t):
+        for low, high, offset in regions:
+            if low <= t.data_ptr() < high and t.is_contiguous():
+                start = offset + t.data_ptr() - low
+                return _of_mapped(file, name, start, tuple(t.shape), t.dtype)
+        return LazyTensor(name, tuple(t.shape), t.dtype, lambda a, b: as_rows(t)[a:b])
+    return [lazy(name, t) for name, t in named.items()]
 
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
@@ -1120,7 +1144,8 @@ def read(path: Path) -> RawCheckpoint:
 def weights_in(directory: Path, names: tuple[str, ...]) -> Path | None:
     """The first of these files that exists in the directory, or a shard without an index."""
     found = [directory / name for name in names if (directory / name).exists()]
-    shards = [p for p in sorted(directory.iterdir()) if SHARD.fullmatch(p.name)]
+    shards = [p for p in sorted(directory.iterdir()) if SHARD.fullmatch(p.name)
+              and not p.name.startswith(("adapter", "consolidated"))]      # PEFT's, Mistral's own
     sets = {(SHARD.fullmatch(p.name)[1], SHARD.fullmatch(p.name)[3]): p for p in shards}
     if not found and len(sets) > 1:
         raise ValueError(f"{directory}: several sets of shards and no index: give a shard of the "
@@ -1195,7 +1220,7 @@ def read_pth(path: Path, content: dict,
         raise ValueError(f"{path}: its format is version {brief(content['version'])}, this program "
                          f"reads up to {VERSION}: update gpt-faster, or convert the original again")
     _check_content(content)
-    tensors = [t for t in lazy_tensors(content["model"]) if not t.name.startswith("mtp.")]
+    tensors = [t for t in lazy_tensors(content["model"], path) if not t.name.startswith("mtp.")]
     tokenizer = content.get("tokenizer")
     tokenizer = {**tokenizer, "path": path} if tokenizer else path.parent
     return RawCheckpoint(path, to_config(content["config"]), tensors, None,
@@ -1368,16 +1393,21 @@ def load_model(source: Checkpoint, dtype: torch.dtype, device,
         return model.to(device).eval()             # moves the buffers
 
 
-def check_request(source, dtype, device) -> None:
-    """Arguments of load_model(), before any error could be taken for the file's.
-
-    TypeError: no Checkpoint or dtype. ValueError: no such device here, or not a dtype of weights.
-    """
+def check_source(source, dtype) -> None:
+    """TypeError if they are no Checkpoint and no torch.dtype."""
     if not isinstance(source, Checkpoint):
         raise TypeError(f"source is {brief(source)}, expected a Checkpoint: open_checkpoint(name) "
                         "opens one")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {brief(dtype)}, expected a torch.dtype such as torch.bfloat16")
+
+
+def check_request(source, dtype, device) -> None:
+    """Arguments of load_model(), before any error could be taken for the file's.
+
+    TypeError as check_source(). ValueError: no such device here, or not a dtype of weights.
+    """
+    check_source(source, dtype)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"dtype is {dtype}, expected torch.bfloat16, float16 or float32 (the "
                          "argument `scheme`, or --quantize, quantizes)")
@@ -1462,6 +1492,8 @@ def save_checkpoint(source: Checkpoint, path: Path, tokenizer: dict | None,
     entry holds the bytes of each. dtype: None keeps the dtype of each tensor. tokenizer: None if
     its files are next to the .pth. An MTP head is written as mtp.*.
     """
+    path = as_path(path)
+    check_source(source, torch.bfloat16 if dtype is None else dtype)
     tensors = dict(source.tensors)
     dtypes = _dtypes(source, dtype)
     head = _mtp_head(source)

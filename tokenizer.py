@@ -19,7 +19,15 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from checkpoint import brief, failed_download, first_line, read_json, read_text, reading
+from checkpoint import (
+    as_path,
+    brief,
+    failed_download,
+    first_line,
+    read_json,
+    read_text,
+    reading,
+)
 
 MAX_ID = 1 << 22                                   # of an added token
 MAX_ADDED = 1 << 16                                # number of added tokens
@@ -38,7 +46,7 @@ def load(source: Path | str | dict) -> "Tokenizer":
 
     FileNotFoundError or ValueError: one line that names a missing, invalid or unsupported file.
     """
-    path = source.get("path", "tokenizer") if isinstance(source, dict) else source
+    path = source.get("path", "tokenizer") if isinstance(source, dict) else as_path(source)
     with reading(path):
         if isinstance(source, dict):
             tokenizer = _from_state(source)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import tp
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, brief
 from gpt_faster.formats import load as reading
 from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.known_shapes import random_checkpoint
@@ -33,6 +33,7 @@ from quantize import describe
 from tokenizer import NullTokenizer
 
 MIN_SAVE_SECONDS = 0.5                             # cache weights that took longer to prepare
+ENGINES = ("compile", "torch_compile", "kv_cache")  # those that load_model() knows
 SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 
@@ -46,6 +47,8 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
     kv_cache (eager), which decides the layout of quantized weights.
     Raises FileNotFoundError, ValueError or OSError with a one-line message.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {brief(engine)}, expected one of {', '.join(ENGINES)}")
     source, tokenizer = open_model(path, adapter=adapter)
     if scheme:
         source = quantize_on_load.quantized(source, scheme, head=head, device=device)

@@ -12,6 +12,7 @@ import struct
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -24,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from test_formats import write_gguf
 
 import checkpoint as core
+import tokenizer
+from gpt_faster import loading
 from gpt_faster.cli import quantizing, session
 from gpt_faster.formats.gguf_file import can_dequantize, read_gguf_header
 from gpt_faster.formats.load import load_model, open_checkpoint, read_checkpoint
@@ -195,6 +198,7 @@ DIRECTORIES = {
     "sentence-transformers": (["modules.json", "config.json"], "a sentence-transformers model: it does not generate text"),
     "torch distributed": (["__0_0.distcp", ".metadata"], "a torch.distributed checkpoint: `python -m torch.distributed.checkpoint.format_utils"),
     "deepspeed": (["zero_to_fp32.py", "latest"], "a DeepSpeed ZeRO checkpoint: `python zero_to_fp32.py . .`"),
+    "mistral": (["consolidated.safetensors", "params.json", "tekken.json"], "a model in Mistral's own format: use the model*.safetensors"),
     "config alone": (["config.json"], "it has config.json, but no weights"),
     "hub's cache": (["snapshots/12ab/config.json", "refs/main"], "a folder of the hub's cache: give "),
     "ollama": (["sha256-12ab"], "ollama's blobs: give the model's file, one of sha256-12ab"),
@@ -261,13 +265,13 @@ def test_quantized_by_others(capsys, llama, tmp_path, kind):
 
 # ---- GGUF ---------------------------------------------------------------------------------------
 
-def rewritten(source, target, metadata=(), kinds=None, only=None):
-    """A copy of a GGUF with more metadata (integers and strings), other types, or some of its tensors only."""
+def rewritten(source, target, metadata=(), kinds=None, only=None, bare=False):
+    """A copy of a GGUF with more metadata (integers and strings), other types, some of its tensors only. bare: without its own metadata."""
     data = source.read_bytes()
     _, infos, start = read_gguf_header(memoryview(data))
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", data, 4)
     first = data.index(struct.pack("<Q", len(infos[0][0])) + infos[0][0].encode()) if infos else start
-    keys = data[24:first]
+    keys, n_keys = (b"", 0) if bare else (data[24:first], n_keys)
     for key, value in dict(metadata).items():
         keys += struct.pack("<Q", len(key)) + key.encode()
         keys += struct.pack("<IQ", 8, len(value)) + value.encode() if isinstance(value, str) else struct.pack("<II", 4, value)
@@ -284,7 +288,7 @@ def split(source, directory, stem="m"):
     """As llama.cpp's gguf-split names and numbers two parts."""
     n = len(read_gguf_header(memoryview(source.read_bytes()))[1])
     return [rewritten(source, directory / f"{stem}-{i + 1:05d}-of-00002.gguf", {"split.no": i, "split.count": 2, "split.tensors.count": n},
-                      only=some) for i, some in enumerate((slice(5), slice(5, None)))]
+                      only=some, bare=i > 0) for i, some in enumerate((slice(5), slice(5, None)))]
 
 
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
@@ -353,6 +357,7 @@ def test_parts_that_are_missing_renamed_or_of_another(capsys, model_gguf, tmp_pa
         assert f"{first}: part 1 of 2 is missing" in refused(capsys, path, command)
     for name in ("model.gguf", "m-00002-of-00003.gguf", "m-00003-of-00002.gguf"):
         (tmp_path / "aside").rename(tmp_path / name)
+        assert name != "model.gguf" or "number 00001 of 00002, but renamed" in refused(capsys, tmp_path, command)
         assert "number 00001 of 00002, but renamed: the parts are found by their names, so call it m-00001-of-00002.gguf" in refused(
             capsys, tmp_path / name, command)
         (tmp_path / name).rename(tmp_path / "aside")
@@ -382,6 +387,16 @@ def test_names_do_not_decide(llama, model_gguf, tmp_path):
     same(shutil.copy(llama / "model.safetensors", tmp_path / "pytorch_model.bin"), llama)
     same(tmp_path, llama)
     same(shutil.copy(llama / "model.safetensors", tmp_path / "weights"), llama)
+
+
+def test_weights_under_another_name(capsys, llama, tmp_path):
+    """One file of weights is the model's, whatever its name; of several one must be given."""
+    shutil.copy(llama / "config.json", tmp_path)
+    shutil.copy(llama / "model.safetensors", tmp_path / "gptq_model-4bit-128g.safetensors")
+    same(tmp_path, llama)
+    shutil.copy(llama / "model.safetensors", tmp_path / "model.fp16.safetensors")
+    assert "found config.json, gptq_model-4bit-128g.safetensors, model.fp16.safetensors" in refused(capsys, tmp_path)
+    same(tmp_path / "model.fp16.safetensors", llama)
 
 
 # ---- Shards -------------------------------------------------------------------------------------
@@ -473,9 +488,9 @@ def test_adapters_of_wrapped_modules(families, tmp_path, wrapper):
 def test_arguments_that_are_wrong_are_not_the_files_fault(llama, module):
     torch.testing.assert_close(logits(module.read_checkpoint(str(llama))), logits(module.open_checkpoint(llama)))
     for wrong in (None, 5, b"path", ["a"]):
-        with pytest.raises(TypeError, match="the checkpoint's path is .*, expected a str or a Path"):
+        with pytest.raises(TypeError, match="the path is .*, expected a str or a Path"):
             module.read_checkpoint(wrong)
-    with pytest.raises(TypeError, match="the checkpoint's path is 5"):
+    with pytest.raises(TypeError, match="the path is 5"):
         module.open_checkpoint(5)
     with pytest.raises(FileNotFoundError, match="nowhere/model: no such file or directory"):
         module.read_checkpoint("nowhere/model")
@@ -490,6 +505,30 @@ def test_arguments_that_are_wrong_are_not_the_files_fault(llama, module):
     for wrong in ("gpu", "cuda:99", 1.5):
         with pytest.raises(ValueError, match="device .* cannot be used"):
             module.load_model(source, torch.float32, wrong)
+
+
+def test_other_arguments(llama, tmp_path):
+    source = read_checkpoint(llama)
+    core.save_checkpoint(source, str(tmp_path / "model.pth"), None)
+    same(tmp_path / "model.pth", llama)
+    with pytest.raises(TypeError, match="source is '.*', expected a Checkpoint"):
+        core.save_checkpoint(str(llama), tmp_path / "model.pth", None)
+    with pytest.raises(TypeError, match="dtype is 'float16', expected a torch.dtype"):
+        core.save_checkpoint(source, tmp_path / "model.pth", None, "float16")
+    with pytest.raises(ValueError, match="engine is 'fast', expected one of compile, torch_compile, kv_cache"):
+        loading.load_model(llama, engine="fast")
+    with pytest.raises(ValueError, match="no scheme int9: expected int4, int8"):
+        loading.load_model(copy_with_tokenizer(llama, tmp_path / "model"), scheme="int9")
+    for load in (loading.load_for, tokenizer.load_for):
+        with pytest.raises(TypeError, match="the path is None"):
+            load(replace(source, tokenizer=None))
+
+
+def copy_with_tokenizer(directory, target):
+    from tokenizers import Tokenizer, models
+    shutil.copytree(directory, target)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(target / "tokenizer.json"))
+    return target
 
 
 def test_what_a_library_has_not_implemented_is_not_damage():
@@ -510,7 +549,7 @@ def mapped_mb():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["one file", "shards", "GGUF", "core"])
+@pytest.mark.parametrize("kind", ["one file", "shards", "GGUF", "core", "pth", "pth, core", "bin"])
 def test_a_file_that_was_read_is_let_go(tmp_path, kind):
     """40 MB of weights: at the end of loading at most one tensor's pages are the process's, while the file is open."""
     import transformers
@@ -519,8 +558,15 @@ def test_a_file_that_was_read_is_let_go(tmp_path, kind):
         write_gguf(model, "llama", tmp_path / "model.gguf")
     else:
         model.save_pretrained(tmp_path, max_shard_size="21MB" if kind == "shards" else "1GB")
+    path = tmp_path
+    if kind.startswith("pth"):
+        path = tmp_path / "of_ours.pth"
+        core.save_checkpoint(read_checkpoint(tmp_path), path, None)
+    if kind == "bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
     before = mapped_mb()
-    source = (core if kind == "core" else sys.modules["gpt_faster.formats.load"]).read_checkpoint(tmp_path)
+    source = (core if "core" in kind else sys.modules["gpt_faster.formats.load"]).read_checkpoint(path)
     loaded = load_model(source, torch.float32, "cpu")
     assert mapped_mb() - before < 12
     state = model.state_dict()                             # what was dropped is read again
@@ -546,3 +592,15 @@ def test_safetensors_at_any_address(tmp_path, pad):
         rows = core.as_rows(expected)
         for a in range(t.n_row):
             assert torch.equal(t.read_rows(a, t.n_row), rows[a:])
+
+
+# ---- The core alone -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind, expected", [
+    ("pointer", "a Git LFS pointer"), ("page", "a web page"), ("empty", "it is empty"), ("zeros", r"it begins with b'\\x00"), ("garbage", r"it begins with b'\\x03")])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth", "model.gguf", "blob"])
+def test_the_core_names_what_it_found(llama, tmp_path, kind, expected, name):
+    shutil.copy(llama / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(FILES[kind][1])
+    with pytest.raises(ValueError, match=rf"{name}: .*{expected}"):
+        core.read_checkpoint(tmp_path / name)

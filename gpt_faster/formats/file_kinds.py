@@ -51,6 +51,7 @@ ENDINGS = {
     ".task": "a MediaPipe model", ".litertlm": "a LiteRT model", ".rten": "an RTen model",
 }
 OLLAMA_MODEL = "application/vnd.ollama.image.model"
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 PARTIAL = (".part", ".partial", ".crdownload", ".incomplete", ".aria2", ".download", ".!qb")
 # Directories without weights that we read: the first pattern that is there names the program
 DIRECTORIES = (
@@ -59,6 +60,8 @@ DIRECTORIES = (
                  "format_utils dcp_to_torch DIRECTORY model.pth` converts it"),
     ("zero_to_fp32.py", "a DeepSpeed ZeRO checkpoint: `python zero_to_fp32.py . .` in it converts "
                         "it"),
+    ("consolidated*.safetensors", "a model in Mistral's own format: use the model*.safetensors "
+                                  "of its repository, which are in transformers'"),
     ("weights*.npz", f"an MLX model: {EXPORT}"),
     ("openvino_model.xml", f"an OpenVINO model: {EXPORT}"),
     ("saved_model.pb", f"a TensorFlow SavedModel: {EXPORT}"),
@@ -139,7 +142,7 @@ def other_kind(path: Path) -> str:
         return "it begins with zeros, as an unfinished download does: download it again"
     if path.suffix == ".json" or start.lstrip().startswith(b"{"):
         return other_json(path)
-    if start.isascii() and path.suffix not in (".safetensors", ".gguf", ".bin", ".pth", ".pt"):
+    if start.isascii() and path.suffix not in WEIGHTS:
         return ""                                  # a text file of the user's: never a download
     if re.fullmatch(rb"[\x20-\x7e\r\n\t]{8,}", start) and b" " in start:
         return f"text, {beginning(start)}: {ERROR_PAGE}"
@@ -184,7 +187,11 @@ def other_directory(directory: Path) -> str:
                     for p in directory.glob(pattern)})
     if inner:
         return f"no model in it, but in {some([str(p) for p in inner])}: give that directory"
-    if (directory / "config.json").exists():
+    links = [p for p in sorted(directory.iterdir()) if p.is_symlink() and not p.exists()]
+    if links:
+        return f"{links[0].name} links to a file that is not there: download the model again"
+    names = [p.name for p in directory.iterdir()]
+    if "config.json" in names and not any(name.endswith(WEIGHTS) for name in names):
         return "it has config.json, but no weights: download the model again"
     return ""
 

@@ -261,7 +261,9 @@ def gguf_in(directory: Path) -> Path | None:
         models.setdefault((match[1], match[3]) if match else path.name, path)
     found = list(models.values())
     if len(found) > 1:
-        found = [path for path in found if not what_instead(header_of(path, open_mapped(path))[0])]
+        headers = {path: header_of(path, open_mapped(path))[0] for path in found}
+        found = [path for path, metadata in headers.items() if not what_instead(metadata)
+                 and "general.architecture" in metadata]           # later parts have none
     if len(found) > 1:
         raise ValueError(f"{directory}: {len(found)} models: {some([p.name for p in found])}: give "
                          "one of these files")

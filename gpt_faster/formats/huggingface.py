@@ -89,4 +89,4 @@ def read_weights(path: Path) -> list[LazyTensor]:
     refuse_others(path)
     if (kind_of(path) or path.suffix.removeprefix(".")) == "safetensors":
         return read_safetensors(path)
-    return lazy_tensors(state_dict(read_torch(path)))
+    return lazy_tensors(state_dict(read_torch(path)), path)

@@ -149,6 +149,10 @@ def weights_in(directory: Path) -> Path:
         return found
     if found := gguf_in(directory):
         return found
+    named_otherwise = [p for p in sorted(directory.glob("*.safetensors"))
+                       if not p.name.startswith(("adapter", "consolidated"))]
+    if len(named_otherwise) == 1 and (directory / "config.json").exists():
+        return named_otherwise[0]
     if what := other_directory(directory):
         raise ValueError(f"{directory}: {what}")
     names = sorted(p.name for p in directory.iterdir())

@@ -28,7 +28,7 @@ def read_meta(path: Path) -> RawCheckpoint:
     directory = path.parent
     sharded = path.name.startswith("consolidated.")
     paths = sorted(directory.glob("consolidated.*.pth")) if sharded else [path]
-    shards = [{t.name: t for t in lazy_tensors(read_torch(p))} for p in paths]
+    shards = [{t.name: t for t in lazy_tensors(read_torch(p), p)} for p in paths]
     for other, tensors in zip(paths, shards):
         if tensors.keys() != shards[0].keys():
             names = sorted(tensors.keys() ^ shards[0].keys())

@@ -36,7 +36,7 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
     """content: from torch_file.read_torch()."""
     raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
     raw.names = OUR_NAMES
-    raw.tensors, head = split_mtp_head(lazy_tensors(content["model"]), None)
+    raw.tensors, head = split_mtp_head(lazy_tensors(content["model"], path), None)
     if content.get("mtp"):
         cfg = MTPConfig(**vars(config_from_dict(content["mtp"])))
         raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | MTP_HEAD_NAMES,

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import tokenizer as core
-from checkpoint import read_json, reading
+from checkpoint import as_path, read_json, reading
 from gpt_faster.text.gguf_tokenizer import from_gguf
 from gpt_faster.text.rank_files import read_tekken, read_tiktoken
 from gpt_faster.text.vocab_merges import read_vocab_merges
@@ -41,7 +41,7 @@ def load(source: Path | str | dict) -> Tokenizer:
     """
     if isinstance(source, dict) and "backend" in source:
         return core.load(source)
-    path = source.get("path", "tokenizer") if isinstance(source, dict) else source
+    path = source.get("path", "tokenizer") if isinstance(source, dict) else as_path(source)
     with reading(path):
         if isinstance(source, dict):
             tokenizer = Tokenizer(**from_gguf(source))
