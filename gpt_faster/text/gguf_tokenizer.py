@@ -87,7 +87,7 @@ def from_gguf(metadata: dict) -> dict:
         raise ValueError(f"tokenizer model '{kind}' is not supported{reason} (supported: gpt2, "
                          "llama, gemma4)")
     types = get("token_type") or [NORMAL] * len(tokens)
-    pre = "gemma4" if kind == "gemma4" else get("pre", "default")
+    pre = {"gemma4": "gemma4", "llama": None}.get(kind, get("pre", "default"))
     ends = gguf_end_ids(metadata)
     special = special_tokens(tokens, types, ends, str(metadata.get("general.name", "")))
     if kind == "llama":
@@ -148,7 +148,10 @@ def _bpe(get, tokens: list[str], pre: str, special: list[AddedToken]):
     if pre == "default":
         print("note: this GGUF names no pre-tokenizer (tokenizer.ggml.pre): using GPT-2's",
               file=sys.stderr)
-    merges = [tuple(merge.split(" ")) for merge in get("merges", [])]
+    if get("merges") is None:
+        print("note: this GGUF has no tokenizer.ggml.merges: a text becomes single bytes or "
+              "characters", file=sys.stderr)
+    merges = [tuple(merge.split(" ")) for merge in get("merges") or []]
     vocab = {t: i for i, t in enumerate(tokens)}
     names = [t.text for t in special if t.special]
     added = [t.text for t in special if not t.special]
