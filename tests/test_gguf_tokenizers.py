@@ -230,8 +230,9 @@ def test_types(model, kind, matched, as_text, shown):
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
 @pytest.mark.parametrize("name, keys", [("<stop>", dict(eos_token_id=12)), ("<stop>", dict(eot_token_id=12)), ("<|im_end|>", {}), ("<PRE>", {})])
-def test_end_tokens_are_tokens_whatever_their_type(kind, name, keys):
-    tokenizer = sentencepiece({name: kind}, **keys)
+@pytest.mark.parametrize("prefix", [True, False])
+def test_end_tokens_are_tokens_whatever_their_type(kind, name, keys, prefix):
+    tokenizer = sentencepiece({name: kind}, add_space_prefix=prefix, **keys)
     assert 12 in tokenizer.encode(f"hello{name}") and 12 not in tokenizer.encode(f"hello{name}", special=False)
     assert tokenizer.decode([12]) == "" and (12 in tokenizer.eos_ids) is (name != "<PRE>")
 
