@@ -22,7 +22,6 @@ from gpt_faster.text.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
 )
-from tokenizer import note_size
 
 spec = importlib.util.spec_from_file_location("llama_cpp_lists", ROOT / "scripts/dev/llama_cpp_lists.py")
 lists = importlib.util.module_from_spec(spec)
@@ -260,13 +259,3 @@ def test_empty_tokens():
 def test_an_eos_is_not_appended(capsys):
     tokenizer = sentencepiece({}, add_eos_token=True)
     assert tokenizer.encode("hello")[-1] != 2 and "add_eos_token" in capsys.readouterr().err
-
-
-# ---- Sizes ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("n_token, vocab_size, line", [
-    (310, 312, "note: the tokenizer has 310 tokens, the model 312: the ids from 310 on have no text\n"),
-    (312, 310, "note: the tokenizer has 312 tokens, the model 310: a text with an id from 310 on is refused\n"), (5, 5, "")])
-def test_a_tokenizer_of_another_size_costs_a_line(n_token, vocab_size, line, capsys):
-    note_size(n_token, vocab_size)
-    assert capsys.readouterr().err == line
