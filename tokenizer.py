@@ -66,17 +66,7 @@ def load_for(source, load: Callable = load) -> "Tokenizer":
     tokenizer = load(source.tokenizer)
     eos_ids = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
     source.eos_ids = [i for i in eos_ids if i < source.cfg.vocab_size]
-    note_size(tokenizer.n_vocab, source.cfg.vocab_size)
     return tokenizer
-
-
-def note_size(n_token: int, vocab_size: int) -> None:
-    """One line if the tokenizer has fewer or more tokens than the model."""
-    if n_token != vocab_size:
-        meaning = (f"the ids from {n_token} on have no text" if n_token < vocab_size else
-                   f"a text with an id from {vocab_size} on is refused")
-        print(f"note: the tokenizer has {n_token} tokens, the model {vocab_size}: {meaning}",
-              file=sys.stderr)
 
 
 def from_directory(directory: Path, read_backend: Callable | None = None) -> "Tokenizer":

@@ -451,7 +451,7 @@ TESTS = (
     ("gpt_faster/decoding/samplers.py", "tests/test_sampling.py tests/test_survivors.py"),
     ("gpt_faster/decoding/ranks.py", "tests/test_tp.py"),
     ("gpt_faster/cli/quantizing.py", QUANTIZE),
-    ("gpt_faster/text/*.py", "tests/test_tokenizer.py tests/test_chat.py tests/test_end_tokens.py"),
+    ("gpt_faster/text/*.py", "tests/test_tokenizer.py tests/test_chat.py tests/test_end_tokens.py tests/test_gguf_tokenizers.py"),
     ("gpt_faster/storage/*.py", "tests/test_kept_weights.py"),
     ("gpt_faster/decoding/*.py", "tests/test_generate.py tests/test_speculate.py tests/test_batch.py"),
     ("gpt_faster/loading.py", "tests/test_families.py"),

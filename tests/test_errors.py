@@ -48,7 +48,8 @@ def llama(families, tmp_path):
     directory = tmp_path / "llama"
     shutil.copytree(families("llama2")[0], directory)
     from tokenizers import Tokenizer, models
-    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")).save(str(directory / "tokenizer.json"))
+    words = {"a": 0, "b": 1, **{f"w{i}": i for i in range(2, 160)}}    # as many as the model's
+    Tokenizer(models.WordLevel(words, unk_token="b")).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -280,7 +281,8 @@ def test_missing_tokenizer(capsys, llama):
 
 def test_tokenizer_of_another_model(capsys, llama):
     from tokenizers import Tokenizer, models
-    Tokenizer(models.WordLevel({"a": 500}, unk_token="a")).save(str(llama / "tokenizer.json"))
+    words = {"a": 500, **{f"w{i}": i for i in range(159)}}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(llama / "tokenizer.json"))
     message = refused(capsys, "-m", llama, "--prompt", "a")
     assert "token id 500 is out of range: the model has 160 tokens" in message
 

@@ -22,7 +22,6 @@ from gpt_faster.text.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
 )
-from tokenizer import note_size
 
 spec = importlib.util.spec_from_file_location("llama_cpp_lists", ROOT / "scripts/dev/llama_cpp_lists.py")
 lists = importlib.util.module_from_spec(spec)
@@ -114,7 +113,7 @@ def pieces(pre, text):
     return [piece for piece, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(text)]
 
 
-# Pieces that llama-server 0.3.36 gives too (checked with 2,000 texts for each of its 47 patterns).
+# llama-server (of llama-cpp-python 0.3.36) encodes all of these texts alike, with a real vocabulary, but for qwen35: no NFC there.
 PIECES = [
     ("llama-bpe", "I'LL be  12345\n\n ok", ["I", "'LL", " be", " ", " ", "123", "45", "\n\n", " ok"]),
     ("glm4", "don't 1234", ["don", "'t", " ", "123", "4"]),
@@ -230,8 +229,9 @@ def test_types(model, kind, matched, as_text, shown):
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
 @pytest.mark.parametrize("name, keys", [("<stop>", dict(eos_token_id=12)), ("<stop>", dict(eot_token_id=12)), ("<|im_end|>", {}), ("<PRE>", {})])
-def test_end_tokens_are_tokens_whatever_their_type(kind, name, keys):
-    tokenizer = sentencepiece({name: kind}, **keys)
+@pytest.mark.parametrize("prefix", [True, False])
+def test_end_tokens_are_tokens_whatever_their_type(kind, name, keys, prefix):
+    tokenizer = sentencepiece({name: kind}, add_space_prefix=prefix, **keys)
     assert 12 in tokenizer.encode(f"hello{name}") and 12 not in tokenizer.encode(f"hello{name}", special=False)
     assert tokenizer.decode([12]) == "" and (12 in tokenizer.eos_ids) is (name != "<PRE>")
 
@@ -259,13 +259,3 @@ def test_empty_tokens():
 def test_an_eos_is_not_appended(capsys):
     tokenizer = sentencepiece({}, add_eos_token=True)
     assert tokenizer.encode("hello")[-1] != 2 and "add_eos_token" in capsys.readouterr().err
-
-
-# ---- Sizes ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("n_token, vocab_size, line", [
-    (310, 312, "note: the tokenizer has 310 tokens, the model 312: the ids from 310 on have no text\n"),
-    (312, 310, "note: the tokenizer has 312 tokens, the model 310: a text with an id from 310 on is refused\n"), (5, 5, "")])
-def test_a_tokenizer_of_another_size_costs_a_line(n_token, vocab_size, line, capsys):
-    note_size(n_token, vocab_size)
-    assert capsys.readouterr().err == line

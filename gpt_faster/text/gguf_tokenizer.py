@@ -87,7 +87,7 @@ def from_gguf(metadata: dict) -> dict:
         raise ValueError(f"tokenizer model '{kind}' is not supported{reason} (supported: gpt2, "
                          "llama, gemma4)")
     types = get("token_type") or [NORMAL] * len(tokens)
-    pre = "gemma4" if kind == "gemma4" else get("pre", "default")
+    pre = {"gemma4": "gemma4", "llama": None}.get(kind, get("pre", "default"))
     ends = gguf_end_ids(metadata)
     special = special_tokens(tokens, types, ends, str(metadata.get("general.name", "")))
     if kind == "llama":
@@ -132,9 +132,13 @@ def special_tokens(tokens: list[str], types: list[int], ends: list[int],
 
 
 def _sentencepiece(get, tokens: list[str], types: list[int], special: list[AddedToken]):
-    types = [UNUSED if kind == USER_DEFINED else kind for kind in types]   # matched before pieces
-    data = sentencepiece_model(tokens, get("scores") or [0.0] * len(tokens), types,
-                               bool(get("add_space_prefix", True)), get("unknown_token_id", 0))
+    space_prefix = bool(get("add_space_prefix", True))
+    if not space_prefix:                           # else a space follows each: not the library's
+        special = [t for t in special if t.special]            # to match
+    matched = {t.id for t in special}
+    types = [CONTROL if i in matched else kind for i, kind in enumerate(types)]
+    data = sentencepiece_model(tokens, get("scores") or [0.0] * len(tokens), types, space_prefix,
+                               get("unknown_token_id", 0))
     return SentencePieceBackend(data, added=special)
 
 
@@ -148,7 +152,10 @@ def _bpe(get, tokens: list[str], pre: str, special: list[AddedToken]):
     if pre == "default":
         print("note: this GGUF names no pre-tokenizer (tokenizer.ggml.pre): using GPT-2's",
               file=sys.stderr)
-    merges = [tuple(merge.split(" ")) for merge in get("merges", [])]
+    if get("merges") is None:
+        print("note: this GGUF has no tokenizer.ggml.merges: a text becomes single bytes or "
+              "characters", file=sys.stderr)
+    merges = [tuple(merge.split(" ")) for merge in get("merges") or []]
     vocab = {t: i for i, t in enumerate(tokens)}
     names = [t.text for t in special if t.special]
     added = [t.text for t in special if not t.special]
@@ -232,6 +239,8 @@ def sentencepiece_model(tokens, scores, types, space_prefix: bool, unk_id: int) 
 
     out = []
     for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
+        if kind == USER_DEFINED:                   # llama.cpp stores these with real spaces
+            token = token.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
         token = token or f"[EMPTY_{i}]"            # llama.cpp's name; the library refuses ""
         kind = UNKNOWN if i == unk_id else NORMAL if kind == UNKNOWN else kind
         piece = bytes_(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)
