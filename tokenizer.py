@@ -58,7 +58,23 @@ def load_for(source, load: Callable = load) -> "Tokenizer":
     tokenizer = load(source.tokenizer)
     eos_ids = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
     source.eos_ids = [i for i in eos_ids if i < source.cfg.vocab_size]
+    _note_size(tokenizer.n_vocab, source.cfg.vocab_size, source.eos_ids)
     return tokenizer
+
+
+def _note_size(n: int, n_model: int, eos_ids: list[int]) -> None:
+    """A note if the tokenizer has more tokens than the model, or fewer, and that is not padding.
+
+    Embeddings are padded to a multiple of 64, or by up to 1023 rows. Less than 256 tokens are a
+    tokenizer for tests.
+    """
+    is_padded = n_model % 64 == 0 and n_model - n < 1024 and all(i < n for i in eos_ids)
+    if n > n_model:
+        print(f"note: the tokenizer has {n} tokens and the model {n_model}: text with a token from "
+              f"{n_model} on is refused", file=sys.stderr)
+    elif 256 <= n < n_model and not is_padded:
+        print(f"note: the tokenizer has {n} tokens and the model {n_model}: if added tokens are "
+              "missing, add added_tokens.json or tokenizer_config.json", file=sys.stderr)
 
 
 def from_directory(directory: Path, read_backend: Callable | None = None) -> "Tokenizer":

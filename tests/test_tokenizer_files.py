@@ -7,6 +7,7 @@ import json
 import random
 import unicodedata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizer_samples as samples
@@ -340,6 +341,19 @@ def test_it_is_kept_in_a_pth(kind, families, bpe, tmp_path):  # noqa: F811
         for text in samples.hard_strings(["</s>", "[EOS]"], 100):
             assert again.encode(text) == tokenizer.encode(text)
         assert again.eos_ids == tokenizer.eos_ids and again.n_vocab == tokenizer.n_vocab
+
+
+@pytest.mark.parametrize("n_model, eos_ids, said", [
+    (0, [], None), (-1, [], "text with a token from"), (-30, [], "text with a token from"), (2, [], "if added tokens are missing"),
+    (64, [], None), (64, [N + 30 + 3], "if added tokens are missing"), (64, [2], None), (1024, [], "if added tokens are missing")])
+def test_a_tokenizer_of_another_size_is_noted(n_model, eos_ids, said, tmp_path, capsys):
+    """n_model: more than the tokenizer's ids, which are made a multiple of 64 first."""
+    n = (N + 30) // 64 * 64
+    path = written(tmp_path, tekken=samples.tekken(default_vocab_size=n))
+    source = SimpleNamespace(tokenizer=path, eos_ids=eos_ids, cfg=SimpleNamespace(vocab_size=n + n_model))
+    assert tokenizer_files.load_for(source).n_vocab == n and 2 in source.eos_ids
+    err = capsys.readouterr().err
+    assert (said is None and not err) or (said in err and err.count("\n") == 1 and f"has {n} tokens and the model {n + n_model}" in err)
 
 
 # ---- Damage --------------------------------------------------------------------------------------
