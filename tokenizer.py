@@ -27,7 +27,7 @@ LONG_TEXT = 10_000                                 # characters
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"              # normalizer_spec { add_dummy_prefix: false }
 UNJOINED = "<unk>"                                 # no piece spans this and a following space
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
-FULL_TREE_FORMATS = ("tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model.v*",
+FULL_TREE_FORMATS = ("tekken*.json", "tiktoken.model", "*.tiktoken", "*.model.v[1-9]*",
                      "vocab.json")                 # gpt_faster/text/tokenizer_files.py reads them
 
 

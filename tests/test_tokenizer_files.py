@@ -276,10 +276,16 @@ def test_vocab_and_merges_that_cannot_be_are_refused(files, said, bpe, tmp_path)
 
 # ---- Which file is read, and what is refused -----------------------------------------------------
 
-def test_sentencepiece_under_mistrals_name(sp_model, tmp_path):  # noqa: F811
-    data = sp_model.read_bytes()
-    tokenizer = tokenizer_files.load(written(tmp_path, file=("tokenizer.model.v3", data)))
-    assert tokenizer.encode("the class") == tokenizer_files.load(sp_model.parent).encode("the class")
+@pytest.mark.parametrize("names", [["tokenizer.model.v3"], ["mistral_instruct_tokenizer_241114.model.v7m1"], ["a.model.v11", "a.model.v3"]])
+def test_sentencepiece_under_mistrals_names(names, sp_model, tmp_path):  # noqa: F811
+    """Of several the newest."""
+    for name, data in zip(names, (sp_model.read_bytes(), b"older")):
+        written(tmp_path, file=(name, data))
+    assert tokenizer_files.load(tmp_path).encode("the class") == tokenizer_files.load(sp_model.parent).encode("the class")
+
+
+def test_tekken_under_its_dated_name(tmp_path):
+    assert tokenizer_files.load(written(tmp_path, tekken_240911=samples.tekken())).encode("a") == [1, 30 + ord("a")]
 
 
 @pytest.mark.parametrize("file, said", [
