@@ -180,8 +180,9 @@ def test_a_damaged_tiktoken_file_is_refused(data, said, tmp_path):
 
 def test_hunyuan_counts_lines(tmp_path):
     """A token that its file has twice counts once, and the ranks written there do not."""
-    data = samples.tiktoken_file().splitlines()
-    data = b"\n".join([*data[:300], data[0], *data[300:], b""])
+    lines = [line.split() for line in samples.tiktoken_file().splitlines()]
+    lines.insert(300, lines[0])
+    data = b"".join(token + b" %d\n" % i for i, (token, _) in enumerate(lines))
     tokenizer = tokenizer_files.load(written(tmp_path, file=("hy.tiktoken", data)))
     assert tokenizer.n_vocab == N + 210 and tokenizer.decode(tokenizer.encode(" return")) == " return"
 
@@ -231,11 +232,17 @@ def test_vocab_and_merges_equal_transformers(kind, prefix_space, bpe, tmp_path):
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_vocab_and_merges_that_begin_with_a_token(bpe, tmp_path):  # noqa: F811
-    """OPT's class and tokens: </s> in front of each text."""
-    tokenizer = tokenizer_files.load(vocab_directory(tmp_path, bpe, "GPT2Tokenizer", bos_token="</s>", eos_token="</s>", add_bos_token=True))
-    assert tokenizer.encode("the")[0] == 1 == tokenizer.eos_ids[0]
-    check_round_trips(tokenizer, samples.hard_strings(n=100))
+def test_vocab_and_merges_with_other_special_tokens(bpe, tmp_path):  # noqa: F811
+    """OPT's class and tokens: </s> in front of each text; the class has <|endoftext|> for all."""
+    from transformers import AutoTokenizer
+    path = vocab_directory(tmp_path, bpe, "GPT2Tokenizer", bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<s>", add_bos_token=True)
+    ours, theirs = tokenizer_files.load(path), AutoTokenizer.from_pretrained(path)
+    assert ours.eos_ids == [1] and ours.n_vocab == len(theirs)
+    texts = samples.hard_strings(["</s>", "<s>", "<|endoftext|>"], 300)
+    for text in texts:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text) and ids[0] == 1 and ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    check_round_trips(ours, samples.hard_strings(n=100))
 
 
 def test_merges_of_hash_signs(tmp_path):
