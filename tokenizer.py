@@ -35,7 +35,7 @@ LONG_TEXT = 10_000                                 # characters
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"              # normalizer_spec { add_dummy_prefix: false }
 UNJOINED = "<unk>"                                 # no piece spans this and a following space
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
-FULL_TREE_FORMATS = ("tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model.v*",
+FULL_TREE_FORMATS = ("tekken*.json", "tiktoken.model", "*.tiktoken", "*.model.v[1-9]*",
                      "vocab.json")                 # gpt_faster/text/tokenizer_files.py reads them
 
 
@@ -66,7 +66,23 @@ def load_for(source, load: Callable = load) -> "Tokenizer":
     tokenizer = load(source.tokenizer)
     eos_ids = dict.fromkeys([*source.eos_ids, *tokenizer.eos_ids])
     source.eos_ids = [i for i in eos_ids if i < source.cfg.vocab_size]
+    _note_size(tokenizer.n_vocab, source.cfg.vocab_size, source.eos_ids)
     return tokenizer
+
+
+def _note_size(n: int, n_model: int, eos_ids: list[int]) -> None:
+    """A note if the tokenizer has more tokens than the model, or fewer, and that is not padding.
+
+    Embeddings are padded to a multiple of 64, or by up to 1023 rows. Less than 256 tokens are a
+    tokenizer for tests.
+    """
+    is_padded = n_model % 64 == 0 and n_model - n < 1024 and all(i < n for i in eos_ids)
+    if n > n_model:
+        print(f"note: the tokenizer has {n} tokens and the model {n_model}: text with a token from "
+              f"{n_model} on is refused", file=sys.stderr)
+    elif 256 <= n < n_model and not is_padded:
+        print(f"note: the tokenizer has {n} tokens and the model {n_model}: if added tokens are "
+              "missing, add added_tokens.json or tokenizer_config.json", file=sys.stderr)
 
 
 def from_directory(directory: Path, read_backend: Callable | None = None) -> "Tokenizer":

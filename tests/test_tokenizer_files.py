@@ -7,6 +7,7 @@ import json
 import random
 import unicodedata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizer_samples as samples
@@ -179,8 +180,9 @@ def test_a_damaged_tiktoken_file_is_refused(data, said, tmp_path):
 
 def test_hunyuan_counts_lines(tmp_path):
     """A token that its file has twice counts once, and the ranks written there do not."""
-    data = samples.tiktoken_file().splitlines()
-    data = b"\n".join([*data[:300], data[0], *data[300:], b""])
+    lines = [line.split() for line in samples.tiktoken_file().splitlines()]
+    lines.insert(300, lines[0])
+    data = b"".join(token + b" %d\n" % i for i, (token, _) in enumerate(lines))
     tokenizer = tokenizer_files.load(written(tmp_path, file=("hy.tiktoken", data)))
     assert tokenizer.n_vocab == N + 210 and tokenizer.decode(tokenizer.encode(" return")) == " return"
 
@@ -230,11 +232,17 @@ def test_vocab_and_merges_equal_transformers(kind, prefix_space, bpe, tmp_path):
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_vocab_and_merges_that_begin_with_a_token(bpe, tmp_path):  # noqa: F811
-    """OPT's class and tokens: </s> in front of each text."""
-    tokenizer = tokenizer_files.load(vocab_directory(tmp_path, bpe, "GPT2Tokenizer", bos_token="</s>", eos_token="</s>", add_bos_token=True))
-    assert tokenizer.encode("the")[0] == 1 == tokenizer.eos_ids[0]
-    check_round_trips(tokenizer, samples.hard_strings(n=100))
+def test_vocab_and_merges_with_other_special_tokens(bpe, tmp_path):  # noqa: F811
+    """OPT's class and tokens: </s> in front of each text; the class has <|endoftext|> for all."""
+    from transformers import AutoTokenizer
+    path = vocab_directory(tmp_path, bpe, "GPT2Tokenizer", bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<s>", add_bos_token=True)
+    ours, theirs = tokenizer_files.load(path), AutoTokenizer.from_pretrained(path)
+    assert ours.eos_ids == [1] and ours.n_vocab == len(theirs)
+    texts = samples.hard_strings(["</s>", "<s>", "<|endoftext|>"], 300)
+    for text in texts:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text) and ids[0] == 1 and ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    check_round_trips(ours, samples.hard_strings(n=100))
 
 
 def test_merges_of_hash_signs(tmp_path):
@@ -275,10 +283,16 @@ def test_vocab_and_merges_that_cannot_be_are_refused(files, said, bpe, tmp_path)
 
 # ---- Which file is read, and what is refused -----------------------------------------------------
 
-def test_sentencepiece_under_mistrals_name(sp_model, tmp_path):  # noqa: F811
-    data = sp_model.read_bytes()
-    tokenizer = tokenizer_files.load(written(tmp_path, file=("tokenizer.model.v3", data)))
-    assert tokenizer.encode("the class") == tokenizer_files.load(sp_model.parent).encode("the class")
+@pytest.mark.parametrize("names", [["tokenizer.model.v3"], ["mistral_instruct_tokenizer_241114.model.v7m1"], ["a.model.v11", "a.model.v3"]])
+def test_sentencepiece_under_mistrals_names(names, sp_model, tmp_path):  # noqa: F811
+    """Of several the newest."""
+    for name, data in zip(names, (sp_model.read_bytes(), b"older")):
+        written(tmp_path, file=(name, data))
+    assert tokenizer_files.load(tmp_path).encode("the class") == tokenizer_files.load(sp_model.parent).encode("the class")
+
+
+def test_tekken_under_its_dated_name(tmp_path):
+    assert tokenizer_files.load(written(tmp_path, tekken_240911=samples.tekken())).encode("a") == [1, 30 + ord("a")]
 
 
 @pytest.mark.parametrize("file, said", [
@@ -340,6 +354,19 @@ def test_it_is_kept_in_a_pth(kind, families, bpe, tmp_path):  # noqa: F811
         for text in samples.hard_strings(["</s>", "[EOS]"], 100):
             assert again.encode(text) == tokenizer.encode(text)
         assert again.eos_ids == tokenizer.eos_ids and again.n_vocab == tokenizer.n_vocab
+
+
+@pytest.mark.parametrize("n_model, eos_ids, said", [
+    (0, [], None), (-1, [], "text with a token from"), (-30, [], "text with a token from"), (2, [], "if added tokens are missing"),
+    (64, [], None), (64, [N + 30 + 3], "if added tokens are missing"), (64, [2], None), (1024, [], "if added tokens are missing")])
+def test_a_tokenizer_of_another_size_is_noted(n_model, eos_ids, said, tmp_path, capsys):
+    """n_model: more than the tokenizer's ids, which are made a multiple of 64 first."""
+    n = (N + 30) // 64 * 64
+    path = written(tmp_path, tekken=samples.tekken(default_vocab_size=n))
+    source = SimpleNamespace(tokenizer=path, eos_ids=eos_ids, cfg=SimpleNamespace(vocab_size=n + n_model))
+    assert tokenizer_files.load_for(source).n_vocab == n and 2 in source.eos_ids
+    err = capsys.readouterr().err
+    assert (said is None and not err) or (said in err and err.count("\n") == 1 and f"has {n} tokens and the model {n + n_model}" in err)
 
 
 # ---- Damage --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ merges.txt, GGUF metadata.
     tokenizer = load_for(source)
 """
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -80,14 +81,15 @@ def _format_of(directory: Path):
     def found(*patterns):
         return [path for pattern in patterns for path in sorted(directory.glob(pattern))]
 
-    if paths := found("tekken.json"):
+    if paths := found("tekken.json", "tekken_*.json"):
         return of_file(paths[0], read_tekken)
     for path in found("tokenizer.model", "tiktoken.model", "*.tiktoken"):
         is_named = path.name != "tokenizer.model"
         return of_file(path, read_tiktoken if is_named or core.is_tiktoken(path.read_bytes())
                        else core.read_sentencepiece)
-    if paths := found("tokenizer.model.v*"):       # Mistral's, with the version of its prompts
-        return of_file(paths[-1], core.read_sentencepiece)
+    if paths := found("*.model.v[1-9]*"):          # Mistral's, with the version of its prompts
+        newest = max(paths, key=lambda path: int(re.search(r"\.v(\d+)", path.suffix)[1]))
+        return of_file(newest, core.read_sentencepiece)
     if found("vocab.json") and found("merges.txt"):
         return directory / "vocab.json", read_vocab_merges
     others = [f"{path.name} ({kind})" for pattern, kind in UNSUPPORTED for path in found(pattern)]
