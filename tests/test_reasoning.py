@@ -2,12 +2,19 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_chat import TEMPLATES, bpe, user, write  # noqa: F401
+from test_errors import run
+from tokenizers import Tokenizer as Fast
+from tokenizers import models, pre_tokenizers
 
 from generate import Sequence
+from gpt_faster.cli import batch, chat
+from gpt_faster.cli.session import Session
 from gpt_faster.cli.thoughts import ThoughtPrinter, with_thoughts
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import ChatAnswer
@@ -273,3 +280,74 @@ def test_the_server_sends_them_apart(stream, bpe, tmp_path):  # noqa: F811
         message = answer.whole()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("They say hello.", "Hi!")
     assert not re.search(r"[<|>]", json.dumps(events))
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+WORDS = ["?", "<s>", "</s>", "Hm", ".", "Yes", "[user]", "[assistant]", "Hi", "<think>", "</think>"]
+SAID = [WORDS.index(word) for word in ("<think>", "Hm", ".", "</think>", "Yes", ".", "</s>")]
+
+
+@pytest.fixture
+def scripted(families, tmp_path, monkeypatch, capsys):
+    """A model that says SAID. flags -> the command's stdout."""
+    shutil.copytree(families("llama2")[0], tmp_path / "m")
+    fast = Fast(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.add_special_tokens(["</s>"])
+    fast.save(str(tmp_path / "m/tokenizer.json"))
+    template = "{% for m in messages %} [{{ m.role }}] {{ m.content }}{% endfor %} [assistant] {# <think> #}"
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps(dict(chat_template=template, eos_token="</s>")))
+    monkeypatch.setattr(Session, "tokens", lambda self, prompts, n_new, n_cached=0, draft=True: iter(
+        [torch.tensor([[i]] * len(prompts)) for i in SAID[:n_new]]))
+
+    def serve(batch, work):
+        for i, generation in enumerate(work):
+            for token in SAID:
+                generation.push(token)
+            generation.start_s, generation.first_s, generation.last_s = 0, 1, 2
+            yield generation, i
+    monkeypatch.setattr(batch, "serve", serve)
+
+    def get(*flags):
+        status, out, err = run(capsys, "-m", tmp_path / "m", "--device", "cpu", *flags)
+        assert status == 0, err
+        return out
+    return get
+
+
+def test_the_command_shows_them_apart(scripted, tmp_path):
+    framed = "<think>\nHm .\n</think>\n\nYes .\n"
+    assert scripted("--chat", "--prompt", "Hi") == framed
+    assert scripted("--chat", "--prompt", "Hi", "--hide_thoughts") == "Yes .\n"
+    assert scripted("--chat", "--prompt", "Hi", "--max_new_tokens", "2") == "<think>\nHm\n</think>\n\n\n"
+    result = json.loads(scripted("--chat", "--prompt", "Hi", "--json"))
+    assert (result["text"], result["reasoning_content"], result["new_ids"]) == ("Yes .", "Hm .", SAID)
+    assert "reasoning_content" not in json.loads(scripted("--prompt", "Hi", "--json"))       # no chat: the text as it is
+    assert scripted("--chat", "--prompt", "Hi", "--batch_size", "2") == f"--- row 0 ---\n{framed}--- row 1 ---\n{framed}"
+
+
+def test_many_prompts_show_them_apart(scripted, tmp_path):
+    framed = "<think>\nHm .\n</think>\n\nYes .\n"
+    many = ("--chat", "--prompt", "Hi", "--prompt", "Hm")
+    assert scripted(*many) == f"--- 0 ---\n{framed}--- 1 ---\n{framed}"
+    assert scripted(*many, "--hide_thoughts") == "--- 0 ---\nYes .\n--- 1 ---\nYes .\n"
+    scripted(*many, "--output", tmp_path / "out.jsonl")
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(r["text"], r["reasoning_content"]) for r in results] == [("Yes .", "Hm .")] * 2
+
+
+def test_a_chat_shows_them_apart(scripted, tmp_path, monkeypatch):
+    prompts = []
+    encode = chat.encode_chat
+    monkeypatch.setattr(chat, "encode_chat", lambda tokenizer, messages, **more: prompts.append(messages) or encode(tokenizer, messages, **more))
+    for flags, shown in ((), "<think>\nHm .\n</think>\n\nYes .\n"), (("--hide_thoughts",), "Yes .\n"):
+        monkeypatch.setattr("builtins.input", lambda prompt, lines=iter(["Hi", "Hm", EOFError]): raised(next(lines)))
+        assert scripted("--interactive", *flags) == 2 * shown
+        assert prompts[-1] == [user("Hi"), dict(role="assistant", content="Yes ."), user("Hm")]
+
+
+def raised(line):
+    if isinstance(line, str):
+        return line
+    raise line

@@ -42,7 +42,7 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
     from gpt_faster.text.sandbox import render as render_limited
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
-        messages = [with_thoughts(message) for message in messages]
+        messages = [normalized(message) for message in messages]
         return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
     except TemplateRefusal:
         raise
@@ -50,10 +50,11 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
         raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
 
 
-def with_thoughts(message: dict) -> dict:
-    """Add the names of a message's thoughts that templates read: reasoning_content, and gpt-oss's
-    thinking. As in transformers, any of the names may be given."""
-    given = [message[name] for name in THOUGHTS if message.get(name) is not None]
+def normalized(message: dict) -> dict:
+    """As in transformers: without keys whose value is None, and with the names of the thoughts that
+    templates read (reasoning_content, gpt-oss's thinking) if any of THOUGHTS is there."""
+    message = {key: value for key, value in message.items() if value is not None}
+    given = [message[name] for name in THOUGHTS if name in message]
     if not given:
         return message
     return {"thinking": given[0], **message, "reasoning_content": given[0]}
@@ -128,7 +129,8 @@ def encode_chat(tokenizer: Tokenizer, messages: list[dict], /, **more) -> list[i
     names, special = special_tokens(tokenizer.backend)
     escaper = SpecialTokenEscaper(names)
     messages = escaper.escape(messages)
-    more = {key: escaper.escape(value) if key == "tools" else value for key, value in more.items()}
+    more = {key: escaper.escape(value) if key in ("tools", "documents") else value
+            for key, value in more.items()}
     text = render(tokenizer, messages, **more).encode("utf-8", "replace").decode()
     if ESCAPE not in text:
         return tokenizer.encode(text, bos=False)

@@ -293,8 +293,8 @@ class PairSplitter(Splitter):
             self.state = "between"
 
     def _between(self, is_final: bool) -> Iterator[Part]:
-        """After thoughts: skip empty lines."""
-        self.buffer = self.buffer.lstrip("\n")
+        """After thoughts: skip white space."""
+        self.buffer = self.buffer.lstrip()
         if self.buffer:
             self.state = "start"
         yield from ()

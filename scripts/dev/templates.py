@@ -84,7 +84,8 @@ def theirs(template: str, messages: list[dict], settings: dict) -> tuple[str, st
     from transformers.utils import chat_template_utils as reference
     settings = dict(add_generation_prompt=True) | settings
     try:
-        messages = reference._alias_reasoning_fields(messages)
+        messages = [{key: value for key, value in message.items() if value is not None}
+                    for message in messages]       # as apply_chat_template does
         [text], _ = reference.render_jinja_template([messages], chat_template=template, **NAMES,
                                                     **settings)
         return "text", text
