@@ -168,7 +168,12 @@ class Batch:
         """Begin a new sequence in each of `rows` -> tokens [B, 1], the first new one in these rows.
 
         n_cached: prompt tokens already in the cache. params: None keeps the rows' parameters.
+        ValueError: the sequence in a row has overwritten keys that windows at n_cached include.
         """
+        last = max(self.length[row] for row in rows) if n_cached and self.model.rings else 0
+        if last - n_cached > self.model.longest_call:          # see model.n_slots
+            raise ValueError(f"n_cached {n_cached}: the cache of sliding windows, written up to "
+                             f"position {last}, goes back {self.model.longest_call}: use 0")
         prompt_of = dict(zip(rows, prompts))
         for i, (row, prompt) in enumerate(prompt_of.items()):
             self.sampler.begin(row, prompt, params[i] if params else None)

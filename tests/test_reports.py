@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from helpers import GREEDY, ids_of, make_batch
 from test_families import close, tokens
 from test_lora import adapter, our_logits
 
@@ -40,8 +41,8 @@ def text_until(tokenizer, text, stops, eos=()):
 
 @pytest.mark.parametrize("stop, shown, n", [
     ("<|end|>", "ab ", 4),                                 # of one token that decode() leaves out
-    ("<tool>", "ab cd", 7), ("d<tool>e", "ab c", 8),       # an added token that is text
-    ("cd", "ab ", 6), ("b c", "a", 5), (" ü", "ab cd<tool>e", 11), ("\u00fc😀", "ab cd<tool>e ", 15)])
+    ("<tool>", "ab cd", 6), ("d<tool>e", "ab c", 7),       # an added token that is text
+    ("cd", "ab ", 5), ("b c", "a", 4), (" ü", "ab cd<tool>e", 10), ("ü😀", "ab cd<tool>e ", 14)])
 def test_a_stop_string_ends_the_text_whatever_its_tokens_are(stop, shown, n):
     tokenizer = byte_tokenizer()
     text = "ab <|end|>cd<tool>e ü😀"
@@ -71,6 +72,30 @@ def test_a_character_that_is_cut_by_the_end_is_decoded_as_a_whole_text_is(cut):
         row = Sequence(tokenizer, [0], set(eos), ["never"])
         shown = "".join(map(row.push, ids + more))
         assert shown + row.finish("length") == tokenizer.decode(ids)
+
+
+# ---- A prompt that goes back in the cache ---------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "gpt_oss", "cohere2", "llama2"])
+def test_a_cached_prefix_is_reused_rightly_or_refused(families, name):
+    """Windows of 8 have rings: how far back they go depends on the longest call."""
+    directory, model = families(name)
+    ours, prompt, n_new = load_model(read_checkpoint(directory), torch.float32, "cpu"), tokens(40, 1)[0].tolist(), 12
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(n_new):
+            ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    expected, refused = ids[0, len(prompt):].tolist(), []
+    for n_cached in (1, 20, 34, 35, 39):
+        ours.setup_cache(1, 80, 16)
+        batch = make_batch(ours, [GREEDY])
+        assert ids_of(batch, prompt, n_new) == expected
+        try:                                               # 51 tokens are in the cache now
+            assert ids_of(batch, prompt, n_new, n_cached) == expected
+        except ValueError as e:
+            assert f"n_cached {n_cached}: the cache of sliding windows, written up to position 51, goes back 16: use 0" == str(e)
+            refused.append(n_cached)
+    assert refused == ([] if name == "llama2" else [1, 20, 34])
 
 
 # ---- Beginning tokens ---------------------------------------------------------------------------
