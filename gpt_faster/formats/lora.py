@@ -17,18 +17,19 @@ from checkpoint import (
     equal,
     lazy_tensors,
     look_up,
+    name_unknown,
     read_json,
     read_safetensors,
+    reading,
     some,
 )
+from gpt_faster.formats.known_keys import ADAPTER
 from gpt_faster.formats.lazy import transpose
 from gpt_faster.formats.schema import is_number
 from gpt_faster.formats.torch_file import read_torch
 from model import ModelConfig
 
 LORA_PARAMETER = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
-UNSUPPORTED_KEYS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
-                    "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
 
 
 def merge(tensors: list[LazyTensor], directory: Path,
@@ -108,9 +109,9 @@ def _config(directory: Path) -> dict:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{path}: 'peft_type' is {brief(kind)}, only LORA is supported")
-    for key in UNSUPPORTED_KEYS:
-        if config.get(key):
-            raise ValueError(f"{path}: '{key}' is not supported")
+    with reading(path):
+        ADAPTER.check(config)
+    name_unknown(path, ADAPTER.unknown(config))
     alphas = config.get("alpha_pattern") or {}
     try:
         for pattern in alphas:
