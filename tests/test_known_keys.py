@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+from test_tokenizer import bpe  # noqa: F401
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 import checkpoint as core
@@ -113,6 +115,7 @@ def test_model_types_of_a_key():
         cls = CONFIG_MAPPING[kind]
         source = inspect.getsource(cls) + "".join(
             path.read_text() for path in Path(inspect.getfile(cls)).parent.glob("modeling_*.py"))
+        source = source.replace("rotary_dim", "partial_rotary_factor") if kind == "gptj" else source
         own = {*family.defaults, *family.key_aliases, *strings(family.respell), *strings(family.is_sparse), *strings(family.is_sliding)}
         for keys, _ in known_keys.OF_MODEL_TYPES:
             for key in keys.split():
@@ -147,7 +150,7 @@ FOREIGN_TO_ALL = [
     ("llama", dict(embedding_multiplier=3.0)), ("llama", dict(attention_multiplier=0.5)), ("qwen3", dict(final_logit_softcapping=30.0)),
     ("llama", dict(use_parallel_residual=True)), ("mixtral", dict(routed_scaling_factor=2.5, n_shared_experts=1, use_expert_bias=True)),
     ("llama", dict(alibi=True)), ("gemma2", dict(attention_out_bias=True, embedding_multiplier=2.0)), ("qwen2", dict(scale_attn_weights=False)),
-    ("phi3", dict(rope_local_base_freq=500.0)), ("olmo2", dict(use_post_norm=True, residual_multiplier=0.5)),
+    ("phi3", dict(rope_local_base_freq=500.0)), ("llama", dict(partial_rotary_factor=0.5)), ("olmo2", dict(use_post_norm=True, residual_multiplier=0.5)),
 ]
 
 
@@ -197,6 +200,24 @@ def test_the_core_decides_by_what_it_acts_on():
         assert not hidden, table.file
 
 
+@pytest.mark.parametrize("name, key, value", [
+    ("llama2", "partial_rotary_factor", 0.5), ("qwen3", "rope_parameters", dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    ("mixtral", "norm_topk_prob", False), ("mistral-window", "attention_bias", True), ("llama2", "final_logit_softcapping", 2.0),
+])
+def test_logits_equal_those_of_transformers(families, tmp_path, capsys, name, key, value):
+    """With a key that its class for this model type does not read."""
+    import tiny
+    import torch
+    from test_families import close, our_logits, tokens
+    shutil.copytree(families(name)[0], tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    close(our_logits(tmp_path / "model", tokens()), tiny.logits(model, tokens()))
+    noted = "partial_rotary_factor" if key == "rope_parameters" else key
+    assert ("unknown keys" in capsys.readouterr().err) == (value is not False), noted
+
+
 def test_every_family_is_read_without_a_line(families, tmp_path, capsys):
     for name in ("llama2", "gemma3_text", "deepseek_v3", "gpt_oss"):
         read_checkpoint(families(name)[0])
@@ -212,3 +233,174 @@ def test_an_adapter_next_to_full_weights(families, tmp_path, capsys):
 
 def test_the_table_in_the_documentation():
     assert known_keys.report() in (Path(__file__).parents[1] / "docs/formats.md").read_text(), "python -m gpt_faster.formats.known_keys"
+
+
+# ---- The tokenizer's files: which of several counts ------------------------------------------------
+
+CLASSES = ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None]
+
+
+def both_tokenizers(path, fast, config, **files):
+    """transformers' and ours, of tokenizer.json with these files next to it."""
+    from transformers import AutoTokenizer
+
+    from gpt_faster.text import tokenizer_files
+    fast.save(str(path / "tokenizer.json"))
+    for name, content in dict(tokenizer_config=config, **files).items():
+        (path / f"{name}.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    return AutoTokenizer.from_pretrained(path), tokenizer_files.load(path)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("stated", [True, False, None])
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_bos_token_next_to_a_tokenizer_json(bpe, tmp_path, capsys, name, stated, adds):  # noqa: F811
+    fast = Tokenizer.from_str(bpe.to_str())
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A" if adds else "$A", special_tokens=[("<s>", 0)])
+    theirs, ours = both_tokenizers(tmp_path, fast, dict(tokenizer_class=name, bos_token="<s>", eos_token="</s>", add_bos_token=stated))
+    assert ours.encode(" the class") == theirs(" the class")["input_ids"]
+    assert ("it decides" in capsys.readouterr().err) == (stated is not None and stated != adds)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("stated", [True, False, None])
+@pytest.mark.parametrize("has", [True, False])
+def test_add_prefix_space(bpe, tmp_path, name, stated, has):  # noqa: F811
+    from gpt_faster.text import tokenizer_files
+    fast = Tokenizer.from_str(bpe.to_str())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has)
+    theirs, ours = both_tokenizers(tmp_path, fast, dict(tokenizer_class=name, bos_token="<s>", eos_token="</s>", add_prefix_space=stated))
+    ids = theirs("the class", add_special_tokens=False)["input_ids"]
+    assert ours.encode("the class", bos=False) == ids
+    assert tokenizer_files.load(ours.state()).encode("the class", bos=False) == ids         # as a .pth keeps it
+
+
+@pytest.mark.parametrize("decoder", [None, {}, {"1": dict(content="</s>", special=True)}])
+@pytest.mark.parametrize("config, special_map", [
+    (dict(bos_token="<s>", eos_token="</s>"), dict(bos_token="</s>", eos_token="<s>")), (dict(bos_token="<s>"), dict(bos_token=dict(content="</s>"))),
+    (dict(), dict(bos_token="</s>", pad_token="<s>")), (dict(pad_token="<s>"), dict(pad_token="</s>", unk_token="<s>")),
+])
+def test_special_tokens_map_and_tokenizer_config(bpe, tmp_path, decoder, config, special_map):  # noqa: F811
+    """The map counts, but it is not read next to added_tokens_decoder; end tokens are those of both."""
+    theirs, ours = both_tokenizers(tmp_path, bpe, dict(config, added_tokens_decoder=decoder, tokenizer_class="PreTrainedTokenizerFast"),
+                                   special_tokens_map=special_map)
+    names = {key: value for key in ("bos_token", "eos_token", "pad_token", "unk_token") if (value := getattr(theirs, key)) is not None}
+    assert ours.names == names
+    assert ours.eos_ids == [ours.backend.id_of(t) for t in dict.fromkeys([names.get("eos_token"), config.get("eos_token"), special_map.get("eos_token")]) if t]
+
+
+def test_clean_up_tokenization_spaces(bpe, tmp_path, capsys):  # noqa: F811
+    """transformers cleans up for none of BPE's; for others it does, and we say that we do not."""
+    theirs, ours = both_tokenizers(tmp_path, bpe, dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True))
+    ids = ours.encode("it 's , is n't .", bos=False)
+    assert ours.decode(ids) == theirs.decode(ids) and "clean_up" not in capsys.readouterr().err
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, ".": 2}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    both_tokenizers(tmp_path, words, dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True))
+    assert "not applied: clean_up_tokenization_spaces" in capsys.readouterr().err
+
+
+def test_unknown_keys_of_the_tokenizers_files(bpe, tmp_path, capsys):  # noqa: F811
+    from gpt_faster.text import tokenizer_files
+    from tokenizer import load
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    for name, text in (("tokenizer_config", dict(zeta=1, model_max_length=9, image_token="<i>", alpha_1=2)), ("special_tokens_map", dict(odd=1))):
+        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+    for read in (load, tokenizer_files.load):
+        read(tmp_path)
+        assert capsys.readouterr().err == (f"note: {tmp_path}/tokenizer_config.json: unknown keys zeta, alpha_1: without effect here\n"
+                                           f"note: {tmp_path}/special_tokens_map.json: unknown keys odd: without effect here\n")
+
+
+# ---- Chat templates ----------------------------------------------------------------------------------
+
+def template(name):
+    return name + " {{ messages[0].content }}{% if tools %} with tools{% endif %}"
+
+
+NAMED = [dict(name="default", template=template("default")), dict(name="tool_use", template=template("tool_use"))]
+TEMPLATES = {                                              # file: content
+    "in the config": {"tokenizer_config.json": dict(chat_template=template("config"))},
+    "a file": {"chat_template.jinja": template("file")},
+    "a file and the config": {"chat_template.jinja": template("file"), "tokenizer_config.json": dict(chat_template=template("config"))},
+    "names": {"tokenizer_config.json": dict(chat_template=NAMED)},
+    "names and a file": {"tokenizer_config.json": dict(chat_template=NAMED), "chat_template.jinja": template("file")},
+    "more files": {"chat_template.jinja": template("file"), "additional_chat_templates/tool_use.jinja": template("more"),
+                   "additional_chat_templates/rag.jinja": template("rag")},
+    "more files and the config": {"tokenizer_config.json": dict(chat_template=template("config")), "additional_chat_templates/tool_use.jinja": template("more")},
+    "names without default": {"tokenizer_config.json": dict(chat_template=[dict(name="rag", template=template("rag"))])},
+    "config and chat_template.json": {"tokenizer_config.json": dict(chat_template=template("config")), "chat_template.json": dict(chat_template=template("json"))},
+    "file and chat_template.json": {"chat_template.jinja": template("file"), "chat_template.json": dict(chat_template=template("json"))},
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_the_template_that_counts(bpe, tmp_path, capsys, case):  # noqa: F811
+    from transformers import AutoTokenizer
+
+    from gpt_faster.text import tokenizer_files
+    from gpt_faster.text.chat_template import render
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "additional_chat_templates").mkdir()
+    files = {"tokenizer_config.json": {}, **TEMPLATES[case]}
+    files["tokenizer_config.json"] = dict(files["tokenizer_config.json"], tokenizer_class="PreTrainedTokenizerFast")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), tokenizer_files.load(tmp_path)
+    assert ("none of the chat templates" in capsys.readouterr().err) == (ours.chat_template is None)
+    again = tokenizer_files.load(ours.state())
+    messages = [dict(role="user", content="hi")]
+    for tools in (None, [dict(type="function", function=dict(name="f"))]):
+        try:
+            expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        except ValueError:
+            assert tools is None or "tool_use" not in str(TEMPLATES[case])
+            assert ours.chat_template is None
+            continue
+        assert render(ours, messages, tools=tools) == render(again, messages, tools=tools) == expected
+
+
+def test_chat_template_json(bpe, tmp_path):  # noqa: F811
+    """transformers' processors write it; where no other file has a template, it counts."""
+    from gpt_faster.text import tokenizer_files
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.json").write_text(json.dumps(dict(chat_template=template("json"))))
+    assert tokenizer_files.load(tmp_path).chat_template == template("json")
+    for text, message in (('{"chat_template": 3}', "chat_template.json: 'chat_template' is 3"), ("[]", "chat_template.json: expected a JSON object")):
+        (tmp_path / "chat_template.json").write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tokenizer_files.load(tmp_path)
+
+
+# ---- generation_config.json and config.json ----------------------------------------------------------
+
+@pytest.mark.parametrize("generation, config, text, expected", [
+    (None, dict(do_sample=True, temperature=0.6), {}, dict(temperature=0.6)), ({}, dict(do_sample=True, temperature=0.6), {}, {}),
+    (None, dict(repetition_penalty=1.3), dict(repetition_penalty=1.7), dict(repetition_penalty=1.3)),
+    (None, {}, dict(do_sample=True, top_k=7), dict(top_k=7)), (dict(do_sample=True, top_k=3), dict(top_k=9), {}, dict(top_k=3)),
+])
+def test_sampling_values_of_config_json(tmp_path, generation, config, text, expected):
+    """As transformers: they count only without a generation_config.json; the outer level wins."""
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert core.generation_defaults(tmp_path, text, config)[1] == expected
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    try:
+        theirs = GenerationConfig.from_pretrained(tmp_path)
+    except OSError:
+        theirs = GenerationConfig.from_pretrained(tmp_path, config_file_name="config.json", _from_model_config=True)
+    assert {key: getattr(theirs, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("stated, line", [
+    (dict(max_length=4096), "ignored in {}: max_length"), (dict(stop_strings=["x"], token_healing=True), "ignored in {}: stop_strings, token_healing"),
+    (dict(exponential_decay_length_penalty=[5, 1.1], sequence_bias={"1": 2}), "ignored in {}: exponential_decay_length_penalty, sequence_bias"),
+    (dict(chat_format="chatml", top_k=3), "{}: unknown keys chat_format: without effect here"), (dict(max_length=20, num_beams=1, pad_token_id=0), ""),
+    (dict(no_repeat_ngram_size=0, min_new_tokens=None, bad_words_ids=[], forced_eos_token_id=None), ""),
+])
+def test_what_generation_config_asks_for_in_vain(tmp_path, capsys, stated, line):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(stated))
+    for unknown in (core.unknown_keys, known_keys.GENERATION.unknown):
+        core.generation_defaults(tmp_path, unknown=unknown)
+        assert capsys.readouterr().err == (f"note: {line.format(path)}\n" if line else "")

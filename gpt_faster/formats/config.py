@@ -130,6 +130,8 @@ def _own_keys(c: dict, whole: dict, kind: str, path: Path) -> dict:
              if isinstance(part, dict)]
     inner = [key for rope in ropes for part in (rope, *rope.values()) if isinstance(part, dict)
              for key in part]
+    if any(own.get(key) != c.get(key) for key in ("rope_parameters", "rope_scaling")):
+        foreign.append("partial_rotary_factor")
     names = [*foreign, *CONFIG.unknown(sorted(stated)), *ROPE.unknown(inner)]
     name_unknown(path, list(dict.fromkeys(names)))
     return own

@@ -39,7 +39,7 @@ ROUNDING = ("attention_softmax_in_fp32 scale_attention_softmax_in_fp32 reorder_a
 COMMON = ("model_type vocab_size hidden_size intermediate_size num_hidden_layers "
           "num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
           "tie_word_embeddings max_position_embeddings original_max_position_embeddings rope_theta "
-          "partial_rotary_factor rope_parameters rope_scaling sliding_window layer_types "
+          "rope_parameters rope_scaling sliding_window layer_types "
           "num_experts num_local_experts num_experts_per_tok num_nextn_predict_layers "
           "num_mtp_layers mtp_layer_types eos_token_id quantization_config compression_config "
           "is_causal")
@@ -146,6 +146,10 @@ OF_MODEL_TYPES = (
     ("n_shared_experts",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
      "exaone_moe hy_v3 afmoe ernie4_5_moe"),
+    ("partial_rotary_factor",                      # in rope_parameters and rope_scaling too
+     "qwen3_5_text qwen3_5_moe_text qwen3_next mellum glm4_moe glm4v_moe_text glm4_moe_lite "
+     "mistral4 solar_open minimax_m2 gemma4_text gemma4_unified_text phi3 glm glm4 glm4v_text "
+     "gpt_neox gptj phi stablelm nemotron"),
     ("no_rope_layer_interval no_rope_layers",
      "smollm3"),
     ("norm_eps",
@@ -424,7 +428,19 @@ def of_model_type(config: dict, model_type: str) -> dict:
         is_listed = model_type in kinds.split()
         if is_listed == kinds.startswith("-"):
             foreign.update(keys.split())
-    return {key: value for key, value in config.items() if key not in foreign}
+    own = {key: value for key, value in config.items() if key not in foreign}
+    if "partial_rotary_factor" in foreign:
+        own |= {key: _rotating_all(own[key]) for key in ("rope_parameters", "rope_scaling")
+                if key in own}
+    return own
+
+
+def _rotating_all(rope):
+    """RoPE's parameters, or those of each kind of attention, without partial_rotary_factor."""
+    if not isinstance(rope, dict):
+        return rope
+    return {key: _rotating_all(value) for key, value in rope.items()
+            if key != "partial_rotary_factor"}
 
 
 def report() -> str:

@@ -10,6 +10,7 @@ import tokenizer as core
 from checkpoint import reading
 from gpt_faster.text.byte_level import tiktoken_to_json
 from gpt_faster.text.gguf_tokenizer import from_gguf
+from gpt_faster.text.known_keys import TOKENIZER_CONFIG
 from tokenizer import Tokenizer, TokenizersBackend
 
 MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
@@ -40,17 +41,17 @@ def load_for(source) -> Tokenizer:
 def _from_directory(directory: Path) -> Tokenizer:
     json_path, model_path = directory / "tokenizer.json", directory / "tokenizer.model"
     if json_path.exists():
-        tokenizer = core.from_directory(directory)
+        tokenizer = core.from_directory(directory, unknown=TOKENIZER_CONFIG.unknown)
         with reading(json_path):
             check_regex_speed(tokenizer.backend)
         return tokenizer
     data = model_path.read_bytes() if model_path.exists() else b""
     if not core.is_tiktoken(data):
-        return core.from_directory(directory)
+        return core.from_directory(directory, unknown=TOKENIZER_CONFIG.unknown)
     with reading(model_path):
         text, end_ids = tiktoken_to_json(data)
         backend = TokenizersBackend(text)
-    tokenizer = core.from_directory(directory, backend)
+    tokenizer = core.from_directory(directory, backend, TOKENIZER_CONFIG.unknown)
     tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *end_ids]))
     return tokenizer
 
