@@ -404,3 +404,104 @@ def test_what_generation_config_asks_for_in_vain(tmp_path, capsys, stated, line)
     for unknown in (core.unknown_keys, known_keys.GENERATION.unknown):
         core.generation_defaults(tmp_path, unknown=unknown)
         assert capsys.readouterr().err == (f"note: {line.format(path)}\n" if line else "")
+
+
+# ---- GGUF metadata -------------------------------------------------------------------------------------
+
+def gguf_with(tmp_path, add):
+    """A Llama of one layer, with what `add` writes into its metadata."""
+    import gguf
+    import numpy as np
+    w = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    for key, n in dict(block_count=1, context_length=128, embedding_length=32, feed_forward_length=48).items():
+        w.add_uint32(f"llama.{key}", n)
+    w.add_head_count(4)
+    w.add_head_count_kv(2)
+    w.add_layer_norm_rms_eps(1e-5)
+    add(w)
+    shapes = dict(attn_norm=[32], ffn_norm=[32], attn_q=[32, 32], attn_k=[16, 32], attn_v=[16, 32], attn_output=[32, 32],
+                  ffn_gate=[48, 32], ffn_up=[48, 32], ffn_down=[32, 48])
+    for name, shape in dict(token_embd=[40, 32], output=[40, 32], output_norm=[32], **{f"blk.0.{k}": v for k, v in shapes.items()}).items():
+        w.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return tmp_path / "model.gguf"
+
+
+def test_what_a_gguf_recommends(tmp_path, capsys):
+    def add(w):
+        for key, value in (("temp", 0.6), ("top_p", 0.9), ("min_p", 0.05), ("penalty_repeat", 1.1)):
+            w.add_float32(f"general.sampling.{key}", value)
+        w.add_int32("general.sampling.top_k", 7)
+        w.add_int32("general.sampling.mirostat", 2)
+        w.add_float32("general.sampling.xtc_threshold", 0.1)           # of no use without xtc_probability
+    source = read_checkpoint(gguf_with(tmp_path, add))
+    assert {k: round(v, 4) for k, v in source.defaults.items()} == dict(temperature=0.6, top_k=7, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
+    assert f"ignored in {tmp_path}/model.gguf: general.sampling.mirostat\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("llama.attention.causal", False, "'llama.attention.causal' is false: a bidirectional model"), ("llama.attention.causal", True, None),
+    ("llama.rope.scaling.yarn_ext_factor", 0.5, "'llama.rope.scaling.yarn_ext_factor' is 0.5, which is not supported"),
+    ("llama.rope.scaling.yarn_ext_factor", 1.0, None), ("llama.router_logit_softcapping", 30.0, "'llama.router_logit_softcapping' is 30.0"),
+    ("llama.attention.output_scale", 0.5, "'llama.attention.output_scale' is 0.5"), ("llama.moe_latent_size", 8, "'llama.moe_latent_size' is 8"),
+])
+def test_what_a_gguf_asks_for_in_vain(tmp_path, key, value, message):
+    add = {bool: "add_bool", int: "add_uint32", float: "add_float32"}[type(value)]
+    path = gguf_with(tmp_path, lambda w: getattr(w, add)(key, value))
+    if message is None:
+        read_checkpoint(path)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_checkpoint(path)
+
+
+def test_unknown_keys_of_a_gguf(tmp_path, capsys):
+    def add(w):
+        w.add_uint32("llama.zeta", 1)
+        w.add_string("general.source.url", "x")
+        w.add_string("odd.key", "x")
+    read_checkpoint(gguf_with(tmp_path, add))
+    assert f"note: {tmp_path}/model.gguf: unknown keys llama.zeta, odd.key: without effect here\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys, kind", [
+    ({"scaling.factor": 4.0}, "linear"), ({"scale_linear": 4.0}, "linear"), ({"scaling.factor": 4.0, "scaling.type": "none"}, "default"),
+    ({"scaling.factor": 0.0}, "default"), ({"scaling.type": "linear", "scaling.factor": 2.0, "scale_linear": 4.0}, "linear"), ({}, "default"),
+])
+def test_rope_scaling_of_a_gguf(tmp_path, keys, kind):
+    """llama.cpp's load_hparams: linear unless another type is stated; rope.scale_linear is the factor's old name."""
+    def add(w):
+        for key, value in keys.items():
+            (w.add_string if isinstance(value, str) else w.add_float32)(f"llama.rope.{key}", value)
+    [rope] = read_checkpoint(gguf_with(tmp_path, add)).cfg.rope
+    assert rope.kind == kind and (kind == "default" or rope.factor == (2.0 if "scaling.type" in keys else 4.0))
+
+
+# ---- adapter_config.json -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("keys, message", [
+    (dict(init_lora_weights="pissa_niter_4"), "'init_lora_weights' is 'pissa_niter_4', which is not supported"),
+    (dict(init_lora_weights="olora"), "'init_lora_weights' is 'olora'"), (dict(init_lora_weights="loftq"), "'init_lora_weights' is 'loftq'"),
+    (dict(kasa_config={"beta": 1}), "'kasa_config' is"), (dict(lora_bias=True), "'lora_bias' is not supported"),
+])
+def test_adapters_that_do_more_than_add(tmp_path, keys, message):
+    from gpt_faster.formats.lora import _config
+    (tmp_path / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", lora_alpha=8, **keys)))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _config(tmp_path)
+
+
+def test_keys_of_an_adapter_without_effect(tmp_path, capsys):
+    from peft import LoraConfig
+
+    from gpt_faster.formats.lora import _config
+    LoraConfig(lora_alpha=8, target_modules=["q_proj"], init_lora_weights="gaussian").save_pretrained(tmp_path)
+    _config(tmp_path)
+    assert capsys.readouterr().err == ""
+    c = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(dict(c, zeta=1)))
+    _config(tmp_path)
+    assert capsys.readouterr().err == f"note: {tmp_path}/adapter_config.json: unknown keys zeta: without effect here\n"

@@ -208,8 +208,12 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
 
     scaling = {hf: metadata[f"{arch}.rope.scaling.{key}"] for hf, key in GGUF_ROPE_KEYS.items()
                if f"{arch}.rope.scaling.{key}" in metadata}
-    if scaling.get("rope_type", "none") == "none":
+    scaling.setdefault("factor", metadata.get(f"{arch}.rope.scale_linear"))    # its old name
+    is_scaled = scaling["factor"] not in (None, 0)
+    if scaling.get("rope_type", "linear" if is_scaled else "none") == "none":
         scaling["rope_type"] = "default"
+    elif is_scaled:                                # without a type linear, as in llama.cpp
+        scaling.setdefault("rope_type", "linear")
     factors = {name: tensors.vector(f"rope_{name}.weight")
                for name in ("freqs", "factors_short", "factors_long")
                if f"rope_{name}.weight" in tensors}
@@ -248,8 +252,7 @@ def check_metadata(arch: str, metadata: dict) -> None:
 
 def check_supported(arch: str, metadata: dict) -> None:
     """ValueError names a key that asks for something that this model does not implement."""
-    own = {key.replace(f"{arch}.", "{arch}.", 1): value for key, value in metadata.items()
-           if not key.startswith("tokenizer.ggml.tokens")}
+    own = {key.replace(f"{arch}.", "{arch}.", 1): value for key, value in metadata.items()}
     try:
         GGUF.check(own)
     except ValueError as e:

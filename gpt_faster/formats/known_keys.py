@@ -357,8 +357,8 @@ GGUF = Table(                                      # {arch}: the architecture's 
             "attention.sliding_window_pattern attention.temperature_scale attention.causal "
             "attention.temperature_length "
             "attention.recurrent_layers rope.dimension_count rope.dimension_sections "
-            "rope.freq_base rope.freq_base_swa rope.scaling.type rope.scaling.factor "
-            "rope.scaling.attn_factor rope.scaling.original_context_length "
+            "rope.freq_base rope.freq_base_swa rope.scale_linear rope.scaling.type "
+            "rope.scaling.factor rope.scaling.attn_factor rope.scaling.original_context_length "
             "rope.scaling.yarn_log_multiplier rope.scaling.yarn_beta_fast "
             "rope.scaling.yarn_beta_slow ssm.conv_kernel ssm.inner_size ssm.state_size "
             "ssm.time_step_rank ssm.group_count shortconv.l_cache").split())]),

@@ -64,8 +64,8 @@ def from_gguf(metadata: dict) -> dict:
                 names={f"{k.replace('padding', 'pad')}_token": tokens[i] for k, i in ids.items()
                        if i is not None and i < len(tokens)})
     if get("add_eos_token"):
-        print("note: tokenizer.ggml.add_eos_token is true: left out, since generation continues the "
-              "text", file=sys.stderr)
+        print("note: tokenizer.ggml.add_eos_token is true: left out, since generation continues "
+              "the text", file=sys.stderr)
     if kind == "llama":
         data = sentencepiece_model(tokens, get("scores") or [0.0] * len(tokens), types,
                                    bool(get("add_space_prefix", True)), get("unknown_token_id", 0))
