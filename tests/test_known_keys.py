@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from test_tokenizer import bpe  # noqa: F401
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 import checkpoint as core
@@ -75,7 +75,6 @@ def test_keys_of_tokenizers():
 
 
 def test_parts_of_a_tokenizer_json():
-    from tokenizers import Tokenizer, models
     assert TOKENIZER.unknown(json.loads(Tokenizer(models.BPE()).to_str())) == []
 
 
@@ -298,6 +297,27 @@ def test_clean_up_tokenization_spaces(bpe, tmp_path, capsys):  # noqa: F811
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     both_tokenizers(tmp_path, words, dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True))
     assert "not applied: clean_up_tokenization_spaces" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["sequence", "one"])
+@pytest.mark.parametrize("config, model", [
+    (dict(fix_mistral_regex=True), dict(model_type="mistral", transformers_version="4.46.0")), (dict(fix_mistral_regex=True), dict(model_type="mistral")),
+    (dict(fix_mistral_regex=True), dict(model_type="mistral", transformers_version="5.1.0")), (dict(fix_mistral_regex=True), dict(model_type="llama")),
+    (dict(fix_mistral_regex=False), dict(model_type="mistral")), (dict(), dict(model_type="mistral3")),
+])
+def test_fix_mistral_regex(bpe, tmp_path, steps, config, model):  # noqa: F811
+    """It acts on vocabularies above 100,000 tokens, in models that were saved before transformers 5."""
+    content = json.loads(bpe.to_str())
+    vocab = content["model"]["vocab"]
+    vocab.update({f"word{i}": len(vocab) + i for i in range(100_001)})
+    fast = Tokenizer.from_str(json.dumps(content))
+    split = pre_tokenizers.Split(Regex(r"\w+|\W+"), "isolated")
+    if steps == "sequence":
+        fast.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    theirs, ours = both_tokenizers(tmp_path, fast, dict(config, tokenizer_class="PreTrainedTokenizerFast"))
+    text = "the class it's theThe 12 is!\n\n  a"
+    assert ours.encode(text, bos=False) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_unknown_keys_of_the_tokenizers_files(bpe, tmp_path, capsys):  # noqa: F811

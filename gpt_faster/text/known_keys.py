@@ -56,7 +56,7 @@ TOKENIZER_CONFIG = Table(
              "add_prefix_space fix_mistral_regex clean_up_tokenization_spaces "
              "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output "
              "tokenizer_class",
-    refused={"split_special_tokens": (), "sp_model_kwargs": ({},), "do_lower_case": ()},
+    refused={"split_special_tokens": ()},
     without_effect={
         "a prompt is neither padded nor cut off":
             "model_max_length max_len max_length padding padding_side truncation truncation_side "
@@ -64,8 +64,9 @@ TOKENIZER_CONFIG = Table(
             "token_type_ids_* tokenizer_padding tokenizer_truncation _json_*",
         "training only": "special_tokens_pattern response_template response_schema "
                          "chat_control_tokens sanitize_control_tokens",
-        "not read by transformers 5": "use_default_system_prompt spaces_between_special_tokens "
-                                      "errors trim_offsets remove_space keep_accents",
+        "not read by transformers 5, or not by the tokenizers of these models":
+            "use_default_system_prompt spaces_between_special_tokens errors trim_offsets "
+            "remove_space keep_accents do_lower_case sp_model_kwargs",
         "Python's interface": "verbose backend use_fast from_slow trust_remote_code device_map "
                               "is_local local_files_only subfolder proxies token revision "
                               "cache_dir force_download files_loaded max_target_length _*",

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 import tokenizer as core
-from checkpoint import reading
-from gpt_faster.text.byte_level import tiktoken_to_json
+from checkpoint import read_json, reading
+from gpt_faster.text.byte_level import TEKKEN, tiktoken_to_json
 from gpt_faster.text.gguf_tokenizer import from_gguf
 from gpt_faster.text.known_keys import TOKENIZER_CONFIG
 from tokenizer import Tokenizer, TokenizersBackend
 
+MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
 
 
@@ -43,6 +44,7 @@ def _from_directory(directory: Path) -> Tokenizer:
     if json_path.exists():
         tokenizer = core.from_directory(directory, unknown=TOKENIZER_CONFIG.unknown)
         with reading(json_path):
+            fix_mistral_regex(tokenizer.backend, directory)
             check_regex_speed(tokenizer.backend)
         return tokenizer
     data = model_path.read_bytes() if model_path.exists() else b""
@@ -54,6 +56,30 @@ def _from_directory(directory: Path) -> Tokenizer:
     tokenizer = core.from_directory(directory, backend, TOKENIZER_CONFIG.unknown)
     tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *end_ids]))
     return tokenizer
+
+
+def fix_mistral_regex(backend: TokenizersBackend, directory: Path) -> None:
+    """Replace the pattern of Mistral's tokenizers if 'fix_mistral_regex' in tokenizer_config.json
+    asks for it, under the conditions of transformers: saved before its version 5, with a wrong
+    pattern.
+    """
+    config, model = (read_json(path) if path.exists() else {} for path in (
+        directory / "tokenizer_config.json", directory / "config.json"))
+    version = str(model.get("transformers_version") or "0").partition(".")[0]
+    is_old = version.isdecimal() and int(version) < 5
+    if (config.get("fix_mistral_regex") is not True or backend.n_vocab <= 100_000 or not is_old
+            or not model or model.get("model_type") not in (None, *MISTRAL_TYPES)):
+        return
+    from tokenizers import Regex, pre_tokenizers
+    split = pre_tokenizers.Split(Regex(TEKKEN), "isolated")
+    steps = backend.fast.pre_tokenizer
+    if isinstance(steps, pre_tokenizers.Sequence):
+        steps[0] = split
+    elif steps is not None:
+        if isinstance(steps, pre_tokenizers.Metaspace):
+            steps = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.fast.pre_tokenizer = pre_tokenizers.Sequence([split, steps])
+    backend.data = backend.fast                    # state() serializes it
 
 
 def check_regex_speed(backend: TokenizersBackend) -> None:
