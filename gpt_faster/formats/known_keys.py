@@ -27,7 +27,8 @@ PYTHON = ("output_router_logits output_attentions output_hidden_states return_di
 PROVENANCE = ("_* architectures auto_map transformers_version unsloth_* model_name name_or_path "
               "tokenizer_class license base_model* quantization_library mergekit*")
 MODALITIES = ("vision_* audio_* image_* video_* mm_* *_modal* boi_token* eoi_token* boa_token* "
-              "eoa_token* boi_index eoi_index projector_* spatial_merge_size num_image_tokens "
+              "eoa_token* boi_index eoi_index *projector_* projection_* out_hidden_size "
+              "spatial_merge_size num_image_tokens "
               "mrope_section mrope_interleaved deepstack* speech_* text_config sub_configs")
 HARDWARE = ("attn_implementation experts_implementation use_cache cache_implementation "
             "chunk_size_feed_forward pretraining_tp ep_size use_flash* *_tp_plan *_pp_plan "
@@ -440,7 +441,7 @@ def _rotating_all(rope):
     if not isinstance(rope, dict):
         return rope
     return {key: _rotating_all(value) for key, value in rope.items()
-            if key != "partial_rotary_factor"}
+            if key != "partial_rotary_factor" or value in (None, 1)}
 
 
 def report() -> str:
