@@ -419,7 +419,7 @@ TABLES = (CONFIG, ROPE, QUANTIZATION, GENERATION, TOKENIZER_CONFIG, TOKENIZER, A
 def of_model_type(config: dict, model_type: str) -> dict:
     """config.json without the keys that this model type's class in transformers does not read.
 
-    A model type that is in no row keeps all keys.
+    A model type that is in no row keeps all keys. Those that are not supported stay, to be refused.
     """
     foreign = set()
     known_types = {kind for _, kinds in OF_MODEL_TYPES for kind in kinds.split()}
@@ -428,7 +428,7 @@ def of_model_type(config: dict, model_type: str) -> dict:
     for keys, kinds in OF_MODEL_TYPES:
         is_listed = model_type in kinds.split()
         if is_listed == kinds.startswith("-"):
-            foreign.update(keys.split())
+            foreign.update(set(keys.split()) - set(UNSUPPORTED_CONFIG_KEYS))
     own = {key: value for key, value in config.items() if key not in foreign}
     if "partial_rotary_factor" in foreign:
         own |= {key: _rotating_all(own[key]) for key in ("rope_parameters", "rope_scaling")
