@@ -491,7 +491,7 @@ def unknown_keys(keys: Iterable[str]) -> list[str]:
 def name_unknown(path: Path | str, keys: list[str]) -> None:
     """Name a file's unknown keys in one line."""
     if keys:
-        names = ", ".join(key if key.isprintable() else ascii(key) for key in keys[:20])
+        names = ", ".join((key if key.isprintable() else ascii(key))[:60] for key in keys[:20])
         more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
         print(f"note: {path}: unknown keys {names}{more}: without effect here", file=sys.stderr)
 
