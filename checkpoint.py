@@ -28,7 +28,7 @@ import re
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -597,6 +597,7 @@ def _shards(index: Path) -> list[str]:
 
 SAMPLING = {name: allowed for name, allowed in RANGES.items()
             if name not in ("seed", "top_n_sigma")}        # transformers has neither
+ALWAYS_READ = ("do_sample", "eos_token_id")
 WITHOUT_SAMPLING = ("repetition_penalty",)         # transformers applies it if do_sample is false
 # Keys that transformers applies and we do not, with the values that have no effect
 NEUTRAL = dict(
@@ -605,18 +606,53 @@ NEUTRAL = dict(
     bad_words_ids=None, force_words_ids=None, forced_bos_token_id=None, forced_eos_token_id=None,
     exponential_decay_length_penalty=None, suppress_tokens=None, begin_suppress_tokens=None,
     sequence_bias=None, guidance_scale=1, penalty_alpha=0, stop_strings=None, dola_layers=None,
-    top_h=None, watermarking_config=None)
+    top_h=None, watermarking_config=None, token_healing=None, forced_decoder_ids=None,
+    max_length=20, max_new_tokens=None, max_time=None)
+# Keys without effect on text: training, Python's interface, provenance, speed, padding, token ids.
+# gpt_faster/formats/known_keys.py lists more, with reasons.
+WITHOUT_EFFECT = re.compile(
+    r"_(name|commit|attn|from)_.*|.*(dropout|initializer|aux_loss|dtype|_class|compile).*|"
+    r".*(assistant|implementation).*|use_cache|cache_.*|output_(router|attent|hidden|scores|log).*|"
+    r"(return|transformers|unsloth|padding|truncation|pad_to|special_tokens_map)_.*|"
+    r"(bos|pad|decoder_start)_token_id|architectures|auto_map|name_or_path|pretraining_tp|"
+    r"(num_beam_groups|num_return_sequences|length_penalty|early_stopping|renormalize_logits)|"
+    r"model_(type|max_length|input_names)|errors|backend|is_local|use_default_system_prompt")
 
 
-def generation_defaults(directory: Path, *configs: dict) -> tuple[list[int], dict]:
-    """End-of-sequence ids of all config files, and the model's default sampling parameters."""
+def unknown_keys(keys: Iterable[str]) -> list[str]:
+    """Those keys, of the ones that no reader acts on, that are not known to be without effect."""
+    return [key for key in keys if not WITHOUT_EFFECT.fullmatch(key)]
+
+
+def name_unknown(path: Path | str, keys: list[str]) -> None:
+    """Name a file's unknown keys in one line."""
+    if keys:
+        names = ", ".join((key if key.isprintable() else ascii(key))[:60] for key in keys[:20])
+        more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
+        print(f"note: {path}: unknown keys {names}{more}: without effect here", file=sys.stderr)
+
+
+def generation_defaults(directory: Path, *configs: dict,
+                        unknown: Callable = unknown_keys) -> tuple[list[int], dict]:
+    """End-of-sequence ids of all config files, and the model's default sampling parameters.
+
+    configs: config.json, first its text part. Without a generation_config.json it has the sampling
+    parameters, as in transformers; the outer level wins. unknown: as unknown_keys().
+    """
     path = directory / "generation_config.json"
-    generation = {}
+    generation = None
     if path.exists():
         try:
             generation = read_json(path)
         except ValueError as e:                    # optional, and invalid in some hub repositories
             print(f"note: ignored: {e}", file=sys.stderr)
+    if generation is None:
+        path = directory / "config.json"
+        merged = {k: v for c in configs for k, v in c.items() if v is not None}
+        generation = {k: v for k, v in merged.items() if k in (*SAMPLING, *NEUTRAL, "do_sample")}
+    name_unknown(path, unknown(
+        key for key, value in generation.items() if value is not None
+        and key not in (*SAMPLING, *NEUTRAL, *ALWAYS_READ)))
     ids = []
     for config in (generation, *configs):
         values = config.get("eos_token_id")
@@ -793,6 +829,7 @@ class Family:
     is_sliding: Callable[[dict, int], bool] = lambda c, i: False   # layer i has a window
     is_sparse: Callable[[dict, int], bool] = lambda c, i: False    # layer i has experts
     reads_layer_types: Callable[[dict], bool] = lambda c: False    # else is_sliding decides
+    keys: str = ""                                 # of OPTIONAL: those that this family reads
 
 
 def always(c: dict, i: int) -> bool:
@@ -814,9 +851,14 @@ def qwen_is_sparse(c: dict, i: int) -> bool:
     return i not in dense and (i + 1) % count(c, "decoder_sparse_step", 1) == 0
 
 
+# Keys that only some families read; for the others they have no effect, as in transformers
+OPTIONAL = ("attention_bias mlp_bias qkv_bias attention_out_bias hidden_activation norm_topk_prob "
+            "moe_intermediate_size decoder_sparse_step mlp_only_layers use_sliding_window "
+            "max_window_layers").split()
+QWEN_WINDOW = "use_sliding_window max_window_layers"
 # Add a Llama-like family as one row. The defaults are those of transformers' config classes.
 FAMILIES = {
-    "llama": Family(),
+    "llama": Family(keys="attention_bias mlp_bias"),
     "mistral": Family(defaults=dict(sliding_window=4096, num_key_value_heads=8,
                                     max_position_embeddings=131072), is_sliding=always,
                       reads_layer_types=lambda c: True),
@@ -827,8 +869,9 @@ FAMILIES = {
     "qwen2": Family(overrides=dict(qkv_bias=True, o_bias=False),
                     defaults=dict(sliding_window=4096, num_key_value_heads=32,
                                   max_position_embeddings=32768),
-                    is_sliding=qwen_is_sliding, reads_layer_types=use_sliding_window),
-    "qwen3": Family(overrides=dict(qk_norm=True),
+                    is_sliding=qwen_is_sliding, reads_layer_types=use_sliding_window,
+                    keys=QWEN_WINDOW),
+    "qwen3": Family(overrides=dict(qk_norm=True), keys=f"attention_bias {QWEN_WINDOW}",
                     defaults=dict(sliding_window=4096, num_key_value_heads=32, head_dim=128,
                                   max_position_embeddings=32768),
                     is_sliding=qwen_is_sliding, reads_layer_types=use_sliding_window),
@@ -838,7 +881,9 @@ FAMILIES = {
                       num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
                       max_position_embeddings=32768),
         names=QWEN_MOE_NAMES, is_sparse=qwen_is_sparse,
-        is_sliding=lambda c, i: use_sliding_window(c)),
+        is_sliding=lambda c, i: use_sliding_window(c),
+        keys="attention_bias use_sliding_window norm_topk_prob moe_intermediate_size "
+             "decoder_sparse_step mlp_only_layers"),
 }
 KEY_ALIASES = {"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
                "n_routed_experts": "num_experts", "num_shared_experts": "n_shared_experts"}
@@ -855,20 +900,34 @@ UNSUPPORTED = (                                    # config.json keys that this 
 
 
 class Stated(dict):
-    """A config.json. ValueError for a missing key."""
+    """A config.json. ValueError for a missing key. `read`: the keys that were read."""
+
+    def __init__(self, values: dict):
+        super().__init__(values)
+        self.read = set()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
 
     def __missing__(self, key):
         raise ValueError(f"config.json has no '{key}'")
 
 
-def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
+def config_from_hf(config: dict,
+                   path: Path | str = "config.json") -> tuple[ModelConfig, Family]:
     """config.json -> ModelConfig and family. ValueError for an invalid or unsupported key."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"model_type {brief(kind)} is none of {', '.join(FAMILIES)}: "
                          f"{READS_MORE}")
     family = FAMILIES[kind]
-    c = filled(config, family.defaults)
+    foreign = set(OPTIONAL) - set(family.keys.split())
+    c = filled({k: v for k, v in config.items() if k not in foreign}, family.defaults)
     if refused := [key for key in UNSUPPORTED if c.get(key)]:
         raise ValueError(f"'{refused[0]}' is not supported here: {READS_IT}")
     check_attention(c, family)
@@ -884,6 +943,10 @@ def config_from_hf(config: dict) -> tuple[ModelConfig, Family]:
     facts |= layers(c, family, {kind: Rope(**facts) for kind, facts in ropes(c).items()})
     if any(facts["sparse"]):
         facts["moe"] = MoEConfig(**experts(c))
+    unread = [key for key, value in config.items() if value not in (None, False)
+              and (key in foreign or KEY_ALIASES.get(key, key) not in c.read)
+              and key not in (*family.keys.split(), *SAMPLING, *NEUTRAL, *ALWAYS_READ)]
+    name_unknown(path, unknown_keys(unread))
     return ModelConfig(**{**facts, **family.overrides}), family
 
 
@@ -1158,7 +1221,7 @@ def read_hub(directory: Path, weights: str) -> RawCheckpoint:
     path = directory / "config.json"
     config = read_json(path)
     with reading(path):
-        cfg, family = config_from_hf(config)
+        cfg, family = config_from_hf(config, path)
     tensors = hub_tensors(directory, weights)
     eos_ids, defaults = generation_defaults(directory, config)
     return RawCheckpoint(directory / weights, cfg, tensors, HF_NAMES | family.names, eos_ids,

@@ -24,9 +24,11 @@ from checkpoint import (
     brief,
     failed_download,
     first_line,
+    name_unknown,
     read_json,
     read_text,
     reading,
+    unknown_keys,
 )
 
 MAX_ID = 1 << 22                                   # of an added token
@@ -37,6 +39,13 @@ UNJOINED = "<unk>"                                 # no piece spans this and a f
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 FULL_TREE_FORMATS = ("tekken*.json", "tiktoken.model", "*.tiktoken", "*.model.v[1-9]*",
                      "vocab.json")                 # gpt_faster/text/tokenizer_files.py reads them
+# Keys of tokenizer_config.json that are read here, besides bos_token and all others in _token
+READ_KEYS = (*SPECIAL_LISTS, "added_tokens_decoder", "add_bos_token", "chat_template", "legacy",
+             "add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces",
+             "add_eos_token")
+# Classes of transformers that apply add_prefix_space to a tokenizer.json
+PREFIX_SPACE_CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CodeGenTokenizer",
+                        "CohereTokenizer", "RobertaTokenizer")
 
 
 # ---- Loading ------------------------------------------------------------------------------------
@@ -85,24 +94,45 @@ def _note_size(n: int, n_model: int, eos_ids: list[int]) -> None:
               "missing, add added_tokens.json or tokenizer_config.json", file=sys.stderr)
 
 
-def from_directory(directory: Path, read_backend: Callable | None = None) -> "Tokenizer":
+def from_directory(directory: Path, read_backend: Callable | None = None,
+                   unknown: Callable = unknown_keys) -> "Tokenizer":
     """Read tokenizer.json, else tokenizer.model, and the JSON files that configure it.
 
     read_backend(directory, config): reads other formats instead; config is tokenizer_config.json.
+    unknown: as unknown_keys().
     """
-    config = _read_json_or_empty(directory / "tokenizer_config.json")
-    special_map = _read_json_or_empty(directory / "special_tokens_map.json")
-    chat_template = _chat_template(directory, config)
-    backend = (read_backend or _read_backend)(directory, config)
-    names = backend.names | _token_names(special_map) | _token_names(config)
-    bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
-    eos_id = backend.id_of(names["eos_token"]) if "eos_token" in names else None
+    path, map_path = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+    config, special_map = _read_json_or_empty(path), _read_json_or_empty(map_path)
     if config.get("split_special_tokens"):
-        raise ValueError(f"{directory / 'tokenizer_config.json'}: 'split_special_tokens' is not "
-                         "supported")
-    add_bos = config.get("add_bos_token")
-    return Tokenizer(backend, bos_id, backend.adds_bos if add_bos is None else add_bos,
-                     chat_template, names, None if eos_id is None else [eos_id])
+        raise ValueError(f"{path}: 'split_special_tokens' is not supported")
+    for file, values in ((path, config), (map_path, special_map)):
+        name_unknown(file, unknown(key for key, value in values.items() if value is not None
+                                   and key not in READ_KEYS and not key.endswith("_token")))
+    backend = (read_backend or _read_backend)(directory, config)
+    names = backend.names | _token_names(config)
+    if "added_tokens_decoder" not in config:       # as in transformers: else the map is not read
+        names |= _token_names(special_map)
+    chat_template, tool_template = _chat_templates(directory, config)
+    bos_id = backend.id_of(names["bos_token"]) if "bos_token" in names else backend.bos_id
+    ends = [part.get("eos_token") for part in (names, *map(_token_names, (config, special_map)))]
+    eos_ids = dict.fromkeys(backend.id_of(text) for text in ends if text is not None)
+    eos_ids.pop(None, None)
+    return Tokenizer(backend, bos_id, _adds_bos(backend, config, path), chat_template, names,
+                     list(eos_ids) or None, tool_template)
+
+
+def _adds_bos(backend, config: dict, path: Path) -> bool:
+    """Whether prompts get a beginning token. A tokenizer.json decides itself, as in transformers 5;
+    for a tokenizer.model, 'add_bos_token' does."""
+    stated = config.get("add_bos_token")
+    if stated is None:
+        return backend.adds_bos
+    if backend.kind == "json" and bool(stated) != backend.adds_bos:
+        does = "adds one" if backend.adds_bos else "adds none"
+        print(f"note: {path}: 'add_bos_token' is {str(stated).lower()}, but tokenizer.json {does}: "
+              "it decides", file=sys.stderr)
+        return backend.adds_bos
+    return bool(stated)
 
 
 def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | SentencePieceBackend":
@@ -113,6 +143,10 @@ def _read_backend(directory: Path, config: dict) -> "TokenizersBackend | Sentenc
             if what := failed_download(text[:64].encode()):
                 raise ValueError(what)
             backend = TokenizersBackend(text)
+            backend.set_prefix_space(config)
+            if config.get("clean_up_tokenization_spaces") and not backend.is_bpe:
+                print(f"note: {path.with_name('tokenizer_config.json')}: not applied: "
+                      "clean_up_tokenization_spaces", file=sys.stderr)
         added = read_added_tokens(directory, config, backend)
         with reading(path):
             backend.add(added)
@@ -169,18 +203,42 @@ def _is_text(value) -> bool:
     return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
 
 
-def _chat_template(directory: Path, config: dict) -> str | None:
-    """From chat_template.jinja, else tokenizer_config.json (a string, or a list with names)."""
-    if (directory / "chat_template.jinja").exists():
-        return read_text(directory / "chat_template.jinja")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is "
-                         f"{brief(template)}, expected a string")
-    return template
+def _chat_templates(directory: Path, config: dict) -> tuple[str | None, str | None]:
+    """The chat template, and the one for requests with tools if it is another.
+
+    From chat_template.jinja and additional_chat_templates/, else tokenizer_config.json (a string,
+    or a list with names), else chat_template.json, which transformers' processors write.
+    """
+    files = [directory / "chat_template.jinja",
+             *sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    named = {path.stem: read_text(path) for path in files if path.exists()}
+    if "chat_template" in named:
+        named["default"] = named.pop("chat_template")
+    path = directory / "tokenizer_config.json"
+    stated = config.get("chat_template")
+    if not named and stated is None:
+        path = directory / "chat_template.json"
+        stated = _read_json_or_empty(path).get("chat_template")
+    if not named:
+        named = _named_templates(stated, path)
+    tools = named.get("tool_use")
+    if named and "default" not in named:
+        print(f"note: {directory}: none of the chat templates {', '.join(sorted(named))} is the "
+              "default: for chats, put one into chat_template.jinja", file=sys.stderr)
+    return named.get("default"), tools
+
+
+def _named_templates(stated, path: Path) -> dict[str, str]:
+    """'chat_template' of a JSON file: a string, or templates with names -> template by name."""
+    if stated is None:
+        return {}
+    if isinstance(stated, list):
+        stated = {t.get("name"): t.get("template") for t in stated if isinstance(t, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    for name, template in named.items():
+        if not isinstance(template, str) or not isinstance(name, str):
+            raise ValueError(f"{path}: 'chat_template' is {brief(template)}, expected a string")
+    return named
 
 
 # ---- Tokenizer ----------------------------------------------------------------------------------
@@ -195,7 +253,8 @@ class Tokenizer:
 
     def __init__(self, backend: "TokenizersBackend | SentencePieceBackend", bos_id: int | None,
                  add_bos: bool, chat_template: str | None = None,
-                 names: dict[str, str] | None = None, eos_ids: list[int] | None = None):
+                 names: dict[str, str] | None = None, eos_ids: list[int] | None = None,
+                 tool_template: str | None = None):
         self.backend = backend
         self.n_vocab = backend.n_vocab
         self.path = "tokenizer"                    # for error messages; set by load()
@@ -204,6 +263,7 @@ class Tokenizer:
         self.add_bos = add_bos and bool(self.prefix)
         self.warned_of_two = False                 # of these at the beginning of a text
         self.chat_template = chat_template
+        self.tool_template = tool_template         # for chats with tools; None: chat_template
         self.names = names or {}
         self.eos_ids = backend.eos_ids if eos_ids is None else eos_ids
 
@@ -243,7 +303,8 @@ class Tokenizer:
         """The tokenizer as a dictionary, for a .pth without tokenizer files; load() reads it."""
         return dict(backend=self.backend.kind, data=self.backend.state(), bos_id=self.bos_id,
                     add_bos=self.add_bos, chat_template=self.chat_template, names=self.names,
-                    eos_ids=self.eos_ids, **self.backend.more_state())
+                    eos_ids=self.eos_ids, tool_template=self.tool_template,
+                    **self.backend.more_state())
 
 
 def _is_id(value) -> bool:
@@ -261,6 +322,7 @@ STATE = (                                          # entry, expected value, chec
     ("data", "a string", lambda v: isinstance(v, str)),
     ("bos_id", "a token id", _is_id),
     ("chat_template", "a string", lambda v: isinstance(v, str)),
+    ("tool_template", "a string", lambda v: isinstance(v, str)),
     ("eos_ids", "token ids", lambda v: isinstance(v, list) and all(map(_is_id, v))),
     ("names", "strings by name", lambda v: isinstance(v, dict) and all(
         isinstance(text, str) for text in v.values())),
@@ -292,7 +354,7 @@ def _from_state(state: dict) -> Tokenizer:
         backend = SentencePieceBackend(data, state.get("control"), added,
                                        state.get("after_space") is not False)
     return Tokenizer(backend, state.get("bos_id"), state.get("add_bos"), state.get("chat_template"),
-                     state.get("names"), state.get("eos_ids"))
+                     state.get("names"), state.get("eos_ids"), state.get("tool_template"))
 
 
 # ---- Backends -----------------------------------------------------------------------------------
@@ -336,6 +398,22 @@ class TokenizersBackend:
             names = ", ".join(map(str, map(self.piece, suffix)))
             print(f"note: the tokenizer appends {names} to each text: left out, since generation "
                   "continues the text", file=sys.stderr)
+
+    @property
+    def is_bpe(self) -> bool:
+        return type(self.fast.model).__name__ == "BPE"
+
+    def set_prefix_space(self, config: dict) -> None:
+        """Apply 'add_prefix_space' of tokenizer_config.json to the byte-level pre-tokenizer."""
+        stated = bool(config.get("add_prefix_space"))
+        if str(config.get("tokenizer_class")).removesuffix("Fast") not in PREFIX_SPACE_CLASSES:
+            return
+        steps = self.fast.pre_tokenizer
+        steps = steps if type(steps).__name__ == "Sequence" else [steps]
+        for step in steps:
+            if type(step).__name__ == "ByteLevel" and step.add_prefix_space != stated:
+                step.add_prefix_space = stated
+                self.data = self.fast              # state() serializes it
 
     def _prefix_and_suffix(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor adds before and after a text."""
@@ -551,10 +629,11 @@ def read_added_tokens(directory: Path, config: dict, plain) -> list[AddedToken]:
     """
     config_path, map_path, ids_path = (directory / name for name in (
         "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"))
-    with reading(map_path):
-        special = _special_tokens(_read_json_or_empty(map_path))
+    has_decoder = "added_tokens_decoder" in config     # then the map is not read
     with reading(config_path):
-        special |= _special_tokens(config)
+        special = _special_tokens(config)
+    with reading(map_path):
+        special |= {} if has_decoder else _special_tokens(_read_json_or_empty(map_path))
     added = {}                                     # text -> AddedToken
     with reading(ids_path):
         for text, i in _read_json_or_empty(ids_path).items():

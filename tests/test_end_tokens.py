@@ -98,7 +98,7 @@ def with_files(directory, path, config=None, generation=None, tokenizer_config=N
     (dict(tokenizer_config="<|153|>"), {153}), (dict(special_map="<|154|>"), {154}),
     (dict(tokenizer_config={"content": "<|155|>", "special": True}), {155}),
     (dict(config=150, generation=[151, 152], tokenizer_config="<|153|>"), {150, 151, 152, 153}),
-    (dict(config=150, tokenizer_config="<|153|>", special_map="<|154|>"), {150, 153}),        # tokenizer_config wins
+    (dict(config=150, tokenizer_config="<|153|>", special_map="<|154|>"), {150, 153, 154}),
     (dict(tokenizer_config="not a token"), set()), ({}, set()),
 ])
 def test_the_union_of_what_files_name(families, tmp_path, files, expected):

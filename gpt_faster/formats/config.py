@@ -8,6 +8,7 @@ config.json keys before they come here. Reads no file and no weight:
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from checkpoint import (
     KEY_ALIASES,
@@ -22,6 +23,7 @@ from checkpoint import (
     is_by_kind,
     layer_kinds,
     layers,
+    name_unknown,
     rope_facts,
     rope_kind,
     ropes,
@@ -32,6 +34,12 @@ from checkpoint import (
 )
 from gpt_faster.formats.families import ALIASES, FAMILIES, TEXT_PARTS, Family
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
+from gpt_faster.formats.known_keys import (
+    CONFIG,
+    ROPE,
+    UNSUPPORTED_CONFIG_KEYS,
+    of_model_type,
+)
 from gpt_faster.formats.other_kinds import missing_feature
 from gpt_faster.formats.schema import check_config, check_keys
 from gpt_faster.layers.block import Widths
@@ -45,18 +53,16 @@ from model import ModelConfig, of_layer
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
-UNSUPPORTED_KEYS = (
-    "use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "qk_layernorm",
-    "apply_residual_connection_post_layernorm", "prefix_lm", "qk_ln", "add_cross_attention",
-    "clip_qkv")
 
 
-def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
+def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict]:
     """Translate config.json. ValueError names the key that is wrong or not supported.
 
+    path: of the file, to name its unknown keys and to leave out keys that its model type does not
+    have. None: the keys come from another format.
     -> the ModelConfig, and config.json with the family's defaults filled in (fold.py needs it).
     """
-    family, c = _resolve_family(c)
+    family, c = _resolve_family(c, path)
     _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
              "layer_norm": bool(c.get("has_layer_norm", False)),
@@ -83,12 +89,13 @@ def config_from_hf(c: dict) -> tuple[ModelConfig, dict]:
     return cfg, c
 
 
-def _resolve_family(c: dict) -> tuple[Family, dict]:
+def _resolve_family(c: dict, path: Path | None) -> tuple[Family, dict]:
     """The family, and config.json with canonical keys and the family's defaults filled in."""
     check_keys({key: c.get(key) for key in ("model_type", "text_config", "thinker_config")})
     c = thinker_part(c)
     check_keys({"text_config": c.get("text_config")})
     _refuse_other_kinds(c)
+    whole = c
     c = _text_part(c)
     check_keys({"model_type": c.get("model_type")})
     _refuse_other_kinds(c)
@@ -97,6 +104,8 @@ def _resolve_family(c: dict) -> tuple[Family, dict]:
         raise ValueError(f"model_type '{kind}' is not supported (supported: "
                          f"{', '.join(FAMILIES)})")
     family = FAMILIES[kind]
+    if path is not None:
+        c = _own_keys(c, whole, kind, path)
     c = filled(c, family.defaults, {**KEY_ALIASES, **family.key_aliases})
     c["model_type"] = kind
     check_keys(c)
@@ -111,6 +120,26 @@ def _resolve_family(c: dict) -> tuple[Family, dict]:
             raise ValueError(f"'{key}' has {len(c[key])} entries, but the model has "
                              f"{c['num_hidden_layers']} layers")
     return family, Stated(family.respell(Stated(c)))
+
+
+def _own_keys(c: dict, whole: dict, kind: str, path: Path) -> dict:
+    """config.json without keys that this model type does not have. Names these and unknown keys.
+
+    whole: with the parts for other modalities.
+    """
+    own = of_model_type(c, kind)
+    foreign = [key for key, value in c.items()
+               if key not in own and value not in (None, False, 0, [])]
+    stated = {key for part in (whole, c) for key, value in part.items() if value is not None}
+    ropes = [part for part in (c.get("rope_parameters"), c.get("rope_scaling"))
+             if isinstance(part, dict)]
+    inner = [key for rope in ropes for part in (rope, *rope.values()) if isinstance(part, dict)
+             for key in part]
+    if any(own.get(key) != c.get(key) for key in ("rope_parameters", "rope_scaling")):
+        foreign.append("partial_rotary_factor")
+    names = [*foreign, *CONFIG.unknown(sorted(stated)), *ROPE.unknown(inner)]
+    name_unknown(path, list(dict.fromkeys(names)))
+    return own
 
 
 def _refuse_other_kinds(c: dict) -> None:
@@ -138,7 +167,7 @@ def _check_supported(c: dict, family: Family) -> None:
     """ValueError names a key that asks for something this model does not implement."""
     if not flag(c, "is_causal", True):
         raise ValueError("'is_causal' is false: a bidirectional model cannot generate text")
-    for key in UNSUPPORTED_KEYS:
+    for key in UNSUPPORTED_CONFIG_KEYS:
         if c.get(key) and key not in family.defaults:
             raise ValueError(f"'{key}' is not supported")
     if (c.get("swiglu_limit", 7), c.get("swiglu_alpha", 1.702)) != (7, 1.702):

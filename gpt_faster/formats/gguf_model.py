@@ -5,14 +5,16 @@ holds config, tensors and tokenizer.
 """
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import LazyTensor, brief, reading
+from checkpoint import LazyTensor, brief, name_unknown, reading, sampling_values
 from gpt_faster.formats.config import Stated, config_from_hf, head_dim
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.gguf_file import read_gguf_parts, what_instead
+from gpt_faster.formats.known_keys import GGUF
 from gpt_faster.formats.lazy import constant
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import GGUF_DELTA_NAMES, Fused
@@ -159,6 +161,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
     check_keys({key: value for key, value in c.items()     # some may be per-layer lists
                 if not (key in PER_LAYER_KEYS and isinstance(value, list))})
     check_metadata(arch, metadata)
+    check_supported(arch, metadata)
     c = Stated(c)
     c.setdefault("rms_norm_eps", metadata.get(f"{arch}.attention.layer_norm_epsilon", 1e-5))
     dim, n_head = c.get("hidden_size"), c.get("num_attention_heads")
@@ -204,8 +207,12 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
 
     scaling = {hf: metadata[f"{arch}.rope.scaling.{key}"] for hf, key in GGUF_ROPE_KEYS.items()
                if f"{arch}.rope.scaling.{key}" in metadata}
-    if scaling.get("rope_type", "none") == "none":
+    scaling.setdefault("factor", metadata.get(f"{arch}.rope.scale_linear"))    # its old name
+    is_scaled = scaling["factor"] not in (None, 0)
+    if scaling.get("rope_type", "linear" if is_scaled else "none") == "none":
         scaling["rope_type"] = "default"
+    elif is_scaled:                                # without a type linear, as in llama.cpp
+        scaling.setdefault("rope_type", "linear")
     factors = {name: tensors.vector(f"rope_{name}.weight")
                for name in ("freqs", "factors_short", "factors_long")
                if f"rope_{name}.weight" in tensors}
@@ -240,6 +247,48 @@ def check_metadata(arch: str, metadata: dict) -> None:
             value = metadata.get(f"{arch}.{key}")
             if value is not None and not is_one(value):
                 raise ValueError(f"'{arch}.{key}' is {brief(value)}, expected {what}")
+
+
+def check_supported(arch: str, metadata: dict) -> None:
+    """ValueError names a key that asks for something that this model does not implement."""
+    own = {key.replace(f"{arch}.", "{arch}.", 1): value for key, value in metadata.items()}
+    try:
+        GGUF.check(own)
+    except ValueError as e:
+        raise ValueError(str(e).replace("{arch}", arch)) from None
+    if own.get("{arch}.attention.causal") is False:
+        raise ValueError(f"'{arch}.attention.causal' is false: a bidirectional model cannot "
+                         "generate text")
+    length = own.get("{arch}.attention.temperature_length")
+    original = own.get("{arch}.rope.scaling.original_context_length")
+    if own.get("{arch}.attention.temperature_scale") and length not in (None, 0, original):
+        raise ValueError(f"'{arch}.attention.temperature_length' is {brief(length)}, only the "
+                         "original context length is supported")
+
+
+def name_unknown_keys(path: Path, arch: str, metadata: dict) -> None:
+    own = {key.replace(f"{arch}.", "{arch}.", 1): key for key in metadata}
+    name_unknown(path, [own[key] for key in GGUF.unknown(own)])
+
+
+GGUF_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+                 "penalty_repeat": "repetition_penalty"}       # after "general.sampling."
+
+
+def gguf_defaults(path: Path, metadata: dict) -> dict:
+    """The sampling parameters that the file recommends, as llama.cpp applies them."""
+    prefix = "general.sampling."
+    stated = {key.removeprefix(prefix): value for key, value in metadata.items()
+              if key.startswith(prefix)}
+    parameters = {ours: stated[key] for key, ours in GGUF_SAMPLING.items() if key in stated}
+    defaults = sampling_values(parameters)
+    neutral = dict(xtc_probability=0, mirostat=0)          # the others matter only with these
+    left_out = [prefix + key for key, value in neutral.items() if stated.get(key, value) != value]
+    left_out += [prefix + key for key, ours in GGUF_SAMPLING.items()
+                 if ours in parameters and ours not in defaults]
+    if left_out:
+        print(f"note: ignored in {path}: {', '.join(left_out)}", file=sys.stderr)
+    return defaults
 
 
 def _arch_overrides(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
@@ -375,6 +424,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
     with reading(path):
         tensors += _activations(metadata)
         cfg, c = config_from_hf(config_from_gguf(metadata, Tensors((t.name, t) for t in tensors)))
+    name_unknown_keys(path, arch, metadata)
     with_axes = f"{arch}.rope.dimension_sections" in metadata          # GLM-4.1V: not interleaved
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # the converter has added it
@@ -391,7 +441,7 @@ def read_gguf(path: Path) -> RawCheckpoint:
                  if k.startswith("tokenizer.") or k == "general.name"}
     tokenizer["path"] = path                       # for error messages
     raw = RawCheckpoint(path, cfg, tensors, names, eos_ids=gguf_end_ids(metadata),
-                        tokenizer=tokenizer, folds=folds)
+                        defaults=gguf_defaults(path, metadata), tokenizer=tokenizer, folds=folds)
     if head:
         if not any(t.name == "norm.weight" for t in head):             # shared with the model
             head += [t.derived(t.read_rows, name="norm.weight") for t in tensors

@@ -11,6 +11,7 @@ from checkpoint import (
     hub_tensors,
     lazy_tensors,
     look_up,
+    name_unknown,
     read_json,
     read_safetensors,
     reading,
@@ -20,6 +21,7 @@ from gpt_faster.formats.config import config_from_hf, thinker_part
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.file_kinds import foreign_quantization, kind_of, refuse_others
 from gpt_faster.formats.fold import Folds
+from gpt_faster.formats.known_keys import GENERATION, QUANTIZATION
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import OUR_NAMES
 from gpt_faster.formats.raw_checkpoint import RawCheckpoint
@@ -34,7 +36,7 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     if is_mlx(config):
         raise ValueError(f"{path}: a quantized MLX model (Apple's mlx-lm): {ALTERNATIVES_HINT}")
     with reading(path):
-        cfg, c = config_from_hf(config)
+        cfg, c = config_from_hf(config, path)
     is_omni = "thinker_config" in config
     config = thinker_part(config)
     if "vision_config" in config:
@@ -59,6 +61,7 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         raise ValueError(f"{path}: quantized GPT-2 is not supported: use the original model")
     if quantization:
         with reading(f"{path}: quantization_config"):
+            name_unknown(path, QUANTIZATION.unknown(quantization))
             tensors = dequantized(tensors, quantization)
     n_mtp = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers")
     tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
@@ -67,7 +70,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     folds = Folds(**{**family.folds, **stated_folds(c)})
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):
         names, folds = OUR_NAMES, None             # a .pth of ours next to config.json
-    eos_ids, defaults = generation_defaults(directory, config.get("text_config") or {}, config)
+    eos_ids, defaults = generation_defaults(directory, config.get("text_config") or {}, config,
+                                            unknown=GENERATION.unknown)
     raw = RawCheckpoint(directory / weights, cfg, tensors, names, eos_ids, defaults,
                         tokenizer=directory, folds=folds, prequantized=bool(quantization))
     if head:

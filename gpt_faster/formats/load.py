@@ -12,6 +12,7 @@ row, so every rank gets the same values as a single process. Peak memory: the mo
 """
 
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -86,6 +87,9 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
             tensors, tied_head = lora.split_tied_head(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):
             raw.tensors = lora.merge(tensors, adapter, tied_head)
+    elif raw.names is not None and (raw.path.parent / "adapter_config.json").exists():
+        print(f"note: {raw.path.parent}: the adapter next to the weights is not applied; to apply "
+              f"it, add --adapter {raw.path.parent}", file=sys.stderr)
     source = to_checkpoint(raw)
     source.adapter = adapter
     if raw.mtp:

@@ -17,12 +17,15 @@ from checkpoint import (
     equal,
     lazy_tensors,
     look_up,
+    name_unknown,
     read_json,
     read_safetensors,
+    reading,
     some,
     unwrapped,
 )
 from gpt_faster.formats.file_kinds import kind_of, refuse_others
+from gpt_faster.formats.known_keys import ADAPTER
 from gpt_faster.formats.lazy import transpose
 from gpt_faster.formats.schema import is_number
 from gpt_faster.formats.torch_file import read_torch, state_dict
@@ -30,11 +33,6 @@ from model import ModelConfig
 
 LORA_PARAMETER = re.compile(                       # .default: an adapter's name in a running model
     r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.default)?(\.weight)?")
-UNSUPPORTED_KEYS = ("lora_bias", "use_qalora", "use_bdlora", "arrow_config", "layer_replication",
-                    "alora_invocation_tokens", "trainable_token_indices", "target_parameters")
-# init_lora_weights of adapters whose base model is the original one. PEFT changes the base weights
-# for the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA): the adapter is the difference to those.
-ORIGINAL_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def merge(tensors: list[LazyTensor], directory: Path,
@@ -136,13 +134,9 @@ def _config(directory: Path) -> dict:
                          "it and its base")
     if kind != "LORA":
         raise ValueError(f"{path}: 'peft_type' is {brief(kind)}, only LORA is supported")
-    for key in UNSUPPORTED_KEYS:
-        if config.get(key):
-            raise ValueError(f"{path}: '{key}' is not supported")
-    if (init := config.get("init_lora_weights")) not in ORIGINAL_BASE:
-        raise ValueError(f"{path}: 'init_lora_weights' is {brief(init)}: it was trained on changed "
-                         "base weights. Save it with PEFT's path_initial_model_for_weight_"
-                         "conversion, as an adapter for the original ones")
+    with reading(path):
+        ADAPTER.check(config)
+    name_unknown(path, ADAPTER.unknown(config))
     alphas = config.get("alpha_pattern") or {}
     try:
         for pattern in alphas:

@@ -59,7 +59,7 @@ class RequestPreparer:
         self.name = self.options.served_name or session.source.path.name
         self.card = dict(id=self.name, object="model", created=int(time.time()),
                          owned_by="gpt-faster", max_model_len=self.limit)
-        template = self.tokenizer.chat_template
+        template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
         self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)

@@ -43,7 +43,8 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
         messages = [normalized(message) for message in messages]
-        return render_limited(_compiled(tokenizer.chat_template), messages=messages, **more)
+        template = more.get("tools") and tokenizer.tool_template or tokenizer.chat_template
+        return render_limited(_compiled(template), messages=messages, **more)
     except TemplateRefusal:
         raise
     except Exception as e:                         # template expressions may raise anything

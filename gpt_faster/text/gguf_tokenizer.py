@@ -108,7 +108,8 @@ def from_gguf(metadata: dict) -> dict:
     names = {f"{k.replace('padding', 'pad')}_token": tokens[i] for k, i in ids.items()
              if i is not None and i < len(tokens)}
     return dict(backend=backend, add_bos=add_bos, bos_id=bos_id, names=names, eos_ids=ends,
-                chat_template=metadata.get("tokenizer.chat_template"))
+                chat_template=metadata.get("tokenizer.chat_template"),
+                tool_template=metadata.get("tokenizer.chat_template.tool_use"))
 
 
 def special_tokens(tokens: list[str], types: list[int], ends: list[int],

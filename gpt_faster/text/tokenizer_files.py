@@ -11,11 +11,14 @@ from pathlib import Path
 
 import tokenizer as core
 from checkpoint import as_path, read_json, reading
+from gpt_faster.text.byte_level import TEKKEN
 from gpt_faster.text.gguf_tokenizer import from_gguf
+from gpt_faster.text.known_keys import TOKENIZER_CONFIG
 from gpt_faster.text.rank_files import read_tekken, read_tiktoken
 from gpt_faster.text.vocab_merges import read_vocab_merges
 from tokenizer import Tokenizer, TokenizersBackend, library
 
+MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 MAX_SPLIT_SECONDS = 0.25                           # for a short text: 1000x what usual regexes take
 PROBE = "HTTPServer camelCase don't I'LL 12345 //\n/ x"      # split differently by most patterns
 SUPPORTED = ("tokenizer.json or tokenizer.model, or tekken.json, tiktoken.model, a .tiktoken file, "
@@ -62,9 +65,12 @@ def _from_directory(directory: Path) -> Tokenizer:
         path, read_backend = directory / "tokenizer.json", None
     else:
         path, read_backend = _format_of(directory)
-    tokenizer = core.from_directory(directory, read_backend)
+    tokenizer = core.from_directory(directory, read_backend, TOKENIZER_CONFIG.unknown)
     backend = tokenizer.backend
     if isinstance(backend, TokenizersBackend):
+        if path.name == "tokenizer.json":
+            with reading(path):
+                fix_mistral_regex(backend, directory)
         if path.name == "tokenizer.json" and (directory / "tekken.json").exists():
             compare_with_tekken(directory / "tekken.json", backend)
         tokenizer.eos_ids = list(dict.fromkeys([*tokenizer.eos_ids, *backend.eos_ids]))
@@ -115,6 +121,30 @@ def compare_with_tekken(path: Path, backend: TokenizersBackend) -> None:
     if ours != theirs:
         print(f"note: tokenizer.json splits text otherwise than {path}, with which Mistral's "
               "models were trained: move tokenizer.json away to use that", file=sys.stderr)
+
+
+def fix_mistral_regex(backend: TokenizersBackend, directory: Path) -> None:
+    """Replace the pattern of Mistral's tokenizers if 'fix_mistral_regex' in tokenizer_config.json
+    asks for it, under the conditions of transformers: saved before its version 5, with a wrong
+    pattern.
+    """
+    config, model = (read_json(path) if path.exists() else {} for path in (
+        directory / "tokenizer_config.json", directory / "config.json"))
+    version = str(model.get("transformers_version") or "0").partition(".")[0]
+    is_old = version.isdecimal() and int(version) < 5
+    if (config.get("fix_mistral_regex") is not True or backend.n_vocab <= 100_000 or not is_old
+            or not model or model.get("model_type") not in (None, *MISTRAL_TYPES)):
+        return
+    from tokenizers import Regex, pre_tokenizers
+    split = pre_tokenizers.Split(Regex(TEKKEN), "isolated")
+    steps = backend.fast.pre_tokenizer
+    if isinstance(steps, pre_tokenizers.Sequence):
+        steps[0] = split
+    elif steps is not None:
+        if isinstance(steps, pre_tokenizers.Metaspace):
+            steps = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.fast.pre_tokenizer = pre_tokenizers.Sequence([split, steps])
+    backend.data = backend.fast                    # state() serializes it
 
 
 def check_regex_speed(backend: TokenizersBackend) -> None:
