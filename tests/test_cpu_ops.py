@@ -27,7 +27,7 @@ from gpt_faster.layers.attention import AttentionVariant, ScoredAttention
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.moe import MoEVariant, RoutedMoE
-from model import ModelConfig, Transformer, visible
+from model import ModelConfig, MoE, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
 pytestmark = pytest.mark.kernels
@@ -351,12 +351,14 @@ def test_every_family_by_operations(families, name):
     assert cpu_layers.use_operations(model)
     cfg = tiny.flat(model.cfg)
     other_attention = (cfg.clip_qkv or cfg.scores.alibi or cfg.scores.gains
-                       or cfg.scores.growth or cfg.qk_norm == "layer")
+                       or cfg.scores.growth or cfg.scores.softplus_gate or cfg.qk_norm == "layer")
+    other_router = cfg.moe and (cfg.moe.choice_of_logits or cfg.moe.router_cap)
     rows = native.panel_width()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
-        known = (whole or not other_attention and not isinstance(mixer, GatedDelta), cfg.activation not in ("relu", "xielu"),
+        known = (whole or not other_attention and not isinstance(mixer, GatedDelta),
+                 cfg.activation not in ("relu", "xielu") and not (other_router and isinstance(layer.ffn, MoE)),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)

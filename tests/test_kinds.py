@@ -7,8 +7,10 @@ import stand_ins  # noqa: F401 (it registers families that the installed transfo
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from checkpoint import HF_NAMES
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.families import ALIASES, FAMILIES, TEXT_PARTS
+from gpt_faster.formats.names import NOT_WEIGHTS
 from gpt_faster.formats.other_kinds import OTHER_KINDS, missing_feature
 
 # transformers' class has no default configuration of these, or one that no model has
@@ -55,3 +57,24 @@ def test_an_invented_model_type_is_none_of_them():
     assert missing_feature("my_llama") is None
     with pytest.raises(ValueError, match="model_type 'my_llama' is not supported .supported: "):
         config_from_hf(dict(model_type="my_llama"))
+
+
+PARTS_OF_MULTIMODAL_MODELS = """model.vision_tower.encoder.layers.0.mlp.fc1.weight model.aligner.linear1.bias model.image_newline
+qformer.encoder.layer.0.attention.attention.key.weight language_projection.weight query_tokens model.merger.mlp.0.linear_1.weight
+model.encoder.layers.0.attn.pre_norm.weight model.projector.readout.0.weight model.vision_encoder.ln_pre.weight
+model.visual_embeddings_table.weight model.image_tower.embeddings.class_embedding model.video_tower.embeddings.class_embedding
+model.acoustic_tokenizer_encoder.conv_layers.0.conv.conv.weight model.generation_aligner.fc1.weight model.high_res_vision_proj.weight""".split()
+
+
+def test_other_parts_of_multimodal_models_are_left_out():
+    assert not [name for name in PARTS_OF_MULTIMODAL_MODELS if not NOT_WEIGHTS.search(name)]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_no_tensor_of_a_text_model_is_left_out(kind):
+    family = FAMILIES[kind]
+    for names in filter(None, (HF_NAMES, family.names, family.names_with_experts)):
+        for stem in names:
+            stem = stem.replace("*", "0")
+            for name in (f"{stem}.weight", f"model.{stem}.weight", f"model.layers.0.{stem}.weight", f"model.language_model.layers.0.{stem}"):
+                assert not NOT_WEIGHTS.search(name), name

@@ -92,6 +92,26 @@ def test_laguna(families, tmp_path):
     close(our_logits(path, tokens()), expected)
 
 
+@pytest.mark.parametrize("as_saved", [False, True])
+def test_olmo_hybrid(families, tmp_path, as_saved):
+    """Convolutions apart, of each width, as released; as transformers saves them, three equal parts of one."""
+    import torch
+
+    def rename(disk):
+        for name, t in disk.items():
+            if "conv1d" not in name or as_saved:
+                attends = ".1." in name or ".3." in name
+                yield name.replace("feedforward_layer_norm", "post_attention_layernorm") if attends else name, t
+            elif "q_conv1d" in name:
+                names = [name.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+                whole = torch.cat([disk[one] for one in names])
+                yield from zip(names, whole.split([64, 64, 96]))
+    path, expected = released(families, "olmo_hybrid", tmp_path / "olmo", rename)
+    shapes = [t.shape[0] for name, t in load_file(path / "model.safetensors").items() if "0.linear_attn.q_conv1d" in name]
+    assert shapes == [75 if as_saved else 64]
+    close(our_logits(path, tokens()), expected)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_omni_models(families, tmp_path, kind):
     """The part that writes text is one of three, with its own config."""

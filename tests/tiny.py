@@ -84,6 +84,11 @@ FAMILIES = {
                                                   use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "qwen3_moe-window": lambda: hf.Qwen3MoeConfig(**SIZE, **MOE, num_experts=4, head_dim=16, use_sliding_window=True,
                                                   sliding_window=8),
+    "olmo_hybrid": lambda: hf.OlmoHybridConfig(
+        **SIZE, **PADDED, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=None)),
+    "olmo_hybrid-rope": lambda: hf.OlmoHybridConfig(**SIZE, **PADDED, linear_allow_neg_eigval=False, linear_conv_kernel_dim=3),
     "olmoe": lambda: hf.OlmoeConfig(**{**SIZE, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
     "granite": lambda: hf.GraniteConfig(**SIZE, embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6,
                                         attention_multiplier=0.1, tie_word_embeddings=True),
@@ -321,7 +326,7 @@ MODELS = {                                                 # for docs/models.md:
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
     "phi3": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "smollm3": "SmolLM3",
-    "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "granite": "Granite 3.x", "granitemoe": "Granite 3.x MoE",
+    "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmo_hybrid": "OLMo Hybrid 7B", "olmoe": "OLMoE", "granite": "Granite 3.x", "granitemoe": "Granite 3.x MoE",
     "gpt_oss": "gpt-oss 20b, 120b", "gpt2": "GPT-2",
     "gpt_neox": "Pythia, GPT-NeoX-20B, Dolly 2, RedPajama-INCITE", "gptj": "GPT-J 6B", "phi": "Phi-1, 1.5, 2",
     "cohere": "Command R, Aya 23, Aya Expanse, R+", "cohere2": "Command R7B, Command A", "falcon": "Falcon 7B, 40B, 180B, RW, Falcon 2 11B",
@@ -491,7 +496,7 @@ def flat(cfg):
         v_norm=attention.v_norm, activation=ffn.activation, gated=ffn.gated, clip_qkv=attention.clip, attn_gate=attention.gate,
         embed_scale=embed_scale(cfg), residual_scale=block.residual_scale, attn_scale=attention.scale,
         scores=Scores(*(getattr(attention, f.name) for f in fields(Scores))), logit_cap=cfg.logit_cap and cfg.logit_cap.cap,
-        learned_pos="pos_embed" in names, widths=block.widths, layer_end=end,
+        learned_pos="pos_embed" in names, widths=block.widths, norm_placement=block.norm_placement, layer_end=end,
         rope=tuple(RopeVariant(**vars(rope)) for rope in cfg.rope), moe=cfg.moe and MoEVariant(**vars(cfg.moe))))
 
 

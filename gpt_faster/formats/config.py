@@ -78,6 +78,8 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, facts["n_layer"]))
     facts.update(_widths(c))
+    if c.get("norm_placement"):                    # from a respelling (OLMo Hybrid)
+        facts["norm_placement"] = tile(c["norm_placement"])
     facts.update(_gemma4_layers(c))
     if family.scores.get("gains") and any(r.amplitude != 1 for r in facts["rope"]):
         raise ValueError("RoPE with an attention factor is not supported before query and key "

@@ -35,6 +35,7 @@ from gpt_faster.formats.names import (
     MINIMAX_NAMES,
     MOE_NAMES,
     MPT_NAMES,
+    OLMO_HYBRID_NAMES,
     OPT_NAMES,
     PHI_NAMES,
     QWEN3_VL_MOE_NAMES,
@@ -149,6 +150,33 @@ def _gated_delta(c):
         raise ValueError(f"{shape.n_v_head} value heads cannot share {shape.n_k_head} key heads "
                          f"evenly, or a convolution of {shape.n_tap} is too short")
     return shape
+
+
+def _olmo_hybrid_respelled(c):
+    """DeltaNet layers have norms before their branches, attention layers after them."""
+    n_layer, n_head = c["num_hidden_layers"], c["num_attention_heads"]
+    kinds = c.get("layer_types") or [
+        "full_attention" if i % 4 == 3 else "linear_attention" for i in range(n_layer)]
+    if "full_attention" not in kinds:
+        kinds = [*kinds[:-1], "full_attention"]
+    n_key = c.get("linear_num_key_heads") or n_head
+    key_dim = c.get("linear_key_head_dim") or int(0.75 * c["hidden_size"] / n_key)
+    return {**c, "layer_types": kinds, "linear_num_key_heads": n_key,
+            "linear_num_value_heads": c.get("linear_num_value_heads") or n_head,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": c.get("linear_value_head_dim") or 2 * key_dim,
+            "norm_placement": ["pre" if kind == "linear_attention" else "post" for kind in kinds]}
+
+
+def _olmo_hybrid_has_rope(c, i):                   # the released models have none: theta is null
+    rope = checkpoint.stated_rope(c)
+    stated = rope if "rope_theta" in rope else c
+    return stated.get("rope_theta", 10000.0) is not None
+
+
+def _olmo_hybrid_delta(c):
+    scale = 2.0 if c["linear_allow_neg_eigval"] else 1.0
+    return replace(_gated_delta(c), beta_scale=scale, norm_eps=1e-5)
 
 
 def _qwen_next_respelled(c):
@@ -770,6 +798,12 @@ FAMILIES = {
                                                rope_theta=5e5),
                     names=SANDWICH_NAMES, plain_local_rope=True,
                     is_sliding=lambda c, i: (i + 1) % 4 != 0),
+    "olmo_hybrid": Family(
+        overrides=dict(qk_norm="wide"),
+        defaults=dict(max_position_embeddings=65536, linear_conv_kernel_dim=4,
+                      linear_allow_neg_eigval=True),
+        names=OLMO_HYBRID_NAMES, folds=dict(log_decay=True), has_rope=_olmo_hybrid_has_rope,
+        mixers=dict(linear_attention=_olmo_hybrid_delta), respell=_olmo_hybrid_respelled),
     "olmoe": Family(
         overrides=dict(qk_norm="wide"),
         defaults=dict(num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,

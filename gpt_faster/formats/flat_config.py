@@ -60,6 +60,7 @@ class FlatConfig(ModelConfig):
     logit_cap: float | None = None
     learned_pos: bool = False
     widths: tuple = (None,)
+    norm_placement: tuple = (None,)
     layer_end: LayerEnd | None = None
 
     def with_parts(self) -> ModelConfig:
@@ -69,7 +70,8 @@ class FlatConfig(ModelConfig):
             v_norm=self.v_norm, clip=self.clip_qkv, gate=self.attn_gate, **vars(self.scores))
         block = BlockVariant(
             self.pre_norm, self.post_norm, self.post_norm_eps, self.residual_scale, self.parallel,
-            end=self.layer_end is not None, widths=self.widths)
+            end=self.layer_end is not None, widths=self.widths,
+            norm_placement=self.norm_placement)
         ffn = FeedForwardVariant(self.activation, self.gated)
         after_embed = []
         if self.embed_scale != 1:

@@ -3,6 +3,7 @@
     tensors = fold(tensors, cfg, Folds(norm_offset=1.0))
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gpt_faster.formats.lazy import (
     scaled,
     transpose,
 )
+from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
@@ -61,7 +63,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
             n = math.prod(t.shape)
             t = cached(t.name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
             tensors[name] = t
-        if name.endswith("attn.taps") and len(t.shape) == 3:           # [width, 1, taps]
+        is_convolution = re.search(r"attn\.(taps|conv_[qkv])$", name)
+        if is_convolution and len(t.shape) == 3:   # [width, 1, taps]
             tensors[name] = t.derived(t.read_rows, shape=(t.shape[0], t.shape[2]))
         weighted = re.search(rf"{folds.norm_offset_of}.*\.weight$", name)
         if folds.norm_offset and weighted:
@@ -69,6 +72,13 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         if folds.log_decay and name.endswith("decay_rate"):
             tensors[name] = t.derived(lambda a, b, t=t: -t.read_rows(a, b).float().exp(),
                                       dtype=torch.float32)
+    _split_convolutions_again(tensors, cfg)
+    placement = getattr(cfg.block, "norm_placement", (None,))
+    renamed = {"pre": ("post_attn_norm", "ffn_norm"), "post": ("ffn_norm", "post_attn_norm")}
+    for name in list(tensors):                     # OLMo Hybrid: one name, two places
+        old, new = renamed.get(of_layer(layer_of(name), placement), ("", ""))
+        if old and f".{old}." in name:
+            tensors[name.replace(old, new)] = tensors.pop(name)
     if isinstance(cfg.mixer[0], Latent):
         _permute_latent_rope(tensors, cfg, folds)
         _split_up_projections(tensors, cfg)
@@ -237,6 +247,23 @@ def _norm_before_rope(tensors: dict[str, LazyTensor]) -> None:
 
 def qk_gain(q: LazyTensor, k: LazyTensor) -> torch.Tensor:
     return q.whole().float() * k.whole().float()
+
+
+def _split_convolutions_again(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:
+    """transformers 5.23 splits OLMo Hybrid's joint convolution into three equal parts as it saves.
+    """
+    for i in range(cfg.n_layer):
+        shape, names = of_layer(i, cfg.mixer), [f"layers.{i}.attn.conv_{x}" for x in "qkv"]
+        if not isinstance(shape, GatedDelta) or not all(name in tensors for name in names):
+            continue
+        parts, sizes = [tensors[name] for name in names], shape.n_rows()
+        n, stored = sum(sizes), tuple(part.shape[0] for part in parts)
+        if stored == sizes or sum(stored) != n:    # else check() reports it
+            continue
+        whole = cached(parts[0].name, (n, *parts[0].shape[1:]), parts[0].dtype,
+                       lambda parts=parts: torch.cat([part.whole() for part in parts]), *parts)
+        for name, size, end in zip(names, sizes, itertools.accumulate(sizes)):
+            tensors[name] = narrow(whole, 0, end - size, end)
 
 
 def _group_value_heads(tensors: dict[str, LazyTensor], cfg: ModelConfig) -> None:

@@ -129,6 +129,16 @@ DELTA_NAMES = {
     "linear_attn.A_log": "attn.decay_rate", "linear_attn.dt_bias": "attn.decay_bias",
     "linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.wo",
 }
+OLMO_HYBRID_NAMES = DELTA_NAMES | {
+    "self_attn.q_proj": "attn.wq",
+    "linear_attn.q_proj": "attn.q", "linear_attn.k_proj": "attn.k", "linear_attn.v_proj": "attn.v",
+    "linear_attn.a_proj": "attn.decay", "linear_attn.b_proj": "attn.beta",
+    "linear_attn.g_proj": "attn.gate", "linear_attn.o_proj": "attn.wo",
+    "linear_attn.o_norm": "attn.norm", "linear_attn.q_conv1d.weight": "attn.conv_q",
+    "linear_attn.k_conv1d.weight": "attn.conv_k", "linear_attn.v_conv1d.weight": "attn.conv_v",
+    "attention_layer_norm": "attn_norm", "feedforward_layer_norm": "ffn_norm",
+    "post_attention_layernorm": "post_attn_norm", "post_feedforward_layernorm": "post_ffn_norm",
+}
 GGUF_DELTA_NAMES = {
     "attn_q": DELTA_NAMES["self_attn.q_proj"],
     "attn_qkv": DELTA_NAMES["linear_attn.in_proj_qkv"],

@@ -9,7 +9,7 @@ OTHER_KINDS = {
         "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h falcon_h1 plamo2 "
         "recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
-        "qwen4_exp qwen4_exp_text olmo_hybrid kimi_linear minimax bailing_hybrid glm5_next_text",
+        "qwen4_exp qwen4_exp_text kimi_linear minimax bailing_hybrid glm5_next_text",
     "sparse latent attention (an indexer) or another variant of it":
         "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
         "mistral_large4_text unlimited_ocr_text deepseek_ocr2_text",

@@ -196,6 +196,10 @@ def check_config(cfg: ModelConfig) -> None:
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} is {getattr(cfg, name)}, expected a positive integer")
     tiled = {name: getattr(cfg, name) for name in ("rope", "window", "sparse", "mixer")}
+    if isinstance(cfg.block, BlockVariant):
+        tiled["norm_placement"] = cfg.block.norm_placement
+        for place in cfg.block.norm_placement:
+            _one_of("norm_placement", place, (None, "pre", "post"))
     for name, values in (tiled | dict(widths=widths)).items():
         if not 1 <= len(values) <= cfg.n_layer:
             raise ValueError(f"{name} is {brief(values)}, expected 1 to {cfg.n_layer} entries, at "

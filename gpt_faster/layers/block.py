@@ -12,7 +12,7 @@ from gpt_faster.layers.moe import MoEWithParallelDense
 from gpt_faster.layers.norms import rescale
 from gpt_faster.layers.part import Part
 from gpt_faster.layers.per_layer import LayerOutput
-from model import Block, RMSNorm, build_part
+from model import Block, RMSNorm, build_part, of_layer
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class BlockVariant(Part):
     parallel: bool = False                         # both branches read the same x (GPT-NeoX)
     end: bool = False                              # per-layer embeddings and an output scale
     widths: tuple = (None,)                        # tiled over layers: Widths, None: the model's
+    norm_placement: tuple = (None,)                # by layer, tiled: "pre", "post" (OLMo Hybrid)
     kind: str = "block_variant"                    # name in a .pth
 
     def make(self, cfg, layer: int, earlier: nn.ModuleList) -> nn.Module:
@@ -46,6 +47,13 @@ class BlockVariant(Part):
         if widths is None:
             return cfg
         return replace(cfg, **{name: n for name, n in vars(widths).items() if n is not None})
+
+    def norms_of(self, layer: int) -> tuple[bool, bool]:
+        """Has this layer norms before its branches, and after them?"""
+        place = of_layer(layer, self.norm_placement)
+        if place is None:
+            return self.pre_norm, self.post_norm
+        return place == "pre", place == "post"
 
     def sharded_widths(self) -> dict[str, int]:
         """Sizes that the number of ranks must divide."""
@@ -64,15 +72,16 @@ class VariantBlock(Block):
     def __init__(self, cfg, layer: int, earlier: nn.ModuleList):
         super().__init__(cfg, layer, earlier)
         variant = cfg.block
+        has_pre_norm, has_post_norm = variant.norms_of(layer)
 
         def norm(eps=None):
             return build_part(cfg.norm, RMSNorm, cfg.dim, eps or cfg.norm_eps)
 
         def branch_output():
-            return norm(variant.post_norm_eps) if variant.post_norm else rescale(
+            return norm(variant.post_norm_eps) if has_post_norm else rescale(
                 variant.residual_scale)
 
-        if not variant.pre_norm:
+        if not has_pre_norm:
             self.attn_norm, self.ffn_norm = nn.Identity(), nn.Identity()
         if isinstance(self.ffn, MoEWithParallelDense):         # it normalizes its input itself
             self.ffn_norm = nn.Identity()

@@ -34,12 +34,14 @@ class GatedDelta(Part):
     k_dim: int                                     # per head
     v_dim: int
     n_tap: int = 4                                 # kernel size of the causal convolution
+    beta_scale: float = 1.0                        # 2: eigenvalues from -1 to 1 (OLMo Hybrid)
+    norm_eps: float | None = None                  # None: the model's
     kind: str = "gated_delta"                      # name in a .pth
 
     split = {**dict.fromkeys(PER_HEAD_TENSORS, OUT), "gate": OUT, "wo": IN}    # whole heads
 
     def make(self, cfg, earlier=()) -> nn.Module:
-        return DeltaNet(cfg.dim, self, cfg.norm_eps)
+        return DeltaNet(cfg.dim, self, self.norm_eps or cfg.norm_eps)
 
     def shard(self, n: int) -> "GatedDelta":
         """The layer of one of n ranks."""
@@ -95,7 +97,7 @@ class DeltaNet(nn.Module):
         in_order = (pos == pos[:, :1] + torch.arange(T, device=x.device))[..., None]
         q, k, v = self.queries_keys_values(mixed)
         beta, g = self.rates(x).float().chunk(2, dim=-1)                   # [B, T, n_v_head]
-        beta = torch.where(in_order, torch.sigmoid(beta), 0)
+        beta = torch.where(in_order, torch.sigmoid(beta) * self.shape.beta_scale, 0)
         g = torch.where(in_order, self.decay_rate * F.softplus(g + self.decay_bias), 0)
         if self.cache is None:
             y, _ = chunked(q, k, v, g, beta, state)

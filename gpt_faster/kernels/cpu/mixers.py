@@ -157,7 +157,7 @@ class DeltaMixer:
         lanes = native.panel_width() // 2
         is_aligned = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
         norms = layer.attn_norm, post_norm_of(layer, "attn")
-        return (is_aligned and attn.shape.n_tap <= native.MAX_TAPS
+        return (is_aligned and attn.shape.n_tap <= native.MAX_TAPS and attn.shape.beta_scale == 1
                 and all(map(supports_norm, norms)) and all(map(supports_linear, linears)))
 
     buffer_widths = AttentionMixer.buffer_widths
