@@ -133,6 +133,14 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
 
 
+def files_stamp(source: Checkpoint) -> str:
+    """A digest of the names, sizes and times of the weights' files, adapter included: it changes
+    when a file is replaced, and costs no reading."""
+    paths = weight_files(source.path) + (weight_files(source.adapter) if source.adapter else [])
+    stats = [(path.name, path.stat()) for path in paths]
+    return disk.digest(repr([(name, s.st_size, s.st_mtime_ns) for name, s in stats]))
+
+
 def file_digest(path: Path) -> str:
     """A digest of the file's content, computed again only if the file changed."""
     stat = path.stat()
