@@ -12,6 +12,7 @@ import hashlib
 import json
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -116,13 +117,18 @@ def cache_key(source: Checkpoint, dtype: torch.dtype, device: torch.device,
         return None
     layout = [(t.name, t.shape, str(t.dtype)) for t in tensors]
     files = [file_digest(path) for path in weight_files(source.path)]
+    versions = torch.__version__, metadata.version("gguf") if is_gguf(source.path) else None
     try:
         code = code_digest()
     except (OSError, TypeError):                   # replaced by a function without source code
         return None
     return disk.digest(repr((files, repr(source.cfg), layout, source.quantization, str(dtype),
-                             packed, torch.backends.cpu.get_cpu_capability(), torch.__version__,
-                             code)))
+                             packed, torch.backends.cpu.get_cpu_capability(), versions, code)))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the gguf package dequantizes the weights, so that its version counts."""
+    return any(file.suffix == ".gguf" for file in weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
