@@ -969,11 +969,12 @@ def open_checkpoint(name: str) -> Checkpoint:
     return read_checkpoint(resolve(name))
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path | str) -> Checkpoint:
     """The checkpoint at `path`, with names, shapes and dtypes checked. Weights are read later.
 
     FileNotFoundError or ValueError: one line that says what was found and what was expected.
     """
+    path = Path(path)
     with reading(path):
         raw = read(path)
         tensors = {t.name: t for t in raw.tensors}

@@ -149,3 +149,11 @@ def test_another_tokenizer(command, model):
     (model / "tokenizer.json").write_text(json.dumps(fast))
     command(PROMPTS[:2])
     assert command.new == 1                                # only the prompt whose ids changed
+
+
+def test_a_path_may_be_a_string(families):
+    import checkpoint
+    from gpt_faster.formats import load
+    path = families("llama2")[0]
+    for read in (load.read_checkpoint, checkpoint.read_checkpoint):
+        assert read(str(path)).path == read(path).path
