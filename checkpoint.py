@@ -1168,7 +1168,7 @@ def open_checkpoint(name: str) -> Checkpoint:
     return read_checkpoint(resolve(name))
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path | str) -> Checkpoint:
     """The checkpoint at `path`, with names, shapes and dtypes checked. Weights are read later.
 
     FileNotFoundError or ValueError: one line that says what was found and what was expected.

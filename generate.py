@@ -7,7 +7,6 @@ format and the fast kernels, is gpt_faster/cli/session.py and calls the function
 """
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -587,31 +586,6 @@ def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
 HELLO = "Hello, my name is"
 PREFILL_CHUNK = 512                                # prompt tokens per call of the model
 CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub name org/name"
-# What llama.cpp, vLLM, transformers, mlx-lm and other tools call our flags. A key that is no flag
-# says what to do instead.
-OTHER_NAMES = {
-    "--checkpoint_path": "model_path model_name model_name_or_path model_id pretrained checkpoint "
-                         "checkpoint_dir ckpt ckpt_path ckpt_dir hf hf_repo repo_id model_args",
-    "--device": "gpu cuda device_map main_gpu ngl n_gpu_layers gpu_layers tensor_split",
-    "--dtype": "torch_dtype precision data_type kv_cache_dtype",
-    "--prompt": "p text input message query prompts",
-    "--max_new_tokens": "n n_predict predict max_tokens max_token max_length max_gen_len gen_len "
-                        "max_gen_toks num_predict num_tokens n_tokens max_completion_tokens",
-    "--num_samples": "num_return_sequences n_samples num_beams n_completions",
-    "--batch_size": "b bs np parallel n_parallel max_num_seqs max_batch_size ubatch_size",
-    "--stop": "r reverse_prompt stop_token stop_string stop_strings stop_sequence stop_sequences "
-              "stop_words extra_eos_token",
-    "--ignore_eos": "no_eos ignore_eos_token",
-    "--temperature": "temp",
-    "--repetition_penalty": "repeat_penalty rep_penalty",
-    "--temperature 0": "greedy do_sample no_sample",
-    "--seed": "s random_seed rng_seed",
-    "--draft_checkpoint_path": "md model_draft draft speculative_model assistant_model",
-    "--speculate_k": "draft_max draft_n num_draft_tokens num_speculative_tokens "
-                     "num_assistant_tokens",
-    "OMP_NUM_THREADS=N before the command": "t threads n_threads num_threads threads_batch",
-    "torchrun --nproc_per_node=N": "tp tp_size tensor_parallel_size num_gpus",
-}
 DTYPES = {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16",
           "fp32": "float32", "float": "float32", "f32": "float32"}
 
@@ -620,56 +594,6 @@ def dtype_name(text: str) -> str:
     """An argparse type: also the short names of a dtype, as fp16 and half."""
     name = text.lower().removeprefix("torch.")
     return DTYPES.get(name, name)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that also accepts dashes for underscores, and names the flag that was meant."""
-
-    other_names = OTHER_NAMES
-    unknown = ()                                   # arguments that look like flags and are none
-
-    def parse_args(self, args=None, namespace=None):
-        def underscores(match):
-            return "--" + match[0][2:].replace("-", "_")
-
-        args = sys.argv[1:] if args is None else args
-        args = [re.sub(r"^--[a-z]+(-[a-z]+)+(?==|$)", underscores, arg) for arg in args]
-        end = args.index("--") if "--" in args else len(args)
-        self.unknown = [arg for arg in args[:end] if self._is_unknown(arg)]
-        for arg in self.unknown:
-            if not arg.startswith("--") and arg[:2] in self._option_string_actions:
-                self.error(f"unrecognized arguments: {arg}")   # -model: argparse reads -m odel
-        return super().parse_args(args, namespace)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {self.with_hint(message)}\n")
-
-    def with_hint(self, message: str) -> str:
-        """argparse's message, with the flags that unknown ones probably mean."""
-        is_about_names = message.startswith(("unrecognized", "one of the", "the following"))
-        hints = [self.meant(arg) for arg in self.unknown] if is_about_names else []
-        hints = [hint for hint in dict.fromkeys(hints) if hint]
-        return f"{message} (did you mean {', '.join(hints)}?)" if hints else message
-
-    def _is_unknown(self, arg: str) -> bool:
-        name = arg.partition("=")[0]
-        if not re.match("--?[a-zA-Z]", name) or " " in name:
-            return False                           # a value
-        known = self._option_string_actions
-        if name.startswith("--"):                  # argparse completes flags
-            return not any(flag.startswith(name) for flag in known)
-        return name[:2] not in known or len(name) > 2 and bool(self.meant(name, cutoff=0.99))
-
-    def meant(self, arg: str, cutoff: float = 0.7) -> str | None:
-        """An unknown argument -> the flag that is meant, or what to do instead, or None."""
-        word = arg.lstrip("-").partition("=")[0].replace("-", "_").lower()
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        for flag, names in self.other_names.items():
-            is_ours = not flag.startswith("-") or flag.split()[0] in flags
-            if is_ours and word in names.split():
-                return flag
-        close = difflib.get_close_matches(f"--{word}", flags, 1, cutoff)
-        return close[0] if close else None
 
 
 def add_flags(p: argparse.ArgumentParser, checkpoints: str = CHECKPOINTS) -> dict:
@@ -778,9 +702,10 @@ def sampling_params(args, **overrides) -> SamplingParams:
 def flag_prompts(args) -> list[tuple[str, int | None]]:
     """The text of each --prompt, or of stdin, or the default -> with it the length of gpt-fast's
     synthetic prompt (--prompt 512), None for text. Digits from stdin are text."""
-    given = args.prompt or (["-"] if is_piped() else [HELLO])
+    if not args.prompt and is_piped():             # a pipe of a program that writes nothing is empty
+        return [(read_stdin(required=False) or HELLO, None)]
     return [(read_stdin(), None) if text == "-" else (text, synthetic_length(text))
-            for text in given]
+            for text in args.prompt or [HELLO]]
 
 
 def is_piped() -> bool:
@@ -792,8 +717,9 @@ def is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def read_stdin() -> str:
-    """The text of stdin without its last line break. ValueError if it is empty or not UTF-8."""
+def read_stdin(required: bool = True) -> str:
+    """The text of stdin without its last line break. ValueError if it is not UTF-8, or empty and
+    required."""
     if not sys.stdin:
         raise ValueError("stdin is closed: give the text with --prompt")
     if sys.stdin.isatty():
@@ -805,7 +731,10 @@ def read_stdin() -> str:
     except UnicodeDecodeError as e:
         raise ValueError(f"stdin: not UTF-8 text: {e.reason} at byte {e.start}") from None
     if not text.strip():
-        raise ValueError("the prompt is empty: stdin has no text, and no --prompt gives one")
+        if required:
+            raise ValueError("the prompt is empty: stdin has no text")
+        log(f"note: stdin is empty: the prompt is {HELLO!r}")
+        return ""
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -883,7 +812,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str] | None) -> int:
     tp.start()
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         description="Generate text from an open-weight transformer. Text goes to stdout, "
                     "everything else to stderr. Sampling defaults come from the model's "
                     "generation_config.json, if it has one.",

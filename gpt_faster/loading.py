@@ -14,6 +14,7 @@ import json
 import re
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -121,13 +122,18 @@ def cache_key(source: Checkpoint, dtype: torch.dtype, device: torch.device,
         return None
     layout = [(t.name, t.shape, str(t.dtype)) for t in tensors]
     files = [file_digest(path) for path in weight_files(source.path)]
+    versions = torch.__version__, metadata.version("gguf") if is_gguf(source.path) else None
     try:
         code = code_digest()
     except (OSError, TypeError):                   # replaced by a function without source code
         return None
     return disk.digest(repr((files, repr(source.cfg), layout, source.quantization, str(dtype),
-                             packed, torch.backends.cpu.get_cpu_capability(), torch.__version__,
-                             code)))
+                             packed, torch.backends.cpu.get_cpu_capability(), versions, code)))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the gguf package dequantizes the weights, so that its version counts."""
+    return any(file.suffix == ".gguf" for file in weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -137,6 +143,14 @@ def weight_files(path: Path) -> list[Path]:
         number = r"\d{5}(?=-of-\d{5}\.)|(?<=^consolidated\.)\d\d(?=\.)"
         return sorted(folder.glob(re.sub(number, "*", glob.escape(path.name))))
     return sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES)
+
+
+def files_stamp(source: Checkpoint) -> str:
+    """A digest of the names, sizes and times of the weights' files, adapter included: it changes
+    when a file is replaced, and costs no reading."""
+    paths = weight_files(source.path) + (weight_files(source.adapter) if source.adapter else [])
+    stats = [(path.name, path.stat()) for path in paths]
+    return disk.digest(repr([(name, s.st_size, s.st_mtime_ns) for name, s in stats]))
 
 
 def file_digest(path: Path) -> str:

@@ -10,7 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import dtype_name  # noqa: E402
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.cli.quantizing import write  # noqa: E402
 from gpt_faster.formats.hub import output_path, resolve  # noqa: E402
 from gpt_faster.formats.load import read_checkpoint  # noqa: E402

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.formats.hub import download  # noqa: E402
 
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantize
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from generate import Batch, generate, log, pick_device
-from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.common import guarded
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
     build_speculative,

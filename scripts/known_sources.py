@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from gpt_faster.cli.common import Parser, guarded
+from gpt_faster.cli.common import guarded
+from gpt_faster.cli.parser import Parser
 from gpt_faster.kernels import linear, modifications
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from model import ExpertLinear, ModelConfig, Transformer

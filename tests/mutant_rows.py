@@ -367,11 +367,11 @@ NAMED = [
     # ---- Figures, and what is kept ---------------------------------------------------------------
     Mutant("perplexity-not-shifted", "gpt_faster/cli/evaluate.py", "known[:, :, at + 1:at + T + 1]", "known[:, :, at:at + T]",
            "tests/test_eval.py::test_perplexity_is_transformers"),
-    Mutant("windows-score-twice", "gpt_faster/cli/evaluate.py", "min(end - done, end - begin - 1)", "end - begin - 1",
+    Mutant("windows-score-twice", "gpt_faster/cli/evaluate.py", "min(end - done, end - begin - n_given)", "end - begin - n_given",
            "tests/test_eval.py::test_each_token_is_scored_once_and_disjoint_windows_lose_their_first"),
     Mutant("kept-weights-of-another-dtype", "gpt_faster/loading.py", "layout, source.quantization, str(dtype),",
            "layout, source.quantization, '',", "tests/test_kept_weights.py::test_what_they_depend_on"),
-    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "torch.__version__,\n                             code)))", "torch.__version__)))",
+    Mutant("kept-weights-of-other-code", "gpt_faster/loading.py", "versions, code)))", "versions)))",
            "tests/test_kept_weights.py::test_what_they_depend_on"),
     Mutant("library-of-other-sources", "gpt_faster/kernels/cpu/native.py", "repr((code, OPTIONS,", "repr((OPTIONS,",
            "tests/test_cpu_ops.py::test_an_edited_comment_builds_nothing_anew"),

@@ -29,8 +29,9 @@ from gpt_faster.bench.suites import SUITES, run_suite
 from gpt_faster.bench.tables import OUTPUTS, PEERS
 from gpt_faster.bench.weights import is_scheme
 from gpt_faster.bench.workloads import Workload, encode_file
-from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.common import guarded
 from gpt_faster.cli.flags import add_activation_bits
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.devices import pick_dtype

@@ -6,13 +6,17 @@ are JSON lines:
     python generate.py --prompts_file prompts.jsonl --batch_size 8 --output results.jsonl
 """
 
+import hashlib
 import json
+import os
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoint import lock
 from generate import (
@@ -219,12 +223,32 @@ def serve(batch: Batch, work: Iterable[Generation]) -> Iterator[tuple[Generation
 
 # ---- Results ------------------------------------------------------------------------------------
 
-def read_finished(path: Path) -> tuple[set[int | str], int]:
-    """Read the results of an interrupted run -> their ids, and their length in bytes.
+class Asked(NamedTuple):
+    """What a result answers. A result is reused only if all of it is the same."""
+
+    prompt: str                                    # a digest of the prompt and its token ids
+    parameters: str                                # JSON: the model, and what else decides
+
+    @classmethod
+    def of(cls, prompt, messages, prompt_ids, parameters) -> "Asked":
+        digest = hashlib.sha256(json.dumps([prompt, messages, prompt_ids]).encode()).hexdigest()
+        return cls(digest[:32], sys.intern(json.dumps(parameters, sort_keys=True)))
+
+    def difference(self, now: "Asked") -> str:
+        """What differs now, in a few words."""
+        if self.prompt != now.prompt:
+            return "the prompt"
+        old, new = json.loads(self.parameters) or {}, json.loads(now.parameters)
+        names = [name for name in new if name not in old or old[name] != new[name]]
+        return ", ".join(f"{name} {old.get(name)}, now {new[name]}" for name in names[:3])
+
+
+def read_finished(path: Path) -> tuple[dict[int | str, Asked], int]:
+    """Read the results of an interrupted run -> what they answer, by id, and their length in bytes.
 
     A partial last line is not counted. ValueError if the file has other contents.
     """
-    ids, end, line_start = set(), 0, b'{"id": '
+    finished, end, line_start = {}, 0, b'{"id": '
     with open(path, "rb") as f:
         for i, line in enumerate(f, start=1):
             if not line.endswith(b"\n") and line.startswith(line_start[:len(line)]):
@@ -233,12 +257,13 @@ def read_finished(path: Path) -> tuple[set[int | str], int]:
                 result = json.loads(line)
                 if "new_ids" not in result:
                     raise KeyError("new_ids")
-                ids.add(result["id"])
+                names = "prompt", "messages", "prompt_ids", "parameters"
+                finished[result["id"]] = Asked.of(*map(result.get, names))
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f"{path}:{i}: not a result of an earlier run: choose another "
                                  "--output, or move this file") from None
             end += len(line)
-    return ids, end
+    return finished, end
 
 
 class Results:
@@ -248,18 +273,36 @@ class Results:
         self.path, self.file, self.hide_thoughts = None, None, hide_thoughts
         self.as_json, self.waiting, self.texts = as_json, deque(), {}
 
-    def append_to(self, path: Path) -> set[int | str]:
-        """Lock a file and append results to it -> the ids of the results already in it.
+    def append_to(self, path: Path) -> dict[int | str, Asked]:
+        """Lock a file and append results to it -> what the results already in it answer, by id.
 
         OSError if another process is writing it, ValueError if it has other contents.
         """
         self.path, self.file = path, open(path, "ab", buffering=0)
         if not path.is_file():                     # a pipe or terminal: nothing to resume
-            return set()
+            return {}
         lock(self.file, path)
-        ids, end = read_finished(path)
+        finished, end = read_finished(path)
         self.file.truncate(end)                    # remove a partial last line
-        return ids
+        return finished
+
+    def move_away(self, ids: set[int | str]) -> None:
+        """Move the results of these ids to FILE.old: they will be computed again."""
+        if not ids or not self.file:
+            return
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        is_old = [json.loads(line)["id"] in ids for line in lines]
+        with open(f"{self.path}.old", "ab") as file:
+            file.writelines(line for line, old in zip(lines, is_old) if old)
+            os.fsync(file.fileno())
+        partial = Path(f"{self.path}.partial")
+        file = open(partial, "wb", buffering=0)
+        lock(file, partial)
+        file.write(b"".join(line for line, old in zip(lines, is_old) if not old))
+        os.fsync(file.fileno())
+        os.replace(partial, self.path)
+        self.file.close()
+        self.file = file
 
     def write(self, request: Request, **result) -> None:
         line = json.dumps(result)
@@ -290,8 +333,44 @@ class Results:
                 print(self.texts[i], flush=True)
 
 
-def run(work: list[Generation], batch: Batch, results: Results) -> bool:
-    """Run all, write each result, and log the speed -> whether Ctrl-C interrupted it."""
+def to_compute(work: list[Generation], requests: list[Request], parameters: dict,
+               finished: dict[int | str, Asked], results: Results) -> list[Generation]:
+    """The generations without a result that answers the same. Moves other results of these ids
+    away, with a note."""
+    now = {each.user_data.id: asked(each, parameters) for each in work}
+    other = {request.id: now.get(request.id) for request in requests if request.id in finished
+             and finished[request.id] != now.get(request.id)}
+    same = {id_ for id_, value in now.items() if finished.get(id_) == value}
+    if other:
+        id_, new = next(iter(other.items()))
+        difference = finished[id_].difference(new) if new else "the prompt"
+        log(f"note: {results.path}: {len(other)} results have another prompt, model or parameters "
+            f"(of {id_}: {difference}): computed again; the old ones are in {results.path}.old")
+        results.move_away(set(other))
+    work = [each for each in work if each.user_data.id not in same]
+    if same:
+        log(f"{results.path} has {len(same)} results already: {len(work)} prompts to go")
+    return work
+
+
+def asked(generation: Generation, parameters: dict) -> Asked:
+    request = generation.user_data
+    return Asked.of(request.prompt, request.messages, generation.prompt_ids,
+                    all_parameters(generation, parameters))
+
+
+def all_parameters(generation: Generation, parameters: dict) -> dict:
+    """parameters: those of all prompts; the sampling of the batch's generator has their seed."""
+    own = asdict(generation.params)
+    return {**parameters, **{name: value for name, value in own.items() if value is not None},
+            "max_new_tokens": generation.max_new}
+
+
+def run(work: list[Generation], batch: Batch, results: Results, parameters: dict) -> bool:
+    """Run all, write each result, and log the speed -> whether Ctrl-C interrupted it.
+
+    parameters: of all prompts: what was asked, written with each result.
+    """
     results.waiting.extend(generation.user_data.id for generation in work)
     start, n_tokens, speeds, interrupted = time.perf_counter(), 0, [], False
     try:
@@ -303,9 +382,9 @@ def run(work: list[Generation], batch: Batch, results: Results) -> bool:
             more = {} if thoughts is None else dict(reasoning_content=thoughts)
             results.write(
                 request, id=request.id, slot=slot, prompt=request.prompt,
-                messages=request.messages, text=done.text, **more, prompt_ids=done.prompt_ids,
-                new_ids=done.ids, finish_reason=done.finish_reason,
-                ttft_s=done.first_s - done.start_s,
+                messages=request.messages, parameters=all_parameters(done, parameters),
+                text=done.text, **more, prompt_ids=done.prompt_ids, new_ids=done.ids,
+                finish_reason=done.finish_reason, ttft_s=done.first_s - done.start_s,
                 decode_tok_s=(n - 1) / (done.last_s - done.first_s) if n > 1 else None)
     except KeyboardInterrupt:
         interrupted = True

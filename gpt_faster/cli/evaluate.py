@@ -29,8 +29,9 @@ from generate import (
     weight_bytes,
 )
 from gpt_faster.cli import batch
-from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.common import guarded
 from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_no_bos, add_quantize
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from generate import PREFILL_CHUNK, SAMPLING, check_output, number
 from generate import add_flags as add_core_flags
-from gpt_faster.cli.common import Help, Parser
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.formats.known_shapes import SHAPES
 from quantize import MODES, add_choices
 

@@ -11,8 +11,9 @@ import torch
 import quantize
 from checkpoint import Checkpoint
 from generate import check_ids, dtype_name, log, number, pick_device
-from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.common import guarded
 from gpt_faster.cli.flags import add_adapter, add_no_bos
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.devices import pick_dtype
 from gpt_faster.formats.hub import output_path, resolve
 from gpt_faster.formats.load import load_model, read_checkpoint

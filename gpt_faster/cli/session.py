@@ -24,6 +24,7 @@ from generate import (
     summarize,
     traced,
 )
+from gpt_faster import loading
 from gpt_faster.cli import batch, flags
 from gpt_faster.cli.chat import Chat
 from gpt_faster.cli.common import guarded
@@ -72,7 +73,6 @@ def run(argv: list[str] | None) -> int:
     if limit > source.cfg.context:
         raise ValueError(f"--max_seq_length {limit} exceeds the model's context of "
                          f"{source.cfg.context}")
-    requests = [request for request in requests if request.id not in finished]
     eos_ids = set() if options.ignore_eos else set(source.eos_ids)
     work, more = batch.encode_all(requests, tokenizer, source.cfg, eos_ids, options, limit)
     errors += more
@@ -80,8 +80,8 @@ def run(argv: list[str] | None) -> int:
         raise ValueError(errors[0])
     for complaint in errors:
         log(f"generate.py: error: {complaint}")
-    if finished:
-        log(f"{options.output} has {len(finished)} results already: {len(work)} prompts to go")
+    parameters = parameters_of_all(options, source, dtype, eos_ids)
+    work = batch.to_compute(work, requests, parameters, finished, results)
     if many and not work:
         return 1 if errors else 0
     speculate, acceptance = options.speculate, 1.0         # assumed for drafts set by a flag
@@ -98,9 +98,24 @@ def run(argv: list[str] | None) -> int:
     if options.interactive:
         return run_chat(session)
     if many:
-        interrupted = batch.run(work, session.batch, results)
+        interrupted = batch.run(work, session.batch, results, parameters)
         return 130 if interrupted else 1 if errors else 0
     return show_samples(session, work[0])
+
+
+def parameters_of_all(options, source, dtype: torch.dtype, eos_ids: set[int]) -> dict:
+    """What decides the text of every prompt, besides the prompt and its sampling parameters.
+
+    Not the engine and the device: all give the same tokens, but for near-ties in low precision.
+    """
+    names = ("adapter", "quantize", "groupsize", "quantize_head", "activation_bits",
+             "max_seq_length", "seed", "stop")
+    schema = options.json_schema and options.json_schema.read_text(encoding="utf-8")
+    random = options.random
+    return dict(
+        model=random or source.path.name, files=None if random else loading.files_stamp(source),
+        dtype=str(dtype)[6:], end_ids=sorted(eos_ids), json_schema=schema,
+        **{name: getattr(options, name) for name in names})
 
 
 def read_schema(path: Path) -> tuple[str, str]:
@@ -111,12 +126,12 @@ def read_schema(path: Path) -> tuple[str, str]:
         raise ValueError(f"{path}: {e}") from None
 
 
-def read_input(options, results: batch.Results) -> tuple[list, list, set]:
-    """-> requests, error messages, and the ids of requests already finished in --output."""
+def read_input(options, results: batch.Results) -> tuple[list, list, dict]:
+    """-> requests, error messages, and what the results in --output answer, by id."""
     requests, errors = [], []
     if not options.interactive:
         requests, errors = batch.read_requests(options)
-    return requests, errors, results.append_to(options.output) if options.output else set()
+    return requests, errors, results.append_to(options.output) if options.output else {}
 
 
 def can_use_mtp(source) -> bool:

@@ -74,7 +74,7 @@ def open_checkpoint(name: str | None, adapter: str | None = None) -> Checkpoint:
     return read_checkpoint(resolve(name), resolve(adapter) if adapter is not None else None)
 
 
-def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
+def read_checkpoint(path: Path | str, adapter: Path | str | None = None) -> Checkpoint:
     """Open a checkpoint of any format; names and shapes are checked. No weight is read yet.
 
     FileNotFoundError or ValueError with a one-line message; TypeError if `path` is no path.
@@ -83,6 +83,7 @@ def read_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     with reading(path):
         raw = read(path)
     if adapter is not None:
+        adapter = Path(adapter)
         with reading(path):
             tensors, tied_head = lora.split_tied_head(raw.tensors, raw.names, raw.cfg)
         with reading(adapter):

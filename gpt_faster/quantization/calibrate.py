@@ -53,7 +53,7 @@ def split_windows(ids: list[int], length: int, limit: int, pad: bool,
     if pad and len(ids) % width:
         ids = ids + [0] * (-len(ids) % width)
     n = min(len(ids) // width, limit)
-    if n < 2:
+    if n < min(2, limit):                          # limit 1: the model writes the other windows
         raise ValueError(f"the calibration text has {len(ids)} tokens, less than two windows of "
                          f"{length}: give more text or a smaller --calibration_seq_length")
     return torch.tensor([[*prefix, *ids[i * width:(i + 1) * width]] for i in range(n)])

@@ -13,8 +13,9 @@ import time
 import tp
 from generate import add_model_flags, add_sampling_flags, add_speed_flags, number, pick_device
 from gpt_faster.cli import flags
-from gpt_faster.cli.common import Help, Parser, guarded
+from gpt_faster.cli.common import guarded
 from gpt_faster.cli.options import Options
+from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.grammar import Grammars
 from gpt_faster.decoding.ranks import as_rank, run_on_rank_0
 from gpt_faster.decoding.request_sampler import build_request_sampler

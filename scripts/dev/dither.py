@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from checkpoint import LazyTensor  # noqa: E402
 from generate import log  # noqa: E402
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.cli.quantizing import write  # noqa: E402
 from gpt_faster.formats.lazy import cached  # noqa: E402
 from gpt_faster.formats.load import open_checkpoint  # noqa: E402

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from generate import Batch, Steps, generate
-from gpt_faster.cli.common import Parser, guarded
+from gpt_faster.cli.common import guarded
+from gpt_faster.cli.parser import Parser
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels.guard import guard_of

@@ -32,7 +32,8 @@ from generate import (  # noqa: E402
 )
 from gpt_faster.bench import plots  # noqa: E402
 from gpt_faster.cli.chat import Chat  # noqa: E402
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.decoding import engines  # noqa: E402
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402

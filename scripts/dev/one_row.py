@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from gpt_faster.cli.common import Parser, guarded
+from gpt_faster.cli.common import guarded
 from gpt_faster.cli.evaluate import score
+from gpt_faster.cli.parser import Parser
 from gpt_faster.kernels.compile import compile_steps
 from gpt_faster.loading import load_model
 from gpt_faster.quantization.calibrate import split_windows

@@ -17,7 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from gpt_faster.bench.machine import describe_machine, run_command  # noqa: E402
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 
 MODELS = {                                         # file, group sizes that fit its shapes
     "Gemma 3 270M": ("gemma-3-270m/gemma-3-270m-q4_k_m.gguf", [32, 128]),

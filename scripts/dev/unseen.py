@@ -31,8 +31,9 @@ sys.path.insert(0, str(ROOT))
 from generate import log  # noqa: E402
 from gpt_faster.bench.k_quants import importance_of, q4_k_m  # noqa: E402
 from gpt_faster.bench.machine import describe_machine  # noqa: E402
-from gpt_faster.cli.common import Parser, guarded  # noqa: E402
+from gpt_faster.cli.common import guarded  # noqa: E402
 from gpt_faster.cli.evaluate import score, windows  # noqa: E402
+from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.devices import pick_dtype  # noqa: E402
 from gpt_faster.formats.hub import resolve  # noqa: E402
 from gpt_faster.formats.load import load_model, open_checkpoint  # noqa: E402
