@@ -702,7 +702,7 @@ def sampling_params(args, **overrides) -> SamplingParams:
 def flag_prompts(args) -> list[tuple[str, int | None]]:
     """The text of each --prompt, or of stdin, or the default -> with it the length of gpt-fast's
     synthetic prompt (--prompt 512), None for text. Digits from stdin are text."""
-    if not args.prompt and is_piped():             # a pipe of a program that writes nothing is empty
+    if not args.prompt and is_piped():             # programs give an empty pipe
         return [(read_stdin(required=False) or HELLO, None)]
     return [(read_stdin(), None) if text == "-" else (text, synthetic_length(text))
             for text in args.prompt or [HELLO]]
