@@ -127,7 +127,8 @@ def _adds_bos(backend, config: dict, path: Path) -> bool:
     stated = config.get("add_bos_token")
     if stated is None:
         return backend.adds_bos
-    if backend.kind == "json" and bool(stated) != backend.adds_bos:
+    decides = path.with_name("tokenizer.json").exists()
+    if decides and bool(stated) != backend.adds_bos:
         does = "adds one" if backend.adds_bos else "adds none"
         print(f"note: {path}: 'add_bos_token' is {str(stated).lower()}, but tokenizer.json {does}: "
               "it decides", file=sys.stderr)

@@ -305,7 +305,8 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
         share(layer.attn, summed)
         share(getattr(layer.ffn, "summed", layer.ffn), summed)
         for name in model.cfg.attention.norms_over_heads if model.cfg.attention else ():
-            getattr(layer.attn, name).mean_square = mean_over_ranks
+            if hasattr(layer.attn, name):          # other mixers have no such norms
+                getattr(layer.attn, name).mean_square = mean_over_ranks
     n = model.cfg.vocab_size
     if n < vocab_size:
         share(model.head, joined)

@@ -363,7 +363,7 @@ def test_parts_that_are_missing_renamed_or_of_another(capsys, model_gguf, tmp_pa
         (tmp_path / name).rename(tmp_path / "aside")
     (tmp_path / "aside").rename(first)
     shutil.copy(first, second)
-    assert f"{second}: split.no is 0 and split.count 2, not 1 and 2 as its name says" in refused(capsys, first, command)
+    assert f"{first}: {second.name}: split.no is 0 and split.count 2, not 1 and 2 as its name says" in refused(capsys, first, command)
     rewritten(first, second, {"split.no": 1}, only=slice(2))
     assert "split.tensors.count is 39, but the 2 parts have 7: are they of one model?" in refused(capsys, first, command)
 

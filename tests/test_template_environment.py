@@ -125,10 +125,10 @@ def test_a_template_with_tools_and_thoughts(settings):
     "{{ 5 | round(12845056) }}", "{{ lipsum(99, false, 20, 99999) }}"])
 def test_a_size_has_a_limit(template):
     with pytest.raises(ValueError, match="with a number above|too large a width|too long a text"):
-        render(SimpleNamespace(chat_template=template, names={}), MESSAGES, x=[1])
+        render(SimpleNamespace(tool_template=None, chat_template=template, names={}), MESSAGES, x=[1])
 
 
 def test_a_long_conversation_renders():
     messages = [dict(role="user", content="word " * 1_000_000)]
-    text = render(SimpleNamespace(chat_template="{{ messages[0].content | trim }}{{ messages | tojson | length }}", names={}), messages)
+    text = render(SimpleNamespace(tool_template=None, chat_template="{{ messages[0].content | trim }}{{ messages | tojson | length }}", names={}), messages)
     assert len(text) > 4_999_999

@@ -275,7 +275,7 @@ FAMILIES = {
     "cohere2_moe": lambda: hf.Cohere2MoeConfig(**LAYER_NORM, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6,
                                                num_shared_experts=2, first_k_dense_replace=2, sliding_window_pattern=2),
     "cohere2_moe-sigmoid": lambda: hf.Cohere2MoeConfig(
-        **SIZE, **PADDED, logit_scale=0.25, sliding_window=8, head_dim=24, num_experts=6, num_shared_experts=1, expert_selection_fn="sigmoid",
+        **SIZE, **PADDED, logit_scale=1.5, sliding_window=8, head_dim=24, num_experts=6, num_shared_experts=1, expert_selection_fn="sigmoid",
         shared_expert_combination_strategy="sum", first_k_dense_replace=1, prefix_dense_intermediate_size=128, prefix_dense_sliding_window_pattern=2,
         sliding_window_pattern=3, norm_topk_prob=False, attention_bias=True, tie_word_embeddings=False),
     "kolibri1": lambda: hf.Kolibri1Config(**{k: v for k, v in SIZE.items() if k != "intermediate_size"}, **MOE, head_dim=24, sliding_window=8,
@@ -302,7 +302,7 @@ FAMILIES = {
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
-         "deepseek_v2", "qwen3_5_text", "lfm2")
+         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",

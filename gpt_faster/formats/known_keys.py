@@ -21,7 +21,7 @@ UNSUPPORTED_CONFIG_KEYS = (                        # config.py refuses them if t
 
 TRAINING = ("*dropout* *_pdrop emb_pdrop layerdrop *initializer* init_std init_device "
             "*aux_loss* router_z_loss_coef router_jitter_noise seq_aux gradient_checkpointing "
-            "train_* loss_*")
+            "train_* loss_* linear_a_log_* linear_dt_*")
 PYTHON = ("output_router_logits output_attentions output_hidden_states return_dict use_return_dict "
           "torchscript torch_dtype dtype is_local use_bfloat16")
 PROVENANCE = ("_* architectures auto_map transformers_version unsloth_* model_name name_or_path "
@@ -56,7 +56,7 @@ OF_MODEL_TYPES = (
      "parallel_attn",
      "falcon"),
     ("activation_function",
-     "gptj gpt_neo gpt_bigcode opt gpt2"),
+     "gptj gpt_neo gpt_bigcode opt gpt2 exaone"),
     ("add_cross_attention scale_attn_weights",
      "gpt_bigcode gpt2"),
     ("alibi",
@@ -68,18 +68,21 @@ OF_MODEL_TYPES = (
     ("attention_bias",
      "- mistral mixtral qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text lfm2 lfm2_moe exaone_moe "
      "minimax_m2 phi3 glm4v_text exaone4 ministral ministral3 cwm gptj phi stablelm bloom mpt "
-     "gpt_neo gpt_bigcode gpt2"),
+     "gpt_neo gpt_bigcode gpt2 qwen2_5_omni_text kolibri1"),
     ("attention_k_eq_v enable_moe_block global_head_dim hidden_size_per_layer_input "
      "num_global_key_value_heads num_kv_shared_layers per_layer_config top_k_experts "
      "use_double_wide_mlp vocab_size_per_layer_input",
      "gemma4_text gemma4_unified_text"),
-    ("attention_layers attention_types num_heads num_layers window_size",
+    ("attention_layers attention_types num_heads window_size",
      "gpt_neo"),
     ("attention_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe "
      "muse_glimmer_text hyperclovax"),
     ("attention_out_bias",
      "seed_oss"),
+    ("attention_value_scale hybrid_layer_pattern layernorm_epsilon sliding_window_size "
+     "swa_rope_theta",
+     "mimo_v2_flash"),
     ("attn_logit_softcapping query_pre_attn_scalar",
      "gemma2 gemma3_text vaultgemma"),
     ("bias",
@@ -90,42 +93,57 @@ OF_MODEL_TYPES = (
     ("clip_qkv",
      "olmoe iquestcoder olmo mpt"),
     ("decoder_sparse_step mlp_only_layers",
-     "qwen3_moe qwen2_moe qwen3_next qwen3_vl_moe_text"),
+     "qwen3_moe qwen2_moe qwen3_next qwen3_vl_moe_text qwen3_omni_moe_text"),
     ("dim_model_base scale_depth scale_emb",
      "minicpm3"),
-    ("embedding_multiplier logits_scaling residual_multiplier",
+    ("embedding_multiplier residual_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax"),
+    ("expert_selection_fn prefix_dense_intermediate_size prefix_dense_sliding_window_pattern "
+     "shared_expert_combination_strategy",
+     "cohere2_moe"),
     ("final_logit_softcapping",
      "gemma2 gemma3_text gemma4_text gemma4_unified_text vaultgemma muse_glimmer_text nanochat"),
     ("first_k_dense_replace mlp_layer_types",
      "mellum glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe "
-     "dots1 exaone_moe hy_v3 afmoe"),
-    ("full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
-     "linear_num_value_heads linear_value_head_dim",
+     "dots1 exaone_moe hy_v3 afmoe sarvam_mla sarvam_moe mimo_v2_flash laguna cohere2_moe"),
+    ("full_attention_interval",
      "qwen3_5_text qwen3_5_moe_text qwen3_next"),
+    ("gating moe_apply_router_weight_on_input moe_routed_scaling_factor "
+     "moe_router_logit_softcapping num_attention_heads_per_layer",
+     "laguna"),
     ("global_attn_every_n_layers mup_enabled route_scale",
      "afmoe"),
     ("hidden_activation",
      "gemma2 gemma3_text gemma4_text gemma4_unified_text vaultgemma muse_glimmer_text"),
-    ("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-     "deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 youtu minicpm3"),
+    ("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim",
+     "deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 youtu minicpm3 sarvam_mla"),
     ("layer_norm_eps",
-     "gpt_neox phi cohere cohere2 stablelm jais2"),
+     "gpt_neox phi cohere cohere2 stablelm jais2 cohere2_moe"),
     ("layer_norm_epsilon",
-     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2"),
+     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2 exaone"),
     ("layer_rope_theta",
      "granitemoe_swa granite_swa muse_glimmer_text"),
+    ("linear_allow_neg_eigval",
+     "olmo_hybrid"),
+    ("linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+     "linear_value_head_dim",
+     "qwen3_5_text qwen3_5_moe_text qwen3_next olmo_hybrid"),
     ("logit_scale",
-     "cohere cohere2 mpt"),
+     "cohere cohere2 mpt cohere2_moe"),
+    ("logits_scaling",
+     "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
+     "cohere2_moe"),
     ("max_window_layers",
-     "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1"),
+     "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",
      "llama deepseek_v2 minicpm3 hy_v3 smollm3 granite granite_swa ernie4_5 helium arcee seed_oss "
-     "cwm internlm3 iquestcoder starcoder2 falcon nemotron ernie4_5_moe hyperclovax opt jais2"),
+     "cwm internlm3 iquestcoder starcoder2 falcon nemotron ernie4_5_moe hyperclovax opt jais2 "
+     "exaone"),
     ("moe_intermediate_size",
      "qwen3_moe qwen2_moe qwen3_5_moe_text qwen3_next qwen3_vl_moe_text mellum glm4_moe "
      "glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe dots1 solar_open "
-     "exaone_moe hy_v3 gemma4_text hunyuan_v1_moe afmoe ernie4_5_moe"),
+     "exaone_moe hy_v3 gemma4_text hunyuan_v1_moe afmoe ernie4_5_moe qwen3_omni_moe_text "
+     "sarvam_mla sarvam_moe kolibri1 mimo_v2_flash laguna cohere2_moe"),
     ("moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min "
      "moe_num_experts moe_num_shared_experts",
      "ernie4_5_moe"),
@@ -139,18 +157,15 @@ OF_MODEL_TYPES = (
      "falcon bloom"),
     ("n_group topk_group",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
-     "exaone_moe"),
+     "exaone_moe sarvam_mla sarvam_moe mimo_v2_flash"),
     ("n_head n_layer",
      "gptj falcon bloom gpt_bigcode gpt2"),
     ("n_routed_experts",
-     "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open"),
+     "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
+     "sarvam_mla sarvam_moe mimo_v2_flash"),
     ("n_shared_experts",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
-     "exaone_moe hy_v3 afmoe ernie4_5_moe"),
-    ("partial_rotary_factor",                      # in rope_parameters and rope_scaling too
-     "qwen3_5_text qwen3_5_moe_text qwen3_next mellum glm4_moe glm4v_moe_text glm4_moe_lite "
-     "mistral4 solar_open minimax_m2 gemma4_text gemma4_unified_text phi3 glm glm4 glm4v_text "
-     "gpt_neox gptj phi stablelm nemotron"),
+     "exaone_moe hy_v3 afmoe ernie4_5_moe sarvam_mla sarvam_moe cohere2_moe"),
     ("no_rope_layer_interval no_rope_layers",
      "smollm3"),
     ("norm_eps",
@@ -159,24 +174,31 @@ OF_MODEL_TYPES = (
      "starcoder2"),
     ("norm_topk_prob",
      "qwen3_moe qwen2_moe qwen3_next mellum glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 "
-     "glm4_moe_lite mistral4 lfm2_moe dots1 solar_open exaone_moe olmoe flex_olmo"),
+     "glm4_moe_lite mistral4 lfm2_moe dots1 solar_open exaone_moe olmoe flex_olmo "
+     "qwen3_omni_moe_text sarvam_mla sarvam_moe kolibri1 mimo_v2_flash cohere2_moe"),
     ("num_dense_layers",
      "lfm2_moe afmoe"),
+    ("num_layers",
+     "gpt_neo exaone"),
     ("num_shared_experts",
-     "exaone_moe hy_v3 afmoe"),
+     "exaone_moe hy_v3 afmoe sarvam_moe cohere2_moe"),
     ("output_multiplier post_norm_eps qk_scale_factor",
      "muse_glimmer_text"),
+    ("partial_rotary_factor",                      # in rope_parameters and rope_scaling too
+     "qwen3_5_text qwen3_5_moe_text qwen3_next mellum glm4_moe glm4v_moe_text glm4_moe_lite "
+     "mistral4 solar_open minimax_m2 gemma4_text gemma4_unified_text phi3 glm glm4 glm4v_text "
+     "gpt_neox gptj phi stablelm nemotron mimo_v2_flash laguna"),
     ("position_embedding_type",
      "granitemoehybrid"),
     ("qk_layernorm",
-     "phi cohere cohere2 stablelm"),
+     "phi cohere cohere2 stablelm cohere2_moe"),
     ("qkv_bias",
      "qwen2_moe internlm3"),
     ("rope_interleave",
-     "deepseek_v3 glm4_moe_lite mistral4 youtu minicpm3"),
+     "deepseek_v3 glm4_moe_lite mistral4 youtu minicpm3 sarvam_mla"),
     ("rope_local_base_freq",
      "mellum gemma3_text"),
-    ("rope_pct use_qkv_bias",
+    ("rope_pct",
      "stablelm"),
     ("rotary_dim",
      "minimax_m2 gptj"),
@@ -184,18 +206,18 @@ OF_MODEL_TYPES = (
      "gpt_neox"),
     ("routed_scaling_factor",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe dots1 "
-     "solar_open exaone_moe hy_v3"),
+     "solar_open exaone_moe hy_v3 sarvam_mla sarvam_moe mimo_v2_flash cohere2_moe"),
     ("router_scaling_factor",
      "hy_v3"),
     ("scale_attn_by_inverse_layer_idx",
      "gpt2"),
     ("shared_expert_intermediate_size",
      "qwen2_moe qwen3_5_moe_text qwen3_next gemma4_text gemma4_unified_text granitemoehybrid "
-     "granitemoeshared granitemoe_swa hunyuan_v1_moe"),
+     "granitemoeshared granitemoe_swa hunyuan_v1_moe kolibri1 laguna"),
     ("shared_intermediate_size",
      "granitemoehybrid granitemoeshared granitemoe_swa"),
     ("sliding_window_pattern",
-     "exaone_moe gemma3_text exaone4 cohere2 afmoe"),
+     "exaone_moe gemma3_text exaone4 cohere2 afmoe cohere2_moe"),
     ("swiglu_alpha swiglu_limit",
      "gpt_oss"),
     ("topk_method",
@@ -211,9 +233,14 @@ OF_MODEL_TYPES = (
     ("use_post_norm",
      "hyperclovax"),
     ("use_qk_norm",
-     "glm4_moe cohere cohere2"),
+     "glm4_moe cohere cohere2 sarvam_moe cohere2_moe"),
+    ("use_qkv_bias",
+     "stablelm sarvam_moe"),
     ("use_sliding_window",
-     "qwen2 qwen3 qwen3_moe qwen2_moe qwen2_vl_text qwen2_5_vl_text smollm3 iquestcoder"),
+     "qwen2 qwen3 qwen3_moe qwen2_moe qwen2_vl_text qwen2_5_vl_text smollm3 iquestcoder "
+     "qwen2_5_omni_text"),
+    ("v_head_dim",
+     "deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 youtu minicpm3 sarvam_mla mimo_v2_flash"),
 )
 
 CONFIG = Table(

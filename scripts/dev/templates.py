@@ -95,7 +95,7 @@ def theirs(template: str, messages: list[dict], settings: dict) -> tuple[str, st
 
 def ours(template: str, messages: list[dict], settings: dict) -> tuple[str, str]:
     try:
-        tokenizer = SimpleNamespace(chat_template=template, names=NAMES)
+        tokenizer = SimpleNamespace(chat_template=template, tool_template=None, names=NAMES)
         return "text", render(tokenizer, messages, **settings)
     except ValueError as e:
         return "error", str(e)
