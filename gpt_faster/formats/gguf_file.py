@@ -232,9 +232,10 @@ def read_gguf_parts(path: Path) -> tuple[Path, dict, list[LazyTensor]]:
     read = [(metadata, tensors) if part == path else read_gguf_tensors(part) for part in parts]
     for i, (part, (stated, _)) in enumerate(zip(parts, read)):
         if stated.get("split.no", i) != i or stated.get("split.count", n_part) != n_part:
-            raise ValueError(f"{path}: {part.name}: split.no is {brief(stated.get('split.no'))} and "
-                             f"split.count {brief(stated.get('split.count'))}, not {i} and {n_part} "
-                             "as its name says: it is a part of another model, or renamed")
+            no, count = (brief(stated.get(f"split.{key}")) for key in ("no", "count"))
+            raise ValueError(f"{path}: {part.name}: split.no is {no} and split.count {count}, not "
+                             f"{i} and {n_part} as its name says: it is a part of another model, "
+                             "or renamed")
     tensors = [t for _, part_tensors in read for t in part_tensors]
     expected = read[0][0].get("split.tensors.count", len(tensors))
     if expected != len(tensors):
