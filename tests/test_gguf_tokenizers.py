@@ -174,8 +174,8 @@ def test_each_name(pre, capsys):
     else:
         for stated in (True, False):
             assert byte_level(tokens, pre, bos_token_id=258, add_bos_token=stated).add_bos is stated
-    byte_level(tokens, pre, add_bos_token=True)
-    assert "tokenizer.ggml.bos_token_id" in capsys.readouterr().err
+    assert byte_level(tokens, pre, add_bos_token=True).encode("abc")[0] == 11
+    assert "tokenizer.ggml.bos_token_id): token 11 ('" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", RECORD["models"])

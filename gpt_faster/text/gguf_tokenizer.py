@@ -72,6 +72,7 @@ REFUSED_MODELS = {
     "rwkv": "of RWKV", "plamo2": "of PLaMo 2", "hybriddna": "of DNA models",
     "whitespace": _EMBEDDING, "none": "the file has no tokenizer",
     "no_vocab": "the file has no tokenizer", "test": "of llama.cpp's own tests"}
+UNNAMED_BOS = 11                                   # llama.cpp's default for BPE: Falcon's
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)         # ggml.token_type
 
 
@@ -98,9 +99,11 @@ def from_gguf(metadata: dict) -> dict:
     if add_bos is None or pre == "gemma4":         # old Gemma 4 files say False
         add_bos = kind == "llama" or pre in ADD_BOS
     bos_id = backend.bos_id if bos_id is None else bos_id
-    if add_bos and bos_id is None:
-        print("note: this GGUF's tokenizer begins texts with a token that it does not name "
-              "(tokenizer.ggml.bos_token_id): none is added", file=sys.stderr)
+    if add_bos and bos_id is None and len(tokens) > UNNAMED_BOS:
+        bos_id = UNNAMED_BOS
+        print("note: this GGUF does not name the token that begins texts "
+              f"(tokenizer.ggml.bos_token_id): token {bos_id} ({brief(tokens[bos_id])}), as in "
+              "llama.cpp", file=sys.stderr)
     if get("add_eos_token"):
         print("note: tokenizer.ggml.add_eos_token: no token is appended to a text, since "
               "generation continues it", file=sys.stderr)
