@@ -584,6 +584,7 @@ def load_model(path: str, device="cpu", dtype: torch.dtype = torch.bfloat16,
 # ---- The command --------------------------------------------------------------------------------
 
 HELLO = "Hello, my name is"
+PIPE_WAIT = 5                                      # seconds for a prompt from stdin
 PREFILL_CHUNK = 512                                # prompt tokens per call of the model
 CHECKPOINTS = "a Hugging Face directory, a .pth that quantize.py wrote, or a hub name org/name"
 DTYPES = {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16",
@@ -702,8 +703,8 @@ def sampling_params(args, **overrides) -> SamplingParams:
 def flag_prompts(args) -> list[tuple[str, int | None]]:
     """The text of each --prompt, or of stdin, or the default -> with it the length of gpt-fast's
     synthetic prompt (--prompt 512), None for text. Digits from stdin are text."""
-    if not args.prompt and is_piped():             # programs give an empty pipe
-        return [(read_stdin(required=False) or HELLO, None)]
+    if not args.prompt and is_piped():
+        return [(piped_text() or HELLO, None)]
     return [(read_stdin(), None) if text == "-" else (text, synthetic_length(text))
             for text in args.prompt or [HELLO]]
 
@@ -715,6 +716,19 @@ def is_piped() -> bool:
     except (OSError, ValueError, AttributeError):  # closed, or not a file
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def piped_text() -> str | None:
+    """The text piped into stdin. None with a note if there is none: programs that start this one
+    may give it a pipe to which they write nothing, or leave it open."""
+    if not select.select([sys.stdin], [], [], PIPE_WAIT)[0]:
+        log(f"note: nothing came from stdin in {PIPE_WAIT} seconds: the prompt is {HELLO!r} "
+            "(--prompt - waits longer)")
+        return None
+    text = read_stdin(required=False)
+    if not text:
+        log(f"note: stdin is empty: the prompt is {HELLO!r}")
+    return text or None
 
 
 def read_stdin(required: bool = True) -> str:
@@ -733,7 +747,6 @@ def read_stdin(required: bool = True) -> str:
     if not text.strip():
         if required:
             raise ValueError("the prompt is empty: stdin has no text")
-        log(f"note: stdin is empty: the prompt is {HELLO!r}")
         return ""
     return text.removesuffix("\n").removesuffix("\r")
 

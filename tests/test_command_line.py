@@ -46,7 +46,7 @@ def run(request, checkpoint, capfd, monkeypatch):
             os.close(writing)
             file = open(reading)
         else:
-            file = open(stdin or os.devnull)
+            file = open(os.devnull if stdin is None else stdin)
         with file:
             monkeypatch.setattr(sys, "stdin", file)
             monkeypatch.setattr(sys, "argv", ["generate.py"])
@@ -95,6 +95,16 @@ def test_an_empty_pipe_is_no_prompt(run, stdin):
     assert status == 0 and out.startswith(generate.HELLO) and "note: stdin is empty" in err
 
 
+def test_a_pipe_that_stays_open_is_no_prompt(run, monkeypatch):
+    monkeypatch.setattr(generate, "PIPE_WAIT", 0.1)
+    reading, writing = os.pipe()
+    try:
+        status, out, err = run(stdin=reading)
+    finally:
+        os.close(writing)
+    assert status == 0 and out.startswith(generate.HELLO) and "note: nothing came from stdin in 0.1 seconds" in err
+
+
 @pytest.mark.parametrize("digits", ["7", "٤٢"])
 def test_digits_from_stdin_are_text_and_from_the_flag_a_note_says_so(run, digits):
     status, _, err = run(stdin=digits.encode())
@@ -118,9 +128,9 @@ def test_a_prompts_file_from_stdin(run, lines, texts, note):
 
 
 def test_a_pipe_that_is_slow_is_told(run, monkeypatch):
-    assert "waiting" not in run(stdin=b"hi")[2]
+    assert "waiting" not in run("--prompt", "-", stdin=b"hi")[2]
     monkeypatch.setattr(generate.select, "select", lambda *_: ([], [], []))
-    status, out, err = run(stdin=b"hi")
+    status, out, err = run("--prompt", "-", stdin=b"hi")
     assert status == 0 and out.startswith("hi") and "note: waiting for the prompt on stdin, which is a pipe" in err
 
 
