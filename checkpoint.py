@@ -552,14 +552,16 @@ def hub_tensors(directory: Path, name: str,
 
     read: reads one file. Wrappers' prefixes are removed from the names.
     """
-    shards = _shards(directory / name) if name.endswith(".index.json") else _siblings(name)
+    shard_of = _weight_map(directory / name) if name.endswith(".index.json") else {}
+    shards = sorted(set(shard_of.values())) or _siblings(name)
     missing = [shard for shard in shards if not (directory / shard).is_file()]
     if missing:
         others = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
-        whose = f"listed in {name} but" if name.endswith(".index.json") else f"{name}'s sibling is"
+        whose = f"listed in {name} but" if shard_of else f"{name}'s sibling is"
         raise FileNotFoundError(f"{directory / missing[0]}: {whose} missing{others}: download it "
                                 "again")
-    return unwrapped([t for shard in shards for t in read(directory / shard)])
+    return unwrapped([t for shard in shards for t in read(directory / shard)
+                      if shard_of.get(t.name, shard) == shard])    # else its copy is not meant
 
 
 def _siblings(name: str) -> list[str]:
@@ -579,9 +581,9 @@ def unwrapped(tensors: list[LazyTensor]) -> list[LazyTensor]:
             for name in [re.sub(outer, "", re.sub(inner, "", t.name).lstrip("."))]]
 
 
-def _shards(index: Path) -> list[str]:
-    """The shards that an index lists; all must be in its directory. Symbolic links are allowed: the
-    hub's cache consists of them.
+def _weight_map(index: Path) -> dict[str, str]:
+    """An index's shard of each tensor; all must be in its directory. Symbolic links are allowed:
+    the hub's cache consists of them.
     """
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -590,7 +592,7 @@ def _shards(index: Path) -> list[str]:
     for shard in listed.values():
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
             raise ValueError(f"{index}: {brief(shard)} is not the name of a file in this directory")
-    return sorted(set(listed.values()))
+    return listed
 
 
 # ---- generation_config.json ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Kinds of faults that users of other tools reported, tried here: docs/field.md has the reports."""
 
 import json
+import shutil
 
 import pytest
 import tokenizers
@@ -174,3 +175,20 @@ def test_positions_beyond_100000(families, dtype, tmp_path):
         close(got, expected)
     else:
         assert (got - expected).norm() < 1.5 * closer.norm() < 0.1 * expected.norm()
+
+
+def test_the_index_says_which_copy_of_a_tensor_is_meant(families, tmp_path):
+    """vllm#54230: a shard that also has an older copy of another's tensor."""
+    from safetensors.torch import load_file, save_file
+    source = families("llama2")[0]
+    shutil.copytree(source, tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    names = sorted(tensors)
+    halves = dict.fromkeys(names[::2], "model-00001-of-00002.safetensors") | dict.fromkeys(names[1::2], "model-00002-of-00002.safetensors")
+    for shard in set(halves.values()):
+        save_file({name: t if halves[name] == shard else torch.zeros_like(t) for name, t in tensors.items()}, tmp_path / "model" / shard)
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(dict(weight_map=halves)))
+    ours, theirs = read_checkpoint(tmp_path / "model").tensors, read_checkpoint(source).tensors
+    assert ours.keys() == theirs.keys() and all(torch.equal(t.whole(), theirs[name].whole()) for name, t in ours.items())
