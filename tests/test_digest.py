@@ -195,7 +195,7 @@ def test_an_edit_of_what_makes_weights_changes_it(copied, file, old, new):
 
 
 @pytest.mark.parametrize("file, old, new", [
-    ("quantize.py", "# of the range from min to max", "# other words"), ("quantize.py", "import torch\n", "import torch\n\n\n# words\n"),
+    ("quantize.py", "# fractions of the range from min to max", "# other words"), ("quantize.py", "import torch\n", "import torch\n\n\n# words\n"),
     ("quantize.py", '"""One scale per row."""', '"""Words."""'), ("gpt_faster/formats/load.py", "def to_checkpoint(", "# words\ndef to_checkpoint("),
     ("speculate.py", "import torch\n", "import torch\nX = 1\n"), ("gpt_faster/server/app.py", "import hashlib\n", "import hashlib\nX = 1\n"),
 ])
