@@ -492,7 +492,8 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
                          f"({more[1] if more else first_line(e)}): save model.state_dict() "
                          "instead") from None
     except Exception as e:                         # a corrupt pickle can raise anything
-        if isinstance(e, OSError) and e.filename or is_out_of_memory(e):
+        is_full = is_out_of_memory(e) and not isinstance(e, MemoryError)       # of a corrupt length
+        if isinstance(e, OSError) and e.filename or is_full:
             raise                                  # no permission, say: not the file's fault
         raise unreadable(path, "PyTorch", e) from None
     if not isinstance(value, dict):
