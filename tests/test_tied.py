@@ -1,5 +1,6 @@
 """Tied or not: whatever a config says, the output layer is what the tensors are; adapters included."""
 
+import copy
 import json
 import shutil
 
@@ -175,7 +176,7 @@ def adapters(tmp_path_factory):
         if (kind, base_layer) not in made:
             path = tmp_path_factory.mktemp("adapter")
             torch.manual_seed(3)
-            model = peft.get_peft_model(tiny.make("llama3"), peft.LoraConfig(r=4, lora_alpha=8, **ADAPTERS[kind]))
+            model = peft.get_peft_model(tiny.make("llama3"), peft.LoraConfig(r=4, lora_alpha=8, **copy.deepcopy(ADAPTERS[kind])))
             for p in model.parameters():
                 if p.requires_grad:
                     p.data.copy_(torch.randn_like(p) * 0.2)     # in place: some are views of others
@@ -241,7 +242,7 @@ def test_an_adapter_of_a_head_by_another_name(families, tmp_path):
     model.save_pretrained(tmp_path / "neox", save_embedding_layers=False)
     close(our_logits(read_checkpoint(families("gpt_neox-sequential")[0], tmp_path / "neox")), tiny.logits(model.eval(), tokens()))
     base = with_head(families("llama3")[0], tmp_path / "model")
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, target_modules=HEAD))
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, target_modules=[*HEAD]))
     for p in model.parameters():
         if p.requires_grad:
             p.data.copy_(torch.randn_like(p) * 0.2)     # in place: some are views of others
