@@ -127,3 +127,26 @@ def test_what_does_not_fit(families, tmp_path):
     (path / "adapter_config.json").unlink()
     with pytest.raises(FileNotFoundError, match="adapter_config.json: missing"):
         read_checkpoint(families("llama3")[0], path)
+
+
+@pytest.mark.parametrize("how", ["safetensors", "bin", "old bin"])
+def test_a_float64_model_is_not_changed_by_reading_it(families, tmp_path, how):
+    """Rows of such a file are its bytes in memory: what is read twice is merged once."""
+    from safetensors.torch import load_file, save_file
+    base = tmp_path / "model"
+    shutil.copytree(families("llama3")[0], base)
+    tensors = {name: t.double() for name, t in load_file(base / "model.safetensors").items()}
+    (base / "model.safetensors").unlink()
+    if how == "safetensors":
+        save_file(tensors, base / "model.safetensors")
+    else:
+        torch.save(tensors, base / "pytorch_model.bin", _use_new_zipfile_serialization=how == "bin")
+    q = "model.layers.0.self_attn.q_proj"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 8, "r": 4}')
+    a, b = torch.randn(4, tensors[f"{q}.weight"].shape[1]), torch.randn(tensors[f"{q}.weight"].shape[0], 4)
+    save_file({f"base_model.model.{q}.lora_A.weight": a, f"base_model.model.{q}.lora_B.weight": b}, tmp_path / "adapter/adapter_model.safetensors")
+    merged = read_checkpoint(base, tmp_path / "adapter").tensors["layers.0.attn.wq.weight"]
+    first, again = merged.whole().clone(), merged.whole()
+    torch.testing.assert_close(first.double(), tensors[f"{q}.weight"] + 2 * b.double() @ a.double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, again)

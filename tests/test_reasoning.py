@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SMOLLM2
 from test_chat import TEMPLATES, bpe, user, write  # noqa: F401
 from test_errors import run
 from tokenizers import Tokenizer as Fast
@@ -17,6 +18,7 @@ from gpt_faster.cli import batch, chat
 from gpt_faster.cli.session import Session
 from gpt_faster.cli.thoughts import ThoughtPrinter, with_thoughts
 from gpt_faster.decoding.scheduler import Event, Generation
+from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser, detect_tool_format
@@ -351,3 +353,13 @@ def raised(line):
     if isinstance(line, str):
         return line
     raise line
+
+
+def test_a_replaced_template_is_seen():
+    """The format is of the template that renders now."""
+    tokenizer = tokenizer_files.load(read_checkpoint(SMOLLM2).tokenizer)
+    for template, pairs in (("<think> </think>", {"<think>": "</think>"}), ("[THINK] [/THINK]", {"[THINK]": "[/THINK]"})):
+        tokenizer.chat_template = template
+        assert find_format(tokenizer).pairs == pairs
+    tokenizer.chat_template = None
+    assert find_format(tokenizer) is None

@@ -192,11 +192,11 @@ def _add_lora(t: LazyTensor, parts: dict, scale: float, config: dict) -> LazyTen
                          f"{[left.shape[0], right.shape[1]]}")
 
     def read_rows(a, b):
-        rows = t.read_rows(a, b).double()
-        rows += scale * left.read_rows(a, b).double() @ right.whole().double()
+        rows = t.read_rows(a, b).double()          # of a float64 file: a view of the file's bytes
+        rows = rows + scale * left.read_rows(a, b).double() @ right.whole().double()
         if magnitude:
             norm = rows.norm(dim=1, keepdim=True)
-            rows *= magnitude.read_rows(a, b).double()[:, None] / norm
+            rows = rows * (magnitude.read_rows(a, b).double()[:, None] / norm)
         return rows.float()
     new = t.derived(read_rows, dtype=t.dtype)
     new.made_of = (t, left)

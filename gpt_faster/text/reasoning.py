@@ -48,12 +48,14 @@ class ThoughtFormat(NamedTuple):
 
 # ---- Which format -------------------------------------------------------------------------------
 
-@lru_cache(4)
 def find_format(tokenizer: Tokenizer) -> ThoughtFormat | None:
     """The format of a model with a chat template; None if nothing tells of thoughts."""
-    template = tokenizer.chat_template
-    if template is None:
-        return None
+    template = tokenizer.chat_template             # may be replaced
+    return None if template is None else _format_of(tokenizer, template)
+
+
+@lru_cache(4)
+def _format_of(tokenizer: Tokenizer, template: str) -> ThoughtFormat | None:
     special, _ = special_tokens(tokenizer.backend)
     if speaks_harmony(template):
         return ThoughtFormat({}, _ids(tokenizer, special, HARMONY), True)
