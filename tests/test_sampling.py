@@ -481,3 +481,12 @@ def test_long_candidate_lists(n_vocab, width):
             rows = [SamplingParams(1.0, k, p, m, seed=7) for m in (0.0, 1e-4, 0.1, 1.0)]
             tokens = [kind(rows, n_vocab).sample(logits, EVERY, POS) for kind in KINDS[:2]]
             assert torch.equal(*tokens), (k, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_logits_of_another_dtype(dtype):
+    """As a fork's model or processor may return them: the kernel takes fp32 alone."""
+    logits = random_logits().to(dtype)
+    for how in (SamplingParams(0.8, 5, 0.9, 0.01, seed=3), SamplingParams(seed=3)):
+        made = [kind([how] * 16, 300).sample(logits, EVERY, POS) for kind in (Sampler, ShortlistSampler)]
+        assert torch.equal(*made)

@@ -122,7 +122,7 @@ class ShortlistSampler(Sampler):
         if self.falls_back():
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
-        if self.may_use_kernel and native.is_loaded():
+        if self.may_use_kernel and native.is_loaded() and logits.dtype == torch.float32:
             return draw_on_cpu(*draw_args(self, logits, rows, pos))
         index = self.indices(rows)
         kinds = [is_filtered(self.params[row]) for row in index if self.params[row].temperature]
