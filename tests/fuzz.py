@@ -377,6 +377,7 @@ class Worker:
             os.close(theirs[1])
             return
         os.close(self.tasks[1])
+        torch.set_num_threads(1)                           # libgomp's threads are not in a fork: two would wait for ever
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)                                # panics of libraries
         used = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10

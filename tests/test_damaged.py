@@ -68,6 +68,14 @@ def test_sound_bases_run(worker, bases):
     assert refused == ["hub-bitsandbytes"]
 
 
+def test_a_process_with_threads_has_a_worker(bases):
+    """A fork has none of libgomp's threads, and its first parallel loop would wait for them."""
+    torch.randn(1 << 22).exp().sum()
+    worker = fuzz.Worker(bases, fuzz.SECONDS, fuzz.MB)
+    assert finds(worker, [("generation", [["set", "generation_config.json", ["top_p"], "1e-300"]])]) == []
+    worker.stop()
+
+
 # ---- The fuzzer sees what it should ----------------------------------------------------------------
 
 def mistake(*_):
