@@ -11,7 +11,6 @@ import base64
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
 import signal
 import sys
@@ -19,6 +18,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -29,11 +30,13 @@ from starlette.routing import Route
 
 from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
-from gpt_faster.server.answers import ChatAnswer, CompletionAnswer
+from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.metrics import Metrics
-from gpt_faster.server.prepare import RequestPreparer
+from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_TIMEOUT = 60                                  # seconds to receive a body
@@ -41,6 +44,18 @@ LONG_BODY = 1 << 16                                # bytes: tokenization takes a
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A POST route that generates: the schema of its requests, what prepares one, the form of its
+    answers, and how its API writes errors and streams."""
+
+    path: str
+    schema: type[Fields]
+    prepare: Callable[[Fields], PreparedRequest]
+    answer: type[Answer]
+    wire: OpenAIWire = OPENAI
 
 
 class HttpServer:
@@ -61,9 +76,14 @@ class HttpServer:
             "cache-control": "no-cache"}
         routes = [Route("/", self.show_page), Route("/health", self.health),
                   Route("/metrics", self.show_metrics), Route("/v1/models", self.models),
-                  Route("/v1/models/{name:path}", self.one_model),
-                  Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                  Route("/v1/completions", self.complete, methods=["POST"])]
+                  Route("/v1/models/{name:path}", self.one_model)]
+        endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
+                              ChatAnswer),
+                     Endpoint("/v1/completions", CompletionRequest,
+                              self.preparer.prepare_completion, CompletionAnswer)]
+        self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
+        routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
+                   for endpoint in endpoints]
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
@@ -98,11 +118,13 @@ class HttpServer:
                     error = ApiError(403, f"the Host header '{name}' is not allowed: add it with "
                                      "--allowed_hosts",
                                      "authentication_error", code="host_not_allowed")
-                    return await self.error_response(None, error)(scope, receive, send_and_record)
+                    response = self.error_response(Request(scope), error)
+                    return await response(scope, receive, send_and_record)
                 if not self.is_allowed(scope):
                     error = ApiError(401, "invalid API key: send Authorization: Bearer KEY",
                                      "authentication_error", code="invalid_api_key")
-                    return await self.error_response(None, error)(scope, receive, send_and_record)
+                    response = self.error_response(Request(scope), error)
+                    return await response(scope, receive, send_and_record)
                 await app(scope, receive, send_and_record)
             except ClientDisconnect:
                 status[0] = 499
@@ -141,9 +163,10 @@ class HttpServer:
         sent = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
 
-    def error_response(self, request, error: ApiError) -> Response:
+    def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-        return JSONResponse(dict(error=error.error), error.status, headers)
+        wire = self.wires.get(request.url.path, OPENAI)
+        return JSONResponse(wire.error(error), error.status, headers)
 
     def internal_error(self, request, error: Exception) -> Response:
         """Status 500 without details."""
@@ -178,13 +201,6 @@ class HttpServer:
 
     # ---- Completions ----------------------------------------------------------------------------
 
-    async def chat(self, request) -> Response:
-        return await self.answer(request, ChatRequest, self.preparer.prepare_chat, ChatAnswer)
-
-    async def complete(self, request) -> Response:
-        return await self.answer(request, CompletionRequest, self.preparer.prepare_completion,
-                                 CompletionAnswer)
-
     async def body(self, request: Request) -> bytes:
         """The body. ApiError if it is too large or its content type is not JSON: without a CORS
         preflight, browsers let other sites' pages send plain text but not JSON."""
@@ -199,12 +215,12 @@ class HttpServer:
             chunks.append(part)
         return b"".join(chunks)
 
-    async def answer(self, raw_request, schema, prepare: Callable, answer_type) -> Response:
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
         try:
             body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(schema, body, self.preparer.limit)
+        request = parse(endpoint.schema, body, self.preparer.limit)
         self.preparer.check_name(request.model)
         if self.engine.draining:
             raise self.stopping()
@@ -213,10 +229,11 @@ class HttpServer:
         may_take_long = len(body) > LONG_BODY or needs_grammar(request)
         async with self.long if may_take_long else self.short:
             try:
-                prepared = await asyncio.to_thread(prepare, request)
+                prepared = await asyncio.to_thread(endpoint.prepare, request)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
-        answer, events = answer_type(self.preparer, request, prepared), asyncio.Queue()
+        answer = endpoint.answer(self.preparer, request, prepared)
+        events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
         generations = prepared.generations if prepared.generates else []   # else only an echo
         for i, generation in enumerate(generations):
@@ -228,7 +245,7 @@ class HttpServer:
         except Draining:
             raise self.stopping() from None
         if request.stream:
-            return EventStream(self.stream(answer, generations, events),
+            return EventStream(self.stream(answer, generations, events, endpoint.wire),
                                lambda: self.engine.cancel(generations))
         return await self.whole(raw_request, answer, generations, events)
 
@@ -265,23 +282,26 @@ class HttpServer:
             if pending:
                 self.engine.cancel(list(pending))
 
-    async def stream(self, answer, generations: list[Generation],
-                     events: asyncio.Queue) -> AsyncIterator[str]:
+    async def stream(self, answer: Answer, generations: list[Generation], events: asyncio.Queue,
+                     wire: OpenAIWire) -> AsyncIterator[str]:
         """Server-sent events. A closed connection cancels the generations within a step."""
+        def frames(new: list[dict]) -> str:
+            return "".join(map(wire.frame, new))
+
         pending = set(generations)
-        yield format_sse(*answer.begin())
+        yield frames(answer.begin())
         while pending:
             sent = []
             for event in [await events.get(), *drain_queue(events)]:
                 sent += answer.add(event)
                 if event.error:
-                    yield format_sse(*sent, dict(error=engine_error(event.error).error))
+                    yield frames([*sent, wire.error(engine_error(event.error))])
                     return
                 if event.finish_reason:
                     pending.discard(event.generation)
             if sent:
-                yield format_sse(*sent)            # one packet per batch of events
-        yield format_sse(*answer.end()) + "data: [DONE]\n\n"
+                yield frames(sent)                 # one packet per batch of events
+        yield frames(answer.end()) + wire.end
 
 
 class EventStream(StreamingResponse):
@@ -309,10 +329,6 @@ def content_security_policy(page: bytes) -> str:
     return (f"default-src 'none'; script-src {hash_sources(b'script')}; "
             f"style-src {hash_sources(b'style')}; connect-src 'self'; "
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-
-
-def format_sse(*events: dict) -> str:
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
 
 def drain_queue(queue: asyncio.Queue) -> Iterator:
