@@ -26,6 +26,7 @@ from generate import (
     log,
     number,
     pick_device,
+    split_stops,
     weight_bytes,
 )
 from gpt_faster.cli import batch
@@ -255,14 +256,8 @@ class LMEvalModel:
         params = SamplingParams(
             gen_kwargs.get("temperature", 1.0) if gen_kwargs["do_sample"] else 0.0,
             **{name: gen_kwargs[name] for name in names if gen_kwargs.get(name) is not None})
-        stops, eos_ids = [], set(self.eos_ids)
-        for text in filter(None, gen_kwargs["until"]):
-            ids = self.tokenizer.encode(text, bos=False)
-            if len(ids) == 1 and not self.tokenizer.decode(ids):
-                eos_ids |= {*ids}
-            else:
-                stops.append(text)
-        return params, stops, eos_ids
+        stops, special = split_stops(self.tokenizer, [*filter(None, gen_kwargs["until"])])
+        return params, stops, special.union(self.eos_ids)
 
 
 @contextlib.contextmanager
