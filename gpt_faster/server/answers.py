@@ -72,7 +72,7 @@ class ChatAnswer(Answer):
     def add(self, event: Event) -> list[dict]:
         i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
-        shown = event.thoughts if self.request.include_reasoning is not False else ""
+        shown = event.thoughts if self.prepared.shows_thoughts else ""
         deltas = [dict(reasoning_content=shown)] if shown else []
         deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:

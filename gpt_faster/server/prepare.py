@@ -61,6 +61,7 @@ class PreparedRequest:
     prompts: list[str] = field(default_factory=list)
     parsers: list[AnswerParser] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
+    shows_thoughts: bool = True
 
 
 class RequestPreparer:
@@ -124,6 +125,7 @@ class RequestPreparer:
         if grammar is None:                        # which would constrain the thoughts too
             for generation in prepared.generations:
                 separate(generation, self.thought_format)
+        prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
         prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
                             for _ in prepared.generations]

@@ -38,7 +38,8 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, continue_final_message
            **more) -> str:
     """Render the chat template for messages [{role, content}], with the generation prompt.
 
-    continue_final_message: end with the last message's content instead, as transformers' argument.
+    continue_final_message: end with the last message's content (a string) instead, as with
+    transformers' argument.
     Runs in jinja2's sandbox with time and size limits (sandbox.py) and transformers' globals.
     TemplateError: the template refuses the messages or fails.
     """
@@ -47,11 +48,11 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, continue_final_message
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
         messages = [normalized(message) for message in messages]
         if continue_final_message:
-            more["add_generation_prompt"], final = False, messages[-1]
-            messages[-1] = dict(final, content=final["content"] + CONTINUED)
+            more["add_generation_prompt"], content = False, messages[-1]["content"]
+            messages[-1] = dict(messages[-1], content=content + CONTINUED)
         template = more.get("tools") and tokenizer.tool_template or tokenizer.chat_template
         text = render_limited(_compiled(template), messages=messages, **more)
-        return until_content(text, final["content"]) if continue_final_message else text
+        return until_content(text, content) if continue_final_message else text
     except TemplateRefusal:
         raise
     except Exception as e:                         # template expressions may raise anything
