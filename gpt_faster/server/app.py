@@ -46,7 +46,7 @@ BODY_TIMEOUT = 60                                  # seconds to receive a body
 LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
 MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
 # Threads that prepare requests, by what one costs: no kind waits for another.
-PREPARING = dict(short=4, long=2, grammar=2)
+PREPARING = dict(short=4, long=1, grammar=2)
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
@@ -91,10 +91,16 @@ class HttpServer:
         self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
+        self.paths = [route.path for route in routes]
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
         self.app = self.middleware(app)
+
+    def config(self) -> uvicorn.Config:
+        return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
+                              ws="none", log_level="error", access_log=False, lifespan="off",
+                              server_header=False, timeout_keep_alive=30)
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -216,12 +222,18 @@ class HttpServer:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "Content-Type must be application/json")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(415, f"Content-Encoding {ascii(encoding[:20])} is not supported: send "
+                           "the JSON itself")
+        too_large = ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
         limit, chunks, n = int(self.options.max_body_mb * 1e6), [], 0
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
         async for part in request.stream():
             n += len(part)
             reserve(len(part))
             if n > limit:
-                raise ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
+                raise too_large
             chunks.append(part)
         return b"".join(chunks)
 
@@ -443,10 +455,7 @@ def serve(session, slots, listener) -> None:
     metrics.slots.set(slots.batch.n_row)
     engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), HttpServer(session, engine, metrics)
-    config = uvicorn.Config(http.app, http=limited_protocol(session.options.max_connections),
-                            ws="none", log_level="error", access_log=False, lifespan="off",
-                            server_header=False, timeout_keep_alive=30)
-    server = Server(config, started)
+    server = Server(http.config(), started)
 
     async def run():
         http.loop = asyncio.get_running_loop()

@@ -7,9 +7,11 @@ It knows no route. The time and the size of a body are limited where it is read 
 """
 
 import json
+import re
 from asyncio import Transport
 from http import HTTPStatus
 
+import httptools
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -21,6 +23,8 @@ MAX_HEAD = 1 << 16                                 # bytes
 REST_TIMEOUT = 20                                  # for the rest of a body that is not read
 UNREAD_TIMEOUT = 60                                # seconds without room in the send buffer
 SPARE_CONNECTIONS = 64                             # beyond the limit: answered with 503
+# Java's client offers HTTP/2 in its first request; httptools would drop that request's body.
+UPGRADE = re.compile(rb"\r\nupgrade:", re.I)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -56,6 +60,8 @@ class LimitedProtocol(HttpToolsProtocol):
             if not self.deadline:
                 self._set_deadline(HEAD_TIMEOUT)
             self.in_head, self.n_head = True, self.n_head + len(data)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nIgnored:", head) + end + rest
         super().data_received(data)
         if self.in_head and self._is_idle() and self.n_head > MAX_HEAD:
             self._refuse(431, f"the headers have more than {MAX_HEAD:,} bytes")
@@ -66,6 +72,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.in_head, self.n_head = False, 0
         self._set_deadline(None)
+        if not self.url.startswith(b"/") and (host := httptools.parse_url(self.url).host):
+            self.headers.append((b"host", host))   # http://host/path: uvicorn keeps the path alone
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
@@ -107,10 +115,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls it for what is not HTTP."""
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        is_in_body = cycle and cycle.more_body and not cycle.response_started and not self.pipeline
+        if cycle is None or cycle.response_complete or is_in_body:
             self._refuse(400, "the request is not valid HTTP")
-        else:                                      # in the middle of another response
-            self.transport.abort()
+        else:                                      # it followed a request that is being answered
+            cycle.keep_alive = False
+            self.flow.pause_reading()
 
     def _refuse(self, status: int, message: str) -> None:
         body = json.dumps(OPENAI.error(ApiError(status, message))).encode()
