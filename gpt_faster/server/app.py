@@ -8,6 +8,7 @@ server/protocol.py validates requests.
 
 import asyncio
 import base64
+import gc
 import hashlib
 import hmac
 import ipaddress
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from starlette.routing import Route
 from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
+from gpt_faster.server.connections import limited_protocol
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
@@ -40,7 +43,10 @@ from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_TIMEOUT = 60                                  # seconds to receive a body
-LONG_BODY = 1 << 16                                # bytes: tokenization takes about 0.1 s
+LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
+MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
+# Threads that prepare requests, by what one costs: no kind waits for another.
+PREPARING = dict(short=4, long=1, grammar=2)
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
@@ -65,8 +71,9 @@ class HttpServer:
         self.preparer, self.engine, self.metrics = RequestPreparer(session), engine, metrics
         self.options = session.options
         self.loop = None                           # the HTTP thread's event loop, set by serve()
-        # Prepare one request at a time, and concurrently one that may take seconds.
-        self.short, self.long = asyncio.Lock(), asyncio.Lock()
+        self.threads = {kind: ThreadPoolExecutor(n, f"prepare-{kind}")
+                        for kind, n in PREPARING.items()}
+        self.n_body_bytes = 0                      # of all requests not yet prepared
         self.loopback = False                      # set by serve()
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
@@ -84,10 +91,16 @@ class HttpServer:
         self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
+        self.paths = [route.path for route in routes]
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
         self.app = self.middleware(app)
+
+    def config(self) -> uvicorn.Config:
+        return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
+                              ws="none", log_level="error", access_log=False, lifespan="off",
+                              server_header=False, timeout_keep_alive=30)
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -121,7 +134,8 @@ class HttpServer:
                     response = self.error_response(Request(scope), error)
                     return await response(scope, receive, send_and_record)
                 if not self.is_allowed(scope):
-                    error = ApiError(401, "invalid API key: send Authorization: Bearer KEY",
+                    error = ApiError(401, "invalid API key: send Authorization: Bearer KEY, or "
+                                     "x-api-key: KEY",
                                      "authentication_error", code="invalid_api_key")
                     response = self.error_response(Request(scope), error)
                     return await response(scope, receive, send_and_record)
@@ -160,8 +174,8 @@ class HttpServer:
         """Compare the API key in constant time. The page and /health need none."""
         if not self.options.api_key or scope["path"] in ("/", "/health"):
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
+        key = self.options.api_key.encode()
+        return any([hmac.compare_digest(sent, key) for sent in sent_keys(scope["headers"])])
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
@@ -201,37 +215,68 @@ class HttpServer:
 
     # ---- Completions ----------------------------------------------------------------------------
 
-    async def body(self, request: Request) -> bytes:
-        """The body. ApiError if it is too large or its content type is not JSON: without a CORS
-        preflight, browsers let other sites' pages send plain text but not JSON."""
+    async def body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
+        """The body; reserve() counts its bytes. ApiError if it is too large or its content type is
+        not JSON: without a CORS preflight, browsers let other sites' pages send plain text but not
+        JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "Content-Type must be application/json")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(415, f"Content-Encoding {ascii(encoding[:20])} is not supported: send "
+                           "the JSON itself")
+        too_large = ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
         limit, chunks, n = int(self.options.max_body_mb * 1e6), [], 0
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
         async for part in request.stream():
             n += len(part)
+            reserve(len(part))
             if n > limit:
-                raise ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
+                raise too_large
             chunks.append(part)
         return b"".join(chunks)
 
-    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+    @contextmanager
+    def body_memory(self) -> Iterator[Callable[[int], None]]:
+        """-> reserve(n_bytes), which raises ApiError if all bodies together exceed the limit."""
+        limit, reserved = int(MAX_BODIES * self.options.max_body_mb * 1e6), 0
+
+        def reserve(n_bytes: int) -> None:
+            nonlocal reserved
+            reserved += n_bytes
+            self.n_body_bytes += n_bytes
+            if self.n_body_bytes > limit:
+                raise ApiError(429, f"all bodies together are larger than {limit / 1e6:g} MB: try "
+                               "again soon", "rate_limit_error", code="queue_full", retry_after=2)
+
         try:
-            body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(endpoint.schema, body, self.preparer.limit)
-        self.preparer.check_name(request.model)
-        if self.engine.draining:
-            raise self.stopping()
-        if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
-            raise self.busy()
-        may_take_long = len(body) > LONG_BODY or needs_grammar(request)
-        async with self.long if may_take_long else self.short:
+            yield reserve
+        finally:
+            self.n_body_bytes -= reserved
+
+    async def prepare(self, raw_request: Request, endpoint: Endpoint
+                      ) -> tuple[Fields, PreparedRequest]:
+        """Read and validate the request, and prepare it in a thread. ApiError if it is invalid."""
+        with self.body_memory() as reserve:
             try:
-                prepared = await asyncio.to_thread(endpoint.prepare, request)
-            except RecursionError:
-                raise ApiError(400, "the body is nested too deeply") from None
+                body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
+            request = parse(endpoint.schema, body, self.preparer.limit)
+            self.preparer.check_name(request.model)
+            if self.engine.draining:
+                raise self.stopping()
+            if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
+                raise self.busy()
+            kind = "long" if len(body) > LONG_BODY else "short"
+            if needs_grammar(request):
+                kind = "grammar"
+            prepare = partial(in_thread, endpoint.prepare, request)
+            return request, await self.loop.run_in_executor(self.threads[kind], prepare)
+
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+        request, prepared = await self.prepare(raw_request, endpoint)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
@@ -357,10 +402,40 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def needs_grammar(request) -> bool:
-    """Whether a grammar must be compiled, which may take seconds."""
-    names = ("regex", "grammar", "response_format", "tools")
-    return any(getattr(request, name, None) for name in names)
+def sent_keys(headers: list[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """The API keys of a request's headers."""
+    for name, value in headers:
+        scheme, _, key = value.strip().partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            yield key.strip()
+        if name == b"x-api-key":
+            yield value.strip()
+
+
+# What asks for a grammar: in chats and completions, in /v1/responses, in /v1/messages.
+GRAMMAR_FIELDS = ("regex", "grammar", "response_format", "text", "output_config", "output_format")
+
+
+def needs_grammar(request: Fields) -> bool:
+    """Whether a grammar may have to be compiled, which may take a second."""
+    choice = getattr(request, "tool_choice", None)
+    mode = getattr(choice, "mode", getattr(choice, "type", choice))
+    if isinstance(mode, dict):
+        mode = mode.get("type")
+    forces_call = mode not in (None, "none", "auto")
+    return forces_call or any(getattr(request, name, None) for name in GRAMMAR_FIELDS)
+
+
+def in_thread(prepare: Callable, request: Fields) -> PreparedRequest:
+    """prepare(request); every error as one that a handler of the application gets."""
+    try:
+        return prepare(request)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except Exception:
+        raise
+    except BaseException as e:                     # a Rust library's panic is no Exception
+        raise RuntimeError(f"{type(e).__name__}: {e}") from e
 
 
 def warn_if_public(host: str, api_key: str | None) -> None:
@@ -388,9 +463,7 @@ def serve(session, slots, listener) -> None:
     metrics.slots.set(slots.batch.n_row)
     engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), HttpServer(session, engine, metrics)
-    config = uvicorn.Config(http.app, log_level="warning", access_log=False, lifespan="off",
-                            server_header=False, timeout_keep_alive=30)
-    server = Server(config, started)
+    server = Server(http.config(), started)
 
     async def run():
         http.loop = asyncio.get_running_loop()
@@ -406,7 +479,9 @@ def serve(session, slots, listener) -> None:
         engine.drain()
         log("Shutting down after the running requests (signal again to stop immediately)")
 
-    sys.setswitchinterval(0.0005)                  # switch quickly between the two threads
+    sys.setswitchinterval(0.0005)                  # switch quickly between the threads
+    gc.collect()
+    gc.freeze()                                    # a collection of all objects takes 0.2 s
     old_handlers = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
     host, port = listener.getsockname()[:2]
     http.loopback = is_loopback(host)
