@@ -8,7 +8,6 @@ Invalid requests raise ApiError. Depends on the tokenizer and the flags, not on 
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
+from gpt_faster.server.model_card import ModelCard
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
@@ -25,6 +25,7 @@ from gpt_faster.server.parsing import (
     tool_instructions,
 )
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
+from gpt_faster.server.request_id import log_line
 from gpt_faster.text.chat_template import TemplateError, encode_chat
 from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
@@ -56,9 +57,8 @@ class RequestPreparer:
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
         self.limit = session.length
         self.n_vocab = session.model.cfg.vocab_size
-        self.name = self.options.served_name or session.source.path.name
-        self.card = dict(id=self.name, object="model", created=int(time.time()),
-                         owned_by="gpt-faster", max_model_len=self.limit)
+        self.card = ModelCard(session)
+        self.name = self.card.name
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -70,7 +70,7 @@ class RequestPreparer:
         self.max_bytes = self.limit * longest      # of a prompt that fits
 
     def check_name(self, name: str | None) -> None:
-        if name not in (None, self.name):
+        if not self.card.accepts(name):
             raise ApiError(404, f"the model '{name[:100]}' does not exist: this server serves "
                            f"'{self.name}'", param="model", code="model_not_found")
 
@@ -82,14 +82,10 @@ class RequestPreparer:
 
     # ---- Chats ----------------------------------------------------------------------------------
 
-    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+    def chat_parts(self, request: ChatRequest) -> tuple[list[dict], dict]:
+        """-> the messages and arguments of the chat template. ApiError if they are too long."""
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
-                           param="max_tokens")
-        if request.top_logprobs is not None and not request.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
         tools = self.tools(request)
         messages = [template_message(message) for message in request.messages]
         if self.options.system_prompt and messages[0]["role"] != "system":
@@ -104,7 +100,19 @@ class RequestPreparer:
             template_args["tools"] = tools
         elif tools:
             messages = with_system(messages, tool_instructions(tools, self.tool_format))
+        if getattr(request, "add_generation_prompt", None) is False:
+            template_args["add_generation_prompt"] = False
         self.check_bytes("messages", all_strings([messages, tools, request.chat_template_kwargs]))
+        return messages, template_args
+
+    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
+                           param="max_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
+        messages, template_args = self.chat_parts(request)
+        tools = self.tools(request)
         ids = self.encode(
             "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
         grammar = self.grammar(request, tools)
@@ -269,7 +277,7 @@ class RequestPreparer:
         except TemplateError as e:
             raise ApiError(400, str(e), param=param) from None
         except (ValueError, Unforeseen) as e:
-            log(f"serve.py: note: tokenization failed: {e}")
+            log_line(f"serve.py: note: tokenization failed: {e}")
             raise ApiError(400, f"{param}: the tokenizer cannot encode this text",
                            param=param) from None
 

@@ -9,11 +9,22 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from gpt_faster.decoding.request_sampler import REQUEST_RANGES
 
 MAX_PROMPTS, MAX_CONTAINERS = 128, 50_000
+PROMPT = {"anyOf": [dict(type="string"), dict(type="array", items=dict(type="string")),
+                    dict(type="array", items=dict(type="integer")),
+                    dict(type="array", items=dict(type="array", items=dict(type="integer")))]}
 JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # optional end: no backtracking
 
 
@@ -34,12 +45,21 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None     # vLLM: in each chunk
 
 
 def ranged(name: str):
     """A pydantic type: a sampling parameter within its range."""
     allowed = REQUEST_RANGES[name]
-    return Annotated[allowed.kind, AfterValidator(allowed.check)]
+    return Annotated[allowed.kind, AfterValidator(allowed.check), stated(name)]
+
+
+def stated(name: str, minimum: int | None = None) -> Any:
+    """The range in the API's description; validators do not state theirs."""
+    allowed = REQUEST_RANGES[name]
+    low = "exclusiveMinimum" if allowed.above else "minimum"
+    return Field(json_schema_extra={low: allowed.minimum if minimum is None else minimum,
+                                    "maximum": allowed.maximum})
 
 
 def checked_top_k(top_k: int) -> int:
@@ -72,7 +92,7 @@ class Request(Strict):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: ranged("temperature") | None = None
     top_p: ranged("top_p") | None = None
-    top_k: Annotated[int, AfterValidator(checked_top_k)] | None = None
+    top_k: Annotated[int, AfterValidator(checked_top_k), stated("top_k", -1)] | None = None
     min_p: ranged("min_p") | None = None
     repetition_penalty: ranged("repetition_penalty") | None = None
     frequency_penalty: ranged("frequency_penalty") | None = None
@@ -86,7 +106,7 @@ class Request(Strict):
 
 
 class CompletionRequest(Request):
-    prompt: Annotated[Any, PlainValidator(checked_prompt)]
+    prompt: Annotated[Any, PlainValidator(checked_prompt), WithJsonSchema(PROMPT)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
@@ -164,6 +184,7 @@ class ChatRequest(Request):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None          # False: the thoughts are not sent
 
 
 def parse(kind: type[Request], body: bytes, n_position: int) -> Request:

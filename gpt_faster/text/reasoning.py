@@ -136,6 +136,12 @@ def thoughts_of(sequence) -> str | None:
     return detokenizer.thoughts if isinstance(detokenizer, AnswerDetokenizer) else None
 
 
+def n_thought_tokens(sequence) -> int:
+    """How many of a sequence's tokens are thoughts."""
+    detokenizer = getattr(sequence, "detokenizer", None)
+    return detokenizer.n_thought if isinstance(detokenizer, AnswerDetokenizer) else 0
+
+
 class AnswerDetokenizer(Detokenizer):
     """Returns the answer's text; collects the thoughts. Markers are in neither.
 
@@ -149,6 +155,7 @@ class AnswerDetokenizer(Detokenizer):
         self.thoughts = ""
         self.is_heard = False                      # hear() waits for an end
         self.n_taken = 0                           # characters that take() has returned
+        self.n_thought = 0                         # tokens, with the marker that ends the thoughts
         tail = self._text_of(prompt_ids[-N_TAIL:])
         self.splitter = HarmonySplitter(tail) if form.is_harmony else PairSplitter(form, tail)
 
@@ -161,7 +168,10 @@ class AnswerDetokenizer(Detokenizer):
                 self.start = self.shown
             self.ids.append(token_id)
             self.shown = len(self.ids)
-        return self._sort(self.splitter.push(text))
+        was_thinking = self.splitter.is_thinking
+        answer = self._sort(self.splitter.push(text))
+        self.n_thought += was_thinking or self.splitter.is_thinking
+        return answer
 
     def flush(self) -> str:
         text = self._sort(self.splitter.push(super().flush()))
@@ -201,6 +211,8 @@ class Splitter:
 
     Each state is a method that consumes a part of the buffer, and perhaps changes the state.
     """
+
+    is_thinking = False                            # the text that comes next is a thought
 
     def __init__(self, state: str):
         self.state, self.buffer = state, ""
@@ -261,6 +273,10 @@ class PairSplitter(Splitter):
         self.anywhere = [start for start in form.pairs
                          if start.startswith(tuple(form.shown.values()))]
         self.is_new = True
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.state == "thinking"
 
     def _start(self, is_final: bool) -> Iterator[Part]:
         """Only white space so far."""
@@ -323,6 +339,10 @@ class HarmonySplitter(Splitter):
         _, begun, header = prompt.rpartition("<|start|>assistant")
         if begun and "<|end|>" not in header:
             list(self.push(header))
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.state == "body" and self.kind == "analysis"
 
     def _open(self, is_final: bool) -> Iterator[Part]:
         """A message begins: with a header, or (a model may leave it out) with its text."""
