@@ -4,6 +4,7 @@ The server of a tiny model runs in this process (tests/test_serve_safety.py), wi
 """
 
 import asyncio
+import copy
 import html.parser
 import json
 import random
@@ -14,15 +15,18 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+import torch
 from test_serve_safety import CHAT, COMPLETIONS, LENGTH, TEMPLATE, InProcess
 
+from generate import Batch, generate
+from gpt_faster.cli import flags
 from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.server import app, main, openapi
 from gpt_faster.server.model_card import ModelCard, model_name
-from gpt_faster.server.protocol import Strict
+from gpt_faster.server.protocol import CompletionRequest, Strict, parse
 from gpt_faster.version import VERSION, commit
-from sampling import RANGES
+from sampling import RANGES, Sampler, SamplingParams
 
 HI = [dict(role="user", content="Hi é")]
 APP, EVIL = "https://app.example", "https://evil.example"
@@ -485,3 +489,77 @@ async def asked_and_left(server, body, seconds):
                  headers=[(b"host", b"localhost"), (b"content-type", b"application/json")])
     await server.http.app(scope, receive, send)
     assert time.monotonic() - start < seconds + 10, "it went on to the end"
+
+
+# ---- The distribution ----------------------------------------------------------------------------
+
+class Coarse(Processor):
+    """Makes many logits tie."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, logits, rows, draft_tokens=None):
+        return (logits / self.step).round() * self.step
+
+
+def some_fields(g):
+    """A request's sampling parameters, some absent or null."""
+    values = dict(temperature=g.choice([0, 1e-9, 0.3, 0.8, 1, 1.5, 20]), top_k=g.choice([-1, 0, 1, 2, 5, 40, 200, 259, 260, 5000]),
+                  top_p=g.choice([1, g.uniform(0.01, 1)]), min_p=g.choice([0, g.random()]), repetition_penalty=g.choice([1, g.uniform(0.5, 2)]))
+    fields = {name: g.choice([value, value, value, None]) for name, value in values.items()}
+    return {**{name: value for name, value in fields.items() if value is not None or g.random() < 0.5}, "seed": g.randrange(1 << 40)}
+
+
+@pytest.fixture(scope="module")
+def one_row():
+    server = InProcess("--batch_size", "1", "--top_k", "30")
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("step", [1.0, 4.0, 16.0])
+def test_served_tokens_are_generate_pys_where_logits_tie(one_row, monkeypatch, step):
+    """Of random parameters through HTTP: as the core's loop and sampler draw with the same flags."""
+    g, submitted = random.Random(step), []
+    model = copy.deepcopy(one_row.session.model)
+    model.setup_cache(1, LENGTH, LENGTH)
+    submit = one_row.engine.submit
+    monkeypatch.setattr(one_row.engine, "submit", lambda new: (submitted.extend(new), submit(new)))
+    one_row.session.batch.sampler.processors.insert(0, Coarse(step))
+    n_tied = 0
+    try:
+        for _ in range(40):
+            fields, ids = some_fields(g), [g.randrange(256) for _ in range(g.randint(1, 12))]
+            post(one_row, COMPLETIONS, prompt=ids, max_tokens=6, ignore_eos=True, **fields)
+            values = {**dict(temperature=0.8, top_k=30), **{name: value for name, value in fields.items() if value is not None}}
+            sampler = Sampler([SamplingParams(**values | dict(top_k=max(0, values["top_k"])))], 260)
+            sampler.processors.insert(0, Coarse(step))
+            expected = [token.item() for token in generate(Batch(model, sampler), [ids], 6)]
+            assert submitted[-1].ids == expected, fields
+            with torch.inference_mode():
+                logits = (model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1] / step).round()
+            n_tied += (logits == logits.max()).sum().item() > 1
+    finally:
+        one_row.session.batch.sampler.processors.pop(0)
+    assert n_tied >= (20 if step == 16 else 0)
+
+
+def test_defaults_are_the_models_then_flags_then_the_request(one_row):
+    """generation_config.json's, as generate.py's; a null is an absent field."""
+    def params(argv, model_defaults, **fields):
+        options = Options.parse(main.build_parser(), argv).over(model_defaults)
+        preparer = copy.copy(one_row.http.preparer)
+        preparer.options = options
+        request = parse(CompletionRequest, json.dumps(dict(prompt="a", **fields)).encode(), LENGTH)
+        got = preparer.params(request, None, None)
+        return got.temperature, got.top_k, got.top_p, got.min_p, got.repetition_penalty
+    model = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05)
+    nulls = dict.fromkeys(model)
+    flags_of_generate = Options.parse(flags.build_parser(), []).over(model)
+    assert params([], {}) == params([], {}, **nulls) == (0.8, 200, 1.0, 0.0, 1.0)
+    assert params([], model) == params([], model, **nulls) == (0.6, 20, 0.95, 0.1, 1.05) == tuple(getattr(flags_of_generate, name) for name in model)
+    argv = ["--temperature", "0.8", "--top_k", "0"]            # a flag at its default is a flag, too
+    assert params(argv, model) == params(argv, model, **nulls) == (0.8, 0, 0.95, 0.1, 1.05)
+    assert params(argv, model, temperature=0, top_k=-1, top_p=1, min_p=None) == (0, 0, 1.0, 0.1, 1.05)
