@@ -30,6 +30,12 @@ PAIRS = {
     "<thought>": "</thought>",                     # EXAONE Deep
     "<reasoning>": "</reasoning>",                 # Reka Flash 3
     "◁think▷": "◁/think▷",                         # Kimi-VL
+    "Here is my thought process:": "Here is my response:",     # Granite 3.2
+}
+# Tags that some models write around the answer, which are no part of it: start -> end.
+ANSWER_TAGS = {
+    "<answer>": "</answer>",                       # Hunyuan, GLM-4.1V Thinking
+    "<response>": "</response>",                   # Granite 3.3, ERNIE 4.5 Thinking
 }
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")
@@ -39,11 +45,13 @@ Part = tuple[bool, str]                            # whether it is a thought, an
 
 
 class ThoughtFormat(NamedTuple):
-    """pairs: start -> end marker; shown: special tokens of the markers, which decode() hides."""
+    """pairs: start -> end marker; shown: special tokens of the markers, which decode() hides;
+    tags: of ANSWER_TAGS."""
 
     pairs: dict[str, str]
     shown: dict[int, str]
     is_harmony: bool = False
+    tags: dict[str, str] = {}
 
 
 # ---- Which format -------------------------------------------------------------------------------
@@ -59,14 +67,18 @@ def _format_of(tokenizer: Tokenizer, template: str) -> ThoughtFormat | None:
     special, _ = special_tokens(tokenizer.backend)
     if speaks_harmony(template):
         return ThoughtFormat({}, _ids(tokenizer, special, HARMONY), True)
-    pairs = {start: end for start, end in PAIRS.items()
-             if start in template or end in template
-             or None not in map(tokenizer.backend.id_of, (start, end))}
+    def used(table):                               # in the template, or both in the vocabulary
+        return {start: end for start, end in table.items()
+                if start in template or end in template
+                or None not in map(tokenizer.backend.id_of, (start, end))}
+
+    pairs = used(PAIRS)
     if not pairs and thoughts_key(template) and (pair := _pair_of_template(tokenizer)):
         pairs = dict([pair])
     if not pairs:
         return None
-    return ThoughtFormat(pairs, _ids(tokenizer, special, [*pairs, *pairs.values()]))
+    return ThoughtFormat(pairs, _ids(tokenizer, special, [*pairs, *pairs.values()]),
+                         tags=used(ANSWER_TAGS))
 
 
 def speaks_harmony(template: str) -> bool:
@@ -267,8 +279,10 @@ class PairSplitter(Splitter):
     def __init__(self, form: ThoughtFormat, prompt: str):
         """prompt: its end, which may have opened the thoughts."""
         opened = [start for start in form.pairs if prompt.rstrip().endswith(start)]
-        super().__init__("thinking" if opened else "start")
-        self.pairs = form.pairs
+        tagged = [start for start in form.tags if prompt.rstrip().endswith(start)]
+        super().__init__("thinking" if opened else "tagged" if tagged else "start")
+        self.pairs, self.tags = form.pairs, form.tags
+        self.answer_end = form.tags[tagged[0]] if tagged else ""       # "": no tag is open
         self.end = form.pairs[opened[0]] if opened else ""
         self.anywhere = [start for start in form.pairs
                          if start.startswith(tuple(form.shown.values()))]
@@ -281,10 +295,13 @@ class PairSplitter(Splitter):
     def _start(self, is_final: bool) -> Iterator[Part]:
         """Only white space so far."""
         text = self.buffer.lstrip()
-        starts = [start for start in self.pairs if text.startswith(start)]
-        is_begun = any(start.startswith(text) for start in self.pairs)
-        if starts:
+        starts = [start for start in (*self.pairs, *self.tags) if text.startswith(start)]
+        is_begun = any(start.startswith(text) for start in (*self.pairs, *self.tags))
+        if starts and starts[0] in self.pairs:
             self._open(starts[0], text)
+        elif starts:
+            self.answer_end, self.state = self.tags[starts[0]], "tagged"
+            self.buffer = text.removeprefix(starts[0])
         elif is_final and is_begun and len(text) > 2:
             self.buffer = ""                       # a marker that was cut off
         elif is_final or not is_begun:
@@ -317,12 +334,29 @@ class PairSplitter(Splitter):
             self.state = "start"
         yield from ()
 
+    def _tagged(self, is_final: bool) -> Iterator[Part]:
+        """After an answer's tag: skip white space."""
+        self.buffer = self.buffer.lstrip()
+        if self.buffer:
+            self.state = "answer"
+        yield from ()
+
     def _answer(self, is_final: bool) -> Iterator[Part]:
-        text, start = self._before(self.anywhere, is_final)
+        ends = [self.answer_end] if self.answer_end else []
+        text, marker = self._before([*self.anywhere, *ends], is_final)
+        if ends:                                   # without the white space before the end tag
+            n_begun = partial_marker_length(text, ends) if is_final and not marker else 0
+            text = text[:-n_begun] if n_begun > 2 else text    # a tag that was cut off
+            kept = text.rstrip()
+            if not marker and not is_final:
+                self.buffer = text[len(kept):] + self.buffer
+            text = kept
         if text:
             yield False, text
-        if start:
-            self._open(start, self.buffer)
+        if marker and marker == self.answer_end:
+            self.answer_end, self.state = "", "tagged"
+        elif marker:
+            self._open(marker, self.buffer)
 
 
 class HarmonySplitter(Splitter):
