@@ -26,12 +26,14 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
+from gpt_faster.server import openapi
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.connections import limited_protocol
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
@@ -39,14 +41,25 @@ from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.request_id import HEADER, begin, current, log_line
+from gpt_faster.server.text_routes import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TextRoutes,
+    TokenizeRequest,
+)
 from gpt_faster.server.wire import OPENAI, OpenAIWire
+from gpt_faster.version import VERSION, commit
+from sampling import RANGES
 
 PAGE = Path(__file__).with_name("page.html")
+PUBLIC = ("/", "/health", "/docs", "/openapi.json")        # a browser sends no key for a page
 BODY_TIMEOUT = 60                                  # seconds to receive a body
 LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
 MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
 # Threads that prepare requests, by what one costs: no kind waits for another.
 PREPARING = dict(short=4, long=1, grammar=2)
+KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
@@ -61,6 +74,17 @@ class Endpoint:
     schema: type[Fields]
     prepare: Callable[[Fields], PreparedRequest]
     answer: type[Answer]
+    wire: OpenAIWire = OPENAI
+
+
+@dataclass(frozen=True)
+class Query:
+    """A POST route that does not generate: the schema of its requests, and run(request), which
+    returns the answer's fields. run is called in a thread of its own."""
+
+    path: str
+    schema: type[Fields]
+    run: Callable[[Fields], dict]
     wire: OpenAIWire = OPENAI
 
 
@@ -82,20 +106,39 @@ class HttpServer:
             "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
             "cache-control": "no-cache"}
         routes = [Route("/", self.show_page), Route("/health", self.health),
-                  Route("/metrics", self.show_metrics), Route("/v1/models", self.models),
-                  Route("/v1/models/{name:path}", self.one_model)]
+                  Route("/metrics", self.show_metrics), Route("/version", self.version),
+                  Route("/docs", self.show_docs), Route("/openapi.json", self.show_openapi),
+                  Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.one_model)]
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
                               self.preparer.prepare_completion, CompletionAnswer)]
-        self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
+        text = TextRoutes(self.preparer)
+        queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
+                   Query("/detokenize", DetokenizeRequest, text.detokenize),
+                   Query("/apply-template", ApplyTemplateRequest, text.apply_template)]
+        self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
-        self.paths = [route.path for route in routes]
+        routes += [Route(query.path, partial(self.reply, query=query), methods=["POST"])
+                   for query in queries]
+        self.routes = routes
+        self.under_v1 = {route.path.split("/")[2] for route in routes
+                         if route.path.startswith("/v1/")}
+        self.description = openapi.describe(
+            [route for route in routes if "POST" not in route.methods], [*endpoints, *queries],
+            {name: getattr(self.options, name, None) for name in RANGES if name != "seed"})
+        self.docs = openapi.as_page(self.description).encode()
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
         self.app = self.middleware(app)
+        if origins := self.options.allowed_origins:
+            # Without credentials: a page sends its key in a header. "*" allows all request headers.
+            self.app = CORSMiddleware(
+                self.app, allow_origins=origins, allow_methods=("GET", "HEAD", "POST", "DELETE"),
+                allow_headers=("*",), allow_private_network=True, max_age=3600,
+                expose_headers=("x-request-id", "retry-after"))
 
     def config(self) -> uvicorn.Config:
         return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
@@ -119,11 +162,14 @@ class HttpServer:
         async def run(scope, receive, send):
             if scope["type"] != "http":
                 return await app(scope, receive, send)
-            status = [500]
+            scope = dict(scope, path=self.canonical(scope["path"]))
+            status, request_id = [500], begin(scope["headers"])
 
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
                     status[0] = message["status"]
+                    header = (HEADER, request_id.encode())
+                    message = dict(message, headers=[*message["headers"], header])
                 await send(message)
 
             try:
@@ -146,13 +192,20 @@ class HttpServer:
                 where = e.__traceback__
                 while where.tb_next:
                     where = where.tb_next
-                log(f"serve.py: error: {type(e).__name__}: {str(e)[:200]} ("
-                    f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})")
+                log_line(f"serve.py: error: {type(e).__name__}: {str(e)[:200]} ("
+                         f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})")
             finally:
-                known = any(scope["path"] == route.path for route in app.routes)
-                path = scope["path"] if known else "other"
-                self.metrics.requests.labels(path, status[0]).inc()
+                labels = (route.path for route in self.routes
+                          if route.path_regex.match(scope["path"]))
+                self.metrics.requests.labels(next(labels, "other"), status[0]).inc()
         return run
+
+    def canonical(self, path: str) -> str:
+        """The path as the routes have it: with the /v1 that a client has left out, and without
+        slashes at its end or doubled ones, as base URLs lead to."""
+        path = "/" + re.sub("/+", "/", path).strip("/")
+        first = path.split("/")[1]
+        return f"/v1{path}" if first in self.under_v1 else path
 
     def rejected_host(self, scope) -> str | None:
         """The Host header's name if it is not allowed: defends against DNS rebinding.
@@ -171,15 +224,15 @@ class HttpServer:
         return None
 
     def is_allowed(self, scope) -> bool:
-        """Compare the API key in constant time. The page and /health need none."""
-        if not self.options.api_key or scope["path"] in ("/", "/health"):
+        """Compare the API key in constant time. PUBLIC paths need none."""
+        if not self.options.api_key or scope["path"] in PUBLIC:
             return True
         key = self.options.api_key.encode()
         return any([hmac.compare_digest(sent, key) for sent in sent_keys(scope["headers"])])
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-        wire = self.wires.get(request.url.path, OPENAI)
+        wire = self.wires.get(request.scope["path"], OPENAI)
         return JSONResponse(wire.error(error), error.status, headers)
 
     def internal_error(self, request, error: Exception) -> Response:
@@ -188,30 +241,60 @@ class HttpServer:
                                              code="internal"))
 
     def routing_error(self, request, error) -> Response:
-        return self.error_response(request, ApiError(error.status_code, f"{request.method} "
-                                   f"{request.url.path}: {error.detail}"))
+        """404 and 405 list what is there."""
+        path = request.scope["path"]
+        matching = [route for route in self.routes if route.path_regex.match(path)]
+        if matching:
+            methods = {method for route in matching for method in route.methods}
+            there = f"use {' or '.join(sorted(methods - {'HEAD'}))}"
+        else:
+            there = f"this server has {', '.join(route.path for route in self.routes)}"
+            there = there.replace(":path}", "}")
+        what = f"{request.method[:20]} {path[:100]}"
+        return self.error_response(request, ApiError(
+            error.status_code, f"{what}: {error.detail}: {there}",
+            code="method_not_allowed" if matching else "route_not_found"))
 
     # ---- GET routes -----------------------------------------------------------------------------
 
     async def show_page(self, request) -> Response:
+        """A chat in the browser"""
         return Response(self.page, media_type="text/html; charset=utf-8",
                         headers=self.page_headers)
 
     async def health(self, request) -> Response:
+        """How many answers run and wait; 503 while the server stops"""
         running, waiting = self.engine.load()
         state = "stopping" if self.engine.draining else "ok"
         return JSONResponse(dict(status=state, running=running, waiting=waiting),
                             503 if self.engine.draining else 200)
 
     async def show_metrics(self, request) -> Response:
+        """Prometheus' metrics"""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def version(self, request) -> Response:
+        """The version of gpt-faster, and the commit if it runs from a git clone"""
+        return JSONResponse(dict(version=VERSION, commit=commit()))
+
+    async def show_openapi(self, request) -> Response:
+        """This description as OpenAPI 3.1"""
+        return JSONResponse(self.description)
+
+    async def show_docs(self, request) -> Response:
+        """The routes and their fields as a page"""
+        policy = {"content-security-policy": content_security_policy(self.docs)}
+        return Response(self.docs, media_type="text/html; charset=utf-8",
+                        headers=self.page_headers | policy)
+
     async def models(self, request) -> Response:
-        return JSONResponse(dict(object="list", data=[self.preparer.card]))
+        """The model"""
+        return JSONResponse(dict(object="list", data=[self.preparer.card.fields]))
 
     async def one_model(self, request) -> Response:
+        """The model, if this is its name"""
         self.preparer.check_name(request.path_params["name"])
-        return JSONResponse(self.preparer.card)
+        return JSONResponse(self.preparer.card.fields)
 
     # ---- Completions ----------------------------------------------------------------------------
 
@@ -255,15 +338,15 @@ class HttpServer:
         finally:
             self.n_body_bytes -= reserved
 
-    async def prepare(self, raw_request: Request, endpoint: Endpoint
-                      ) -> tuple[Fields, PreparedRequest]:
-        """Read and validate the request, and prepare it in a thread. ApiError if it is invalid."""
+    async def prepare(self, raw_request: Request, schema: type[Fields], function: Callable
+                      ) -> tuple[Fields, PreparedRequest | dict]:
+        """-> the request, and function(request), called in a thread. ApiError if it is invalid."""
         with self.body_memory() as reserve:
             try:
                 body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
             except asyncio.TimeoutError:
                 raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-            request = parse(endpoint.schema, body, self.preparer.limit)
+            request = parse(schema, body, self.preparer.limit)
             self.preparer.check_name(request.model)
             if self.engine.draining:
                 raise self.stopping()
@@ -272,17 +355,21 @@ class HttpServer:
             kind = "long" if len(body) > LONG_BODY else "short"
             if needs_grammar(request):
                 kind = "grammar"
-            prepare = partial(in_thread, endpoint.prepare, request)
-            return request, await self.loop.run_in_executor(self.threads[kind], prepare)
+            call = partial(in_thread, function, request)
+            return request, await self.loop.run_in_executor(self.threads[kind], call)
+
+    async def reply(self, raw_request: Request, query: Query) -> Response:
+        return JSONResponse((await self.prepare(raw_request, query.schema, query.run))[1])
 
     async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
-        request, prepared = await self.prepare(raw_request, endpoint)
+        request, prepared = await self.prepare(raw_request, endpoint.schema, endpoint.prepare)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
         generations = prepared.generations if prepared.generates else []   # else only an echo
         for i, generation in enumerate(generations):
-            generation.user_data = Delivery(i, events.put_nowait, deadline)
+            generation.user_data = Delivery(i, events.put_nowait, deadline,
+                                            request_id=current.get())
         try:
             self.engine.submit(generations)
         except QueueFull:
@@ -338,8 +425,10 @@ class HttpServer:
         pending = set(generations)
         yield frames(answer.begin())
         while pending:
-            sent = []
-            for event in [await events.get(), *drain_queue(events)]:
+            new, sent = await next_events(events, KEEP_ALIVE), []
+            if not new:
+                yield wire.keep_alive
+            for event in new:
                 sent += answer.add(event)
                 if event.error:
                     yield frames([*sent, wire.error(engine_error(event.error))])
@@ -356,7 +445,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable, headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream",
-                         headers={"cache-control": "no-cache", **headers})
+                         headers={"cache-control": "no-cache", "x-accel-buffering": "no",
+                                  **headers})
         self.on_end = on_end
 
     async def __call__(self, *args) -> None:
@@ -378,9 +468,15 @@ def content_security_policy(page: bytes) -> str:
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-def drain_queue(queue: asyncio.Queue) -> Iterator:
+async def next_events(queue: asyncio.Queue, seconds: float) -> list[Event]:
+    """What has come, or what comes first; nothing if that takes longer than this."""
+    events = []
+    if queue.empty():
+        with suppress(asyncio.TimeoutError):
+            events.append(await asyncio.wait_for(queue.get(), seconds))
     while not queue.empty():
-        yield queue.get_nowait()
+        events.append(queue.get_nowait())
+    return events
 
 
 def engine_error(error: str) -> ApiError:

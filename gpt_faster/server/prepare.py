@@ -8,7 +8,6 @@ Invalid requests raise ApiError. Depends on the tokenizer and the flags, not on 
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,7 @@ from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
-from gpt_faster.server.names import model_names
+from gpt_faster.server.model_card import ModelCard
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
@@ -34,6 +33,7 @@ from gpt_faster.server.protocol import (
     Request,
     text_of,
 )
+from gpt_faster.server.request_id import log_line
 from gpt_faster.text.chat_template import TemplateError, encode_chat, template_variables
 from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
@@ -71,11 +71,8 @@ class RequestPreparer:
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
         self.limit = session.length
         self.n_vocab = session.model.cfg.vocab_size
-        names = model_names(session.source.path, self.options.checkpoint_path,
-                            self.options.served_name)
-        self.name, self.names = names[0], frozenset(names)
-        self.card = dict(id=self.name, object="model", created=int(time.time()),
-                         owned_by="gpt-faster", max_model_len=self.limit)
+        self.card = ModelCard(session)
+        self.name = self.card.name
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -88,7 +85,7 @@ class RequestPreparer:
         self.max_bytes = self.limit * longest      # of a prompt that fits
 
     def check_name(self, name: str | None) -> None:
-        if name and name not in self.names:
+        if not self.card.accepts(name):
             raise ApiError(404, f"the model '{name[:100]}' does not exist: this server serves "
                            f"'{self.name}'", param="model", code="model_not_found")
 
@@ -100,11 +97,10 @@ class RequestPreparer:
 
     # ---- Chats ----------------------------------------------------------------------------------
 
-    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+    def chat_parts(self, request: ChatRequest) -> tuple[list[dict], dict]:
+        """-> the messages and arguments of the chat template. ApiError if they are too long."""
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
-        if request.top_logprobs and not request.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
         tools = self.tools(request)
         messages = self.messages(request)
         template_args = self.template_args(request)
@@ -114,6 +110,13 @@ class RequestPreparer:
             messages = with_system(messages, tool_instructions(tools, self.tool_format))
         self.check_bytes("messages", all_strings([messages, tools, request.documents,
                                                   request.chat_template_kwargs]))
+        return messages, template_args
+
+    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
+        messages, template_args = self.chat_parts(request)
+        tools = self.tools(request)
         ids = self.encode(
             "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
         grammar = self.grammar(request, tools)
@@ -359,7 +362,7 @@ class RequestPreparer:
         except TemplateError as e:
             raise ApiError(400, str(e), param=param) from None
         except (ValueError, Unforeseen) as e:
-            log(f"serve.py: note: tokenization failed: {e}")
+            log_line(f"serve.py: note: tokenization failed: {e}")
             raise ApiError(400, f"{param}: the tokenizer cannot encode this text",
                            param=param) from None
 

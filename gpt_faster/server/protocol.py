@@ -19,6 +19,7 @@ from pydantic import (
     PlainValidator,
     PrivateAttr,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -29,6 +30,9 @@ from sampling import Range
 
 MAX_PROMPTS, MAX_CONTAINERS = 128, 50_000
 MAX_INT = (1 << 63) - 1
+PROMPT = {"anyOf": [dict(type="string"), dict(type="array", items=dict(type="string")),
+                    dict(type="array", items=dict(type="integer")),
+                    dict(type="array", items=dict(type="array", items=dict(type="integer")))]}
 JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # optional end: no backtracking
 
 # Of all numbers of a request. max_tokens is also cut to the room that the prompt leaves.
@@ -72,7 +76,16 @@ class Lenient(Strict):
 
 def ranged(name: str):
     """A pydantic type: a number within its range. 40.0 is an integer, as in JSON Schema."""
-    return Annotated[LIMITS[name].kind, BeforeValidator(LIMITS[name].of)]
+    return Annotated[LIMITS[name].kind, BeforeValidator(LIMITS[name].of), stated(name)]
+
+
+def stated(name: str, minimum: int | None = None) -> Any:
+    """The range, in the API's description; validators do not state theirs."""
+    allowed = LIMITS[name]
+    low = "exclusiveMinimum" if allowed.above else "minimum"
+    kind = "integer" if allowed.kind is int else "number"
+    return WithJsonSchema({"type": kind, low: allowed.minimum if minimum is None else minimum,
+                           "maximum": allowed.maximum})
 
 
 def checked_top_k(top_k):
@@ -145,13 +158,13 @@ class Request(Strict):
     max_tokens: ranged("max_tokens") | None = None         # -1: no limit
     temperature: ranged("temperature") | None = None
     top_p: ranged("top_p") | None = None
-    top_k: Annotated[int, BeforeValidator(checked_top_k)] | None = None
+    top_k: Annotated[int, BeforeValidator(checked_top_k), stated("top_k", -1)] | None = None
     min_p: ranged("min_p") | None = None
     repetition_penalty: ranged("repetition_penalty") | None = None
     frequency_penalty: ranged("frequency_penalty") | None = None
     presence_penalty: ranged("presence_penalty") | None = None
     logit_bias: Annotated[dict[str, ranged("logit_bias")], Field(max_length=4096)] | None = None
-    seed: Annotated[int | None, PlainValidator(checked_seed)] = None
+    seed: Annotated[int | None, PlainValidator(checked_seed), stated("seed")] = None
     regex: str | None = None
     grammar: str | None = None
     response_format: ResponseFormat | None = None
@@ -164,9 +177,9 @@ class Request(Strict):
 
 
 class CompletionRequest(Request):
-    prompt: Annotated[Any, PlainValidator(checked_prompt)]
+    prompt: Annotated[Any, PlainValidator(checked_prompt), WithJsonSchema(PROMPT)]
     echo: bool | None = None
-    logprobs: Annotated[int | None, PlainValidator(checked_logprobs)] = None
+    logprobs: Annotated[int | None, PlainValidator(checked_logprobs), stated("logprobs")] = None
     best_of: ranged("best_of") | None = None
     add_special_tokens: bool | None = None         # false: no BOS in front of the prompt
 
