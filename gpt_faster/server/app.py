@@ -36,6 +36,14 @@ from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.response_store import KeptResponse, ResponseStore
+from gpt_faster.server.responses import (
+    RESPONSES,
+    ResponsesAnswer,
+    ResponsesPreparer,
+    ResponsesRequest,
+    input_item_list,
+)
 from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
@@ -68,6 +76,8 @@ class HttpServer:
         # Prepare one request at a time, and concurrently one that may take seconds.
         self.short, self.long = asyncio.Lock(), asyncio.Lock()
         self.loopback = False                      # set by serve()
+        self.kept = ResponseStore(self.options.keep_responses, int(self.options.keep_mb * 1e6),
+                                  self.options.keep_minutes * 60)
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
         self.page_headers = {
@@ -80,10 +90,17 @@ class HttpServer:
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
-                              self.preparer.prepare_completion, CompletionAnswer)]
+                              self.preparer.prepare_completion, CompletionAnswer),
+                     Endpoint("/v1/responses", ResponsesRequest, ResponsesPreparer(
+                         self.preparer, self.kept, tuple(self.options.ignore_tools)).prepare,
+                              ResponsesAnswer, RESPONSES)]
         self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
+        kept = "/v1/responses/{id}"
+        routes += [Route(kept, self.show_response), Route(f"{kept}/input_items", self.input_items),
+                   Route(kept, self.delete_response, methods=["DELETE"]),
+                   Route(f"{kept}/cancel", self.cancel_response, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
@@ -199,6 +216,36 @@ class HttpServer:
         self.preparer.check_name(request.path_params["name"])
         return JSONResponse(self.preparer.card)
 
+    # ---- Kept responses -------------------------------------------------------------------------
+
+    def kept_response(self, request) -> KeptResponse:
+        response_id = request.path_params["id"]
+        kept = self.kept.get(response_id)
+        if kept is None:
+            raise no_response(response_id)
+        return kept
+
+    async def show_response(self, request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "stream is not supported here: only the whole response is kept",
+                           param="stream", code="unsupported_parameter")
+        return JSONResponse(self.kept_response(request).response)
+
+    async def input_items(self, request) -> Response:
+        query = {name: request.query_params.get(name) for name in ("limit", "order", "after")}
+        return JSONResponse(input_item_list(self.kept_response(request).input_items, **query))
+
+    async def delete_response(self, request) -> Response:
+        response_id = request.path_params["id"]
+        if not self.kept.delete(response_id):
+            raise no_response(response_id)
+        return JSONResponse(dict(id=response_id, object="response", deleted=True))
+
+    async def cancel_response(self, request) -> Response:
+        self.kept_response(request)
+        raise ApiError(400, "only background responses can be cancelled, and the server has none: "
+                       "close the connection to end an answer")
+
     # ---- Completions ----------------------------------------------------------------------------
 
     async def body(self, request: Request) -> bytes:
@@ -295,7 +342,7 @@ class HttpServer:
             for event in [await events.get(), *drain_queue(events)]:
                 sent += answer.add(event)
                 if event.error:
-                    yield frames([*sent, wire.error(engine_error(event.error))])
+                    yield frames([*sent, *answer.fail(engine_error(event.error), wire)])
                     return
                 if event.finish_reason:
                     pending.discard(event.generation)
@@ -336,6 +383,10 @@ def drain_queue(queue: asyncio.Queue) -> Iterator:
         yield queue.get_nowait()
 
 
+def no_response(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id[:100]}' not found.")
+
+
 def engine_error(error: str) -> ApiError:
     status, message = ERRORS[error]
     return ApiError(status, message, "server_error", code=error.replace(" ", "_"))
@@ -357,7 +408,7 @@ def is_loopback(host: str) -> bool:
 
 def needs_grammar(request) -> bool:
     """Whether a grammar must be compiled, which may take seconds."""
-    names = ("regex", "grammar", "response_format", "tools")
+    names = ("regex", "grammar", "response_format", "tools", "text")
     return any(getattr(request, name, None) for name in names)
 
 
