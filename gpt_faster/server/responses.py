@@ -412,6 +412,9 @@ class ResponsesPreparer:
             if getattr(request, name):
                 raise ApiError(400, f"the field '{name}' is not supported: {advice}", param=name,
                                code="unsupported_parameter")
+        if request.text and request.text.verbosity not in (None, "medium"):
+            raise unsupported("text.verbosity", "no model here has such a setting: ask for it in "
+                              "the instructions")
         tools = Tools(request.tools or [], self.ignored_tools)
         history, earlier_bytes = self.history(request.previous_response_id)
         items = self.input_items(request.input)
@@ -494,7 +497,7 @@ def chat_fields(request: ResponsesRequest, messages: list[dict], tools: Tools) -
     return fields
 
 
-CHAT_NAMES = {"messages": "input", "response_format": "text.format",
+CHAT_NAMES = {"messages": "input", "prompt": "input", "response_format": "text.format",
               "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
               "logprobs": "include"}
 
