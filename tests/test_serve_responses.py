@@ -19,7 +19,6 @@ from gpt_faster.server.protocol import ApiError, ChatRequest, parse
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
 from gpt_faster.server.responses import (
     RESPONSES,
-    Conversation,
     PreparedResponse,
     ResponsesAnswer,
     ResponsesPreparer,
@@ -83,7 +82,7 @@ def messages(**fields):
 
 
 def refused(param, match, status=400, kept=None, **fields):
-    with pytest.raises(ApiError, match=match) as e:
+    with pytest.raises(ApiError, match=match or None) as e:
         chat(kept, **fields)
     assert e.value.status == status and e.value.error["param"] == param, e.value.error
     return e.value.error
@@ -170,7 +169,7 @@ def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
      "input.1.content.1.type", "'input_image' is not supported: the server reads text only"),
     (dict(input=[dict(role="user", content=[dict(type="input_file", file_id="f")])]), "input.0.content.0.type", "input_file"),
     (dict(input=[dict(role="user", content=[dict(type="input_text", text=5)])]), "input.0.content.0.text", "string"),
-    (dict(input=[dict(role="user", content=[dict(type=["x"], text="a")])]), "input.0.content.0.type", ""),
+    (dict(input=[dict(role="user", content=[dict(type=["x"], text="a")])]), "input.0.content.0.type", ""), (dict(input=[dict(role="user", content=["a"])]), "input.0.content.0", "object"),
     (dict(input=[USER, dict(type="web_search_call", id="ws")]), "input.1.type", "web_search_call"),
     (dict(input=[dict(type="local_shell_call", id="x")]), "input.0.type", "local_shell_call"), (dict(input=[dict(type=["a"])]), "input.0.type", ""),
     (dict(input=[USER, OUTPUT]), "input.1.call_id", "no call has the id 'c1'"), (dict(input=[USER, CALL, dict(OUTPUT, output=5)]), "input.2.output", ""),
@@ -371,6 +370,8 @@ def test_the_store_is_bounded_by_number_bytes_and_age():
     assert not kept.put(kept_response(4, 101)) and kept.get("resp_4") is None
     assert kept.put(kept_response(5, 90)) and list(kept.kept) == ["resp_3", "resp_5"] and kept.n_bytes == 100
     assert kept.item("in_3") == dict(id="in_3") and kept.item("msg_5") == dict(id="msg_5") and kept.item("msg_0") is None
+    planted = KeptResponse(dict(id="resp_6", output=[]), [dict(id="msg_5", text="planted")], [], 0)
+    assert kept.put(planted) and kept.item("msg_5") == dict(id="msg_5") and kept.delete("resp_6")
     now[0] = 59
     assert kept.get("resp_3")
     now[0] = 61
@@ -465,9 +466,9 @@ class Person(pydantic.BaseModel):
 
 
 def test_parse_and_a_loop_of_tools(responses):
-    got = responses.parse(model=NAME, input="Invent a person.", text_format=Person, temperature=1, max_output_tokens=200, store=False)
+    got = responses.parse(model=NAME, input="Invent a person.", text_format=Person, temperature=1, max_output_tokens=120, store=False)
     assert isinstance(got.output_parsed, Person)
-    asked = dict(model=NAME, tools=[WEATHER], temperature=0, max_output_tokens=60)
+    asked = dict(model=NAME, tools=[WEATHER], temperature=0, max_output_tokens=40)
     first = responses.create(**asked, input="What is the weather in Paris?", tool_choice="required")
     [call] = first.output
     assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
@@ -477,9 +478,6 @@ def test_parse_and_a_loop_of_tools(responses):
     assert by_id.output_text == again.output_text != "" and by_id.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
     events = list(responses.create(**asked, input="Weather in Rome?", stream=True, tool_choice=dict(type="function", name="get_weather")))
     assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [events[-1].response.output[0].arguments]
-    custom = responses.create(model=NAME, input="Say x", tools=[dict(type="custom", name="say")], tool_choice=dict(type="custom", name="say"),
-                              temperature=0, max_output_tokens=300, extra_body=dict(logit_bias={}))
-    assert custom.output[0].type == ("custom_tool_call" if custom.status == "completed" else custom.output[0].type)
 
 
 def test_errors_are_openais(server, responses):
@@ -575,7 +573,7 @@ class Answer(BaseModel):
     is_warm: bool
 
 async def main():
-    short = dict(temperature=0, extra_body=dict(stop=[".", "!", "\\n"]))
+    short = dict(temperature=0, extra_body=dict(stop=[".", "!"]))
     agent = Agent(name="a", instructions="Be brief.", model=name, tools=[weather], model_settings=ModelSettings(tool_choice="required", **short))
     first = await Runner.run(agent, "What is the weather in Paris?")
     assert cities == ["Paris"] and first.final_output, cities

@@ -28,8 +28,8 @@ class KeptResponse:
     last_use: float = 0.0
 
     def __post_init__(self):
-        items = [*self.input_items, *self.response["output"]]
-        self.items = {item["id"]: item for item in items}
+        self.inputs = {item["id"]: item for item in self.input_items}
+        self.outputs = {item["id"]: item for item in self.response["output"]}
 
     def conversation(self) -> list[dict]:
         """All items up to the end of this response."""
@@ -68,12 +68,16 @@ class ResponseStore:
             return self._remove(response_id)
 
     def item(self, item_id: str) -> dict | None:
-        """The input or output item with this id, of any response that is kept."""
+        """The item with this id, of any response that is kept. Outputs first: their ids are the
+        server's, those of inputs may be a client's."""
         with self.lock:
             self._evict()
-            for response_id, kept in reversed(self.kept.items()):
-                if item_id in kept.items:
-                    return self._use(response_id).items[item_id]
+            for part in ("outputs", "inputs"):
+                for response_id, kept in reversed(self.kept.items()):
+                    items = getattr(kept, part)
+                    if item_id in items:
+                        self._use(response_id)
+                        return items[item_id]
         return None
 
     def _use(self, response_id: str) -> KeptResponse | None:

@@ -98,6 +98,7 @@ class ResponsesRequest(Request):
     prompt_cache_options: Any = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    user: str | None = None
     client_metadata: Any = None                    # Codex's
     # In REFUSED.
     background: Any = None
@@ -252,7 +253,9 @@ def text_of(content, path: str) -> str:
         raise bad(path, "expected a string or a list of parts")
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict):
+            raise bad(f"{path}.{i}", "expected an object with a type")
+        kind = part.get("type")
         key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if key is None:
             raise bad(f"{path}.{i}.type", f"{ascii(kind)[:60]} is not supported: the server reads "
@@ -470,7 +473,7 @@ class ResponsesPreparer:
 
 def chat_fields(request: ResponsesRequest, messages: list[dict], tools: Tools) -> dict:
     """The ChatRequest's fields."""
-    own = {"model", "stream", "stream_options", "n", "max_tokens"}
+    own = {"model", "stream", "stream_options", "n", "max_tokens", "user"}
     fields = {name: getattr(request, name) for name in Request.model_fields if name not in own}
     choice, functions = tools.choose(request.tool_choice)
     fields.update(messages=messages, tools=functions or None, tool_choice=choice,
@@ -734,7 +737,7 @@ class ResponsesAnswer(Answer):
 
     def fail(self, error: ApiError, wire: OpenAIWire) -> list[dict]:
         response = self.response("failed")
-        response["error"] = dict(code="server_error", message=str(error))
+        response.update(store=False, error=dict(code="server_error", message=str(error)))
         return [self.new("response.failed", response=response)]
 
     # ---- The object ----
