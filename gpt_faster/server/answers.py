@@ -10,7 +10,8 @@ import time
 
 from gpt_faster.decoding.scheduler import Event, Logprobs
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import Request
+from gpt_faster.server.protocol import ApiError, Request
+from gpt_faster.server.wire import OpenAIWire
 from gpt_faster.text.reasoning import n_thought_tokens
 
 
@@ -54,8 +55,20 @@ class Answer:
     def end(self) -> list[dict]:
         return [self.event([], usage=self.usage())] if self.wants_usage() else []
 
+    def fail(self, error: ApiError, wire: OpenAIWire) -> list[dict]:
+        """The events that end a stream in which an error occurs."""
+        return [wire.error(error)]
+
     def top(self, logprobs: Logprobs) -> list[tuple[bytes, float]]:
         return [(self.preparer.token_bytes(i), p) for i, p in logprobs.top]
+
+    def logprob(self, token_id: int, logprobs: Logprobs) -> dict:
+        def entry(piece, p):
+            text = piece.decode(errors="replace")
+            return dict(token=text, logprob=clamp_logprob(p), bytes=list(piece))
+
+        chosen = entry(self.preparer.token_bytes(token_id), logprobs.chosen)
+        return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
 
 
 class ChatAnswer(Answer):
@@ -114,14 +127,6 @@ class ChatAnswer(Answer):
 
     def reason(self, i: int, reason: str) -> str:
         return "tool_calls" if self.messages[i].get("tool_calls") and reason == "stop" else reason
-
-    def logprob(self, token_id: int, logprobs: Logprobs) -> dict:
-        def entry(piece, p):
-            text = piece.decode(errors="replace")
-            return dict(token=text, logprob=clamp_logprob(p), bytes=list(piece))
-
-        chosen = entry(self.preparer.token_bytes(token_id), logprobs.chosen)
-        return dict(chosen, top_logprobs=[entry(*pair) for pair in self.top(logprobs)])
 
     def whole(self) -> dict:
         choices = []

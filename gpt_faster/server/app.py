@@ -42,6 +42,14 @@ from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
 from gpt_faster.server.request_id import HEADER, begin, current, log_line
+from gpt_faster.server.response_store import KeptResponse, ResponseStore
+from gpt_faster.server.responses import (
+    RESPONSES,
+    ResponsesAnswer,
+    ResponsesPreparer,
+    ResponsesRequest,
+    input_item_list,
+)
 from gpt_faster.server.text_routes import (
     ApplyTemplateRequest,
     DetokenizeRequest,
@@ -99,6 +107,8 @@ class HttpServer:
                         for kind, n in PREPARING.items()}
         self.n_body_bytes = 0                      # of all requests not yet prepared
         self.loopback = False                      # set by serve()
+        self.kept = ResponseStore(self.options.keep_responses, int(self.options.keep_mb * 1e6),
+                                  self.options.keep_minutes * 60)
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
         self.page_headers = {
@@ -112,7 +122,10 @@ class HttpServer:
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
-                              self.preparer.prepare_completion, CompletionAnswer)]
+                              self.preparer.prepare_completion, CompletionAnswer),
+                     Endpoint("/v1/responses", ResponsesRequest, ResponsesPreparer(
+                         self.preparer, self.kept, tuple(self.options.ignore_tools)).prepare,
+                              ResponsesAnswer, RESPONSES)]
         text = TextRoutes(self.preparer)
         queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
@@ -122,6 +135,10 @@ class HttpServer:
                    for endpoint in endpoints]
         routes += [Route(query.path, partial(self.reply, query=query), methods=["POST"])
                    for query in queries]
+        kept = "/v1/responses/{id}"
+        routes += [Route(kept, self.show_response), Route(f"{kept}/input_items", self.input_items),
+                   Route(kept, self.delete_response, methods=["DELETE"]),
+                   Route(f"{kept}/cancel", self.cancel_response, methods=["POST"])]
         self.routes = routes
         self.under_v1 = {route.path.split("/")[2] for route in routes
                          if route.path.startswith("/v1/")}
@@ -296,6 +313,36 @@ class HttpServer:
         self.preparer.check_name(request.path_params["name"])
         return JSONResponse(self.preparer.card.fields)
 
+    # ---- Kept responses -------------------------------------------------------------------------
+
+    def kept_response(self, request) -> KeptResponse:
+        response_id = request.path_params["id"]
+        kept = self.kept.get(response_id)
+        if kept is None:
+            raise no_response(response_id)
+        return kept
+
+    async def show_response(self, request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "stream is not supported here: only the whole response is kept",
+                           param="stream", code="unsupported_parameter")
+        return JSONResponse(self.kept_response(request).response)
+
+    async def input_items(self, request) -> Response:
+        query = {name: request.query_params.get(name) for name in ("limit", "order", "after")}
+        return JSONResponse(input_item_list(self.kept_response(request).input_items, **query))
+
+    async def delete_response(self, request) -> Response:
+        response_id = request.path_params["id"]
+        if not self.kept.delete(response_id):
+            raise no_response(response_id)
+        return JSONResponse(dict(id=response_id, object="response", deleted=True))
+
+    async def cancel_response(self, request) -> Response:
+        self.kept_response(request)
+        raise ApiError(400, "only background responses can be cancelled, and the server has none: "
+                       "close the connection to end an answer")
+
     # ---- Completions ----------------------------------------------------------------------------
 
     async def body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
@@ -431,7 +478,7 @@ class HttpServer:
             for event in new:
                 sent += answer.add(event)
                 if event.error:
-                    yield frames([*sent, wire.error(engine_error(event.error))])
+                    yield frames([*sent, *answer.fail(engine_error(event.error), wire)])
                     return
                 if event.finish_reason:
                     pending.discard(event.generation)
@@ -477,6 +524,10 @@ async def next_events(queue: asyncio.Queue, seconds: float) -> list[Event]:
     while not queue.empty():
         events.append(queue.get_nowait())
     return events
+
+
+def no_response(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id[:100]}' not found.")
 
 
 def engine_error(error: str) -> ApiError:

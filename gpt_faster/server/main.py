@@ -74,6 +74,16 @@ def build_parser() -> Parser:
         help="max request body size; larger requests get 413")
     add("--max_connections", type=number(int, 1), default=512, metavar="N",
         help="max open connections; requests on further ones get 503")
+    add("--keep_responses", type=number(int, 0), default=256, metavar="N",
+        help="responses of /v1/responses to keep in memory, for previous_response_id; the least "
+             "recently used one goes first; 0: none")
+    add("--keep_minutes", type=number(float, 0, above=True), default=60.0, metavar="MINUTES",
+        help="how long a response is kept after its last use")
+    add("--keep_mb", type=number(float, 0, above=True), default=64.0, metavar="MB",
+        help="max size of all responses kept, each counted with its conversation so far")
+    add("--ignore_tools", nargs="+", metavar="TYPE", default=[],
+        help="types of hosted tools, such as web_search, that /v1/responses leaves out of a "
+             "request instead of refusing it")
     add("--tool_format", choices=["hermes", "qwen_xml", "llama", "gemma"],
         help="the model's tool-call format; default: detected from its chat template")
     add("--system_prompt", metavar="TEXT", help="system prompt for chats without one")
