@@ -32,6 +32,16 @@ from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
+from gpt_faster.server.messages import (
+    ANTHROPIC,
+    CountRequest,
+    MessageAnswer,
+    MessagesRequest,
+    count_tokens,
+    model_info,
+    model_list,
+    prepare_messages,
+)
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
@@ -80,10 +90,14 @@ class HttpServer:
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
-                              self.preparer.prepare_completion, CompletionAnswer)]
+                              self.preparer.prepare_completion, CompletionAnswer),
+                     Endpoint("/v1/messages", MessagesRequest,
+                              partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
         self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
+        self.wires["/v1/messages/count_tokens"] = ANTHROPIC
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
+        routes.append(Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]))
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
@@ -165,7 +179,7 @@ class HttpServer:
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-        wire = self.wires.get(request.url.path, OPENAI)
+        wire = self.wires.get(request.url.path, ANTHROPIC if is_anthropic(request) else OPENAI)
         return JSONResponse(wire.error(error), error.status, headers)
 
     def internal_error(self, request, error: Exception) -> Response:
@@ -193,11 +207,14 @@ class HttpServer:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request) -> Response:
-        return JSONResponse(dict(object="list", data=[self.preparer.card]))
+        card = self.preparer.card
+        is_list = dict(object="list", data=[card])
+        return JSONResponse(model_list(card) if is_anthropic(request) else is_list)
 
     async def one_model(self, request) -> Response:
         self.preparer.check_name(request.path_params["name"])
-        return JSONResponse(self.preparer.card)
+        card = self.preparer.card
+        return JSONResponse(model_info(card) if is_anthropic(request) else card)
 
     # ---- Completions ----------------------------------------------------------------------------
 
@@ -215,12 +232,13 @@ class HttpServer:
             chunks.append(part)
         return b"".join(chunks)
 
-    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+    async def prepared(self, raw_request: Request, schema: type[Fields], prepare: Callable):
+        """-> the request, and what prepare() makes of it in another thread."""
         try:
             body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(endpoint.schema, body, self.preparer.limit)
+        request = parse(schema, body, self.preparer.limit)
         self.preparer.check_name(request.model)
         if self.engine.draining:
             raise self.stopping()
@@ -229,9 +247,17 @@ class HttpServer:
         may_take_long = len(body) > LONG_BODY or needs_grammar(request)
         async with self.long if may_take_long else self.short:
             try:
-                prepared = await asyncio.to_thread(endpoint.prepare, request)
+                return request, await asyncio.to_thread(prepare, request)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
+
+    async def count_tokens(self, raw_request: Request) -> Response:
+        _, count = await self.prepared(raw_request, CountRequest,
+                                       partial(count_tokens, self.preparer))
+        return JSONResponse(count)
+
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+        request, prepared = await self.prepared(raw_request, endpoint.schema, endpoint.prepare)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
@@ -355,9 +381,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks, on a path that both APIs have."""
+    return "anthropic-version" in request.headers
+
+
 def needs_grammar(request) -> bool:
     """Whether a grammar must be compiled, which may take seconds."""
-    names = ("regex", "grammar", "response_format", "tools")
+    names = ("regex", "grammar", "response_format", "tools", "output_config")
     return any(getattr(request, name, None) for name in names)
 
 

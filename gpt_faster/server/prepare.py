@@ -25,7 +25,7 @@ from gpt_faster.server.parsing import (
     tool_instructions,
 )
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
-from gpt_faster.text.chat_template import TemplateError, encode_chat
+from gpt_faster.text.chat_template import TemplateError, continuation_backend, encode_chat
 from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
@@ -82,14 +82,10 @@ class RequestPreparer:
 
     # ---- Chats ----------------------------------------------------------------------------------
 
-    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+    def chat_parts(self, request: ChatRequest) -> tuple[list[dict], dict]:
+        """-> the messages and arguments of the chat template. ApiError if they are too long."""
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
-                           param="max_tokens")
-        if request.top_logprobs is not None and not request.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
         tools = self.tools(request)
         messages = [template_message(message) for message in request.messages]
         if self.options.system_prompt and messages[0]["role"] != "system":
@@ -105,8 +101,28 @@ class RequestPreparer:
         elif tools:
             messages = with_system(messages, tool_instructions(tools, self.tool_format))
         self.check_bytes("messages", all_strings([messages, tools, request.chat_template_kwargs]))
-        ids = self.encode(
-            "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
+        return messages, template_args
+
+    def chat_ids(self, request: ChatRequest) -> list[int]:
+        """The prompt's token ids."""
+        messages, template_args = self.chat_parts(request)
+        start = ""
+        if request.continue_final_message:
+            start = messages.pop()["content"]
+
+        def encode():
+            ids = encode_chat(self.tokenizer, messages, **template_args)
+            return ids + continuation_backend(self.tokenizer.backend).encode(start, special=False)
+
+        return self.encode("messages", encode)
+
+    def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
+                           param="max_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
+        tools, ids = self.tools(request), self.chat_ids(request)
         grammar = self.grammar(request, tools)
         limit = request.max_completion_tokens or request.max_tokens
         if limit == 0 or request.max_tokens == 0:

@@ -100,6 +100,18 @@ def _compiled(template: str):
     return environment.from_string(template)
 
 
+@lru_cache(8)
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads, such as enable_thinking."""
+    from jinja2 import meta
+    try:
+        environment = _compiled(template).environment
+        environment.begin()
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except Exception:                              # render() reports it
+        return frozenset()
+
+
 class SpecialTokenEscaper:
     """Replaces special tokens in messages by placeholders that no text contains, and back."""
 
