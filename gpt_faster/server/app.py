@@ -68,6 +68,17 @@ class Endpoint:
     wire: OpenAIWire = OPENAI
 
 
+@dataclass(frozen=True)
+class Query:
+    """A POST route that does not generate: the schema of its requests, and run(request), which
+    returns the answer's fields. run is called in a thread of its own."""
+
+    path: str
+    schema: type[Fields]
+    run: Callable[[Fields], dict]
+    wire: OpenAIWire = OPENAI
+
+
 class HttpServer:
     """The Starlette application and the state its routes share."""
 
@@ -93,11 +104,13 @@ class HttpServer:
                               self.preparer.prepare_completion, CompletionAnswer),
                      Endpoint("/v1/messages", MessagesRequest,
                               partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
-        self.wires = {endpoint.path: endpoint.wire for endpoint in endpoints}
-        self.wires["/v1/messages/count_tokens"] = ANTHROPIC
+        queries = [Query("/v1/messages/count_tokens", CountRequest,
+                         partial(count_tokens, self.preparer), ANTHROPIC)]
+        self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
-        routes.append(Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]))
+        routes += [Route(query.path, partial(self.reply, query=query), methods=["POST"])
+                   for query in queries]
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
@@ -232,32 +245,35 @@ class HttpServer:
             chunks.append(part)
         return b"".join(chunks)
 
-    async def prepared(self, raw_request: Request, schema: type[Fields], prepare: Callable):
-        """-> the request, and what prepare() makes of it in another thread."""
+    async def read(self, raw_request: Request, schema: type[Fields]) -> tuple[Fields, bool]:
+        """-> the request, and whether it may take long to prepare."""
         try:
             body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
         request = parse(schema, body, self.preparer.limit)
         self.preparer.check_name(request.model)
+        return request, len(body) > LONG_BODY or needs_grammar(request)
+
+    async def prepare(self, function: Callable, request: Fields, may_take_long: bool):
+        """function(request), in a thread."""
+        async with self.long if may_take_long else self.short:
+            try:
+                return await asyncio.to_thread(function, request)
+            except RecursionError:
+                raise ApiError(400, "the body is nested too deeply") from None
+
+    async def reply(self, raw_request: Request, query: Query) -> Response:
+        request, may_take_long = await self.read(raw_request, query.schema)
+        return JSONResponse(await self.prepare(query.run, request, may_take_long))
+
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+        request, may_take_long = await self.read(raw_request, endpoint.schema)
         if self.engine.draining:
             raise self.stopping()
         if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
             raise self.busy()
-        may_take_long = len(body) > LONG_BODY or needs_grammar(request)
-        async with self.long if may_take_long else self.short:
-            try:
-                return request, await asyncio.to_thread(prepare, request)
-            except RecursionError:
-                raise ApiError(400, "the body is nested too deeply") from None
-
-    async def count_tokens(self, raw_request: Request) -> Response:
-        _, count = await self.prepared(raw_request, CountRequest,
-                                       partial(count_tokens, self.preparer))
-        return JSONResponse(count)
-
-    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
-        request, prepared = await self.prepared(raw_request, endpoint.schema, endpoint.prepare)
+        prepared = await self.prepare(endpoint.prepare, request, may_take_long)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout

@@ -10,6 +10,8 @@ knows no template and no tokens: those are prepare.py's.
 import json
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -336,13 +338,13 @@ def extend(turn: dict, new: dict) -> None:
 
 
 def prepare_messages(preparer: RequestPreparer, request: MessagesRequest) -> PreparedRequest:
-    with AnthropicNames():
+    with anthropic_names():
         return preparer.prepare_chat(translated(preparer, request))
 
 
 def count_tokens(preparer: RequestPreparer, request: CountRequest) -> dict:
     """The number of prompt tokens, also of a prompt that is too long for a slot."""
-    with AnthropicNames():
+    with anthropic_names():
         return dict(input_tokens=len(preparer.chat_ids(translated(preparer, request))))
 
 
@@ -364,16 +366,17 @@ def takes_late_system(tokenizer: Tokenizer) -> bool:
         return False
 
 
-class AnthropicNames:
-    """A context in which an ApiError about a field of the chat API names Anthropic's."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, ApiError) and (name := OUR_NAMES.get(error.error["param"])):
-            message = error.error["message"].replace(error.error["param"], name)
-            error.error.update(param=name, message=message)
+@contextmanager
+def anthropic_names() -> Iterator[None]:
+    """An ApiError about a field of the chat API names Anthropic's field."""
+    try:
+        yield
+    except ApiError as e:
+        param, message = e.error["param"], e.error["message"]
+        if name := OUR_NAMES.get(param):
+            message = message.removeprefix(f"{param}: ")
+            e.error.update(param=name, message=f"{name}: {message}")
+        raise
 
 
 # ---- Answers ------------------------------------------------------------------------------------
@@ -386,7 +389,7 @@ class MessageAnswer(Answer):
         self.id = f"msg_{secrets.token_hex(12)}"
         [self.generation], [self.parser] = self.prepared.generations, self.prepared.parsers
         self.blocks, self.is_open = [], False      # is_open: the last block may grow
-        self.blank = ""                            # white space that may precede a text
+        self.blank = ""                            # white space that may precede more text
         self.shows_thoughts = not (self.request.thinking and
                                    self.request.thinking.display == "omitted")
 
@@ -456,13 +459,14 @@ class MessageAnswer(Answer):
     # ---- Blocks ---------------------------------------------------------------------------------
 
     def add_text(self, text: str) -> list[dict]:
-        """White space alone begins no block: it may be what separates two tool calls."""
-        if not self.grows("text"):
-            text, self.blank = self.blank + text, ""
-            if not text.strip():
-                self.blank = text
-                return []
-        return self.grow("text", text)
+        """White space at the end waits for more text: before a tool call it is left out."""
+        text = self.blank + text
+        if self.blocks and not self.grows("text"):
+            text = text.lstrip()
+        body = text.rstrip()
+        frames = self.grow("text", body) if body else []
+        self.blank = text[len(body):]
+        return frames
 
     def add_call(self, call: dict) -> list[dict]:
         """A tool call, which comes in one piece."""
