@@ -16,12 +16,12 @@ from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import Answer
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import ApiError, ChatRequest, ranged
+from gpt_faster.server.protocol import ApiError, ChatRequest, Lenient, Strict, found, ranged
 from gpt_faster.server.wire import OpenAIWire
 from gpt_faster.text.chat_template import TemplateError, render, template_variables
 from tokenizer import Tokenizer
@@ -49,24 +49,16 @@ REFUSED_BLOCKS = {
 
 # ---- Requests -----------------------------------------------------------------------------------
 
-class Object(BaseModel):
-    """An object inside a request. Keys that the schema does not have, such as cache_control, are
-    ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False,
-                              protected_namespaces=())
-
-
 def as_blocks(content):
     """A string is short for one text block."""
     if isinstance(content, str):
         return [dict(type="text", text=content)]
     if isinstance(content, list):
         return content
-    raise ValueError("expected a string or a list of content blocks")
+    raise ValueError(f"expected a string or a list of content blocks, got {found(content)}")
 
 
-class Block(Object):
+class Block(Lenient):
     """A content block of any type."""
 
     type: str
@@ -107,7 +99,7 @@ def checked_system(blocks: list[Block]) -> list[Block]:
     return blocks
 
 
-class Message(Object):
+class Message(Lenient):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
@@ -126,17 +118,16 @@ def checked_tool(tool):
     return tool
 
 
-class ToolFields(Object):
+class ToolFields(Lenient):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = None
 
 
 Tool = Annotated[ToolFields, BeforeValidator(checked_tool)]
 
 
-class ToolChoice(Object):
+class ToolChoice(Lenient):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -148,7 +139,7 @@ class ToolChoice(Object):
         return self
 
 
-class Thinking(Object):
+class Thinking(Lenient):
     """budget_tokens is accepted and not enforced: the model ends its thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -156,32 +147,29 @@ class Thinking(Object):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Object):
+class OutputFormat(Lenient):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Object):
+class OutputConfig(Lenient):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class Edit(Object):
+class Edit(Lenient):
     """clear_thinking drops earlier thoughts; here the chat template decides which it keeps."""
 
     type: Literal["clear_thinking_20251015"]
 
 
-class ContextManagement(Object):
+class ContextManagement(Lenient):
     edits: list[Edit] | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(Strict):
     """Fields of /v1/messages/count_tokens. An unknown one is an error that names it; a null is
     absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False,
-                              protected_namespaces=())
 
     messages: Annotated[list[Message], Field(min_length=1)]
     model: str | None = None
@@ -194,19 +182,17 @@ class CountRequest(BaseModel):
     context_management: ContextManagement | None = None
     # Accepted: they cannot change the text.
     betas: Any = None
+    billing_policy: Any = None
     cache_control: Any = None
     diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
     inference_geo: Any = None
     metadata: Any = None
     service_tier: Any = None
     speed: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, fields):
-        return {name: value for name, value in fields.items() if value is not None}
 
 
 class MessagesRequest(CountRequest):
@@ -222,14 +208,15 @@ class MessagesRequest(CountRequest):
 
 # ---- Translation --------------------------------------------------------------------------------
 
-def chat_request(request: CountRequest, variables: set[str], late_system: bool) -> ChatRequest:
+def chat_request(request: CountRequest, variables: frozenset[str],
+                 late_system: bool) -> ChatRequest:
     """The same request of the chat API.
 
     variables: those that the chat template reads. late_system: whether it renders a system message
     after the first message; if not, the message becomes a user's.
     """
     messages = chat_messages(request, late_system)
-    fields = dict(messages=messages, chat_template_kwargs=template_args(request, variables))
+    fields = dict(messages=messages, **thinking_fields(request, variables))
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
             raise ApiError(400, f"messages.{len(request.messages) - 1}: a final tool_use needs its "
@@ -237,8 +224,8 @@ def chat_request(request: CountRequest, variables: set[str], late_system: bool) 
         fields["continue_final_message"] = True
     if request.tools:
         fields["tools"] = [dict(type="function", function=dict(
-            name=tool.name, description=tool.description, parameters=tool.input_schema,
-            strict=tool.strict)) for tool in request.tools]
+            name=tool.name, description=tool.description, parameters=tool.input_schema))
+            for tool in request.tools]
     if choice := request.tool_choice:
         named = dict(type="function", function=dict(name=choice.name))
         fields["tool_choice"] = dict(auto="auto", any="required", none="none",
@@ -258,16 +245,14 @@ def chat_request(request: CountRequest, variables: set[str], late_system: bool) 
     return ChatRequest.model_validate(fields)
 
 
-def template_args(request: CountRequest, variables: set[str]) -> dict:
-    """What the chat template is told about thinking, by the names that it reads."""
-    args = {}
-    if request.thinking:
-        thinks = request.thinking.type != "disabled"
-        args = {name: thinks for name in ("enable_thinking", "thinking") if name in variables}
-    effort = request.output_config and request.output_config.effort
-    if effort and "reasoning_effort" in variables:
-        args["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
-    return args
+def thinking_fields(request: CountRequest, variables: frozenset[str]) -> dict:
+    """The chat API's fields about thinking, where the chat template reads such variables."""
+    fields = {}
+    if request.thinking and {"enable_thinking", "thinking"} & variables:
+        fields["enable_thinking"] = request.thinking.type != "disabled"
+    if request.output_config and "reasoning_effort" in variables:
+        fields["reasoning_effort"] = request.output_config.effort
+    return fields
 
 
 def chat_messages(request: CountRequest, late_system: bool) -> list[dict]:
@@ -305,9 +290,7 @@ def assistant_turn(blocks: list[Block]) -> dict:
     turn = dict(role="assistant", content=joined(blocks, "text"))
     if thoughts := joined(blocks, "thinking"):
         turn["reasoning_content"] = thoughts
-    calls = [dict(id=block.id, type="function",
-                  function=dict(name=block.name,
-                                arguments=json.dumps(block.input, ensure_ascii=False)))
+    calls = [dict(id=block.id, function=dict(name=block.name, arguments=block.input))
              for block in blocks if block.type == "tool_use"]
     if calls:
         turn["tool_calls"] = calls
@@ -351,7 +334,7 @@ def count_tokens(preparer: RequestPreparer, request: CountRequest) -> dict:
 def translated(preparer: RequestPreparer, request: CountRequest) -> ChatRequest:
     if preparer.tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template: use /v1/completions")
-    return chat_request(request, template_variables(preparer.tokenizer.chat_template),
+    return chat_request(request, template_variables(preparer.tokenizer, bool(request.tools)),
                         takes_late_system(preparer.tokenizer))
 
 
