@@ -6,12 +6,16 @@ import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import anthropic
 import httpx
+import jsonschema
+import pydantic
 import pytest
 import torch
 import uvicorn
+from test_serve import NAME, Process
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -526,3 +530,147 @@ def test_an_error_inside_a_stream(scripted, monkeypatch):
     form_of(caught.value.body, "api_error")
     assert "secret" not in str(caught.value)
     assert ask(scripted, "Well.").content[0].text == "Well."
+
+
+# ---- Claude Code ---------------------------------------------------------------------------------
+
+CACHED = dict(cache_control=dict(type="ephemeral"))
+BETAS = ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27", "effort-2025-11-24"]
+
+
+def agent_tool(name, **properties):
+    return dict(name=name, description=f"{name} works on the user's files. " + "Prefer it to the shell. It fails if a path is not absolute. " * 3,
+                input_schema={"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "additionalProperties": False,
+                              "properties": {k: dict(v, description=f"The {k} that {name} takes") for k, v in properties.items()},
+                              "required": list(properties)[:1]})
+
+
+STRING, NUMBER, FLAG = dict(type="string"), dict(type="number", exclusiveMinimum=0), dict(type="boolean", default=False)
+AGENT_TOOLS = [
+    agent_tool("Bash", command=STRING, timeout=NUMBER, run_in_background=FLAG), agent_tool("Read", file_path=STRING, offset=NUMBER, limit=NUMBER),
+    agent_tool("Edit", file_path=STRING, old_string=STRING, new_string=STRING, replace_all=FLAG), agent_tool("Write", file_path=STRING, content=STRING),
+    agent_tool("Glob", pattern=STRING, path=STRING), agent_tool("Grep", pattern=STRING, output_mode=dict(type="string", enum=["content", "count"])),
+    agent_tool("Task", prompt=STRING, subagent_type=STRING), agent_tool("WebFetch", url=dict(type="string", format="uri"), prompt=STRING),
+    agent_tool("WebSearch", query=dict(type="string", minLength=2), allowed_domains=dict(type="array", items=STRING)),
+    agent_tool("TodoWrite", todos=dict(type="array", items=dict(type="object", additionalProperties=False, required=["content", "status"], properties=dict(
+        content=dict(type="string", minLength=1), status=dict(type="string", enum=["pending", "in_progress", "completed"]))))),
+    agent_tool("NotebookEdit", notebook_path=STRING, cell_id=STRING), agent_tool("ExitPlanMode", plan=STRING), agent_tool("BashOutput", bash_id=STRING),
+    agent_tool("KillShell", shell_id=STRING), agent_tool("mcp__" + "long_server_name_" * 4 + "__query", rows=dict(type="object", propertyNames=dict(pattern="^[a-z]+$"), additionalProperties={})),
+]
+
+
+def agent_request(n, messages, **fields):
+    """As an agent sends its n-th request: marks of the cache on the last blocks, and a checksum that changes."""
+    return dict(dict(
+        model="tiny", max_tokens=32000, messages=messages, tools=AGENT_TOOLS, metadata=dict(user_id="user_ab_account_cd_session_ef"), betas=BETAS,
+        thinking=dict(type="adaptive"), output_config=dict(effort="medium"), context_management=dict(edits=[dict(type="clear_thinking_20251015", keep="all")]),
+        system=[text(f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={n * 7919:05x};"), text("You are a coding agent.", **CACHED),
+                text("\nYou help with software. " + "Answer in few words. " * 40 + "\nToday's date: 2026-11-30", **CACHED)]), **fields)
+
+
+def test_a_conversation_as_claude_code_has_it(scripted):
+    """Side requests, then three turns with tools; each turn computes only what is new."""
+    client, said = scripted.client.beta.messages, []
+
+    def turn(messages, answer):
+        scripted.say(answer)
+        with client.stream(**agent_request(len(messages), messages)) as stream:
+            said.append(stream.get_final_message())
+        return said[-1]
+
+    def is_cached(message, before):
+        return message.usage.cache_read_input_tokens >= total(before.usage) + before.usage.output_tokens - 2
+
+    scripted.say("#")
+    quota = client.create(model="tiny", max_tokens=1, messages=[dict(role="user", content="quota")], metadata=dict(user_id="u"), betas=BETAS[:1])
+    assert quota.stop_reason == "max_tokens" and quota.usage.output_tokens == 1
+    assert client.count_tokens(model="tiny", messages=[dict(role="user", content="foo")], tools=AGENT_TOOLS[-1:], betas=BETAS).input_tokens > 500
+    topic = dict(model="tiny", max_tokens=512, messages=[dict(role="user", content="Fix the bug in add.py"), dict(role="assistant", content="{")], system=[
+        text("Is this a new topic? Answer as JSON with isNewTopic and title.", **CACHED)], betas=BETAS[:1], extra_body=dict(temperature=0))
+    scripted.say('"isNewTopic": true, "title": "Fix add.py"}')
+    assert json.loads("{" + client.create(**topic).content[0].text) == dict(isNewTopic=True, title="Fix add.py")
+
+    messages = [dict(role="user", content=[text("<system-reminder>\nThe project's notes: none.\n</system-reminder>\n"), text("Fix the bug in add.py", **CACHED)])]
+    first = turn(messages, "<think>\nI read it first.\n</think>\n\nI read the file.\n" + call("Read", file_path="/src/add.py"))
+    assert [b.type for b in first.content] == ["thinking", "text", "tool_use"] and first.stop_reason == "tool_use"
+    messages += [dict(role="assistant", content=[b.to_dict() for b in first.content]), dict(role="user", content=[
+        dict(type="tool_result", tool_use_id=first.content[2].id, content="     1→def add(a, b):\n     2→    return a - b\n"),
+        text("<system-reminder>\nThe list of tasks is empty.\n</system-reminder>", **CACHED)])]
+    second = turn(messages, call("Edit", file_path="/src/add.py", old_string="a - b", new_string="a + b") + "\n" + call("Bash", command="pytest -q"))
+    assert [b.name for b in second.content] == ["Edit", "Bash"] and is_cached(second, first)
+    scripted.say('"isNewTopic": false, "title": null}')        # in between, with another prompt
+    client.create(**topic)
+    messages += [dict(role="assistant", content=[b.to_dict() for b in second.content]), dict(role="user", content=[
+        dict(type="tool_result", tool_use_id=second.content[0].id, content=[text("The file was updated.")]),
+        dict(type="tool_result", tool_use_id=second.content[1].id, is_error=True, content="Exit code 1\n1 failed", **CACHED)])]
+    third = turn(messages, "It is fixed.")
+    assert third.content[0].text == "It is fixed." and third.stop_reason == "end_turn" and is_cached(third, second)
+    assert "Error: Exit code 1\n1 failed" in scripted.script.prompts[0] and "cch=" not in scripted.script.prompts[0]
+    assert total(third.usage) == client.count_tokens(**{k: v for k, v in agent_request(9, messages).items() if k not in ("max_tokens", "metadata")}).input_tokens
+    assert third.usage.input_tokens < 200 < 5000 < third.usage.cache_read_input_tokens
+    late = [*messages, dict(role="assistant", content="It is fixed."), dict(role="system", content="The user is away."), dict(role="user", content="Go on.")]
+    assert turn(late, "Yes.").content[0].text == "Yes." and is_cached(said[-1], third)
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\.15: the tool 'web_search_20250305' is not supported"):
+        client.create(**agent_request(1, messages, tools=[*AGENT_TOOLS, dict(type="web_search_20250305", name="web_search", max_uses=8)]))
+
+
+# ---- serve.py ------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def server():
+    process = Process("--tool_format", "hermes", n_rows=2, length=1024)
+    process.anthropic = anthropic.Anthropic(base_url=f"http://127.0.0.1:{process.port}", api_key="none")
+    yield process
+    assert process.stop() == 0 and not [line for line in process.lines if "Traceback" in line]
+
+
+GREEDILY = dict(temperature=0)
+
+
+def test_the_text_is_the_chats(server):
+    asked = dict(model=NAME, max_tokens=24, messages=ASK)
+    chat = server.client.chat.completions.create(**asked, temperature=0)
+    whole = server.anthropic.messages.create(**asked, extra_body=GREEDILY)
+    with server.anthropic.messages.stream(**asked, extra_body=GREEDILY) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert chat.choices[0].message.content == whole.content[0].text == final.content[0].text == "".join(pieces)
+    assert total(whole.usage) == total(final.usage) == chat.usage.prompt_tokens and whole.usage.output_tokens == chat.usage.completion_tokens
+    assert final.usage.cache_read_input_tokens == total(final.usage) - 1 and len(pieces) > 1
+    rest = server.anthropic.messages.create(**{**asked, "max_tokens": 30000}, extra_body=GREEDILY)
+    assert rest.stop_reason in ("end_turn", "model_context_window_exceeded") and rest.content[0].text.startswith(whole.content[0].text.rstrip())
+    begun = server.anthropic.messages.create(model=NAME, max_tokens=12, messages=[*ASK, dict(role="assistant", content=whole.content[0].text[:30])], extra_body=GREEDILY)
+    assert whole.content[0].text[30:40] in begun.content[0].text
+
+
+def test_a_forced_tool_with_a_nested_schema(server):
+    place = dict(type="object", required=["city"], additionalProperties=False, properties=dict(city=dict(type="string", enum=["Oslo", "Bern"])))
+    weather = dict(name="weather", input_schema=dict(type="object", required=["place", "days"], additionalProperties=False, properties=dict(
+        place=dict(place, properties=dict(place["properties"], within=dict(anyOf=[place, dict(type="null")]))), days=dict(type="array", items=dict(enum=[1, 2]), maxItems=3))))
+    for choice in (dict(type="any"), dict(type="tool", name="weather", disable_parallel_tool_use=True)):
+        with server.anthropic.messages.stream(model=NAME, max_tokens=400, messages=[dict(role="user", content="Weather in Oslo?")], tools=[weather],
+                                              tool_choice=choice, extra_body=GREEDILY) as stream:
+            final = stream.get_final_message()
+        [block] = final.content
+        assert final.stop_reason == "tool_use" and block.name == "weather"
+        jsonschema.validate(block.input, weather["input_schema"])
+
+
+def test_a_structured_answer_of_the_client(server):
+    class Colour(pydantic.BaseModel):
+        name: Literal["red", "green", "blue"]
+        is_warm: bool
+
+    class Pair(pydantic.BaseModel):
+        first: Colour
+        second: Colour
+
+    got = server.anthropic.messages.parse(model=NAME, max_tokens=100, messages=[dict(role="user", content="Name two colours.")],
+                                          output_format=Pair, extra_body=GREEDILY)
+    assert got.stop_reason == "end_turn" and isinstance(got.parsed_output, Pair)
+
+
+def test_over_http_a_client_that_leaves_frees_its_slot(server):
+    with server.anthropic.messages.stream(model=NAME, max_tokens=900, messages=ASK, extra_body=GREEDILY) as stream:
+        next(iter(stream.text_stream))
+    server.wait_until((0, 0))
