@@ -392,8 +392,10 @@ class Sequence:
         """ValueError: a stop string with a special token and more."""
         self.detokenizer, self.prompt_ids = Detokenizer(tokenizer, prompt_ids), prompt_ids
         self.stops, stop_ids = split_stops(tokenizer, stops)
+        self.stop_tokens = {i: tokenizer.piece(i) for i in stop_ids}
         self.eos_ids, self.max_new = {*eos_ids, *stop_ids}, max_new
         self.ids, self.text, self.shown, self.finish_reason = [], "", 0, None
+        self.stop = None                           # the stop string that ended it
 
     def push(self, token_id: int) -> str:
         """Add a token -> the text to show now. A possible start of a stop string is held back."""
@@ -401,6 +403,7 @@ class Sequence:
             return ""
         self.ids.append(token_id)
         if token_id in self.eos_ids:
+            self.stop = self.stop_tokens.get(token_id)
             return self.finish("stop")
         self._add(self.detokenizer.push(token_id))
         if self.finish_reason:
@@ -421,9 +424,10 @@ class Sequence:
         """Append text; end the sequence before a stop string."""
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += text
-        found = [at for at in (self.text.find(s, searched) for s in self.stops) if at >= 0]
+        found = [(at, s) for s in self.stops if (at := self.text.find(s, searched)) >= 0]
         if found:
-            self.text, self.finish_reason = self.text[:min(found)], "stop"
+            at, self.stop = min(found)
+            self.text, self.finish_reason = self.text[:at], "stop"
 
     def _show(self, end: int) -> str:
         piece, self.shown = self.text[self.shown:end], max(self.shown, end)

@@ -144,7 +144,7 @@ def test_fields_are_translated():
     assert chat(text=dict(format=dict(type="json_object"))).response_format.type == "json_object"
     assert chat(top_logprobs=2).logprobs is None
     assert chat(reasoning=dict(effort="low", summary="auto")).reasoning_effort == "low"
-    assert chat(reasoning=dict(effort="none")).chat_template_kwargs["enable_thinking"] is False
+    assert chat(reasoning=dict(effort="none")).reasoning_effort == "none"
 
 
 def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():

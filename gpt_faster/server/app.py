@@ -37,6 +37,16 @@ from gpt_faster.server import openapi
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.connections import limited_protocol
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
+from gpt_faster.server.messages import (
+    ANTHROPIC,
+    CountRequest,
+    MessageAnswer,
+    MessagesRequest,
+    count_tokens,
+    model_info,
+    model_list,
+    prepare_messages,
+)
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
@@ -125,11 +135,15 @@ class HttpServer:
                               self.preparer.prepare_completion, CompletionAnswer),
                      Endpoint("/v1/responses", ResponsesRequest, ResponsesPreparer(
                          self.preparer, self.kept, tuple(self.options.ignore_tools)).prepare,
-                              ResponsesAnswer, RESPONSES)]
+                              ResponsesAnswer, RESPONSES),
+                     Endpoint("/v1/messages", MessagesRequest,
+                              partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
         text = TextRoutes(self.preparer)
         queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
-                   Query("/apply-template", ApplyTemplateRequest, text.apply_template)]
+                   Query("/apply-template", ApplyTemplateRequest, text.apply_template),
+                   Query("/v1/messages/count_tokens", CountRequest,
+                         partial(count_tokens, self.preparer), ANTHROPIC)]
         self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
@@ -249,7 +263,8 @@ class HttpServer:
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-        wire = self.wires.get(request.scope["path"], OPENAI)
+        default = ANTHROPIC if is_anthropic(request) else OPENAI
+        wire = self.wires.get(request.scope["path"], default)
         return JSONResponse(wire.error(error), error.status, headers)
 
     def internal_error(self, request, error: Exception) -> Response:
@@ -306,12 +321,15 @@ class HttpServer:
 
     async def models(self, request) -> Response:
         """The model"""
-        return JSONResponse(dict(object="list", data=[self.preparer.card.fields]))
+        fields = self.preparer.card.fields
+        is_list = dict(object="list", data=[fields])
+        return JSONResponse(model_list(fields) if is_anthropic(request) else is_list)
 
     async def one_model(self, request) -> Response:
         """The model, if this is its name"""
         self.preparer.check_name(request.path_params["name"])
-        return JSONResponse(self.preparer.card.fields)
+        fields = self.preparer.card.fields
+        return JSONResponse(model_info(fields) if is_anthropic(request) else fields)
 
     # ---- Kept responses -------------------------------------------------------------------------
 
@@ -547,6 +565,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks, on a path that both APIs have."""
+    return "anthropic-version" in request.headers
 
 
 def sent_keys(headers: list[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -285,7 +285,7 @@ class Message(Lenient):
 class Function(Lenient):
     """strict is accepted: a forced call always matches its parameters, others never have to."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -447,7 +447,7 @@ def reason_of(error: dict) -> str:
     if kind == "too_long":
         return f"may have at most {context['max_length']}"
     if kind == "string_pattern_mismatch":
-        return ("must be 1 to 64 letters, digits, dots, dashes or underscores, got "
+        return ("must be 1 to 128 letters, digits, dots, dashes or underscores, got "
                 f"{found(error['input'])}")
     return error["msg"].removeprefix("Value error, ")
 
