@@ -21,8 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -32,10 +34,12 @@ from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
+from gpt_faster.server.markdown import MAX_TEXT, Renderer, RenderError
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.protocol import Strict
 from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
@@ -58,6 +62,12 @@ class Endpoint:
     wire: OpenAIWire = OPENAI
 
 
+class RenderRequest(Strict):
+    """The page asks for HTML of what has come of an answer."""
+
+    text: Annotated[str, Field(max_length=MAX_TEXT)]
+
+
 class HttpServer:
     """The Starlette application and the state its routes share."""
 
@@ -67,6 +77,7 @@ class HttpServer:
         self.loop = None                           # the HTTP thread's event loop, set by serve()
         # Prepare one request at a time, and concurrently one that may take seconds.
         self.short, self.long = asyncio.Lock(), asyncio.Lock()
+        self.renderer, self.rendering = Renderer(), asyncio.Lock()
         self.loopback = False                      # set by serve()
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
@@ -74,7 +85,8 @@ class HttpServer:
             "content-security-policy": content_security_policy(self.page),
             "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
             "cache-control": "no-cache"}
-        routes = [Route("/", self.show_page), Route("/health", self.health),
+        routes = [Route("/", self.show_page), Route("/render", self.render, methods=["POST"]),
+                  Route("/health", self.health),
                   Route("/metrics", self.show_metrics), Route("/v1/models", self.models),
                   Route("/v1/models/{name:path}", self.one_model)]
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
@@ -183,6 +195,16 @@ class HttpServer:
         return Response(self.page, media_type="text/html; charset=utf-8",
                         headers=self.page_headers)
 
+    async def render(self, request) -> Response:
+        """Markdown -> HTML, in another process and one text at a time."""
+        fields = parse(RenderRequest, await self.timed_body(request), 0)
+        async with self.rendering:
+            try:
+                rendered = await asyncio.to_thread(self.renderer.render, fields.text)
+            except RenderError as e:
+                raise ApiError(422, f"{e}: show it as text", param="text") from None
+        return JSONResponse(rendered._asdict())
+
     async def health(self, request) -> Response:
         running, waiting = self.engine.load()
         state = "stopping" if self.engine.draining else "ok"
@@ -215,11 +237,14 @@ class HttpServer:
             chunks.append(part)
         return b"".join(chunks)
 
-    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+    async def timed_body(self, request: Request) -> bytes:
         try:
-            body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
+            return await asyncio.wait_for(self.body(request), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
+
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+        body = await self.timed_body(raw_request)
         request = parse(endpoint.schema, body, self.preparer.limit)
         self.preparer.check_name(request.model)
         if self.engine.draining:
@@ -419,5 +444,6 @@ def serve(session, slots, listener) -> None:
     finally:
         server.should_exit = True                  # after sending the last responses
         thread.join(10)
+        http.renderer.close()
         for s, handler in old_handlers.items():
             signal.signal(s, handler)
