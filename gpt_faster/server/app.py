@@ -34,12 +34,11 @@ from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
-from gpt_faster.server.markdown import MAX_TEXT, Renderer, RenderError
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Strict, parse
 from gpt_faster.server.protocol import Request as Fields
-from gpt_faster.server.protocol import Strict
+from gpt_faster.server.renderer import MAX_TEXT, Renderer, RenderError
 from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
@@ -203,7 +202,7 @@ class HttpServer:
                 rendered = await asyncio.to_thread(self.renderer.render, fields.text)
             except RenderError as e:
                 raise ApiError(422, f"{e}: show it as text", param="text") from None
-        return JSONResponse(rendered._asdict())
+        return JSONResponse(rendered)
 
     async def health(self, request) -> Response:
         running, waiting = self.engine.load()

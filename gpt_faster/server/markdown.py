@@ -1,23 +1,19 @@
-r"""Markdown -> HTML for the chat page, in a process of its own.
+r"""Markdown -> HTML for the chat page, in a process of its own (server/renderer.py).
 
 It owns the dialect and the HTML; the page owns the styles. It knows no HTTP and no model. The text
 is a model's: raw HTML stays text, links have a known protocol, and images become links. Formulas
-stay as written. A text that takes too long, as some do in any highlighter, costs only its process.
+stay as written.
 
     render("# Title\n\n- a\n- b")       # Rendered(done="<h2>Title</h2>\n", open="<ul>…", length=9)
-    Renderer().render("# Title")        # the same in the other process, or RenderError
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 from functools import cache, lru_cache
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
 import pygments
@@ -27,9 +23,6 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-ROOT = Path(__file__).resolve().parents[2]
-MAX_TEXT = 200_000                                 # characters
-TIMEOUT, START_TIMEOUT = 3.0, 30.0                 # seconds
 MAX_NESTING = 100                                  # markdown-it drops what is nested deeper
 PROTOCOLS = re.compile(r"(?:https?|mailto|tel|xmpp):", re.I)
 MATH_ENDS = {"$$": "$$", r"\[": r"\]"}             # of a formula on lines of its own
@@ -53,18 +46,14 @@ class Rendered(NamedTuple):
     length: int
 
 
-class RenderError(Exception):
-    """The text could not be rendered."""
-
-
 def render(text: str) -> Rendered:
     r"""Render what has come of an answer; its line ends are \n. The next call may omit the part
-    that is done, so that a long answer costs linear time. RenderError if it is nested too deeply.
+    that is done, so that a long answer costs linear time. ValueError if it is nested too deeply.
     """
     md, env = parser(), {}
     tokens = md.parse(text, env)
     if any(token.level >= MAX_NESTING - 2 for token in tokens):
-        raise RenderError("nested too deeply")
+        raise ValueError("nested too deeply")
     first_open_line = last_block_line(text)
     n_done = len(tokens)
     for i, token in enumerate(tokens):
@@ -218,52 +207,13 @@ def table_close(self, tokens, i, options, env) -> str:
     return "</table></div>\n"
 
 
-# ---- The process --------------------------------------------------------------------------------
-
-class Renderer:
-    """Renders in another process, started by the first call. Use it in one thread at a time."""
-
-    def __init__(self):
-        self.process = None
-
-    def render(self, text: str) -> Rendered:
-        """RenderError if it fails or takes longer than TIMEOUT; the next call starts anew."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpt_faster.server.markdown"], cwd=ROOT, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            self.exchange("", START_TIMEOUT)       # it imports for some 0.2 s
-        return self.exchange(text, TIMEOUT)
-
-    def exchange(self, text: str, timeout: float) -> Rendered:
-        timer = threading.Timer(timeout, self.process.kill)
-        timer.start()
-        try:
-            self.process.stdin.write(json.dumps(text) + "\n")
-            self.process.stdin.flush()
-            reply = json.loads(self.process.stdout.readline())
-        except (OSError, ValueError):              # it was killed, or has died
-            self.process.kill()
-            self.process.wait()
-            reply = None
-        finally:
-            timer.cancel()
-        if reply is None:
-            raise RenderError("the text could not be rendered")
-        return Rendered(*reply)
-
-    def close(self) -> None:
-        if self.process:
-            self.process.kill()
-
-
 def main() -> None:
     """Answer lines of JSON until standard input ends, as it does when the server ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)                                    # the model comes first
     for line in sys.stdin:
         try:
-            reply = render(json.loads(line))
+            reply = render(json.loads(line))._asdict()
         except Exception:                          # any lexer's: the page shows the text
             reply = None
         print(json.dumps(reply), flush=True)
