@@ -28,6 +28,8 @@ class ScriptedServer(HttpServer):
         self.options = SimpleNamespace(api_key=api_key, allowed_hosts=[], max_body_mb=8)
         self.metrics, self.loopback, self.wires = Metrics(), False, {}
         self.page, self.renderer, self.rendering = PAGE.read_bytes(), Renderer(), asyncio.Lock()
+        render = self.renderer.render
+        self.renderer.render = lambda text: (self.renders.append(len(text)), render(text))[1]
         self.page_headers = {"content-security-policy": content_security_policy(self.page)}
         routes = [Route("/", self.show_page), Route("/render", self.render, methods=["POST"]), Route("/v1/models", self.models),
                   Route("/v1/chat/completions", self.chat, methods=["POST"])]
@@ -45,10 +47,6 @@ class ScriptedServer(HttpServer):
 
     async def models(self, request):
         return JSONResponse(dict(object="list", data=[dict(id="scripted")]))
-
-    async def render(self, request):
-        self.renders.append(len((await request.json())["text"]))
-        return await super().render(request)
 
     async def chat(self, request):
         self.requests.append(await request.json())

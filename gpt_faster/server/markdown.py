@@ -31,7 +31,7 @@ INLINE_MATH = re.compile(r"""
       \\\( .{1,2000}? \\\)                         # \(x\)
     | \\\[ .{1,2000}? \\\]                         # \[x\]
     | \$\$ [^$]{1,2000} \$\$                       # $$x$$
-    | \$ (?![\s$]) [^$\n]{1,500} (?<![\s\\]) \$ (?!\d)     # $x$, but not "$5 and $6"
+    | \$ (?! [\s$] | \d[\d.,]*\s+[a-zA-Z(*] ) [^$\n]{1,500} (?<![\s\\]) \$ (?!\d)  # $x$, no price
     """, re.S | re.X)
 
 
@@ -114,22 +114,23 @@ def inline_math(state, silent: bool) -> bool:
 
 
 def block_math(state, start: int, end: int, silent: bool) -> bool:
-    """A formula on lines of its own, whose lines may look like lists or headings."""
+    """A formula on lines of its own, none of them blank: they may look like lists or headings. The
+    text may end within it, as while it streams."""
     def text_of(line):
         return state.src[state.bMarks[line] + state.tShift[line]:state.eMarks[line]].rstrip()
 
-    first = text_of(start)
-    closing = MATH_ENDS.get(first[:2])
-    if not closing or state.is_code_block(start):
+    opening, first = text_of(start)[:2], text_of(start)[2:]
+    if opening not in MATH_ENDS or state.is_code_block(start):
         return False
-    for line in range(start, min(end, start + MAX_MATH_LINES)):
-        text = first[2:] if line == start else text_of(line)
-        if line > start and text and state.sCount[line] < state.blkIndent:
-            return False
-        if text.endswith(closing):
+    line, indent = start, min(state.blkIndent, state.sCount[start])
+    while not (first if line == start else text_of(line)).endswith(MATH_ENDS[opening]):
+        line += 1
+        if line == end and not first:
+            line -= 1
             break
-    else:
-        return False
+        if (line == end or line == start + MAX_MATH_LINES or not text_of(line)
+                or state.sCount[line] < indent):
+            return False
     if not silent:
         token = state.push("math_block", "", 0)
         token.content = state.getLines(start, line + 1, state.blkIndent, False).strip()
@@ -174,7 +175,8 @@ def highlight(code: str, name: str) -> str:
     tokens = list(lexer.get_tokens(code))
     if "".join(text for _, text in tokens) != code:
         return escape(code)
-    return pygments.format(tokens, FORMATTER)
+    html = pygments.format(tokens, FORMATTER)      # ends with a line end
+    return html if code.endswith("\n") else html.removesuffix("\n")
 
 
 @lru_cache(256)
