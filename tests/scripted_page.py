@@ -24,7 +24,7 @@ class ScriptedServer(HttpServer):
     """
 
     def __init__(self, api_key=None):
-        self.answers, self.requests, self.renders, self.pace = [], [], [], 0.0
+        self.reset()
         self.options = SimpleNamespace(api_key=api_key, allowed_hosts=[], max_body_mb=8)
         self.metrics, self.loopback, self.wires = Metrics(), False, {}
         self.page, self.renderer, self.rendering = PAGE.read_bytes(), Renderer(), asyncio.Lock()
@@ -39,6 +39,9 @@ class ScriptedServer(HttpServer):
         self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="off"))
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
+
+    def reset(self):
+        self.answers, self.requests, self.renders, self.pace = [], [], [], 0.0
 
     def stop(self):
         self.uvicorn.should_exit = True
