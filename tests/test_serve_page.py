@@ -130,7 +130,7 @@ def copied(page, button):
 
 def test_a_long_answer_streams(page, scripted):
     """Its lists, code and table are there while it streams; at the end it is what markdown.py makes of the whole text."""
-    scripted.answers, scripted.pace = [LONG], 0.005
+    scripted.answers, scripted.pace = [LONG], 0.01
     say(page, "Say something long.")
     until(page, "document.querySelector('.body ol li .code .k')")
     assert page.inner_text("#send") == "Stop" and page.get_attribute("#log", "aria-busy") == "true"

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 from functools import cache, lru_cache
 from html import escape
 from typing import NamedTuple
@@ -214,8 +215,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)                                    # the model comes first
     for line in sys.stdin:
+        start = time.process_time()
         try:
             reply = render(json.loads(line))._asdict()
+            reply["seconds"] = time.process_time() - start     # the page paces itself by them
         except Exception:                          # any lexer's: the page shows the text
             reply = None
         print(json.dumps(reply), flush=True)

@@ -3,7 +3,7 @@
 Some text takes any parser or highlighter for ever, and one regular expression would hold the whole
 server: in a process of its own it costs that process.
 
-    Renderer().render("# Title")                   # {"done": …, "open": …, "length": …}
+    Renderer().render("# Title")    # {"done": …, "open": …, "length": …, "seconds": …}
 """
 
 import json
@@ -28,8 +28,8 @@ class Renderer:
         self.process = None
 
     def render(self, text: str) -> dict:
-        """-> markdown.Rendered as a dict. RenderError if it fails or takes longer than TIMEOUT; the
-        next call starts another process."""
+        """-> markdown.Rendered as a dict, with the seconds of CPU time that it took. RenderError if
+        it fails or takes longer than TIMEOUT; the next call starts another process."""
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gpt_faster.server.markdown"], cwd=ROOT, text=True,
