@@ -23,8 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -49,8 +51,9 @@ from gpt_faster.server.messages import (
 )
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Strict, parse
 from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.renderer import MAX_TEXT, Renderer, RenderError
 from gpt_faster.server.request_id import HEADER, begin, current, log_line
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
 from gpt_faster.server.responses import (
@@ -76,7 +79,7 @@ BODY_TIMEOUT = 60                                  # seconds to receive a body
 LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
 MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
 # Threads that prepare requests, by what one costs: no kind waits for another.
-PREPARING = dict(short=4, long=1, grammar=2)
+PREPARING = dict(short=4, long=1, grammar=2, render=1)
 KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
@@ -104,6 +107,14 @@ class Query:
     schema: type[Fields]
     run: Callable[[Fields], dict]
     wire: OpenAIWire = OPENAI
+    pool: str | None = None                        # of PREPARING; None: by what the request costs
+
+
+class RenderRequest(Strict):
+    """The page asks for HTML of what has come of an answer."""
+
+    model: str | None = None
+    text: Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class HttpServer:
@@ -116,6 +127,7 @@ class HttpServer:
         self.threads = {kind: ThreadPoolExecutor(n, f"prepare-{kind}")
                         for kind, n in PREPARING.items()}
         self.n_body_bytes = 0                      # of all requests not yet prepared
+        self.renderer = Renderer()
         self.loopback = False                      # set by serve()
         self.kept = ResponseStore(self.options.keep_responses, int(self.options.keep_mb * 1e6),
                                   self.options.keep_minutes * 60)
@@ -142,6 +154,7 @@ class HttpServer:
         queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
                    Query("/apply-template", ApplyTemplateRequest, text.apply_template),
+                   Query("/render", RenderRequest, self.render, pool="render"),
                    Query("/v1/messages/count_tokens", CountRequest,
                          partial(count_tokens, self.preparer), ANTHROPIC)]
         self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
@@ -294,6 +307,13 @@ class HttpServer:
         return Response(self.page, media_type="text/html; charset=utf-8",
                         headers=self.page_headers)
 
+    def render(self, request: RenderRequest) -> dict:
+        """Markdown -> HTML, in another process."""
+        try:
+            return self.renderer.render(request.text)
+        except RenderError as e:
+            raise ApiError(422, f"{e}: show it as text", param="text") from None
+
     async def health(self, request) -> Response:
         """How many answers run and wait; 503 while the server stops"""
         running, waiting = self.engine.load()
@@ -403,31 +423,37 @@ class HttpServer:
         finally:
             self.n_body_bytes -= reserved
 
-    async def prepare(self, raw_request: Request, schema: type[Fields], function: Callable
-                      ) -> tuple[Fields, PreparedRequest | dict]:
-        """-> the request, and function(request), called in a thread. ApiError if it is invalid."""
+    async def read(self, raw_request: Request, schema: type[Fields],
+                   reserve: Callable[[int], None]) -> tuple[Fields, int]:
+        """-> the request and the size of its body. ApiError if it is not valid."""
+        try:
+            body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
+        request = parse(schema, body, self.preparer.limit)
+        self.preparer.check_name(request.model)
+        return request, len(body)
+
+    async def in_thread(self, pool: str, function: Callable, request: Fields):
+        """function(request) in a thread of the pool."""
+        call = partial(call_safely, function, request)
+        return await self.loop.run_in_executor(self.threads[pool], call)
+
+    async def reply(self, raw_request: Request, query: Query) -> Response:
         with self.body_memory() as reserve:
-            try:
-                body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
-            except asyncio.TimeoutError:
-                raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-            request = parse(schema, body, self.preparer.limit)
-            self.preparer.check_name(request.model)
+            request, n_bytes = await self.read(raw_request, query.schema, reserve)
+            pool = query.pool or pool_of(request, n_bytes)
+            return JSONResponse(await self.in_thread(pool, query.run, request))
+
+    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
+        with self.body_memory() as reserve:
+            request, n_bytes = await self.read(raw_request, endpoint.schema, reserve)
             if self.engine.draining:
                 raise self.stopping()
             if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
                 raise self.busy()
-            kind = "long" if len(body) > LONG_BODY else "short"
-            if needs_grammar(request):
-                kind = "grammar"
-            call = partial(in_thread, function, request)
-            return request, await self.loop.run_in_executor(self.threads[kind], call)
-
-    async def reply(self, raw_request: Request, query: Query) -> Response:
-        return JSONResponse((await self.prepare(raw_request, query.schema, query.run))[1])
-
-    async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
-        request, prepared = await self.prepare(raw_request, endpoint.schema, endpoint.prepare)
+            pool = pool_of(request, n_bytes)
+            prepared = await self.in_thread(pool, endpoint.prepare, request)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
@@ -596,10 +622,17 @@ def needs_grammar(request: Fields) -> bool:
     return forces_call or any(getattr(request, name, None) for name in GRAMMAR_FIELDS)
 
 
-def in_thread(prepare: Callable, request: Fields) -> PreparedRequest:
-    """prepare(request); every error as one that a handler of the application gets."""
+def pool_of(request: Fields, n_bytes: int) -> str:
+    """The threads that prepare a request with a body of this size."""
+    if needs_grammar(request):
+        return "grammar"
+    return "long" if n_bytes > LONG_BODY else "short"
+
+
+def call_safely(function: Callable, request: Fields):
+    """function(request); every error as one that a handler of the application gets."""
     try:
-        return prepare(request)
+        return function(request)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except Exception:
@@ -666,5 +699,6 @@ def serve(session, slots, listener) -> None:
     finally:
         server.should_exit = True                  # after sending the last responses
         thread.join(10)
+        http.renderer.close()
         for s, handler in old_handlers.items():
             signal.signal(s, handler)
