@@ -391,7 +391,7 @@ def test_reasoning_effort_reaches_the_template_that_has_it():
     for fields in (dict(enable_thinking=False), dict(thinking=dict(type="disabled")), dict(thinking=False), dict(reasoning=dict(enabled=False)), dict(reasoning=dict(effort="none")),
                    dict(chat_template_kwargs=dict(enable_thinking=False)), dict(reasoning_effort="high", chat_template_kwargs=dict(enable_thinking=False))):
         assert switch.prompt(**fields) == off, fields
-    for fields in (dict(reasoning_effort="high"), dict(reasoning_effort="minimal"), dict(enable_thinking=True), dict(thinking=dict(type="enabled", budget_tokens=5))):
+    for fields in (dict(reasoning_effort="high"), dict(reasoning_effort="minimal"), dict(enable_thinking=True), dict(thinking=dict(type="enabled"))):
         assert switch.prompt(**fields) == on, fields
     assert [effort.prompt(reasoning_effort=e)[:5] for e in ("low", "medium", "high", "minimal", "xhigh", "max")] == ["Rlow<", "Rmedi", "Rhigh", "Rlow<", "Rhigh", "Rhigh"]
     assert effort.prompt()[:5] == "Rmedi" and Preparer(EFFORT + "{# 'max' #}").prompt(reasoning_effort="max")[:5] == "Rmax<"
@@ -401,7 +401,7 @@ def test_reasoning_effort_reaches_the_template_that_has_it():
     for e in ("none", "low", "high"):
         assert plain.prompt(reasoning_effort=e) == plain.prompt()           # this model has no thoughts
     assert always.prompt(reasoning_effort="high") == always.prompt()
-    for wrong in (5, "x", dict(type="x"), []):
+    for wrong in (5, "x", dict(type="x"), [], dict(type="enabled", budget_tokens=5)):
         refused("thinking", switch.chat, thinking=wrong)
     refused("reasoning", switch.chat, reasoning=dict(max_tokens=5))
 

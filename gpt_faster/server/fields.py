@@ -96,6 +96,8 @@ def thinking(value) -> dict:
     kind = value.get("type") if isinstance(value, dict) else value
     if isinstance(kind, bool):
         return dict(enable_thinking=kind)
+    if isinstance(value, dict) and value.get("budget_tokens") is not None:
+        raise ValueError("budget_tokens is not supported: use reasoning_effort or max_tokens")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError("expected a boolean, or an object with type 'enabled' or 'disabled'")
     return dict(enable_thinking=kinds[kind])
