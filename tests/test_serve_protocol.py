@@ -303,7 +303,7 @@ WRONG = [
     (("messages", 2, "tool_calls", 0, "type"), "custom", "must be 'function', got 'custom'"), (("messages", 2, "tool_calls"), 5, "expected a list"),
     (("tools", 0, "type"), "web_search", "must be 'function'"), (("tools", 1, "function", "name"), "a b", "1 to 64 letters"), (("tools", 0, "function", "parameters"), [], "expected an object"),
     (("tools", 0, "function"), None, "is missing"), (("stop",), 5, "a list"), (("stop", 0), 5, "expected a string"), (("logit_bias", "5"), "x", "expected a number"),
-    (("temperature",), "hot", "expected a number"), (("stream",), 1, "expected true or false, got 1"), (("stream_options", "include_usage"), "yes", "true or false"),
+    (("temperature",), "1", "expected a number, got '1'"), (("top_k",), True, "expected an integer, got true"), (("seed",), [1], "got a list"), (("stream",), 1, "expected true or false, got 1"), (("stream_options", "include_usage"), "yes", "true or false"),
     (("stop_token_ids", 0), -1, "at least 0"), (("documents", 0), 5, "expected an object"), (("chat_template_kwargs",), [1], "expected an object"), (("reasoning_effort",), "huge", "must be 'none'"),
     (("response_format",), {"type": "xml"}, "must be 'text', 'json_object' or 'json_schema'"), (("tool_choice",), "maybe", "must be 'none', 'auto', 'required'")]
 
