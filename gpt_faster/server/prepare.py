@@ -235,8 +235,11 @@ class RequestPreparer:
             if form.type == "json_schema" and schema is None:
                 raise ApiError(400, "response_format.json_schema: is missing",
                                param="response_format.json_schema")
-            text = ANY_OBJECT if schema is None else json.dumps(schema)
-            grammars["response_format"] = json_schema(text)
+            try:
+                text = ANY_OBJECT if schema is None else json.dumps(schema)
+                grammars["response_format"] = json_schema(text)
+            except ValueError as e:
+                raise ApiError(400, f"response_format: {e}", param="response_format") from None
         return grammars
 
     def compile_grammar(self, grammars: dict[str, tuple[str, str]],
