@@ -129,8 +129,9 @@ class RequestPreparer:
         n_top = (request.top_logprobs or 0) if request.logprobs else None
         prepared = self.build(request, [ids], request.limit, n_top, grammar)
         if grammar is None:                        # which would constrain the thoughts too
+            continued = messages[-1]["content"] if request.continues() else ""
             for generation in prepared.generations:
-                separate(generation, self.thought_format)
+                separate(generation, self.thought_format, continued=continued)
         prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
         prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
@@ -240,8 +241,11 @@ class RequestPreparer:
             if form.type == "json_schema" and schema is None:
                 raise ApiError(400, "response_format.json_schema: is missing",
                                param="response_format.json_schema")
-            text = ANY_OBJECT if schema is None else json.dumps(schema)
-            grammars["response_format"] = json_schema(text)
+            try:
+                text = ANY_OBJECT if schema is None else json.dumps(schema)
+                grammars["response_format"] = json_schema(text)
+            except ValueError as e:
+                raise ApiError(400, f"response_format: {e}", param="response_format") from None
         return grammars
 
     def compile_grammar(self, grammars: dict[str, tuple[str, str]],
