@@ -504,7 +504,7 @@ CODEX_TOOLS = [
         type="object", required=["plan"], additionalProperties=False, properties=dict(plan=dict(type="array", items=dict(
             type="object", required=["step", "status"], additionalProperties=False, properties=dict(step=dict(type="string"), status=dict(type="string"))))))),
     dict(type="custom", name="apply_patch", description="Edit files.", format=dict(type="grammar", syntax="lark", definition='start: "*** Begin Patch" /.+/')),
-    dict(type="namespace", name="mcp__docs", description="Tools in the mcp__docs namespace.", tools=[
+    dict(type="namespace", name="mcp__docs", description="Tools of the documentation.", tools=[
         dict(type="function", name="search", description="Search.", strict=False, parameters=dict(type="object", properties=dict(q=dict(type="string"))))]),
     dict(type="web_search", external_web_access=False)]
 
@@ -515,7 +515,7 @@ def codex_turns():
         return dict(type="message", role="assistant", content=[dict(type="output_text", text=text)])
 
     def asked(role, *texts):
-        return dict(type="message", role=role, content=[dict(type="input_text", text=text) for text in texts])
+        return dict(type="message", id="msg_01a2", role=role, content=[dict(type="input_text", text=text) for text in texts])
 
     def thought(text):
         return dict(type="reasoning", summary=[dict(type="summary_text", text=text)], content=None, encrypted_content=encoded(text))
