@@ -52,7 +52,7 @@ class FakePreparer:
                                      params=SimpleNamespace(temperature=0.5, top_p=0.9))
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
         prepared = PreparedResponse([generation], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
-        return SimpleNamespace(**{name: getattr(prepared, name) for name in ("generations", "generates", "n_choices", "prompts", "parsers")})
+        return SimpleNamespace(**{name: getattr(prepared, name) for name in ("generations", "generates", "n_choices", "prompts", "parsers", "headers")})
 
     def token_bytes(self, i):
         return bytes([i])
@@ -143,8 +143,7 @@ def test_fields_are_translated():
     assert got.logprobs and got.top_logprobs == 2 and got.response_format.json_schema.schema_ == schema and got.stop == ["x"]
     assert chat(text=dict(format=dict(type="json_object"))).response_format.type == "json_object"
     assert chat(top_logprobs=2).logprobs is None
-    assert chat(reasoning=dict(effort="low", summary="auto")).chat_template_kwargs == dict(reasoning_effort="low")
-    assert chat(reasoning=dict(effort="none")).chat_template_kwargs["enable_thinking"] is False
+    assert chat(reasoning=dict(effort="low", summary="auto")).reasoning_effort == "low"
 
 
 def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
@@ -162,7 +161,7 @@ def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
     (dict(response_format=dict(type="json_object")), "response_format", r"text\.format"), (dict(n=2), "n", ""),
     (dict(text=dict(verbosity="low")), "text.verbosity", "instructions"), (dict(include=["all"]), "include.0", ""),
     (dict(text=dict(format=dict(type="json_schema", name="n"))), "text.format.schema", "schema"),
-    (dict(metadata={"k" * 65: "v"}), None, "metadata"), (dict(max_output_tokens=0), "max_output_tokens", ""),
+    (dict(metadata={"k" * 65: "v"}), None, "metadata"), (dict(max_output_tokens=-2), "max_output_tokens", ""),
     (dict(input=None), "input", "string or a list"), (dict(input=[]), "input", ""), (dict(input=5), "input", ""), (dict(input=[5]), "input.0", "object"),
     (dict(input=[dict(role="tool", content="x")]), "input.0.role", "assistant"), (dict(input=[dict(role="user")]), "input.0.content", ""),
     (dict(input=[USER, dict(role="user", content=[dict(type="input_text", text="a"), dict(type="input_image", image_url="data:")])]),

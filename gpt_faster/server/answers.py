@@ -29,7 +29,8 @@ class Answer:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.preparer.name,
                      choices=choices, **more)
         if self.wants_usage():
-            event.setdefault("usage", None)
+            each = self.request.stream_options.continuous_usage_stats
+            event.setdefault("usage", self.usage() if each else None)
         return event
 
     def wants_usage(self) -> bool:
@@ -84,7 +85,8 @@ class ChatAnswer(Answer):
     def add(self, event: Event) -> list[dict]:
         i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
-        deltas = [dict(reasoning_content=event.thoughts)] if event.thoughts else []
+        shown = event.thoughts if self.prepared.shows_thoughts else ""
+        deltas = [dict(reasoning_content=shown)] if shown else []
         deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas += parser.finish()

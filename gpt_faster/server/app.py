@@ -293,8 +293,10 @@ class HttpServer:
             raise self.stopping() from None
         if request.stream:
             return EventStream(self.stream(answer, generations, events, endpoint.wire),
-                               lambda: self.engine.cancel(generations))
-        return await self.whole(raw_request, answer, generations, events)
+                               lambda: self.engine.cancel(generations), prepared.headers)
+        response = await self.whole(raw_request, answer, generations, events)
+        response.headers.update(prepared.headers)
+        return response
 
     def busy(self) -> ApiError:
         return ApiError(429, f"queue full: {self.options.max_queue} requests are waiting",
@@ -354,9 +356,9 @@ class HttpServer:
 class EventStream(StreamingResponse):
     """A stream of server-sent events. Calls on_end however it ends, even before it starts."""
 
-    def __init__(self, events: AsyncIterator[str], on_end: Callable):
+    def __init__(self, events: AsyncIterator[str], on_end: Callable, headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream",
-                         headers={"cache-control": "no-cache"})
+                         headers={"cache-control": "no-cache", **headers})
         self.on_end = on_end
 
     async def __call__(self, *args) -> None:

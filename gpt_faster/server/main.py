@@ -54,7 +54,8 @@ def build_parser() -> Parser:
         help="names to accept in the Host header besides localhost and 127.0.0.1; default: "
              "none when listening on loopback, else any")
     add("--served_name", metavar="NAME",
-        help="the model name in the API; default: the checkpoint's name")
+        help="the model's name in the API; default: the GGUF file's, the hub's (org/name) or the "
+             "directory's")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
              "speculation")

@@ -15,12 +15,21 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import Answer
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import ApiError, ChatRequest, Request, Strict
+from gpt_faster.server.protocol import (
+    EFFORTS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    Strict,
+    ranged,
+    validate,
+)
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
 from gpt_faster.server.wire import OpenAIWire
 
@@ -49,7 +58,7 @@ Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class Reasoning(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal[EFFORTS] | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None        # the older name
 
@@ -74,6 +83,8 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Request):
     """input, tools and tool_choice are checked as they are translated."""
 
+    elsewhere = frozenset(ChatRequest.model_fields) | frozenset(CompletionRequest.model_fields)
+
     input: Any = None
     instructions: str | None = None
     tools: list[Any] | None = None
@@ -81,8 +92,8 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_output_tokens: ranged("max_tokens") | None = None
+    top_logprobs: ranged("top_logprobs") | None = None
     include: list[Include] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -429,10 +440,9 @@ class ResponsesPreparer:
         if not history and not items:
             raise bad("input", "expected a string or a list of items")
         try:
-            chat = ChatRequest.model_validate(chat_fields(request, conversation.merged(), tools))
+            chat = validate(ChatRequest, chat_fields(request, conversation.merged(), tools))
+            chat._unknown = request._unknown
             prepared = self.preparer.prepare_chat(chat)
-        except ValidationError as e:
-            raise translated_validation(e) from None
         except ApiError as e:
             raise in_our_words(e) from None
         n_bytes = earlier_bytes + len(json.dumps(items))
@@ -490,39 +500,27 @@ def chat_fields(request: ResponsesRequest, messages: list[dict], tools: Tools) -
         fields["response_format"] = dict(type=form.type)
     if LOGPROBS in (request.include or []):
         fields.update(logprobs=True, top_logprobs=request.top_logprobs)
-    template_args = {}
-    if effort := request.reasoning and request.reasoning.effort:
-        template_args = dict(reasoning_effort=effort)          # gpt-oss
-        if effort == "none":
-            template_args["enable_thinking"] = False           # Qwen 3
-    template_args |= request.chat_template_kwargs or {}
-    fields["chat_template_kwargs"] = template_args or None
+    fields["reasoning_effort"] = request.reasoning and request.reasoning.effort
+    fields["chat_template_kwargs"] = request.chat_template_kwargs
     return fields
 
 
 CHAT_NAMES = {"messages": "input", "prompt": "input", "response_format": "text.format",
               "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
-              "logprobs": "include"}
+              "reasoning_effort": "reasoning.effort", "logprobs": "include"}
 
 
 def in_our_words(error: ApiError) -> ApiError:
     """An error about a chat's field, with the name of the field in this API."""
     param, message = error.error["param"], error.error["message"]
     top = (param or "").partition(".")[0]
-    if top not in CHAT_NAMES:
-        return error
-    if "_" in top or message.startswith(f"{top}:"):            # not the word "messages"
-        message = message.replace(top, CHAT_NAMES[top])
-    error.error.update(message=message, param=CHAT_NAMES[top])
+    ours = CHAT_NAMES.get(top, (param or "").replace(".function.", "."))
+    if message.startswith(f"{param}:"):
+        message = message.replace(param, ours, 1)
+    if top in CHAT_NAMES and "_" in top:           # not a word of English
+        message = message.replace(top, ours)
+    error.error.update(message=message, param=ours or None)
     return error
-
-
-def translated_validation(error: ValidationError) -> ApiError:
-    """A value that the chat's schema refuses: a function's name, for example."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = [str(part)[:100] for part in first["loc"] if part != "function"]
-    names[0] = CHAT_NAMES.get(names[0], names[0])
-    return bad(".".join(names), first["msg"].removeprefix("Value error, "))
 
 
 # ---- The answer ---------------------------------------------------------------------------------
