@@ -176,6 +176,8 @@ def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
     (dict(input=[USER, dict(CALL, arguments=5)]), "input.1.arguments", "JSON"), (dict(input=[USER, dict(CALL, name=None)]), "input.1.name", "string"),
     (dict(tools=[WEATHER, dict(type="function", name="get_weather")]), "tools.1.name", "two tools"), (dict(tools=[5]), "tools.0.type", ""),
     (dict(tools=[dict(type="function", name="a b")]), "tools.0.name", ""), (dict(tools=[dict(type="function")]), "tools.0.name", "string"),
+    (dict(tools=[dict(WEATHER, parameters=5)]), "tools.0.parameters", "schema"), (dict(tools=[dict(WEATHER, description=5)]), "tools.0.description", "string"),
+    (dict(tools=[WEATHER, dict(type="namespace", name="a", tools=[WEATHER, dict(WEATHER, name="b c")])]), "tools.1.tools.1.name", "letters"),
     (dict(tools=[dict(type="custom", name="a", format=dict(type="xml"))]), "tools.0.format.type", "grammar"),
     (dict(tools=[dict(type="namespace", name="a")]), "tools.0.tools", "list"),
     (dict(tools=[dict(type="namespace", name="a", tools=[dict(type="namespace", name="b", tools=[])])]), "tools.0.tools.0.type", "namespace"),
@@ -213,6 +215,17 @@ def test_custom_tools_and_namespaces_are_functions():
     got = messages(input=items, tools=given)
     assert json.loads(got[1]["tool_calls"][0]["function"]["arguments"]) == dict(input='a "b"')
     assert got[3]["tool_calls"][0]["function"]["name"] == "mcp__get_weather" and got[4]["content"] == "18"
+
+
+def test_long_names_of_namespaces_are_shortened_and_answered_in_full():
+    tools = [dict(type="namespace", name="mcp__" + "server" * 8, description="", tools=[dict(WEATHER, name="get_weather" + c) for c in "ab"])]
+    names = Tools(tools).names
+    assert len(names) == 2 and all(len(name) == 64 for name in names)
+    call = dict(CALL, name="get_weatherb", namespace=tools[0]["name"])
+    assert messages(input=[USER, call], tools=tools)[1]["tool_calls"][0]["function"]["name"] == list(names)[1]
+    text = CALLED.replace("get_weather", list(names)[1])
+    _, response = answered([dict(text=text), dict(finish_reason="stop")], tools=tools)
+    assert (response["output"][0]["namespace"], response["output"][0]["name"]) == (tools[0]["name"], "get_weatherb")
 
 
 @pytest.mark.parametrize("choice, expected, n", [

@@ -409,8 +409,9 @@ def is_loopback(host: str) -> bool:
 
 
 def needs_grammar(request) -> bool:
-    """Whether a grammar must be compiled, which may take seconds."""
-    names = ("regex", "grammar", "response_format", "tools", "text")
+    """Whether a grammar must be compiled, or an earlier conversation encoded: it may take
+    seconds."""
+    names = ("regex", "grammar", "response_format", "tools", "text", "previous_response_id")
     return any(getattr(request, name, None) for name in names)
 
 

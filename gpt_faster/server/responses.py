@@ -9,7 +9,9 @@ response_store.py's. Hosted tools, images, files and stored prompts are refused 
 
 import base64
 import copy
+import hashlib
 import json
+import re
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -144,6 +146,9 @@ def new_id(prefix: str) -> str:
 
 # ---- Tools --------------------------------------------------------------------------------------
 
+MAX_NAME = 64                                      # characters of a function's name
+
+
 @dataclass(frozen=True)
 class ToolName:
     """How a client names a tool that is a plain function for the model."""
@@ -154,8 +159,12 @@ class ToolName:
 
     @property
     def flat(self) -> str:
-        """The function's name for the model."""
-        return f"{self.namespace}__{self.name}" if self.namespace else self.name
+        """The function's name for the model, of at most MAX_NAME characters."""
+        flat = f"{self.namespace}__{self.name}" if self.namespace else self.name
+        if not self.namespace or len(flat) <= MAX_NAME:
+            return flat
+        digest = hashlib.sha256(flat.encode()).hexdigest()[:8]
+        return f"{flat[:MAX_NAME - 9]}_{digest}"
 
 
 class Tools:
@@ -181,26 +190,31 @@ class Tools:
                               "start the server with --ignore_tools TYPE")
 
     def _add_namespace(self, tool: dict, path: str) -> None:
-        name, about = string(tool, "name", path), tool.get("description") or ""
+        name, about = string(tool, "name", path), description(tool, path)
         inner = tool.get("tools")
         if not isinstance(inner, list):
             raise bad(f"{path}.tools", "expected a list")
         for i, each in enumerate(inner):           # its description once: it may be long
-            self._add(each, f"{path}.tools.{i}", name, "" if i else str(about))
+            self._add(each, f"{path}.tools.{i}", name, "" if i else about)
 
     def _add_function(self, tool: dict, path: str, namespace: str | None, about: str) -> None:
         name = ToolName(tool["type"], string(tool, "name", path), namespace)
+        if len(name.flat) > MAX_NAME or not re.fullmatch("[a-zA-Z0-9_.-]+", name.flat):
+            raise bad(f"{path}.name", f"must be 1 to {MAX_NAME} letters, digits, dots, dashes or "
+                      "underscores")
         if name.flat in self.names:
-            raise bad(f"{path}.name", f"two tools are named '{name.flat[:100]}'")
-        texts = [about, tool.get("description") or ""]
+            raise bad(f"{path}.name", f"two tools are named '{name.flat}'")
+        texts = [about, description(tool, path)]
         if name.type == "function":
             parameters = tool.get("parameters")
+            if not isinstance(parameters, dict | None):
+                raise bad(f"{path}.parameters", "expected a JSON schema")
         else:
             parameters = dict(type="object", additionalProperties=False, required=["input"],
                               properties=dict(input=dict(type="string")))
             texts.append(input_format(tool.get("format"), f"{path}.format"))
         function = dict(name=name.flat, parameters=parameters, strict=tool.get("strict"),
-                        description="\n\n".join(filter(None, map(str, texts))) or None)
+                        description="\n\n".join(filter(None, texts)) or None)
         self.names[name.flat] = name
         self.functions.append(dict(type="function", function=function))
 
@@ -234,6 +248,10 @@ class Tools:
         if name not in self.names:
             raise bad(path, f"no tool is named '{name[:100]}'")
         return name
+
+
+def description(tool: dict, path: str) -> str:
+    return "" if tool.get("description") is None else string(tool, "description", path)
 
 
 def input_format(form, path: str) -> str:
@@ -514,12 +532,12 @@ def in_our_words(error: ApiError) -> ApiError:
     """An error about a chat's field, with the name of the field in this API."""
     param, message = error.error["param"], error.error["message"]
     top = (param or "").partition(".")[0]
-    ours = CHAT_NAMES.get(top, (param or "").replace(".function.", "."))
+    ours = CHAT_NAMES.get(top, param)
     if message.startswith(f"{param}:"):
         message = message.replace(param, ours, 1)
     if top in CHAT_NAMES and "_" in top:           # not a word of English
         message = message.replace(top, ours)
-    error.error.update(message=message, param=ours or None)
+    error.error.update(message=message, param=ours)
     return error
 
 
