@@ -52,7 +52,7 @@ class FakePreparer:
                                      params=SimpleNamespace(temperature=0.5, top_p=0.9))
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
         prepared = PreparedResponse([generation], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
-        return SimpleNamespace(**{name: getattr(prepared, name) for name in ("generations", "generates", "n_choices", "prompts", "parsers")})
+        return SimpleNamespace(**{name: getattr(prepared, name) for name in ("generations", "generates", "n_choices", "prompts", "parsers", "headers")})
 
     def token_bytes(self, i):
         return bytes([i])
@@ -162,7 +162,7 @@ def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
     (dict(response_format=dict(type="json_object")), "response_format", r"text\.format"), (dict(n=2), "n", ""),
     (dict(text=dict(verbosity="low")), "text.verbosity", "instructions"), (dict(include=["all"]), "include.0", ""),
     (dict(text=dict(format=dict(type="json_schema", name="n"))), "text.format.schema", "schema"),
-    (dict(metadata={"k" * 65: "v"}), None, "metadata"), (dict(max_output_tokens=0), "max_output_tokens", ""),
+    (dict(metadata={"k" * 65: "v"}), None, "metadata"), (dict(max_output_tokens=-2), "max_output_tokens", ""),
     (dict(input=None), "input", "string or a list"), (dict(input=[]), "input", ""), (dict(input=5), "input", ""), (dict(input=[5]), "input.0", "object"),
     (dict(input=[dict(role="tool", content="x")]), "input.0.role", "assistant"), (dict(input=[dict(role="user")]), "input.0.content", ""),
     (dict(input=[USER, dict(role="user", content=[dict(type="input_text", text="a"), dict(type="input_image", image_url="data:")])]),
@@ -177,6 +177,8 @@ def test_what_cannot_change_the_text_is_accepted_and_nulls_are_absent():
     (dict(input=[USER, dict(CALL, arguments=5)]), "input.1.arguments", "JSON"), (dict(input=[USER, dict(CALL, name=None)]), "input.1.name", "string"),
     (dict(tools=[WEATHER, dict(type="function", name="get_weather")]), "tools.1.name", "two tools"), (dict(tools=[5]), "tools.0.type", ""),
     (dict(tools=[dict(type="function", name="a b")]), "tools.0.name", ""), (dict(tools=[dict(type="function")]), "tools.0.name", "string"),
+    (dict(tools=[dict(WEATHER, parameters=5)]), "tools.0.parameters", "schema"), (dict(tools=[dict(WEATHER, description=5)]), "tools.0.description", "string"),
+    (dict(tools=[WEATHER, dict(type="namespace", name="a", tools=[WEATHER, dict(WEATHER, name="b c")])]), "tools.1.tools.1.name", "letters"),
     (dict(tools=[dict(type="custom", name="a", format=dict(type="xml"))]), "tools.0.format.type", "grammar"),
     (dict(tools=[dict(type="namespace", name="a")]), "tools.0.tools", "list"),
     (dict(tools=[dict(type="namespace", name="a", tools=[dict(type="namespace", name="b", tools=[])])]), "tools.0.tools.0.type", "namespace"),
@@ -214,6 +216,17 @@ def test_custom_tools_and_namespaces_are_functions():
     got = messages(input=items, tools=given)
     assert json.loads(got[1]["tool_calls"][0]["function"]["arguments"]) == dict(input='a "b"')
     assert got[3]["tool_calls"][0]["function"]["name"] == "mcp__get_weather" and got[4]["content"] == "18"
+
+
+def test_long_names_of_namespaces_are_shortened_and_answered_in_full():
+    tools = [dict(type="namespace", name="mcp__" + "server" * 8, description="", tools=[dict(WEATHER, name="get_weather" + c) for c in "ab"])]
+    names = Tools(tools).names
+    assert len(names) == 2 and all(len(name) == 64 for name in names)
+    call = dict(CALL, name="get_weatherb", namespace=tools[0]["name"])
+    assert messages(input=[USER, call], tools=tools)[1]["tool_calls"][0]["function"]["name"] == list(names)[1]
+    text = CALLED.replace("get_weather", list(names)[1])
+    _, response = answered([dict(text=text), dict(finish_reason="stop")], tools=tools)
+    assert (response["output"][0]["namespace"], response["output"][0]["name"]) == (tools[0]["name"], "get_weatherb")
 
 
 @pytest.mark.parametrize("choice, expected, n", [
@@ -504,7 +517,7 @@ CODEX_TOOLS = [
         type="object", required=["plan"], additionalProperties=False, properties=dict(plan=dict(type="array", items=dict(
             type="object", required=["step", "status"], additionalProperties=False, properties=dict(step=dict(type="string"), status=dict(type="string"))))))),
     dict(type="custom", name="apply_patch", description="Edit files.", format=dict(type="grammar", syntax="lark", definition='start: "*** Begin Patch" /.+/')),
-    dict(type="namespace", name="mcp__docs", description="Tools in the mcp__docs namespace.", tools=[
+    dict(type="namespace", name="mcp__docs", description="Tools of the documentation.", tools=[
         dict(type="function", name="search", description="Search.", strict=False, parameters=dict(type="object", properties=dict(q=dict(type="string"))))]),
     dict(type="web_search", external_web_access=False)]
 
@@ -515,7 +528,7 @@ def codex_turns():
         return dict(type="message", role="assistant", content=[dict(type="output_text", text=text)])
 
     def asked(role, *texts):
-        return dict(type="message", role=role, content=[dict(type="input_text", text=text) for text in texts])
+        return dict(type="message", id="msg_01a2", role=role, content=[dict(type="input_text", text=text) for text in texts])
 
     def thought(text):
         return dict(type="reasoning", summary=[dict(type="summary_text", text=text)], content=None, encrypted_content=encoded(text))

@@ -626,7 +626,8 @@ def pool_of(request: Fields, n_bytes: int) -> str:
     """The threads that prepare a request with a body of this size."""
     if needs_grammar(request):
         return "grammar"
-    return "long" if n_bytes > LONG_BODY else "short"
+    has_history = getattr(request, "previous_response_id", None)       # of any length
+    return "long" if n_bytes > LONG_BODY or has_history else "short"
 
 
 def call_safely(function: Callable, request: Fields):

@@ -9,18 +9,29 @@ response_store.py's. Hosted tools, images, files and stored prompts are refused 
 
 import base64
 import copy
+import hashlib
 import json
+import re
 import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import Answer
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
-from gpt_faster.server.protocol import ApiError, ChatRequest, Request, Strict, reason_of
+from gpt_faster.server.protocol import (
+    EFFORTS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    Strict,
+    ranged,
+    validate,
+)
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
 from gpt_faster.server.wire import OpenAIWire
 
@@ -49,7 +60,7 @@ Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class Reasoning(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal[EFFORTS] | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None        # the older name
 
@@ -74,6 +85,8 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Request):
     """input, tools and tool_choice are checked as they are translated."""
 
+    elsewhere = frozenset(ChatRequest.model_fields) | frozenset(CompletionRequest.model_fields)
+
     input: Any = None
     instructions: str | None = None
     tools: list[Any] | None = None
@@ -81,8 +94,8 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_output_tokens: ranged("max_tokens") | None = None
+    top_logprobs: ranged("top_logprobs") | None = None
     include: list[Include] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -133,6 +146,9 @@ def new_id(prefix: str) -> str:
 
 # ---- Tools --------------------------------------------------------------------------------------
 
+MAX_NAME = 64                                      # characters of a function's name
+
+
 @dataclass(frozen=True)
 class ToolName:
     """How a client names a tool that is a plain function for the model."""
@@ -143,8 +159,12 @@ class ToolName:
 
     @property
     def flat(self) -> str:
-        """The function's name for the model."""
-        return f"{self.namespace}__{self.name}" if self.namespace else self.name
+        """The function's name for the model, of at most MAX_NAME characters."""
+        flat = f"{self.namespace}__{self.name}" if self.namespace else self.name
+        if not self.namespace or len(flat) <= MAX_NAME:
+            return flat
+        digest = hashlib.sha256(flat.encode()).hexdigest()[:8]
+        return f"{flat[:MAX_NAME - 9]}_{digest}"
 
 
 class Tools:
@@ -170,26 +190,31 @@ class Tools:
                               "start the server with --ignore_tools TYPE")
 
     def _add_namespace(self, tool: dict, path: str) -> None:
-        name, about = string(tool, "name", path), tool.get("description") or ""
+        name, about = string(tool, "name", path), description(tool, path)
         inner = tool.get("tools")
         if not isinstance(inner, list):
             raise bad(f"{path}.tools", "expected a list")
         for i, each in enumerate(inner):           # its description once: it may be long
-            self._add(each, f"{path}.tools.{i}", name, "" if i else str(about))
+            self._add(each, f"{path}.tools.{i}", name, "" if i else about)
 
     def _add_function(self, tool: dict, path: str, namespace: str | None, about: str) -> None:
         name = ToolName(tool["type"], string(tool, "name", path), namespace)
+        if len(name.flat) > MAX_NAME or not re.fullmatch("[a-zA-Z0-9_.-]+", name.flat):
+            raise bad(f"{path}.name", f"must be 1 to {MAX_NAME} letters, digits, dots, dashes or "
+                      "underscores")
         if name.flat in self.names:
-            raise bad(f"{path}.name", f"two tools are named '{name.flat[:100]}'")
-        texts = [about, tool.get("description") or ""]
+            raise bad(f"{path}.name", f"two tools are named '{name.flat}'")
+        texts = [about, description(tool, path)]
         if name.type == "function":
             parameters = tool.get("parameters")
+            if not isinstance(parameters, dict | None):
+                raise bad(f"{path}.parameters", "expected a JSON schema")
         else:
             parameters = dict(type="object", additionalProperties=False, required=["input"],
                               properties=dict(input=dict(type="string")))
             texts.append(input_format(tool.get("format"), f"{path}.format"))
         function = dict(name=name.flat, parameters=parameters, strict=tool.get("strict"),
-                        description="\n\n".join(filter(None, map(str, texts))) or None)
+                        description="\n\n".join(filter(None, texts)) or None)
         self.names[name.flat] = name
         self.functions.append(dict(type="function", function=function))
 
@@ -223,6 +248,10 @@ class Tools:
         if name not in self.names:
             raise bad(path, f"no tool is named '{name[:100]}'")
         return name
+
+
+def description(tool: dict, path: str) -> str:
+    return "" if tool.get("description") is None else string(tool, "description", path)
 
 
 def input_format(form, path: str) -> str:
@@ -429,10 +458,9 @@ class ResponsesPreparer:
         if not history and not items:
             raise bad("input", "expected a string or a list of items")
         try:
-            chat = ChatRequest.model_validate(chat_fields(request, conversation.merged(), tools))
+            chat = validate(ChatRequest, chat_fields(request, conversation.merged(), tools))
+            chat._unknown = request._unknown
             prepared = self.preparer.prepare_chat(chat)
-        except ValidationError as e:
-            raise translated_validation(e) from None
         except ApiError as e:
             raise in_our_words(e) from None
         n_bytes = earlier_bytes + len(json.dumps(items))
@@ -490,35 +518,27 @@ def chat_fields(request: ResponsesRequest, messages: list[dict], tools: Tools) -
         fields["response_format"] = dict(type=form.type)
     if LOGPROBS in (request.include or []):
         fields.update(logprobs=True, top_logprobs=request.top_logprobs)
-    if request.reasoning:
-        fields["reasoning_effort"] = request.reasoning.effort
+    fields["reasoning_effort"] = request.reasoning and request.reasoning.effort
     fields["chat_template_kwargs"] = request.chat_template_kwargs
     return fields
 
 
 CHAT_NAMES = {"messages": "input", "prompt": "input", "response_format": "text.format",
               "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
-              "logprobs": "include", "reasoning_effort": "reasoning.effort"}
+              "reasoning_effort": "reasoning.effort", "logprobs": "include"}
 
 
 def in_our_words(error: ApiError) -> ApiError:
     """An error about a chat's field, with the name of the field in this API."""
     param, message = error.error["param"], error.error["message"]
     top = (param or "").partition(".")[0]
-    if top not in CHAT_NAMES:
-        return error
-    if "_" in top or message.startswith(f"{top}:"):            # not the word "messages"
-        message = message.replace(top, CHAT_NAMES[top])
-    error.error.update(message=message, param=CHAT_NAMES[top])
+    ours = CHAT_NAMES.get(top, param)
+    if message.startswith(f"{param}:"):
+        message = message.replace(param, ours, 1)
+    if top in CHAT_NAMES and "_" in top:           # not a word of English
+        message = message.replace(top, ours)
+    error.error.update(message=message, param=ours)
     return error
-
-
-def translated_validation(error: ValidationError) -> ApiError:
-    """A value that the chat's schema refuses: a function's name, for example."""
-    first = error.errors(include_url=False)[0]
-    names = [str(part)[:100] for part in first["loc"] if part != "function"]
-    names[0] = CHAT_NAMES.get(names[0], names[0])
-    return bad(".".join(names), reason_of(first))
 
 
 # ---- The answer ---------------------------------------------------------------------------------
@@ -774,15 +794,11 @@ class ResponsesAnswer(Answer):
     def usage(self) -> dict:
         chat = super().usage()
         n_cached = chat["prompt_tokens_details"]["cached_tokens"]
-        thoughts = "".join(part["text"] for item in self.output if item["type"] == "reasoning"
-                           for part in item.get("content") or item["summary"])
-        n_thought = len(self.preparer.tokenizer.encode(thoughts, bos=False)) if thoughts else 0
         return dict(
             input_tokens=chat["prompt_tokens"],
             input_tokens_details=dict(cached_tokens=n_cached, cache_write_tokens=0),
             output_tokens=chat["completion_tokens"],
-            output_tokens_details=dict(
-                reasoning_tokens=min(n_thought, chat["completion_tokens"])),
+            output_tokens_details=chat["completion_tokens_details"],
             total_tokens=chat["total_tokens"])
 
 
