@@ -25,7 +25,7 @@ from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.server import app, main, openapi
 from gpt_faster.server.model_card import ModelCard, model_name
 from gpt_faster.server.protocol import CompletionRequest, Strict, parse
-from gpt_faster.version import VERSION, commit
+from gpt_faster.server.version import VERSION, commit
 from sampling import RANGES, Sampler, SamplingParams
 
 HI = [dict(role="user", content="Hi é")]

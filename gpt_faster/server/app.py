@@ -45,8 +45,8 @@ from gpt_faster.server.text_routes import (
     TextRoutes,
     TokenizeRequest,
 )
+from gpt_faster.server.version import VERSION, commit
 from gpt_faster.server.wire import OPENAI, OpenAIWire
-from gpt_faster.version import VERSION, commit
 from sampling import RANGES
 
 PAGE = Path(__file__).with_name("page.html")

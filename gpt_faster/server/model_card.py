@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_faster.version import VERSION, commit
+from gpt_faster.server.version import VERSION, commit
 
 # Flags that decide, with the model, about the text that a request with a seed gets
 DECISIVE = ("adapter", "quantize", "groupsize", "quantize_head", "activation_bits", "speculate",

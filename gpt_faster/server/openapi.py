@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from pydantic.json_schema import models_json_schema
 
-from gpt_faster.version import VERSION
+from gpt_faster.server.version import VERSION
 
 REF = "#/components/schemas/"
 SUMMARIES = {
