@@ -22,6 +22,7 @@ from gpt_faster.formats.load import read_checkpoint
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser, detect_tool_format
+from gpt_faster.server.prepare import PreparedRequest
 from gpt_faster.text import tokenizer_files
 from gpt_faster.text.chat_template import encode_chat
 from gpt_faster.text.reasoning import (
@@ -263,9 +264,8 @@ def test_the_server_sends_them_apart(stream, bpe, tmp_path):  # noqa: F811
     tokenizer = made(tmp_path, bpe, HARMONY_TEMPLATE, HARMONY)
     generation = Generation(tokenizer, encode_chat(tokenizer, [user("Hi")]), max_new=99, user_data=SimpleNamespace(index=0))
     separate(generation, find_format(tokenizer))
-    prepared = SimpleNamespace(generations=[generation], n_choices=1, generates=True, parsers=[AnswerParser(TOOL_FORMATS["hermes"])])
-    answer = ChatAnswer(SimpleNamespace(name="m", card=SimpleNamespace(fingerprint="fp_1")),
-                        SimpleNamespace(stream=stream, stream_options=None, logprobs=None, include_reasoning=None), prepared)
+    prepared = PreparedRequest([generation], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"])])
+    answer = ChatAnswer(SimpleNamespace(name="m", fingerprint="fp_1"), SimpleNamespace(stream=stream, stream_options=None, logprobs=None), prepared)
     engine, events = SimpleNamespace(events={}), []
     ids = tokenizer.encode(HARMONY_ANSWER, bos=False)
     for i, token in enumerate(ids):

@@ -120,10 +120,10 @@ def server():
 HUGE = 10 ** 30
 NUMBERS = [
     ("temperature", 1e308), ("temperature", -1), ("temperature", True), ("temperature", "1"), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-300),
-    ("repetition_penalty", 0), ("top_k", HUGE), ("top_k", 1.0), ("top_k", True), ("top_k", -2), ("seed", HUGE), ("seed", 1 << 63),
+    ("repetition_penalty", 0), ("top_k", HUGE), ("top_k", True), ("top_k", -2), ("seed", HUGE), ("seed", 1 << 63),
     ("seed", -(1 << 63) - 1), ("seed", 1.5), ("seed", False), ("top_p", 0), ("top_p", 1.5), ("top_p", True), ("min_p", -0.1), ("min_p", 2),
     ("presence_penalty", 3), ("frequency_penalty", -1e308), ("logit_bias", {"1": 1e308}), ("logit_bias", {"1": True}), ("logit_bias", {str(HUGE): 1}),
-    ("logit_bias", {"-1": 1}), ("n", HUGE), ("n", 0), ("n", 1.0), ("n", True), ("max_tokens", HUGE), ("max_tokens", -HUGE), ("max_tokens", 2.0),
+    ("logit_bias", {"-1": 1}), ("n", HUGE), ("n", 0), ("n", True), ("max_tokens", HUGE), ("max_tokens", -HUGE),
     ("max_tokens", True), ("stream", 1), ("stop", [1]), ("stop", "")]
 RAW = [(name, text) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "logit_bias", "n", "chat_template_kwargs")
        for text in ("NaN", "Infinity", "-Infinity", "1e999", '{"1": NaN}')]

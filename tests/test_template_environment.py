@@ -114,6 +114,8 @@ def test_a_template_with_tools_and_thoughts(settings):
     pytest.importorskip("transformers")
     template = Path(__file__).with_name("tools_and_thoughts.jinja").read_text()
     for name, messages in reference.CHATS.items():
+        if not reference.is_compared(name, settings):
+            continue
         expected, got = reference.theirs(template, messages, settings), reference.ours(template, messages, settings)
         assert expected[0] == got[0] and (expected == got or expected[0] == "error"), (name, expected, got)
 

@@ -27,10 +27,10 @@ class Answer:
 
     def event(self, choices: list[dict], **more) -> dict:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.preparer.name,
-                     system_fingerprint=self.preparer.card.fingerprint, choices=choices, **more)
+                     system_fingerprint=self.preparer.fingerprint, choices=choices, **more)
         if self.wants_usage():
-            is_continuous = self.request.stream_options.continuous_usage_stats
-            event.setdefault("usage", self.usage() if is_continuous else None)
+            each = self.request.stream_options.continuous_usage_stats
+            event.setdefault("usage", self.usage() if each else None)
         return event
 
     def wants_usage(self) -> bool:
@@ -76,7 +76,7 @@ class ChatAnswer(Answer):
         i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
         deltas = []
-        if event.thoughts and self.request.include_reasoning is not False:
+        if event.thoughts and self.prepared.shows_thoughts:
             # DeepSeek's, SGLang's and llama.cpp's name, and vLLM's and OpenRouter's
             deltas = [dict(reasoning_content=event.thoughts, reasoning=event.thoughts)]
         deltas += parser.push(event.text) if event.text else []

@@ -39,12 +39,7 @@ from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
 from gpt_faster.server.request_id import HEADER, begin, current, log_line
-from gpt_faster.server.text_routes import (
-    ApplyTemplateRequest,
-    DetokenizeRequest,
-    TextRoutes,
-    TokenizeRequest,
-)
+from gpt_faster.server.text_routes import DetokenizeRequest, TextRoutes, TokenizeRequest
 from gpt_faster.server.version import VERSION, commit
 from gpt_faster.server.wire import OPENAI, OpenAIWire
 from sampling import RANGES
@@ -109,7 +104,7 @@ class HttpServer:
         text = TextRoutes(self.preparer)
         queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
-                   Query("/apply-template", ApplyTemplateRequest, text.apply_template)]
+                   Query("/apply-template", ChatRequest, text.apply_template)]
         self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
@@ -276,12 +271,12 @@ class HttpServer:
 
     async def models(self, request) -> Response:
         """The model"""
-        return JSONResponse(dict(object="list", data=[self.preparer.card.fields]))
+        return JSONResponse(dict(object="list", data=[self.preparer.card]))
 
     async def one_model(self, request) -> Response:
         """The model, if this is its name"""
         self.preparer.check_name(request.path_params["name"])
-        return JSONResponse(self.preparer.card.fields)
+        return JSONResponse(self.preparer.card)
 
     # ---- Completions ----------------------------------------------------------------------------
 
@@ -343,8 +338,10 @@ class HttpServer:
             raise self.stopping() from None
         if request.stream:
             return EventStream(self.stream(answer, generations, events, endpoint.wire),
-                               lambda: self.engine.cancel(generations))
-        return await self.whole(raw_request, answer, generations, events)
+                               lambda: self.engine.cancel(generations), prepared.headers)
+        response = await self.whole(raw_request, answer, generations, events)
+        response.headers.update(prepared.headers)
+        return response
 
     def busy(self) -> ApiError:
         return ApiError(429, f"queue full: {self.options.max_queue} requests are waiting",
@@ -406,9 +403,10 @@ class HttpServer:
 class EventStream(StreamingResponse):
     """A stream of server-sent events. Calls on_end however it ends, even before it starts."""
 
-    def __init__(self, events: AsyncIterator[str], on_end: Callable):
+    def __init__(self, events: AsyncIterator[str], on_end: Callable, headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream",
-                         headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+                         headers={"cache-control": "no-cache", "x-accel-buffering": "no",
+                                  **headers})
         self.on_end = on_end
 
     async def __call__(self, *args) -> None:

@@ -16,7 +16,8 @@ from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
-from gpt_faster.server.model_card import ModelCard
+from gpt_faster.server.model_card import fingerprint, model_card
+from gpt_faster.server.names import model_names
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
@@ -24,23 +25,35 @@ from gpt_faster.server.parsing import (
     tool_call_grammar,
     tool_instructions,
 )
-from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
+from gpt_faster.server.protocol import (
+    THOUGHTS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Request,
+    text_of,
+)
 from gpt_faster.server.request_id import log_line
-from gpt_faster.text.chat_template import TemplateError, encode_chat
+from gpt_faster.text.chat_template import TemplateError, encode_chat, template_variables
 from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
 
 COMPLETION_TOKENS = 16                             # OpenAI's default max_tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256               # all are searched after each token
+MAX_STOP_IDS = 256
+MAX_REPORTED = 100                                 # unknown fields in the log
 ANY_OBJECT = '{"type": "object"}'
+RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt",
+                 "continue_final_message")         # of a template: each is a field of a request
 
 
 @dataclass
 class PreparedRequest:
     """A request's generations, n_choices per prompt; prompts: their texts, for echo.
 
-    generates: False for an echo only.
+    generates: False for an echo only. headers: of the response, about what was not done as asked.
     """
 
     generations: list[Generation]
@@ -48,6 +61,8 @@ class PreparedRequest:
     n_choices: int
     prompts: list[str] = field(default_factory=list)
     parsers: list[AnswerParser] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+    shows_thoughts: bool = True
 
 
 class RequestPreparer:
@@ -57,20 +72,23 @@ class RequestPreparer:
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
         self.limit = session.length
         self.n_vocab = session.model.cfg.vocab_size
-        self.card = ModelCard(session)
-        self.name = self.card.name
+        names = model_names(session.source.path, self.options.checkpoint_path,
+                            self.options.served_name)
+        self.name, self.names = names[0], frozenset(names)
+        self.card, self.fingerprint = model_card(session, self.name), fingerprint(session)
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
         self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)
         self.thought_format = find_format(self.tokenizer)
         self.bytes_of_token = None                 # [n_vocab], built on first use
+        self.reported = set()                      # unknown fields that the log has named
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
         self.max_bytes = self.limit * longest      # of a prompt that fits
 
     def check_name(self, name: str | None) -> None:
-        if not self.card.accepts(name):
+        if name and name not in self.names:
             raise ApiError(404, f"the model '{name[:100]}' does not exist: this server serves "
                            f"'{self.name}'", param="model", code="model_not_found")
 
@@ -87,77 +105,127 @@ class RequestPreparer:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
         tools = self.tools(request)
-        messages = [template_message(message) for message in request.messages]
-        if self.options.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, dict(role="system", content=self.options.system_prompt))
-        template_args = {**(self.options.chat_template_kwargs or {}),
-                         **(request.chat_template_kwargs or {})}
-        for name in ("messages", "tools", "add_generation_prompt"):
-            if name in template_args:
-                raise ApiError(400, f"chat_template_kwargs cannot replace {name}",
-                               param="chat_template_kwargs")
+        messages = self.messages(request)
+        template_args = self.template_args(request)
         if tools and self.knows_tools:
             template_args["tools"] = tools
         elif tools:
             messages = with_system(messages, tool_instructions(tools, self.tool_format))
-        if getattr(request, "add_generation_prompt", None) is False:
-            template_args["add_generation_prompt"] = False
-        self.check_bytes("messages", all_strings([messages, tools, request.chat_template_kwargs]))
+        self.check_bytes("messages", all_strings([messages, tools, request.documents,
+                                                  request.chat_template_kwargs]))
         return messages, template_args
 
     def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise ApiError(400, "set only one of max_tokens and max_completion_tokens",
-                           param="max_tokens")
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
         messages, template_args = self.chat_parts(request)
         tools = self.tools(request)
         ids = self.encode(
             "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
         grammar = self.grammar(request, tools)
-        limit = request.max_completion_tokens or request.max_tokens
-        if limit == 0 or request.max_tokens == 0:
-            raise ApiError(400, "max_tokens: Input should be greater than 0", param="max_tokens")
+        if request.limit == 0 or 0 in (request.max_tokens, request.max_completion_tokens):
+            raise ApiError(400, "max_tokens: must be at least 1 in a chat, got 0",
+                           param="max_tokens")
         n_top = (request.top_logprobs or 0) if request.logprobs else None
-        prepared = self.build(request, [ids], limit, n_top, grammar)
+        prepared = self.build(request, [ids], request.limit, n_top, grammar)
         if grammar is None:                        # which would constrain the thoughts too
             for generation in prepared.generations:
                 separate(generation, self.thought_format)
+        prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
         prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
                             for _ in prepared.generations]
         return prepared
 
+    def messages(self, request: ChatRequest) -> list[dict]:
+        """The messages for the template."""
+        last = request.messages[-1]
+        if request.continues() and (last.tool_calls or last.function_call):
+            raise ApiError(400, "continue_final_message: a message with tool calls is complete",
+                           param="continue_final_message")
+        messages = [template_message(message) for message in request.messages]
+        if self.options.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, dict(role="system", content=self.options.system_prompt))
+        return messages
+
+    def template_args(self, request: ChatRequest) -> dict:
+        """The template's variables, besides messages and tools."""
+        given = request.chat_template_kwargs or {}
+        for name in RESERVED_ARGS:
+            if name in given:
+                raise ApiError(400, f"chat_template_kwargs cannot replace {name}: use the "
+                               "request's field", param="chat_template_kwargs")
+        variables = template_variables(self.tokenizer, bool(request.tools))
+        args = {**(self.options.chat_template_kwargs or {}),
+                **self.thinking_args(request, variables), **given}
+        if request.documents:
+            if "documents" not in variables:
+                raise ApiError(400, "documents: this model's chat template does not read any: "
+                               "write them into a message", param="documents")
+            args["documents"] = request.documents
+        if request.continues() and request.add_generation_prompt:
+            raise ApiError(400, "add_generation_prompt begins a new message, and "
+                           "continue_final_message continues the last one: use one of them",
+                           param="add_generation_prompt")
+        if request.continues():
+            args["continue_final_message"] = True
+        elif request.add_generation_prompt is False:
+            args["add_generation_prompt"] = False
+        return args
+
+    def thinking_args(self, request: ChatRequest, variables: frozenset[str]) -> dict:
+        """reasoning_effort and enable_thinking as the template's variables.
+
+        A template without any such variable can only be asked not to think; other efforts have no
+        effect, as nothing in such a model depends on them.
+        """
+        effort, enable = request.reasoning_effort, request.enable_thinking
+        if effort is None and enable is None:
+            return {}
+        thinks = enable if enable is not None else effort != "none"
+        param = "reasoning_effort" if enable is None else "enable_thinking"
+        args = {name: thinks for name in ("enable_thinking", "thinking") if name in variables}
+        if effort and "reasoning_effort" in variables and (effort != "none" or not args):
+            args["reasoning_effort"] = effort = self.known_effort(effort)
+        if not thinks and not args and self.thought_format:
+            raise ApiError(400, f"{param}: this model's thoughts cannot be switched off",
+                           param=param)
+        return args
+
+    def known_effort(self, effort: str) -> str:
+        """The template's own word, if it names this one; else the nearest of low, medium, high."""
+        template = self.tokenizer.chat_template
+        if effort in ("low", "medium", "high") or re.search(rf"['\"]{effort}['\"]", template):
+            return effort
+        if effort == "none":
+            raise ApiError(400, "reasoning_effort: this model's thoughts cannot be switched off: "
+                           "use 'low'", param="reasoning_effort")
+        return "low" if effort == "minimal" else "high"
+
     def tools(self, request: ChatRequest) -> list[dict]:
         """The tools to offer to the model. ApiError if it does not support tools."""
         choice = request.tool_choice
         if not request.tools:
-            if choice not in (None, "none", "auto"):
+            if choice and (choice.mode == "required" or choice.names):
                 raise ApiError(400, "tool_choice requires tools", param="tool_choice")
             return []
-        if choice == "none":
+        if choice and choice.mode == "none":
             return []
         if self.tool_format is None:
             raise ApiError(400, "this model's chat template does not support tools (the "
                            "server's --tool_format selects a generic format)", param="tools")
-        return [tool.model_dump(exclude_none=True) for tool in request.tools]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        if choice is None or choice.names is None:
+            return tools
+        by_name = {tool["function"]["name"]: tool for tool in tools}
+        for name in choice.names:
+            if name not in by_name:
+                raise ApiError(400, f"no tool is named '{name[:100]}'", param="tool_choice")
+        return [tool for name, tool in by_name.items() if name in choice.names]
 
     def grammar(self, request: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
         grammars = self.plain_grammars(request)
-        if (form := request.response_format) and form.type != "text":
-            if form.type == "json_schema" and form.json_schema is None:
-                raise ApiError(400, "response_format: json_schema is missing",
-                               param="response_format")
-            schema = form.json_schema.schema_ if form.type == "json_schema" else None
-            text = ANY_OBJECT if schema is None else json.dumps(schema)
-            grammars["response_format"] = json_schema(text)
-        if tools and request.tool_choice not in (None, "auto"):
-            if request.tool_choice != "required":
-                name = request.tool_choice.function.name
-                tools = [tool for tool in tools if tool["function"]["name"] == name]
-                if not tools:
-                    raise ApiError(400, f"no tool is named '{name}'", param="tool_choice")
+        if tools and request.tool_choice and request.tool_choice.mode == "required":
             try:
                 grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format)
             except ValueError as e:
@@ -165,8 +233,16 @@ class RequestPreparer:
         return self.compile_grammar(grammars, request.ignore_eos)
 
     def plain_grammars(self, request: Request) -> dict[str, tuple[str, str]]:
-        return {kind: (kind, text) for kind in ("regex", "grammar")
-                if (text := getattr(request, kind)) is not None}
+        grammars = {kind: (kind, text) for kind in ("regex", "grammar")
+                    if (text := getattr(request, kind)) is not None}
+        if (form := request.response_format) and form.type != "text":
+            schema = form.json_schema.schema_ if form.json_schema else form.schema_
+            if form.type == "json_schema" and schema is None:
+                raise ApiError(400, "response_format.json_schema: is missing",
+                               param="response_format.json_schema")
+            text = ANY_OBJECT if schema is None else json.dumps(schema)
+            grammars["response_format"] = json_schema(text)
+        return grammars
 
     def compile_grammar(self, grammars: dict[str, tuple[str, str]],
                 ignore_eos: bool | None) -> tuple[str, str] | None:
@@ -200,16 +276,18 @@ class RequestPreparer:
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
         ids, texts = [], []
+        bos = False if request.add_special_tokens is False else None
         for p in prompt:
             if isinstance(p, str):
                 self.check_bytes("prompt", [p])
-                ids.append(self.encode("prompt", lambda text=p: self.tokenizer.encode(text)))
+                ids.append(self.encode("prompt", lambda text=p: self.tokenizer.encode(text, bos)))
                 texts.append(p)
             else:
                 self.check_prompt(p)               # before decode() gets the ids
                 ids.append(p)
                 texts.append(self.tokenizer.decode(p) if request.echo else "")
-        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        limit = COMPLETION_TOKENS if request.limit is None else request.limit
+        limit = None if limit == -1 else limit
         if limit == 0 and not request.echo:
             raise ApiError(400, "max_tokens 0 requires echo", param="max_tokens")
         grammar = self.compile_grammar(self.plain_grammars(request), request.ignore_eos)
@@ -224,7 +302,7 @@ class RequestPreparer:
         """limit: max new tokens; None: up to the end of the context. n_top: number of top logprobs
         per token; None: no logprobs.
         """
-        stop_strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        stop_strings, stop_ids = request.stop or [], set(request.stop_token_ids or [])
         has_valid_lengths = all(0 < len(s) <= MAX_STOP_LENGTH for s in stop_strings)
         if len(stop_strings) > MAX_STOPS or not has_valid_lengths:
             raise ApiError(400, f"stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} "
@@ -233,33 +311,43 @@ class RequestPreparer:
             split_stops(self.tokenizer, stop_strings)
         except ValueError as e:
             raise ApiError(400, str(e), param="stop") from None
-        if request.stream_options and not request.stream:
-            raise ApiError(400, "stream_options requires stream", param="stream_options")
+        if len(stop_ids) > MAX_STOP_IDS or max(stop_ids, default=0) >= self.n_vocab:
+            raise ApiError(400, f"stop_token_ids: at most {MAX_STOP_IDS} token ids below "
+                           f"{self.n_vocab}", param="stop_token_ids")
         if n_top is not None and self.session.drafter:
             raise ApiError(400, "logprobs are not supported with speculative decoding, which is "
                            "enabled on this server", param="logprobs")
         if n_top is not None:
             self.token_bytes(0)                    # build the table here, not in the event loop
         params, n, generations = self.params(request, grammar, n_top), request.n or 1, []
+        headers = self.report_unknown(request)
         for ids in prompts:
             self.check_prompt(ids)
             free = self.limit - len(ids)
-            n_new = free if limit is None else limit
-            if n_new > free:
-                raise ApiError(400, f"{len(ids)} prompt tokens and max_tokens {n_new} exceed the "
-                               f"context of {self.limit}: shorten the prompt or lower max_tokens",
-                               param="max_tokens", code="context_length_exceeded")
+            n_new = free if limit is None else min(limit, free)
+            if limit is not None and limit > free:         # clients send a large one always
+                least = min(free, int(headers.get("x-max-tokens", free)))
+                headers["x-max-tokens"] = str(least)
             for i in range(n):
                 choice_params = params if params.seed is None else seeded(params, i)
                 eos_ids = set() if request.ignore_eos else self.session.eos_ids
-                generations.append(Generation(self.tokenizer, ids, eos_ids, stop_strings,
+                generations.append(Generation(self.tokenizer, ids, eos_ids | stop_ids, stop_strings,
                                               max(1, n_new), choice_params,
                                               n_top, echo and n_top is not None))
         if limit == 0 and n_top is None:           # echo without generation
             for generation in generations:
                 generation.finish_reason = "length"
-            return PreparedRequest(generations, False, n)
-        return PreparedRequest(generations, True, n)
+            return PreparedRequest(generations, False, n, headers=headers)
+        return PreparedRequest(generations, True, n, headers=headers)
+
+    def report_unknown(self, request: Request) -> dict[str, str]:
+        """A response header that names the ignored fields; the log names each once."""
+        names = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.A) for name in request._unknown[:10]]
+        for name in names:
+            if name not in self.reported and len(self.reported) < MAX_REPORTED:
+                self.reported.add(name)
+                log(f"serve.py: note: a request has the unknown field '{name}': it is ignored")
+        return {"x-ignored-fields": ", ".join(names)} if names else {}
 
     def check_bytes(self, param: str, texts: list[str]) -> None:
         """ApiError, before tokenization, if the text has more bytes than any prompt that fits."""
@@ -318,21 +406,35 @@ def seeded(params: RequestParams, i: int) -> RequestParams:
     return replace(params, seed=seed)
 
 
+ROLES = {"developer": "system", "function": "tool"}        # as templates name them
+PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+
+
 def template_message(message: Message) -> dict:
     """A message as chat templates expect it: content as one string, arguments as objects."""
-    fields = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        fields["content"] = "".join(part.text for part in message.content)
-    fields.setdefault("content", "")
-    if message.role == "developer":
-        fields["role"] = "system"
-    for call in fields.get("tool_calls", []):
-        call.pop("index", None)
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            log("serve.py: note: a tool call's arguments are not valid JSON: passed as text")
-    return fields
+    fields = dict(role=ROLES.get(message.role, message.role),
+                  content=text_of(message.content, ("text", "input_text", "output_text"))
+                  or text_of(message.content, ("refusal",)) or message.refusal or "")
+    fields |= {name: value for name in PASSED_ON if (value := getattr(message, name)) is not None}
+    if thoughts := text_of(message.content, THOUGHTS):
+        fields.setdefault("reasoning_content", thoughts)
+    calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or []]
+    if message.function_call and not calls:
+        function = message.function_call.model_dump(exclude_none=True)
+        calls = [dict(type="function", function=function)]
+    for call in calls:
+        call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
+    return fields | dict(tool_calls=calls) if calls else fields
+
+
+def parsed_arguments(arguments: str | dict):
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        log("serve.py: note: a tool call's arguments are not valid JSON: passed as text")
+        return arguments
 
 
 def all_strings(value) -> list[str]:

@@ -23,6 +23,7 @@ Backend = TokenizersBackend | SentencePieceBackend
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")      # keys of a message
 ESCAPE = "\ufdd0"                                  # a Unicode noncharacter: never in text
 FIRST_PLACEHOLDER = 0xf0000                               # private-use characters, one per token
+CONTINUED = "\ufdd1 "                              # its space tells whether the template strips
 
 
 class TemplateError(ValueError):
@@ -33,9 +34,12 @@ class TemplateRefusal(TemplateError):
     """The template called raise_exception()."""
 
 
-def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
+def render(tokenizer: Tokenizer, messages: list[dict], /, continue_final_message: bool = False,
+           **more) -> str:
     """Render the chat template for messages [{role, content}], with the generation prompt.
 
+    continue_final_message: end with the last message's content (a string) instead, as with
+    transformers' argument.
     Runs in jinja2's sandbox with time and size limits (sandbox.py) and transformers' globals.
     TemplateError: the template refuses the messages or fails.
     """
@@ -43,12 +47,42 @@ def render(tokenizer: Tokenizer, messages: list[dict], /, **more) -> str:
     try:
         more = dict(add_generation_prompt=True, tools=None, documents=None) | tokenizer.names | more
         messages = [normalized(message) for message in messages]
+        if continue_final_message:
+            more["add_generation_prompt"], content = False, messages[-1]["content"]
+            messages[-1] = dict(messages[-1], content=content + CONTINUED)
         template = more.get("tools") and tokenizer.tool_template or tokenizer.chat_template
-        return render_limited(_compiled(template), messages=messages, **more)
+        text = render_limited(_compiled(template), messages=messages, **more)
+        return until_content(text, content) if continue_final_message else text
     except TemplateRefusal:
         raise
     except Exception as e:                         # template expressions may raise anything
         raise TemplateError(f"the chat template does not render: {first_line(e)}") from None
+
+
+def until_content(text: str, content: str) -> str:
+    """A rendered chat up to the end of the last message's content. TemplateRefusal if the template
+    shows only a part of it."""
+    at = text.rfind(CONTINUED.strip())
+    if at < 0 or content.strip() not in text:
+        raise TemplateRefusal("the last message cannot be continued: the chat template changes its "
+                              "content")
+    return text[:at] if text.startswith(CONTINUED, at) else text[:at].rstrip()
+
+
+@lru_cache(8)
+def _variables(template: str) -> frozenset[str]:
+    import jinja2.meta
+    environment = new_environment()
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+def template_variables(tokenizer: Tokenizer, with_tools: bool = False) -> frozenset[str]:
+    """Names that the chat template reads, such as enable_thinking. Empty if it is not valid."""
+    template = with_tools and tokenizer.tool_template or tokenizer.chat_template
+    try:
+        return _variables(template)
+    except Exception:                              # render() explains it
+        return frozenset()
 
 
 def normalized(message: dict) -> dict:
@@ -63,10 +97,15 @@ def normalized(message: dict) -> dict:
 
 @lru_cache(8)
 def _compiled(template: str):
-    """A jinja2.Template. jinja2 is imported only when a template is used.
+    """A jinja2.Template. jinja2 is imported only when a template is used."""
+    return new_environment().from_string(template)
 
-    The environment is transformers' (utils/chat_template_utils.py): tests/test_template_environment
-    compares them.
+
+def new_environment():
+    """The templates' environment, for one template: its deadline begins now.
+
+    It is transformers' (utils/chat_template_utils.py): tests/test_template_environment compares
+    them.
     """
     import jinja2.ext
 
@@ -97,7 +136,7 @@ def _compiled(template: str):
     environment.globals.update(raise_exception=raise_exception,
                                strftime_now=lambda f: datetime.datetime.now().strftime(f))
     environment.begin()                            # constant folding runs filters: set the deadline
-    return environment.from_string(template)
+    return environment
 
 
 class SpecialTokenEscaper:
