@@ -38,7 +38,7 @@ from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
-from gpt_faster.server.request_id import HEADER, begin, current, log_line
+from gpt_faster.server.request_id import HEADERS, begin, current, log_line
 from gpt_faster.server.text_routes import DetokenizeRequest, TextRoutes, TokenizeRequest
 from gpt_faster.server.version import VERSION, commit
 from gpt_faster.server.wire import OPENAI, OpenAIWire
@@ -126,7 +126,7 @@ class HttpServer:
             self.app = CORSMiddleware(
                 self.app, allow_origins=origins, allow_methods=("GET", "HEAD", "POST", "DELETE"),
                 allow_headers=("*",), allow_private_network=True, max_age=3600,
-                expose_headers=("x-request-id", "retry-after"))
+                expose_headers=(*(name.decode() for name in HEADERS), "retry-after"))
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -151,8 +151,8 @@ class HttpServer:
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
                     status[0] = message["status"]
-                    header = (HEADER, request_id.encode())
-                    message = dict(message, headers=[*message["headers"], header])
+                    ids = [(name, request_id.encode()) for name in HEADERS]
+                    message = dict(message, headers=[*message["headers"], *ids])
                 await send(message)
 
             try:
