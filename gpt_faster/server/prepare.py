@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from checkpoint import Unforeseen
 from generate import log, split_stops
@@ -75,7 +76,7 @@ class RequestPreparer:
         names = model_names(session.source.path, self.options.checkpoint_path,
                             self.options.served_name)
         self.name, self.names = names[0], frozenset(names)
-        self.card, self.fingerprint = model_card(session, self.name), fingerprint(session)
+        self.card = model_card(session, self.name)
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -86,6 +87,10 @@ class RequestPreparer:
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
         self.max_bytes = self.limit * longest      # of a prompt that fits
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.session)
 
     def check_name(self, name: str | None) -> None:
         if name and name not in self.names:
