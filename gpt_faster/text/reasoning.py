@@ -280,7 +280,7 @@ class PairSplitter(Splitter):
         """prompt: its end, which may have opened the thoughts."""
         opened = [start for start in form.pairs if prompt.rstrip().endswith(start)]
         tagged = [start for start in form.tags if prompt.rstrip().endswith(start)]
-        super().__init__("thinking" if opened else "tagged" if tagged else "start")
+        super().__init__("thinking" if opened else "start")
         self.pairs, self.tags = form.pairs, form.tags
         self.answer_end = form.tags[tagged[0]] if tagged else ""       # "": no tag is open
         self.end = form.pairs[opened[0]] if opened else ""
