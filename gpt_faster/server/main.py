@@ -60,8 +60,8 @@ def build_parser() -> Parser:
              "https://app.example or http://localhost:3000; *: any; null: files; default: none but "
              "the server's own page")
     add("--served_name", metavar="NAME",
-        help="the model name in the API; default: the name of the checkpoint's directory, GGUF "
-             "file or hub repository")
+        help="the model's name in the API; default: the GGUF file's, the hub's (org/name) or the "
+              "directory's")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
              "speculation")

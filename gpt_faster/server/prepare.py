@@ -134,8 +134,9 @@ class RequestPreparer:
         n_top = (request.top_logprobs or 0) if request.logprobs else None
         prepared = self.build(request, [ids], request.limit, n_top, grammar)
         if grammar is None:                        # which would constrain the thoughts too
+            continued = messages[-1]["content"] if request.continues() else ""
             for generation in prepared.generations:
-                separate(generation, self.thought_format)
+                separate(generation, self.thought_format, continued=continued)
         prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
         prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)

@@ -8,6 +8,7 @@ schema are decided about in fields.py; extra keys inside of messages and tools a
 
 import json
 import re
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -72,7 +73,7 @@ class Lenient(Strict):
 
 def ranged(name: str):
     """A pydantic type: a number within its range. 40.0 is an integer, as in JSON Schema."""
-    return Annotated[LIMITS[name].kind, BeforeValidator(LIMITS[name].of), stated(name)]
+    return Annotated[LIMITS[name].kind, BeforeValidator(partial(number, name)), stated(name)]
 
 
 def stated(name: str, minimum: int | None = None) -> Any:
@@ -83,19 +84,27 @@ def stated(name: str, minimum: int | None = None) -> Any:
                                     "maximum": allowed.maximum})
 
 
+def number(name: str, value) -> int | float:
+    """The value within its range in LIMITS. ValueError states the range."""
+    if type(value) not in (int, float):
+        what = "an integer" if LIMITS[name].kind is int else "a number"
+        raise ValueError(f"expected {what}, got {found(value)}")
+    return LIMITS[name].of(value)
+
+
 def checked_top_k(top_k):
     """-1 disables top_k, as in vLLM."""
-    return 0 if top_k == -1 else LIMITS["top_k"].of(top_k)
+    return 0 if top_k == -1 else number("top_k", top_k)
 
 
 def checked_seed(seed):
     """-1 is a random seed, as in vLLM and llama.cpp."""
-    return None if LIMITS["seed"].of(seed) == -1 else LIMITS["seed"].of(seed)
+    return None if seed == -1 else number("seed", seed)
 
 
 def checked_logprobs(logprobs):
     """Of a completion. Chats have a boolean: its false means none here too."""
-    return None if logprobs is False else LIMITS["logprobs"].of(logprobs)
+    return None if logprobs is False else number("logprobs", logprobs)
 
 
 def as_list(value):
