@@ -143,6 +143,24 @@ def test_a_request_before_noise_is_answered(server):
         assert read(connection)[0] == 200
 
 
+def test_a_client_that_leaves_pipelined_requests_frees_its_slot(server, caplog):
+    """uvicorn tells the last of them that the client has left; the first one is being answered."""
+    body = json.dumps(dict(prompt="a", max_tokens=80, ignore_eos=True, stream=True, temperature=0)).encode()
+    step = server.session.batch.step
+    server.session.batch.step = lambda: (time.sleep(0.05), step())[1]
+    try:
+        with server.connect() as connection:
+            connection.sendall(post(b"Content-Length: %d\r\n" % len(body), body, close=b"") * 3)
+            assert connection.recv(300).startswith(b"HTTP/1.1 200")
+        end = time.monotonic() + 2                 # 80 steps take 4 seconds
+        while server.engine.load() != (0, 0):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        server.session.batch.step = step
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("drip", [b"GET /health HT", b"GET /health HTTP/1.1\r\nX: ", b"\r\n", b""])
 def test_a_head_that_does_not_end_in_time(server, monkeypatch, drip):
     """A byte now and then is not enough; on a connection that was in use, too."""
