@@ -43,6 +43,8 @@ from gpt_faster.server.wire import OPENAI, OpenAIWire
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_TIMEOUT = 60                                  # seconds to receive a body
+BACKLOG = 2048                                     # connections not yet accepted
+LAST_RESPONSES = 3                                 # seconds to send them, once all is generated
 LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
 MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
 # Threads that prepare requests, by what one costs: no kind waits for another.
@@ -100,7 +102,8 @@ class HttpServer:
     def config(self) -> uvicorn.Config:
         return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
                               ws="none", log_level="error", access_log=False, lifespan="off",
-                              server_header=False, timeout_keep_alive=30)
+                              server_header=False, timeout_keep_alive=30, backlog=BACKLOG,
+                              timeout_graceful_shutdown=LAST_RESPONSES)
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class HttpServer:
         async def run(scope, receive, send):
             if scope["type"] != "http":
                 return await app(scope, receive, send)
-            status = [500]
+            status = [500]                         # until a response begins
 
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
@@ -142,6 +145,10 @@ class HttpServer:
                 await app(scope, receive, send_and_record)
             except ClientDisconnect:
                 status[0] = 499
+            except asyncio.CancelledError:         # LAST_RESPONSES seconds after the last answer
+                if status[0] == 500:               # nothing was sent
+                    response = self.error_response(Request(scope), self.stopping())
+                    await response(scope, receive, send_and_record)
             except Exception as e:                 # log it; the client gets no details
                 where = e.__traceback__
                 while where.tb_next:
@@ -455,6 +462,12 @@ def serve(session, slots, listener) -> None:
     metrics.slots.set(slots.batch.n_row)
     engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), HttpServer(session, engine, metrics)
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(BACKLOG)
+    except OSError as e:                           # another server was loading at the same time
+        raise OSError(f"cannot listen on {host}, port {port}: {e.strerror}: try another --port "
+                      "or --host") from None
     server = Server(http.config(), started)
 
     async def run():
@@ -475,10 +488,10 @@ def serve(session, slots, listener) -> None:
     gc.collect()
     gc.freeze()                                    # a collection of all objects takes 0.2 s
     old_handlers = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    host, port = listener.getsockname()[:2]
     http.loopback = is_loopback(host)
     thread.start()
-    started.wait(30)
+    if not started.wait(30):
+        raise RuntimeError("the HTTP thread did not start")
     warn_if_public(host, session.options.api_key)
     url_host = f"[{host}]" if ":" in host else host
     log(f"Serving {http.preparer.name} on http://{url_host}:{port} ({slots.batch.n_row} slots of "
@@ -488,5 +501,7 @@ def serve(session, slots, listener) -> None:
     finally:
         server.should_exit = True                  # after sending the last responses
         thread.join(10)
+        for threads in http.threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         for s, handler in old_handlers.items():
             signal.signal(s, handler)
