@@ -116,7 +116,7 @@ ODD = {
     "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"), "noise": (400, b"noise\r\n\r\n"), "HEAD": (200, get(b"/health", method=b"HEAD")),
     "OPTIONS": (405, get(b"/v1/completions", method=b"OPTIONS")), "OPTIONS *": (404, get(b"*", method=b"OPTIONS")), "CONNECT": (400, get(b"evil:80", method=b"CONNECT")),
     "BREW": (400, get(b"/health", method=b"BREW")), "DELETE": (405, get(b"/v1/models/x", method=b"DELETE")), "GET with a body": (200, get(b"/health", LENGTH) + BODY),
-    "absolute target": (200, get(b"http://localhost/health")), "no slash": (400, get(b"health")), "two slashes": (404, get(b"//health")), "escaped": (200, get(b"/%68ealth")),
+    "absolute target": (200, get(b"http://localhost/health")), "no slash": (400, get(b"health")), "two slashes": (200, get(b"//health")), "escaped": (200, get(b"/%68ealth")),
     "NUL": (400, get(b"/\x00")), "escaped NUL": (404, get(b"/%00")), "escaped surrogate": (404, get(b"/%ed%a0%bd")), "bad escapes": (404, get(b"/%ff%zz")),
     "not ASCII": (400, get("/café".encode())), "bytes of a model": (404, get(b"/v1/models/%ff%00/x")), "long target": (404, get(b"/v1/models/" + b"a" * 5000)),
     "NUL in a header": (400, get(b"/health", b"X:\x00\r\n")), "folded header": (400, get(b"/health", b"X: a\r\n b\r\n")), "60 kB header": (200, get(b"/health", b"X: " + b"a" * 60_000 + b"\r\n")),
@@ -283,8 +283,9 @@ def test_keys_as_clients_send_them(server, monkeypatch):
     assert [with_key(server, header) for header in right] == [200] * len(right)
     assert [with_key(server, header) for header in wrong] == [401] * len(wrong)
     assert with_key(server, wrong[6], right[0]) == with_key(server, right[0], wrong[6]) == with_key(server, "x-api-key: none\r\n", right[0]) == 200
-    for route in [*server.http.paths, "/none", "//", "/health/", "/%2F", "//health"]:
-        expected = 200 if route in ("/", "/health") else 401
+    public = ["/", "/health", "/docs", "/openapi.json", "//", "/health/", "/%2F", "//health"]
+    for route in [*(route.path for route in server.http.routes), *public, "/none", "/models", "//v1/models/", "/%2Fmetrics", "/docs/x", "/health/../metrics"]:
+        expected = 200 if route in public else 401
         assert with_key(server, path=route.replace("{name:path}", "x")) == expected, route
 
 
