@@ -265,8 +265,7 @@ def test_the_server_sends_them_apart(stream, bpe, tmp_path):  # noqa: F811
     generation = Generation(tokenizer, encode_chat(tokenizer, [user("Hi")]), max_new=99, user_data=SimpleNamespace(index=0))
     separate(generation, find_format(tokenizer))
     prepared = PreparedRequest([generation], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"])])
-    answer = ChatAnswer(SimpleNamespace(name="m", card=SimpleNamespace(fingerprint="fp_1")),
-                        SimpleNamespace(stream=stream, stream_options=None, logprobs=None), prepared)
+    answer = ChatAnswer(SimpleNamespace(name="m", fingerprint="fp_1"), SimpleNamespace(stream=stream, stream_options=None, logprobs=None), prepared)
     engine, events = SimpleNamespace(events={}), []
     ids = tokenizer.encode(HARMONY_ANSWER, bos=False)
     for i, token in enumerate(ids):

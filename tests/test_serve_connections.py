@@ -116,7 +116,7 @@ ODD = {
     "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"), "noise": (400, b"noise\r\n\r\n"), "HEAD": (200, get(b"/health", method=b"HEAD")),
     "OPTIONS": (405, get(b"/v1/completions", method=b"OPTIONS")), "OPTIONS *": (404, get(b"*", method=b"OPTIONS")), "CONNECT": (400, get(b"evil:80", method=b"CONNECT")),
     "BREW": (400, get(b"/health", method=b"BREW")), "DELETE": (405, get(b"/v1/models/x", method=b"DELETE")), "GET with a body": (200, get(b"/health", LENGTH) + BODY),
-    "absolute target": (200, get(b"http://localhost/health")), "no slash": (400, get(b"health")), "two slashes": (404, get(b"//health")), "escaped": (200, get(b"/%68ealth")),
+    "absolute target": (200, get(b"http://localhost/health")), "no slash": (400, get(b"health")), "two slashes": (200, get(b"//health")), "escaped": (200, get(b"/%68ealth")),
     "NUL": (400, get(b"/\x00")), "escaped NUL": (404, get(b"/%00")), "escaped surrogate": (404, get(b"/%ed%a0%bd")), "bad escapes": (404, get(b"/%ff%zz")),
     "not ASCII": (400, get("/café".encode())), "bytes of a model": (404, get(b"/v1/models/%ff%00/x")), "long target": (404, get(b"/v1/models/" + b"a" * 5000)),
     "NUL in a header": (400, get(b"/health", b"X:\x00\r\n")), "folded header": (400, get(b"/health", b"X: a\r\n b\r\n")), "60 kB header": (200, get(b"/health", b"X: " + b"a" * 60_000 + b"\r\n")),
@@ -141,6 +141,24 @@ def test_a_request_before_noise_is_answered(server):
     with server.connect() as connection:
         connection.sendall(post(close=b"") + post(close=b"") + b"noise\r\n\r\n")
         assert read(connection)[0] == 200
+
+
+def test_a_client_that_leaves_pipelined_requests_frees_its_slot(server, caplog):
+    """uvicorn tells the last of them that the client has left; the first one is being answered."""
+    body = json.dumps(dict(prompt="a", max_tokens=80, ignore_eos=True, stream=True, temperature=0)).encode()
+    step = server.session.batch.step
+    server.session.batch.step = lambda: (time.sleep(0.05), step())[1]
+    try:
+        with server.connect() as connection:
+            connection.sendall(post(b"Content-Length: %d\r\n" % len(body), body, close=b"") * 3)
+            assert connection.recv(300).startswith(b"HTTP/1.1 200")
+        end = time.monotonic() + 2                 # 80 steps take 4 seconds
+        while server.engine.load() != (0, 0):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        server.session.batch.step = step
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("drip", [b"GET /health HT", b"GET /health HTTP/1.1\r\nX: ", b"\r\n", b""])
@@ -265,8 +283,9 @@ def test_keys_as_clients_send_them(server, monkeypatch):
     assert [with_key(server, header) for header in right] == [200] * len(right)
     assert [with_key(server, header) for header in wrong] == [401] * len(wrong)
     assert with_key(server, wrong[6], right[0]) == with_key(server, right[0], wrong[6]) == with_key(server, "x-api-key: none\r\n", right[0]) == 200
-    for route in [*server.http.paths, "/none", "//", "/health/", "/%2F", "//health"]:
-        expected = 200 if route in ("/", "/health") else 401
+    public = ["/", "/health", "/docs", "/openapi.json", "//", "/health/", "/%2F", "//health"]
+    for route in [*(route.path for route in server.http.routes), *public, "/none", "/models", "//v1/models/", "/%2Fmetrics", "/docs/x", "/health/../metrics"]:
+        expected = 200 if route in public else 401
         assert with_key(server, path=route.replace("{name:path}", "x")) == expected, route
 
 

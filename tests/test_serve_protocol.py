@@ -37,6 +37,8 @@ ALWAYS = "<think>" + PLAIN                          # a model that thinks, witho
 class Preparer(RequestPreparer):
     """The server's, for a session that has no model."""
 
+    fingerprint = "fp_1"
+
     def __init__(self, template=TEMPLATE, **options):
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
@@ -426,7 +428,7 @@ def test_thoughts_may_be_left_out_and_usage_be_in_each_chunk(preparer):
         generation = prepared.generations[0]
         generation.user_data, generation.n_reused = SimpleNamespace(index=0), 0
         events = ChatAnswer(preparer, request, prepared).add(Event(generation, text="b", thoughts="a"))
-        assert [list(e["choices"][0]["delta"]) for e in events] == ([["reasoning_content"], ["content"]] if shows else [["content"]])
+        assert [list(e["choices"][0]["delta"]) for e in events] == ([["reasoning_content", "reasoning"], ["content"]] if shows else [["content"]])
         assert all(e["usage"]["prompt_tokens"] == len(generation.prompt_ids) for e in events)
 
 

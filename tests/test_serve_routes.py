@@ -10,7 +10,6 @@ import json
 import random
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -23,10 +22,9 @@ from gpt_faster.cli import flags
 from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.server import app, main, openapi
-from gpt_faster.server.model_card import ModelCard
-from gpt_faster.server.names import model_names
+from gpt_faster.server.model_card import fingerprint, model_card
 from gpt_faster.server.protocol import CompletionRequest, Strict, parse
-from gpt_faster.version import VERSION, commit
+from gpt_faster.server.version import VERSION, commit
 from sampling import RANGES, Sampler, SamplingParams
 
 HI = [dict(role="user", content="Hi é")]
@@ -189,29 +187,19 @@ def test_the_commit_is_read_without_git(tmp_path, files, expected):
 
 # ---- The model's name ----------------------------------------------------------------------------
 
-def test_names_of_checkpoints(tmp_path, monkeypatch):
-    folder = tmp_path / "SmolLM2-135M"
-    folder.mkdir()
-    (folder / "model.safetensors").touch()
-    monkeypatch.chdir(folder)
-    for path in (folder, folder / "model.safetensors", Path("model.safetensors"), Path("."), Path("../SmolLM2-135M/")):
-        assert model_names(path)[0] == "SmolLM2-135M", path
-    assert model_names(folder / "a.Q4_0.gguf")[0] == "a.Q4_0.gguf"
+def test_what_the_fingerprint_and_the_entry_depend_on(tmp_path):
+    """No flag of the server itself counts, least of all the key, which a digest would let others guess."""
     snapshot = tmp_path / "hub/models--org--some-name/snapshots/abc123"
     snapshot.mkdir(parents=True)
-    assert model_names(snapshot)[0] == "org/some-name"
 
-    def card(path, *argv):
+    def session(*argv, path=snapshot):
         options = Options.parse(main.build_parser(), ["-m", str(path), *argv])
-        return ModelCard(SimpleNamespace(options=options, source=SimpleNamespace(path=path), length=7, dtype="d", device="cpu", engine="e"))
-    for name in ("org/some-name", "some-name", str(snapshot), None):
-        assert card(snapshot).accepts(name)
-    assert not card(snapshot).accepts("gpt-4") and card(snapshot).accepts("")
-    named = card(snapshot, "--served_name", "mine")
-    assert named.fields["id"] == "mine" and named.fields["root"] == "org/some-name" and not named.accepts("some-name") and named.accepts("mine")
-    assert card(folder / "a.Q4_0.gguf").accepts("a.Q4_0")
-    prints = {card(snapshot, *argv).fingerprint for argv in ([], ["--api_key", "x"], ["--port", "1"])}
-    assert len(prints) == 1 and card(snapshot, "--quantize", "int8").fingerprint not in prints
+        return SimpleNamespace(options=options, source=SimpleNamespace(path=path), length=7, dtype="d", device="cpu", engine="e")
+    prints = {fingerprint(session(*argv)) for argv in ([], ["--api_key", "x"], ["--port", "1"], ["--served_name", "y"])}
+    others = {fingerprint(session("--quantize", "int8")), fingerprint(session("--temperature", "0.1")), fingerprint(session(path=tmp_path))}
+    assert len(prints) == 1 and len(prints | others) == 4
+    card = model_card(session("--served_name", "mine"), "mine")
+    assert card["id"] == "mine" and card["root"] == "org/some-name" and card["max_model_len"] == 7
 
 
 def test_the_models_entry(server):
@@ -219,7 +207,7 @@ def test_the_models_entry(server):
     created = entry.pop("created")
     assert entry == dict(id="tiny", object="model", owned_by="gpt-faster", root="tiny", parent=None, max_model_len=LENGTH)
     assert abs(created - time.time()) < 1000
-    assert post(server, COMPLETIONS, prompt="a", max_tokens=1)["system_fingerprint"] == server.http.preparer.card.fingerprint
+    assert post(server, COMPLETIONS, prompt="a", max_tokens=1)["system_fingerprint"] == server.http.preparer.fingerprint
 
 
 # ---- Other origins' pages ------------------------------------------------------------------------
@@ -320,12 +308,16 @@ def test_the_description_is_of_all_routes(server):
     for name, allowed in RANGES.items():
         if name == "top_n_sigma":
             continue
-        [number] = [each for each in fields[name]["anyOf"] if each["type"] != "null"]
+        [number] = [each for each in fields[name].get("anyOf", [fields[name]]) if each["type"] != "null"]
         low = "exclusiveMinimum" if allowed.above else "minimum"
         assert number["type"] == {int: "integer", float: "number"}[allowed.kind] and number["maximum"] == allowed.maximum
         assert number[low] == (-1 if name == "top_k" else allowed.minimum) and fields[name]["description"]
         assert name == "seed" or fields[name]["default"] == getattr(server.session.options, name)
-    assert description["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
+    schemas = description["components"]["schemas"]
+    assert schemas["CompletionRequest"]["required"] == ["prompt"]
+    for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+        assert [field for field, about in schemas[name]["properties"].items() if "description" not in about] == []
+    assert fields["stop"]["anyOf"][:2] == [dict(type="string"), dict(type="array", items=dict(type="string"))]
 
 
 def test_a_new_endpoint_is_described(server):
@@ -364,6 +356,8 @@ def test_each_response_has_a_request_id(server, capsys):
     ids = [send(server, method, path, body).headers["x-request-id"] for method, path, body in (
         ("GET", "/health", None), ("GET", "/nowhere", None), ("POST", COMPLETIONS, {}), ("POST", COMPLETIONS, dict(prompt="a", max_tokens=1)),
         ("POST", COMPLETIONS, dict(prompt="a", max_tokens=1, stream=True)))]
+    response = send(server, "GET", "/health")
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert len(set(ids)) == 5 and all(re.fullmatch("req_[0-9a-f]{24}", one) for one in ids)
     for own in ("a", "0f8fad5b-d9cb-469f-a165-70867728950e", "trace:1/2+3=@x._-", "a" * 128):
         assert send(server, "GET", "/health", x_request_id=own).headers["x-request-id"] == own

@@ -28,10 +28,10 @@ class Answer:
 
     def event(self, choices: list[dict], **more) -> dict:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.preparer.name,
-                     system_fingerprint=self.preparer.card.fingerprint, choices=choices, **more)
+                     system_fingerprint=self.preparer.fingerprint, choices=choices, **more)
         if self.wants_usage():
-            is_continuous = self.request.stream_options.continuous_usage_stats
-            event.setdefault("usage", self.usage() if is_continuous else None)
+            each = self.request.stream_options.continuous_usage_stats
+            event.setdefault("usage", self.usage() if each else None)
         return event
 
     def wants_usage(self) -> bool:

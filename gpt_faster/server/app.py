@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,7 @@ from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Strict, parse
 from gpt_faster.server.protocol import Request as Fields
 from gpt_faster.server.renderer import MAX_TEXT, Renderer, RenderError
-from gpt_faster.server.request_id import HEADER, begin, current, log_line
+from gpt_faster.server.request_id import HEADERS, begin, current, log_line
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
 from gpt_faster.server.responses import (
     RESPONSES,
@@ -63,24 +64,21 @@ from gpt_faster.server.responses import (
     ResponsesRequest,
     input_item_list,
 )
-from gpt_faster.server.text_routes import (
-    ApplyTemplateRequest,
-    DetokenizeRequest,
-    TextRoutes,
-    TokenizeRequest,
-)
+from gpt_faster.server.text_routes import DetokenizeRequest, TextRoutes, TokenizeRequest
+from gpt_faster.server.version import VERSION, commit
 from gpt_faster.server.wire import OPENAI, OpenAIWire
-from gpt_faster.version import VERSION, commit
 from sampling import RANGES
 
 PAGE = Path(__file__).with_name("page.html")
 PUBLIC = ("/", "/health", "/docs", "/openapi.json")        # a browser sends no key for a page
 BODY_TIMEOUT = 60                                  # seconds to receive a body
+KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
+BACKLOG = 2048                                     # connections not yet accepted
+LAST_RESPONSES = 3                                 # seconds to send them, once all is generated
 LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
 MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
 # Threads that prepare requests, by what one costs: no kind waits for another.
 PREPARING = dict(short=4, long=1, grammar=2, render=1)
-KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
@@ -153,7 +151,7 @@ class HttpServer:
         text = TextRoutes(self.preparer)
         queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
-                   Query("/apply-template", ApplyTemplateRequest, text.apply_template),
+                   Query("/apply-template", ChatRequest, text.apply_template),
                    Query("/render", RenderRequest, self.render, pool="render"),
                    Query("/v1/messages/count_tokens", CountRequest,
                          partial(count_tokens, self.preparer), ANTHROPIC)]
@@ -182,12 +180,13 @@ class HttpServer:
             self.app = CORSMiddleware(
                 self.app, allow_origins=origins, allow_methods=("GET", "HEAD", "POST", "DELETE"),
                 allow_headers=("*",), allow_private_network=True, max_age=3600,
-                expose_headers=("x-request-id", "retry-after"))
+                expose_headers=(*(name.decode() for name in HEADERS), "retry-after"))
 
     def config(self) -> uvicorn.Config:
         return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
                               ws="none", log_level="error", access_log=False, lifespan="off",
-                              server_header=False, timeout_keep_alive=30)
+                              server_header=False, timeout_keep_alive=30, backlog=BACKLOG,
+                              timeout_graceful_shutdown=LAST_RESPONSES)
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -207,13 +206,14 @@ class HttpServer:
             if scope["type"] != "http":
                 return await app(scope, receive, send)
             scope = dict(scope, path=self.canonical(scope["path"]))
-            status, request_id = [500], begin(scope["headers"])
+            request_id = begin(scope["headers"])
+            status = [500]                         # until a response begins
 
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
                     status[0] = message["status"]
-                    header = (HEADER, request_id.encode())
-                    message = dict(message, headers=[*message["headers"], header])
+                    ids = [(name, request_id.encode()) for name in HEADERS]
+                    message = dict(message, headers=[*message["headers"], *ids])
                 await send(message)
 
             try:
@@ -232,6 +232,10 @@ class HttpServer:
                 await app(scope, receive, send_and_record)
             except ClientDisconnect:
                 status[0] = 499
+            except asyncio.CancelledError:         # LAST_RESPONSES seconds after the last answer
+                if status[0] == 500:               # nothing was sent
+                    response = self.error_response(Request(scope), self.stopping())
+                    await response(scope, receive, send_and_record)
             except Exception as e:                 # log it; the client gets no details
                 where = e.__traceback__
                 while where.tb_next:
@@ -341,14 +345,14 @@ class HttpServer:
 
     async def models(self, request) -> Response:
         """The model"""
-        fields = self.preparer.card.fields
+        fields = self.preparer.card
         is_list = dict(object="list", data=[fields])
         return JSONResponse(model_list(fields) if is_anthropic(request) else is_list)
 
     async def one_model(self, request) -> Response:
         """The model, if this is its name"""
         self.preparer.check_name(request.path_params["name"])
-        fields = self.preparer.card.fields
+        fields = self.preparer.card
         return JSONResponse(model_info(fields) if is_anthropic(request) else fields)
 
     # ---- Kept responses -------------------------------------------------------------------------
@@ -436,7 +440,7 @@ class HttpServer:
 
     async def in_thread(self, pool: str, function: Callable, request: Fields):
         """function(request) in a thread of the pool."""
-        call = partial(call_safely, function, request)
+        call = partial(copy_context().run, call_safely, function, request)  # with the request id
         return await self.loop.run_in_executor(self.threads[pool], call)
 
     async def reply(self, raw_request: Request, query: Query) -> Response:
@@ -450,7 +454,8 @@ class HttpServer:
             request, n_bytes = await self.read(raw_request, endpoint.schema, reserve)
             if self.engine.draining:
                 raise self.stopping()
-            if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
+            max_waiting = self.options.max_queue + self.engine.slots.batch.n_row
+            if self.engine.load()[1] >= max_waiting:
                 raise self.busy()
             pool = pool_of(request, n_bytes)
             prepared = await self.in_thread(pool, endpoint.prepare, request)
@@ -667,6 +672,12 @@ def serve(session, slots, listener) -> None:
     metrics.slots.set(slots.batch.n_row)
     engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), HttpServer(session, engine, metrics)
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(BACKLOG)
+    except OSError as e:                           # another server was loading at the same time
+        raise OSError(f"cannot listen on {host}, port {port}: {e.strerror}: try another --port "
+                      "or --host") from None
     server = Server(http.config(), started)
 
     async def run():
@@ -687,10 +698,10 @@ def serve(session, slots, listener) -> None:
     gc.collect()
     gc.freeze()                                    # a collection of all objects takes 0.2 s
     old_handlers = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    host, port = listener.getsockname()[:2]
     http.loopback = is_loopback(host)
     thread.start()
-    started.wait(30)
+    if not started.wait(30):
+        raise RuntimeError("the HTTP thread did not start")
     warn_if_public(host, session.options.api_key)
     url_host = f"[{host}]" if ":" in host else host
     log(f"Serving {http.preparer.name} on http://{url_host}:{port} ({slots.batch.n_row} slots of "
@@ -701,5 +712,7 @@ def serve(session, slots, listener) -> None:
         server.should_exit = True                  # after sending the last responses
         thread.join(10)
         http.renderer.close()
+        for threads in http.threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         for s, handler in old_handlers.items():
             signal.signal(s, handler)

@@ -38,6 +38,7 @@ class LimitedProtocol(HttpToolsProtocol):
     deadline = unread = None                       # timers
     n_head = 0                                     # bytes received since the head began
     in_head = True                                 # no complete head since the last response
+    answering = None                               # the cycle that runs; self.cycle: the last begun
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
@@ -51,7 +52,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
         self._set_unread(None)
+        if self.answering:                         # uvicorn tells only the last of pipelined ones
+            self.answering.disconnected = True
+            self.answering.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle, app) -> None:
+        self.answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():            # refused: what comes after it is not read

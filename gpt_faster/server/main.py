@@ -62,7 +62,7 @@ def build_parser() -> Parser:
              "the server's own page")
     add("--served_name", metavar="NAME",
         help="the model's name in the API; default: the GGUF file's, the hub's (org/name) or the "
-             "directory's")
+              "directory's")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
              "speculation")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from pydantic.json_schema import models_json_schema
 
-from gpt_faster.version import VERSION
+from gpt_faster.server.version import VERSION
 
 REF = "#/components/schemas/"
 SUMMARIES = {
@@ -54,7 +54,7 @@ FIELDS = {
     "regex": "A regular expression that the answer matches",
     "grammar": "A Lark grammar that the answer follows",
     "ignore_eos": "Go on after the model's end tokens",
-    "user": "No effect",
+    "stop_token_ids": "Token ids that end the answer",
     "echo": "Repeat the prompt before the answer",
     "logprobs": "Return log-probabilities; completions: of so many alternatives",
     "top_logprobs": "Return the log-probabilities of so many alternatives",
@@ -64,6 +64,10 @@ FIELDS = {
     "tool_choice": "none, auto, required, or one function",
     "parallel_tool_calls": "false: one call at most",
     "chat_template_kwargs": "Variables of the chat template, e.g. enable_thinking",
+    "documents": "Texts that the chat template writes into the prompt, if it reads any",
+    "reasoning_effort": "How much to think, if the chat template knows it",
+    "enable_thinking": "false: do not think, if the chat template knows it",
+    "continue_final_message": "true: continue the last message instead of answering it",
     "include_reasoning": "false: do not send the model's thoughts",
     "add_generation_prompt": "false: do not begin the assistant's answer",
     "add_special_tokens": "Add what begins a text, e.g. BOS; default: true for prompt",
@@ -92,11 +96,6 @@ def describe(get_routes: Iterable, endpoints: Iterable, defaults: dict) -> dict:
     for each in endpoints:
         add_texts(schemas[each.schema.__name__], defaults)
     paths = {}
-    for route in get_routes:
-        methods = {method.lower() for method in route.methods} - {"head"}
-        path = route.path.replace(":path}", "}")
-        for method in sorted(methods):
-            paths.setdefault(path, {})[method] = operation(first_line(route.endpoint), path)
     for each in endpoints:
         body = dict(schema={"$ref": REF + each.schema.__name__})
         if each.path in EXAMPLES:
@@ -105,6 +104,11 @@ def describe(get_routes: Iterable, endpoints: Iterable, defaults: dict) -> dict:
         paths.setdefault(each.path, {})["post"] = dict(
             operation(summary, each.path),
             requestBody=dict(required=True, content={"application/json": body}))
+    for route in get_routes:
+        methods = {method.lower() for method in route.methods} - {"head"}
+        path = route.path.replace(":path}", "}")
+        for method in sorted(methods):
+            paths.setdefault(path, {})[method] = operation(first_line(route.endpoint), path)
     return dict(openapi="3.1.0", info=dict(title="gpt-faster", version=VERSION), paths=paths,
                 components=dict(schemas=schemas, securitySchemes=dict(
                     key=dict(type="http", scheme="bearer"))), security=[{}, dict(key=[])])

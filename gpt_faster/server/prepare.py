@@ -10,13 +10,15 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from checkpoint import Unforeseen
 from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
-from gpt_faster.server.model_card import ModelCard
+from gpt_faster.server.model_card import fingerprint, model_card
+from gpt_faster.server.names import model_names
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
@@ -71,8 +73,10 @@ class RequestPreparer:
         self.session, self.options, self.tokenizer = session, session.options, session.tokenizer
         self.limit = session.length
         self.n_vocab = session.model.cfg.vocab_size
-        self.card = ModelCard(session)
-        self.name = self.card.name
+        names = model_names(session.source.path, self.options.checkpoint_path,
+                            self.options.served_name)
+        self.name, self.names = names[0], frozenset(names)
+        self.card = model_card(session, self.name)
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -84,8 +88,12 @@ class RequestPreparer:
                       for i in range(self.tokenizer.n_vocab))
         self.max_bytes = self.limit * longest      # of a prompt that fits
 
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.session)
+
     def check_name(self, name: str | None) -> None:
-        if not self.card.accepts(name):
+        if name and name not in self.names:
             raise ApiError(404, f"the model '{name[:100]}' does not exist: this server serves "
                            f"'{self.name}'", param="model", code="model_not_found")
 

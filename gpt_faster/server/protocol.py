@@ -20,7 +20,6 @@ from pydantic import (
     PlainValidator,
     PrivateAttr,
     ValidationError,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -31,9 +30,6 @@ from sampling import Range
 
 MAX_PROMPTS, MAX_CONTAINERS = 128, 50_000
 MAX_INT = (1 << 63) - 1
-PROMPT = {"anyOf": [dict(type="string"), dict(type="array", items=dict(type="string")),
-                    dict(type="array", items=dict(type="integer")),
-                    dict(type="array", items=dict(type="array", items=dict(type="integer")))]}
 JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.S)    # optional end: no backtracking
 
 # Of all numbers of a request. max_tokens is also cut to the room that the prompt leaves.
@@ -80,21 +76,20 @@ def ranged(name: str):
     return Annotated[LIMITS[name].kind, BeforeValidator(partial(number, name)), stated(name)]
 
 
+def stated(name: str, minimum: int | None = None) -> Any:
+    """The range in the API's description (openapi.py); validators do not state theirs."""
+    allowed = LIMITS[name]
+    low = "exclusiveMinimum" if allowed.above else "minimum"
+    return Field(json_schema_extra={low: allowed.minimum if minimum is None else minimum,
+                                    "maximum": allowed.maximum})
+
+
 def number(name: str, value) -> int | float:
     """The value within its range in LIMITS. ValueError states the range."""
     if type(value) not in (int, float):
         what = "an integer" if LIMITS[name].kind is int else "a number"
         raise ValueError(f"expected {what}, got {found(value)}")
     return LIMITS[name].of(value)
-
-
-def stated(name: str, minimum: int | None = None) -> Any:
-    """The range, in the API's description; validators do not state theirs."""
-    allowed = LIMITS[name]
-    low = "exclusiveMinimum" if allowed.above else "minimum"
-    kind = "integer" if allowed.kind is int else "number"
-    return WithJsonSchema({"type": kind, low: allowed.minimum if minimum is None else minimum,
-                           "maximum": allowed.maximum})
 
 
 def checked_top_k(top_k):
@@ -114,6 +109,9 @@ def checked_logprobs(logprobs):
 
 def as_list(value):
     return [value] if isinstance(value, str) else value
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 def checked_prompt(prompt):
@@ -162,7 +160,8 @@ class Request(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: ranged("n") | None = None
-    stop: Annotated[list[str], BeforeValidator(as_list)] | None = None
+    stop: Annotated[list[str], BeforeValidator(
+        as_list, json_schema_input_type=str | list[str])] | None = None
     stop_token_ids: list[ranged("token id")] | None = None
     max_tokens: ranged("max_tokens") | None = None         # -1: no limit
     temperature: ranged("temperature") | None = None
@@ -173,7 +172,8 @@ class Request(Strict):
     frequency_penalty: ranged("frequency_penalty") | None = None
     presence_penalty: ranged("presence_penalty") | None = None
     logit_bias: Annotated[dict[str, ranged("logit_bias")], Field(max_length=4096)] | None = None
-    seed: Annotated[int | None, PlainValidator(checked_seed), stated("seed")] = None
+    seed: Annotated[int | None, PlainValidator(checked_seed, json_schema_input_type=int),
+                    stated("seed")] = None
     regex: str | None = None
     grammar: str | None = None
     response_format: ResponseFormat | None = None
@@ -186,9 +186,10 @@ class Request(Strict):
 
 
 class CompletionRequest(Request):
-    prompt: Annotated[Any, PlainValidator(checked_prompt), WithJsonSchema(PROMPT)]
+    prompt: Annotated[Any, PlainValidator(checked_prompt, json_schema_input_type=Prompt)]
     echo: bool | None = None
-    logprobs: Annotated[int | None, PlainValidator(checked_logprobs), stated("logprobs")] = None
+    logprobs: Annotated[int | None, PlainValidator(checked_logprobs, json_schema_input_type=int),
+                        stated("logprobs")] = None
     best_of: ranged("best_of") | None = None
     add_special_tokens: bool | None = None         # false: no BOS in front of the prompt
 
@@ -269,7 +270,8 @@ class ToolCall(Lenient):
 
 class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[Content, BeforeValidator(as_parts)] = []
+    content: Annotated[Content, BeforeValidator(
+        as_parts, json_schema_input_type=str | Content)] = []
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -343,6 +345,7 @@ def tool_name(tool) -> str:
     raise ValueError("a tool is named by {\"type\": \"function\", \"function\": {\"name\": …}}")
 
 
+Choice = Literal["none", "auto", "required"] | dict[str, Any]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -352,7 +355,8 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: ranged("top_logprobs") | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[ToolChoice, BeforeValidator(checked_tool_choice)] | None = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(
+        checked_tool_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None          # for templates that read them

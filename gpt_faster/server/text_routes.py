@@ -15,12 +15,8 @@ from gpt_faster.server.protocol import ApiError, ChatRequest, Message, Strict
 from gpt_faster.text.chat_template import encode_chat, render, special_tokens
 
 
-class ApplyTemplateRequest(ChatRequest):
-    """A chat's request: what does not concern its prompt has no effect."""
-
-
-class TokenizeRequest(ApplyTemplateRequest):
-    """A text, or a chat's request."""
+class TokenizeRequest(ChatRequest):
+    """A text, or a chat's request: what does not concern its prompt has no effect."""
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     prompt: str | None = None                      # vLLM
@@ -110,7 +106,7 @@ class TextRoutes:
                 run.append(i)
         return text + self.tokenizer.decode(run)
 
-    def apply_template(self, request: ApplyTemplateRequest) -> dict:
+    def apply_template(self, request: ChatRequest) -> dict:
         messages, template_args = self.preparer.chat_parts(request)
         prompt = self.preparer.encode(
             "messages", lambda: render(self.tokenizer, messages, **template_args))

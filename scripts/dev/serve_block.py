@@ -21,8 +21,10 @@ def user(text: str) -> list[dict]:
 
 def slow_schema(n: int, salt: int) -> dict:
     """A JSON schema whose grammar takes long to compile."""
-    fields = {f"field{salt}_{i}": dict(type="string", pattern=f"^(a|b){{{i % 50 + 1},60}}c$") for i in range(n)}
-    return dict(type="object", properties=fields, required=list(fields), additionalProperties=False)
+    fields = {f"field{salt}_{i}": dict(type="string", pattern=f"^(a|b){{{i % 50 + 1},60}}c$")
+              for i in range(n)}
+    return dict(type="object", properties=fields, required=list(fields),
+                additionalProperties=False)
 
 
 def cases(limit: int) -> dict[str, list[tuple[str, bytes]]]:
@@ -38,20 +40,27 @@ def cases(limit: int) -> dict[str, list[tuple[str, bytes]]]:
         "7 MB prompt": [(COMPLETIONS, b'{"prompt": "' + b"a " * 3_500_000 + b'"}')],
         "4 prompts of 7 MB": [(COMPLETIONS, b'{"prompt": "' + b"a " * 3_500_000 + b'"}')] * 4,
         "7 MB of escapes": [(COMPLETIONS, b'{"prompt": "' + rb"\u0061" * 1_200_000 + b'"}')],
-        "40 prompts near the limit of bytes": [form(COMPLETIONS, prompt=f"{i} {dense}") for i in range(40)],
-        "20 chats near the limit of bytes": [form(CHAT, messages=user(f"{i} {dense}")) for i in range(20)],
+        "40 prompts near the limit of bytes": [form(COMPLETIONS, prompt=f"{i} {dense}")
+                                               for i in range(40)],
+        "20 chats near the limit of bytes": [form(CHAT, messages=user(f"{i} {dense}"))
+                                             for i in range(20)],
         "one prompt that fills a slot": [form(COMPLETIONS, prompt=fits)],
-        "100 prompts of a third of a slot": [form(COMPLETIONS, prompt=f"{i} {fits[:limit]}") for i in range(100)],
+        "100 prompts of a third of a slot": [form(COMPLETIONS, prompt=f"{i} {fits[:limit]}")
+                                             for i in range(100)],
         "50,000 token ids, 128 prompts": [form(COMPLETIONS, prompt=[[5] * 390] * 128)],
         "10^6 token ids": [form(COMPLETIONS, prompt=[5] * 1_000_000)] * 4,
         "16,000 messages": [form(CHAT, messages=user("a") * 16_000)] * 4,
         "1,500 messages": [form(CHAT, messages=user("a") * 1_500)] * 20,
-        "schemas that compile slowly": [form(CHAT, messages=user("a"), response_format=dict(
-            type="json_schema", json_schema=dict(schema=slow_schema(120, i + int(time.time()))))) for i in range(8)],
-        "regex with many states": [form(COMPLETIONS, prompt="a", max_tokens=20, regex=f"{i}?(a|b)*a(a|b|c){{{40 + i}}}")
-                                   for i in range(4)],
+        "schemas that compile slowly": [
+            form(CHAT, messages=user("a"), response_format=dict(
+                type="json_schema", json_schema=dict(schema=slow_schema(120, salt))))
+            for salt in range(int(time.time()), int(time.time()) + 8)],
+        "regex with many states": [
+            form(COMPLETIONS, prompt="a", max_tokens=20, regex=f"{i}?(a|b)*a(a|b|c){{{40 + i}}}")
+            for i in range(4)],
         "128 choices": [form(COMPLETIONS, prompt="a b c", n=64, max_tokens=4)],
-        "4096 biases": [form(COMPLETIONS, prompt=f"a {i}", logit_bias=wide, max_tokens=4) for i in range(20)],
+        "4096 biases": [form(COMPLETIONS, prompt=f"a {i}", logit_bias=wide, max_tokens=4)
+                        for i in range(20)],
     }
 
 
@@ -76,7 +85,7 @@ class Stream(threading.Thread):
 
     def __init__(self, base: str, key: str):
         super().__init__(daemon=True)
-        self.base, self.key, self.times = base, key, []
+        self.base, self.key, self.times, self.is_over = base, key, [], False
 
     def run(self) -> None:
         body = dict(prompt="one two", max_tokens=600, stream=True, ignore_eos=True)
@@ -84,8 +93,15 @@ class Stream(threading.Thread):
         connection.request("POST", COMPLETIONS, json.dumps(body), {
             "Content-Type": "application/json", "Authorization": f"Bearer {self.key}"})
         for line in connection.getresponse():
+            if self.is_over:
+                break
             if line.strip():
                 self.times.append(time.perf_counter())
+        connection.close()
+
+    def stop(self) -> None:
+        self.is_over = True
+        self.join()
 
 
 def measure(base: str, key: str, requests: list) -> dict:
@@ -93,11 +109,12 @@ def measure(base: str, key: str, requests: list) -> dict:
     stream = Stream(base, key)
     stream.start()
     time.sleep(0.3)
-    threads = [threading.Thread(target=lambda r=r: results.append(post(base, key, *r))) for r in requests]
+    threads = [threading.Thread(target=lambda r=r: results.append(post(base, key, *r)))
+               for r in requests]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
-    short, tool, health = [], [], []
+    short, grammar, health = [], [], []
 
     def probe(times, path, body):
         while not done.is_set() and time.perf_counter() - start < SECONDS:
@@ -105,9 +122,10 @@ def measure(base: str, key: str, requests: list) -> dict:
             time.sleep(0.02)
 
     one = json.dumps(dict(prompt="a", max_tokens=1)).encode()
-    with_tool = json.dumps(dict(messages=user("a"), max_tokens=1, response_format=dict(type="json_object"))).encode()
+    with_grammar = json.dumps(dict(messages=user("a"), max_tokens=1,
+                                   response_format=dict(type="json_object"))).encode()
     probes = [threading.Thread(target=probe, args=args) for args in (
-        (short, COMPLETIONS, one), (tool, CHAT, with_tool), (health, "/health", b""))]
+        (short, COMPLETIONS, one), (grammar, CHAT, with_grammar), (health, "/health", b""))]
     for each in probes:
         each.start()
     for thread in threads:
@@ -117,12 +135,13 @@ def measure(base: str, key: str, requests: list) -> dict:
         each.join()
     seconds = time.perf_counter() - start
     gaps = [b - a for a, b in zip(stream.times, stream.times[1:]) if b > start] or [0]
-    stream.join(60)
-    worst = {name: max(times)[0] for name, times in (("short", short), ("grammar", tool), ("health", health))}
+    stream.stop()
+    worst = dict(short=short, grammar=grammar, health=health)
+    worst = {name: round(max(times)[0], 3) for name, times in worst.items()}
     statuses = [status for _, status in results]
-    return dict({k: round(v, 3) for k, v in worst.items()}, pause=round(max(gaps), 3), all=round(seconds, 2),
+    return dict(worst, pause=round(max(gaps), 3), all=round(seconds, 2),
                 status={s: statuses.count(s) for s in sorted(set(statuses))},
-                not_200=sum(s != 200 for _, s in short + tool))
+                not_200=sum(s != 200 for _, s in short + grammar))
 
 
 def main() -> None:
@@ -134,8 +153,10 @@ def main() -> None:
     connection = http.client.HTTPConnection(urlparse(args.base).netloc)
     connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {args.key}"})
     limit = json.loads(connection.getresponse().read())["data"][0]["max_model_len"]
-    print("seconds: the slowest of the one-token requests, with a grammar, /health; a stream's longest pause; all")
-    print("alone", measure(args.base, args.key, [(COMPLETIONS, json.dumps(dict(prompt="a", max_tokens=60)).encode())]))
+    print("seconds: the slowest one-token request, one with a grammar, /health; a stream's longest "
+          "pause; all")
+    alone = json.dumps(dict(prompt="a", max_tokens=60)).encode()
+    print("alone", measure(args.base, args.key, [(COMPLETIONS, alone)]))
     for name, requests in cases(limit).items():
         if args.only in name:
             print(name, measure(args.base, args.key, requests), flush=True)

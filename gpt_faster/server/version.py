@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 VERSION = "0.1.0"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @lru_cache(1)
