@@ -270,17 +270,21 @@ class HttpServer:
                 body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
             except asyncio.TimeoutError:
                 raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-            request = parse(endpoint.schema, body, self.preparer.limit)
+            read = partial(parse, endpoint.schema, body, self.preparer.limit)
+            is_long = len(body) > LONG_BODY
+            request = await self.in_thread("long", read) if is_long else read()
             self.preparer.check_name(request.model)
             if self.engine.draining:
                 raise self.stopping()
             if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
                 raise self.busy()
-            kind = "long" if len(body) > LONG_BODY else "short"
+            kind = "long" if is_long else "short"
             if needs_grammar(request):
                 kind = "grammar"
-            prepare = partial(in_thread, endpoint.prepare, request)
-            return request, await self.loop.run_in_executor(self.threads[kind], prepare)
+            return request, await self.in_thread(kind, partial(endpoint.prepare, request))
+
+    async def in_thread(self, kind: str, run: Callable):
+        return await self.loop.run_in_executor(self.threads[kind], partial(with_exceptions, run))
 
     async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
         request, prepared = await self.prepare(raw_request, endpoint)
@@ -425,10 +429,10 @@ def needs_grammar(request) -> bool:
             or any(getattr(request, name, None) for name in names))
 
 
-def in_thread(prepare: Callable, request: Fields) -> PreparedRequest:
-    """prepare(request); every error as one that a handler of the application gets."""
+def with_exceptions(run: Callable):
+    """run(); every error as one that a handler of the application gets."""
     try:
-        return prepare(request)
+        return run()
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except Exception:
