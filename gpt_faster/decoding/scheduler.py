@@ -204,7 +204,7 @@ class Scheduler:
         self.poll = lambda: None                   # called before `waiting` is read
         self.waiting, self.running, self.prefilling = deque(), {}, {}
         self.suspects = deque()                    # groups of generations that must run apart
-        self.has_overtaken = False                 # the last prefill was not of the oldest prompt
+        self.n_ahead = 0                           # tokens prefilled ahead of the oldest prompt
         self.cached_ids = [[] for _ in range(batch.n_row)]     # by row
         self.n_written = [0] * batch.n_row         # furthest position written, by row: beyond
                                                    # cached_ids where drafts were rejected
@@ -393,13 +393,19 @@ class Scheduler:
         return self._prefill(active, ends, complete, n_cached)
 
     def _next_prompt(self) -> Generation:
-        """The shortest prompt, so that it waits for one chunk of a long one, not for all; in the
-        call after that the oldest, so that a long one is not left waiting for ever."""
-        oldest, *others = self.prefilling.values()
-        shortest = min((oldest, *others), key=lambda g: len(g.prompt_ids) - g.n_prefilled)
-        first = oldest if self.has_overtaken or self.max_prefill is None else shortest
-        self.has_overtaken = first is not oldest
-        return first
+        """The oldest prompt, or shorter ones ahead of it, so that they wait for one chunk of a long
+        one, not for all: at most a chunk's work between two of its chunks, so that it goes on."""
+        def n_left(generation):
+            return len(generation.prompt_ids) - generation.n_prefilled
+
+        oldest = next(iter(self.prefilling.values()))
+        shortest = min(self.prefilling.values(), key=n_left)
+        if shortest is not oldest and self.max_prefill is not None:
+            self.n_ahead += max(n_left(shortest), self.max_prefill // 8)   # a call's least cost
+            if self.n_ahead <= self.max_prefill:
+                return shortest
+        self.n_ahead = 0
+        return oldest
 
     def _prefill(self, active, ends: dict[int, int], complete: set[int], n_cached: int):
         """Prefill positions [n_cached, ends[row]) of each row; complete: rows whose prompt ends."""

@@ -434,20 +434,21 @@ class HttpServer:
             body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
         except asyncio.TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(schema, body, self.preparer.limit)
+        run = partial(parse, schema, body, self.preparer.limit)
+        request = await self.in_thread("long", run) if len(body) > LONG_BODY else run()
         self.preparer.check_name(request.model)
         return request, len(body)
 
-    async def in_thread(self, pool: str, function: Callable, request: Fields):
-        """function(request) in a thread of the pool."""
-        call = partial(copy_context().run, call_safely, function, request)  # with the request id
+    async def in_thread(self, pool: str, run: Callable):
+        """run() in a thread of the pool."""
+        call = partial(copy_context().run, call_safely, run)           # with the request id
         return await self.loop.run_in_executor(self.threads[pool], call)
 
     async def reply(self, raw_request: Request, query: Query) -> Response:
         with self.body_memory() as reserve:
             request, n_bytes = await self.read(raw_request, query.schema, reserve)
             pool = query.pool or pool_of(request, n_bytes)
-            return JSONResponse(await self.in_thread(pool, query.run, request))
+            return JSONResponse(await self.in_thread(pool, partial(query.run, request)))
 
     async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
         with self.body_memory() as reserve:
@@ -458,7 +459,7 @@ class HttpServer:
             if self.engine.load()[1] >= max_waiting:
                 raise self.busy()
             pool = pool_of(request, n_bytes)
-            prepared = await self.in_thread(pool, endpoint.prepare, request)
+            prepared = await self.in_thread(pool, partial(endpoint.prepare, request))
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
@@ -635,10 +636,10 @@ def pool_of(request: Fields, n_bytes: int) -> str:
     return "long" if n_bytes > LONG_BODY or has_history else "short"
 
 
-def call_safely(function: Callable, request: Fields):
-    """function(request); every error as one that a handler of the application gets."""
+def call_safely(run: Callable):
+    """run(); every error as one that a handler of the application gets."""
     try:
-        return function(request)
+        return run()
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except Exception:
