@@ -13,12 +13,16 @@ import threading
 
 import torch
 
+from generate import log
+from gpt_faster.decoding.json_schema import rewrite, rewrite_in_lark
 from gpt_faster.text.chat_template import continuation_backend
 from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
 MAX_COMPILED = 64                                  # cached grammars; the oldest is evicted first
+MAX_TEXT = {"regex": 4000, "grammar": 20_000}      # characters: llguidance needs up to 3 s
+STACK = 512 << 20                                  # bytes: llguidance recurses along references
 
 
 def import_llguidance():
@@ -85,8 +89,8 @@ class Grammars:
             return None
         compiled = self.compiled.get(spec)
         if compiled is None:
-            compiled = self._compile(*spec)        # slow, so outside the lock
-            with self.lock:
+            compiled = with_deep_stack(lambda: self._compile(*spec))
+            with self.lock:                        # not while compiling, which is slow
                 while len(self.compiled) >= MAX_COMPILED:
                     del self.compiled[next(iter(self.compiled))]
                 self.compiled[spec] = compiled
@@ -96,6 +100,8 @@ class Grammars:
 
     def _compile(self, kind: str, text: str):
         make = self.library.LLMatcher
+        if len(text) > MAX_TEXT.get(kind, len(text)):
+            raise ValueError(f"{kind}: at most {MAX_TEXT[kind]:,} characters are supported")
         try:
             if kind == "json_schema":              # compact: white space could be endless
                 grammar = make.grammar_from_json_schema(text, defaults=dict(
@@ -103,7 +109,7 @@ class Grammars:
             elif kind == "regex":
                 grammar = make.grammar_from_regex(text)
             else:
-                grammar = make.grammar_from_lark(text)
+                grammar = make.grammar_from_lark(rewrite_in_lark(text))
             matcher = make(self.tokenizer, grammar, log_level=0)
         except ValueError as e:
             raise ValueError(f"{kind}: {e}") from None
@@ -111,6 +117,32 @@ class Grammars:
             reason = " ".join(matcher.get_error().split())
             raise ValueError(f"{kind}: {reason[:300]}")
         return matcher
+
+
+def with_deep_stack(function):
+    """function() in a thread of its own, whose stack bears a long chain of references."""
+    results = []
+
+    def run():
+        try:
+            results.append((function(), None))
+        except Exception as e:
+            results.append((None, e))
+    with STACK_LOCK:                               # the size is the process's
+        before = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    [(value, error)] = results
+    if error is not None:
+        raise error
+    return value
+
+
+STACK_LOCK = threading.Lock()
 
 
 def json_schema(text: str) -> tuple[str, str]:
@@ -121,4 +153,7 @@ def json_schema(text: str) -> tuple[str, str]:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, got {type(schema).__name__}")
-    return "json_schema", json.dumps(schema)
+    document, notes = rewrite(schema)
+    for note in notes[:1]:
+        log(f"note: {note}")
+    return "json_schema", json.dumps(document)
