@@ -9,6 +9,7 @@ Compiles each JSON schema, regular expression or Lark grammar once, and makes a 
 """
 
 import json
+import re
 import threading
 
 import torch
@@ -22,6 +23,7 @@ KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
 MAX_COMPILED = 64                                  # cached grammars; the oldest is evicted first
 MAX_TEXT = {"regex": 4000, "grammar": 20_000}      # characters: llguidance needs up to 3 s
+OVERLAP = '"oneOf" is supported if no value can match two of its options'
 STACK = 512 << 20                                  # bytes: llguidance recurses along references
 
 
@@ -100,8 +102,6 @@ class Grammars:
 
     def _compile(self, kind: str, text: str):
         make = self.library.LLMatcher
-        if len(text) > MAX_TEXT.get(kind, len(text)):
-            raise ValueError(f"{kind}: at most {MAX_TEXT[kind]:,} characters are supported")
         try:
             if kind == "json_schema":              # compact: white space could be endless
                 grammar = make.grammar_from_json_schema(text, defaults=dict(
@@ -109,12 +109,14 @@ class Grammars:
             elif kind == "regex":
                 grammar = make.grammar_from_regex(text)
             else:
-                grammar = make.grammar_from_lark(rewrite_in_lark(text))
+                grammar = make.grammar_from_lark(text)
             matcher = make(self.tokenizer, grammar, log_level=0)
         except ValueError as e:
             raise ValueError(f"{kind}: {e}") from None
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
+            reason = re.sub("^panic: .*", "the grammar is too large", reason)
+            reason = re.sub("^oneOf constraints are not supported.*", OVERLAP, reason)
             raise ValueError(f"{kind}: {reason[:300]}")
         return matcher
 
@@ -143,6 +145,21 @@ def with_deep_stack(function):
 
 
 STACK_LOCK = threading.Lock()
+
+
+def regex(text: str) -> tuple[str, str]:
+    return "regex", of_limited_size("regex", text)
+
+
+def lark(text: str) -> tuple[str, str]:
+    """The spec of a grammar in llguidance's dialect of Lark. ValueError if a %json is invalid."""
+    return "grammar", rewrite_in_lark(of_limited_size("grammar", text))
+
+
+def of_limited_size(kind: str, text: str) -> str:
+    if len(text) > MAX_TEXT[kind]:
+        raise ValueError(f"{kind}: at most {MAX_TEXT[kind]:,} characters are supported")
+    return text
 
 
 def json_schema(text: str) -> tuple[str, str]:

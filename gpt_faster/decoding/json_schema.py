@@ -22,7 +22,7 @@ LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf,      # rounding goes this way
+BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf,      # allowed numbers are this way
           "maximum": -math.inf, "exclusiveMaximum": -math.inf}
 KEPT = {*COUNTS, *BOUNDS, "type", "enum", "const", "required", "multipleOf", "pattern", "format"}
 # What llguidance cannot keep, by the type of value that it restricts ("" for any). Each has values
@@ -49,7 +49,10 @@ PATTERNS = {
 
 MAX_PATTERN = 4000                                 # characters: llguidance needs half a second
 MAX_PATTERNS = 20_000                              # of all patterns together
+MAX_SCHEMAS = 20_000                               # within a schema
+MAX_PROPERTIES = 2000                              # of one object: half a second
 MAX_MULTIPLE = 100_000                             # an automaton of so many states
+SMALLEST = 1e-30                                   # above an exclusive bound of 0
 
 
 class Bundle:
@@ -57,7 +60,7 @@ class Bundle:
 
     def __init__(self):
         self.definitions, self.names, self.roots = {}, {}, []
-        self.n_pattern = 0
+        self.n_pattern = self.n_schema = 0
         self.notes = []                            # restrictions that are not kept
 
     def add(self, schema, name: str = "#") -> dict | bool:
@@ -73,13 +76,17 @@ class Bundle:
             raise ValueError("the schema is nested too deeply") from None
 
     def document(self, schema: dict | bool) -> dict:
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
+        if schema is False:
+            raise ValueError("the schema allows no value")
+        schema = {} if schema is True else schema
         return {**schema, "$defs": self.definitions} if self.definitions else schema
 
     # ---- One schema -----------------------------------------------------------------------------
 
     def _rewrite(self, source, node, path: str) -> dict | bool:
+        self.n_schema += 1
+        if self.n_schema > MAX_SCHEMAS:
+            raise ValueError(f"more than {MAX_SCHEMAS:,} schemas in one are not supported")
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -122,6 +129,8 @@ class Bundle:
     def _rewrite_named(self, source, values, path: str) -> dict:
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected an object of schemas")
+        if len(values) > MAX_PROPERTIES:
+            raise ValueError(f"{path}: more than {MAX_PROPERTIES:,} are not supported")
         if path.endswith("/patternProperties"):
             values = {self._pattern(name, path): value for name, value in values.items()}
         return {name: self._rewrite(source, value, f"{path}/{escaped(name)}")
@@ -138,7 +147,7 @@ class Bundle:
                 map(is_exact, value if key == "enum" and isinstance(value, list) else [value])):
             raise ValueError(f'{path}: "{key}" has a number that is not exact in 64 bits')
         if key in BOUNDS and is_number(value):
-            value = rounded(value, BOUNDS[key], f"{path}/{key}")
+            return bound(node, key, path)
         if key in COUNTS and isinstance(value, float) and value.is_integer():
             value = int(value)
         if key == "minProperties" and isinstance(value, int):
@@ -471,16 +480,27 @@ def is_exact(value) -> bool:
     return True
 
 
-def rounded(bound, towards: float, path: str):
-    """A bound as a number of 64 bits that excludes what the bound excludes."""
-    try:
-        value = float(bound)
-    except OverflowError:
-        raise ValueError(f'{path}: "{path.rpartition("/")[2]}" is too large') from None
-    if value == bound:
-        return bound
-    is_outside = value < bound if towards > 0 else value > bound
-    return math.nextafter(value, towards) if is_outside else value
+def bound(node: dict, key: str, path: str) -> dict:
+    """A bound in numbers of 64 bits, which may exclude more but no less.
+
+    An exclusive one of numbers becomes inclusive: llguidance allows 0 for {"exclusiveMinimum": 0,
+    "maximum": 0.5}.
+    """
+    towards, limit = BOUNDS[key], node[key]
+    is_far = limit > 2**63 - 1 if towards > 0 else limit < -2**63
+    if is_far or abs(limit) > 1e300:
+        raise ValueError(f'{path}: "{key}" is not supported with so large a number')
+    if float(limit) != limit:
+        limit = math.nextafter(float(limit), towards)
+    if not key.startswith("exclusive"):
+        exclusive = f"exclusive{key.capitalize()}"
+        return {key: limit} if exclusive not in node or node.get("type") == "integer" else {}
+    if node.get("type") == "integer":
+        return {key: limit}
+    key = key.removeprefix("exclusive").lower()
+    limit += math.copysign(max(abs(limit) * 2**-50, SMALLEST), towards)
+    inclusive = bound({key: node[key]}, key, path)[key] if is_number(node.get(key)) else limit
+    return {key: max(limit, inclusive) if towards > 0 else min(limit, inclusive)}
 
 
 def rewrite(schema: dict | bool) -> tuple[dict, list[str]]:

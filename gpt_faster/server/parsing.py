@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from generate import log
+from gpt_faster.decoding.json_schema import Bundle
 from gpt_faster.text.reasoning import partial_marker_length, speaks_harmony
 
 Call = tuple[str, dict]                            # a tool's name, and its arguments
@@ -149,17 +151,21 @@ def tool_call_grammar(tools: list[dict], tool_format: ToolFormat) -> tuple[str, 
     if tool_format.name == "qwen_xml":
         raise ValueError("tool_choice cannot be forced with XML tool calls: use auto, or start "
                          "the server with --tool_format hermes")
-    calls = [dict(type="object", additionalProperties=False,
-                  required=["name", tool_format.arguments],
-                  properties={"name": {"const": tool["function"]["name"]}, tool_format.arguments:
-                              tool["function"].get("parameters") or {"type": "object"}})
-             for tool in tools]
-    schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    bundle, calls = Bundle(), []
+    for i, tool in enumerate(tools):
+        parameters = tool["function"].get("parameters") or {"type": "object"}
+        arguments = bundle.add(parameters, f"tools.{i}.function.parameters")
+        calls.append(dict(type="object", additionalProperties=False,
+                          required=["name", tool_format.arguments],
+                          properties={"name": {"const": tool["function"]["name"]},
+                                      tool_format.arguments: arguments}))
+    for note in bundle.notes[:1]:
+        log(f"serve.py: note: {note}")
+    document = bundle.document(calls[0] if len(calls) == 1 else {"anyOf": calls})
     if tool_format.bare_json:
-        return "json_schema", schema
-    options = '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", ' \
-              '"key_separator": ": "}'
-    schema = "{" + options + ", " + schema[1:]
+        return "json_schema", json.dumps(document)
+    options = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+    schema = json.dumps({"x-guidance": options, **document})
     return "grammar", f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from checkpoint import Unforeseen
 from generate import log, split_stops
-from gpt_faster.decoding.grammar import json_schema
+from gpt_faster.decoding.grammar import json_schema, lark, regex
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
 from gpt_faster.server.parsing import (
@@ -32,7 +32,7 @@ from sampling import RANGES
 
 COMPLETION_TOKENS = 16                             # OpenAI's default max_tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256               # all are searched after each token
-ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = {"type": "object"}
 
 
 @dataclass
@@ -138,12 +138,16 @@ class RequestPreparer:
     def grammar(self, request: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
         grammars = self.plain_grammars(request)
         if (form := request.response_format) and form.type != "text":
-            if form.type == "json_schema" and form.json_schema is None:
+            schema = form.json_schema.schema_ if form.json_schema else form.schema_
+            if form.type == "json_schema" and schema is None:
                 raise ApiError(400, "response_format: json_schema is missing",
                                param="response_format")
-            schema = form.json_schema.schema_ if form.type == "json_schema" else None
-            text = ANY_OBJECT if schema is None else json.dumps(schema)
-            grammars["response_format"] = json_schema(text)
+            try:
+                if form.type == "json_object" and not schema:
+                    schema = ANY_OBJECT
+                grammars["response_format"] = json_schema(json.dumps(schema))
+            except ValueError as e:
+                raise ApiError(400, str(e), param="response_format") from None
         if tools and request.tool_choice not in (None, "auto"):
             if request.tool_choice != "required":
                 name = request.tool_choice.function.name
@@ -157,8 +161,14 @@ class RequestPreparer:
         return self.compile_grammar(grammars, request.ignore_eos)
 
     def plain_grammars(self, request: Request) -> dict[str, tuple[str, str]]:
-        return {kind: (kind, text) for kind in ("regex", "grammar")
-                if (text := getattr(request, kind)) is not None}
+        grammars = {}
+        for kind, spec_of in (("regex", regex), ("grammar", lark)):
+            try:
+                if (text := getattr(request, kind)) is not None:
+                    grammars[kind] = spec_of(text)
+            except ValueError as e:
+                raise ApiError(400, str(e), param=kind) from None
+        return grammars
 
     def compile_grammar(self, grammars: dict[str, tuple[str, str]],
                 ignore_eos: bool | None) -> tuple[str, str] | None:

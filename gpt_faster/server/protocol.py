@@ -152,6 +152,7 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")   # llama.cpp's place for it
 
 
 class ChatRequest(Request):
