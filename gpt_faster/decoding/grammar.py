@@ -15,13 +15,15 @@ import threading
 import torch
 
 from generate import log
+from gpt_faster.decoding.after_thoughts import AfterThoughts, Vocabulary
 from gpt_faster.decoding.json_schema import rewrite, rewrite_in_lark
 from gpt_faster.text.chat_template import continuation_backend
+from gpt_faster.text.reasoning import ThoughtFormat
 from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
-MAX_COMPILED = 64                                  # cached grammars; the oldest is evicted first
+MAX_COMPILED = 256                                 # cached grammars; one long unused goes first
 MAX_TEXT = {"regex": 4000, "grammar": 20_000}      # characters: llguidance needs up to 3 s
 OVERLAP = '"oneOf" is supported if no value can match two of its options'
 STACK = 512 << 20                                  # bytes: llguidance recurses along references
@@ -60,9 +62,16 @@ class Matcher:
     def __init__(self, matcher):
         self.matcher = matcher
 
+    def begin(self, prompt: list[int]) -> None:
+        """The answer follows this prompt, which the grammar does not depend on."""
+
     def advance(self, token_id: int) -> None:
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token_id)
+
+    def try_advance(self, token_id: int) -> bool:
+        """Whether the grammar allows the token; advances if so."""
+        return self.matcher.try_consume_tokens([token_id]) == 1
 
     def fill(self, words: torch.Tensor) -> None:
         """Set the allowed tokens' bits in words int32 [V / 32]. Only the end-of-sequence tokens
@@ -84,21 +93,31 @@ class Grammars:
         wrapper = self.library.TokenizerWrapper(vocabulary)
         self.tokenizer = self.library.LLTokenizer(wrapper, eos_token=eos_ids)
         self.compiled, self.lock = {}, threading.Lock()
+        self.vocabulary_args, self.vocabulary = (tokenizer, n_vocab, eos_ids), None
 
     def matcher(self, spec: tuple[str, str] | None) -> Matcher | None:
         """spec: one of KINDS, and its text. ValueError if it is invalid, with one line."""
         if spec is None:
             return None
-        compiled = self.compiled.get(spec)
-        if compiled is None:
+        with self.lock:
+            compiled = self.compiled.pop(spec, None)
+            if compiled is not None:
+                self.compiled[spec] = compiled     # the last one used
+        if compiled is None:                       # slow, so outside the lock
             compiled = with_deep_stack(lambda: self._compile(*spec))
-            with self.lock:                        # not while compiling, which is slow
+            with self.lock:
                 while len(self.compiled) >= MAX_COMPILED:
                     del self.compiled[next(iter(self.compiled))]
                 self.compiled[spec] = compiled
         return Matcher(compiled.deep_copy())
 
     check = matcher
+
+    def matcher_after_thoughts(self, spec: tuple[str, str], form: ThoughtFormat) -> AfterThoughts:
+        """A matcher for the answer of a model that may think first."""
+        if self.vocabulary is None or self.vocabulary.form != form:
+            self.vocabulary = Vocabulary(*self.vocabulary_args, form)
+        return AfterThoughts(self.matcher(spec), self.vocabulary)
 
     def _compile(self, kind: str, text: str):
         make = self.library.LLMatcher

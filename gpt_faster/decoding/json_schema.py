@@ -208,8 +208,9 @@ class Bundle:
         names, names_source = self._followed(source, names, path)
         if not isinstance(names, dict):
             return {**node, "propertyNames": names}
-        rules = {k: v for k, v in names.items() if k in (*KEPT, *NOT_KEPT, "allOf", "anyOf", "oneOf")
-                 and k != "format" and not (k == "type" and v in ("string", ["string"]))}
+        rules = {k: v for k, v in names.items()
+                 if k in {*KEPT, *NOT_KEPT, "allOf", "anyOf", "oneOf"} - {"format"}
+                 and not (k == "type" and v in ("string", ["string"]))}
         others = node.get("additionalProperties", True)
         if not rules:
             del node["propertyNames"]
@@ -232,7 +233,7 @@ class Bundle:
                 pattern = rules["pattern"]
             elif set(rules) <= {"minLength", "maxLength"} and all(
                     isinstance(n, int) or n == "" for n in lengths):
-                pattern = r"^[\s\S]{%s,%s}$" % tuple(lengths)
+                pattern = rf"^[\s\S]{{{lengths[0]},{lengths[1]}}}$"
             else:
                 return node
             del node["propertyNames"]
@@ -490,8 +491,10 @@ def bound(node: dict, key: str, path: str) -> dict:
     is_far = limit > 2**63 - 1 if towards > 0 else limit < -2**63
     if is_far or abs(limit) > 1e300:
         raise ValueError(f'{path}: "{key}" is not supported with so large a number')
-    if float(limit) != limit:
-        limit = math.nextafter(float(limit), towards)
+    nearest = float(limit)
+    if nearest != limit:
+        is_outside = nearest < limit if towards > 0 else nearest > limit
+        limit = math.nextafter(nearest, towards) if is_outside else nearest
     if not key.startswith("exclusive"):
         exclusive = f"exclusive{key.capitalize()}"
         return {key: limit} if exclusive not in node or node.get("type") == "integer" else {}

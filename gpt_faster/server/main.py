@@ -24,6 +24,7 @@ from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
 from gpt_faster.runtime import Runtime
+from gpt_faster.text.reasoning import find_format
 from sampling import Sampler
 from tp import local_device
 
@@ -177,6 +178,9 @@ class ServerSession(Runtime):
     def make_sampler(self) -> Sampler:
         def matcher_of(params):
             spec = getattr(params, "grammar", None)
+            if spec and params.thinks_first:
+                form = find_format(self.tokenizer)
+                return self.grammars().matcher_after_thoughts(spec, form)
             return self.grammars().matcher(spec) if spec else None
 
         return build_request_sampler(self.model, self.n_row, self.generator, matcher_of)

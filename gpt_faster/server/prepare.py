@@ -112,8 +112,10 @@ class RequestPreparer:
         if limit == 0 or request.max_tokens == 0:
             raise ApiError(400, "max_tokens: Input should be greater than 0", param="max_tokens")
         n_top = (request.top_logprobs or 0) if request.logprobs else None
-        prepared = self.build(request, [ids], limit, n_top, grammar)
-        if grammar is None:                        # which would constrain the thoughts too
+        is_forced = bool(tools) and request.tool_choice not in (None, "auto")
+        thinks_first = grammar is not None and self.thinks_first(is_forced)
+        prepared = self.build(request, [ids], limit, n_top, grammar, thinks_first=thinks_first)
+        if grammar is None or thinks_first:        # else it constrains the thoughts too
             for generation in prepared.generations:
                 separate(generation, self.thought_format)
         single_call = request.parallel_tool_calls is False
@@ -159,6 +161,14 @@ class RequestPreparer:
             except ValueError as e:
                 raise ApiError(400, str(e), param="tool_choice") from None
         return self.compile_grammar(grammars, request.ignore_eos)
+
+    def thinks_first(self, is_forced: bool) -> bool:
+        """Whether a grammar begins after the model's thoughts. is_forced: it forces a call.
+
+        gpt-oss's forced calls are written as plain text, outside of its channels.
+        """
+        form = self.thought_format
+        return form is not None and not (form.is_harmony and is_forced)
 
     def plain_grammars(self, request: Request) -> dict[str, tuple[str, str]]:
         grammars = {}
@@ -222,7 +232,8 @@ class RequestPreparer:
     # ---- Both -----------------------------------------------------------------------------------
 
     def build(self, request: Request, prompts: list[list[int]], limit: int | None,
-              n_top: int | None, grammar, echo: bool = False) -> PreparedRequest:
+              n_top: int | None, grammar, echo: bool = False,
+              thinks_first: bool = False) -> PreparedRequest:
         """limit: max new tokens; None: up to the end of the context. n_top: number of top logprobs
         per token; None: no logprobs.
         """
@@ -243,6 +254,7 @@ class RequestPreparer:
         if n_top is not None:
             self.token_bytes(0)                    # build the table here, not in the event loop
         params, n, generations = self.params(request, grammar, n_top), request.n or 1, []
+        params = replace(params, thinks_first=thinks_first)
         for ids in prompts:
             self.check_prompt(ids)
             free = self.limit - len(ids)
