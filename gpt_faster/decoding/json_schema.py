@@ -1,7 +1,7 @@
 """JSON schemas as llguidance keeps them: a grammar that never allows more than the schema does.
 
-Resolves references, drops annotations, writes older drafts as 2020-12, and refuses by name and place
-each restriction that a grammar cannot keep. It knows neither tokens nor requests.
+Resolves references, drops annotations, writes older drafts as 2020-12, and refuses each
+restriction that a grammar cannot keep, by name and place. It knows neither tokens nor requests.
 
     bundle = Bundle()                              # several schemas in one document
     call = {"properties": {"arguments": bundle.add(schema)}}
@@ -74,6 +74,11 @@ class Bundle:
             return self._rewrite(source, schema, name)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
+
+    def add_part(self, schema: dict, part, name: str) -> dict | bool:
+        """A schema within another one, whose definitions it refers to."""
+        rest = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema", "$id")}
+        return self.add({**rest, "allOf": [part]}, name)
 
     def document(self, schema: dict | bool) -> dict:
         if schema is False:
