@@ -68,17 +68,16 @@ class Bundle:
 
         name: of the schema, in error messages.
         """
+        return self.add_part(schema, schema, name)
+
+    def add_part(self, schema, part, name: str) -> dict | bool:
+        """As add(), of a part of the schema, which may refer to other parts."""
         try:
             source = Source(schema)
             self.roots.append(source)              # names holds ids of its nodes
-            return self._rewrite(source, schema, name)
+            return self._rewrite(source, part, name)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
-
-    def add_part(self, schema: dict, part, name: str) -> dict | bool:
-        """A schema within another one, whose definitions it refers to."""
-        rest = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema", "$id")}
-        return self.add({**rest, "allOf": [part]}, name)
 
     def document(self, schema: dict | bool) -> dict:
         if schema is False:

@@ -74,7 +74,7 @@ class ChatAnswer(Answer):
         deltas = [dict(reasoning_content=event.thoughts)] if event.thoughts else []
         deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:
-            deltas += parser.finish()
+            deltas += parser.finish(event.finish_reason)
         logprobs = None
         if event.logprobs:
             logprobs = [self.logprob(*token) for token in event.logprobs]

@@ -24,6 +24,7 @@ from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
 from gpt_faster.runtime import Runtime
+from gpt_faster.server.parsing import TOOL_FORMATS
 from gpt_faster.text.reasoning import find_format
 from sampling import Sampler
 from tp import local_device
@@ -65,8 +66,9 @@ def build_parser() -> Parser:
         help="time limit of a request, including its time in the queue")
     add("--max_body_mb", type=number(float, 0, above=True), default=8.0, metavar="MB",
         help="max request body size; larger requests get 413")
-    add("--tool_format", choices=["hermes", "qwen_xml", "llama", "gemma"],
-        help="the model's tool-call format; default: detected from its chat template")
+    add("--tool_format", choices=sorted(TOOL_FORMATS), metavar="NAME",
+        help="the model's tool-call format, one of docs/serving.md's; default: detected from its "
+             "chat template")
     add("--system_prompt", metavar="TEXT", help="system prompt for chats without one")
     add("--chat_template_kwargs", type=flags.json_object, metavar="JSON",
         help='extra chat template variables, e.g. {"enable_thinking": false}')

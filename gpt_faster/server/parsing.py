@@ -446,21 +446,26 @@ class AnswerParser:
     """Parses one choice. Text that may be the start of a marker is held back."""
 
     def __init__(self, tool_format: ToolFormat | None = None, tools: list[dict] = (),
-                 single_call: bool = False):
-        """single_call: at most one tool call."""
+                 single_call: bool = False, is_forced: bool = False):
+        """single_call: at most one tool call. is_forced: a grammar lets the text be a call only."""
         self.format = tool_format if tools else None
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self.state, self.single_call = "start", single_call
         self.buffer, self.start_marker, self.n_call = "", "", 0
+        self.is_forced, self.is_cut = is_forced and bool(tools), False
 
     def push(self, text: str) -> list[dict]:
         """-> deltas of the message."""
         self.buffer += text
         return list(self._parsed(False))
 
-    def finish(self) -> list[dict]:
-        """-> deltas of the text held back."""
-        return list(self._parsed(True))
+    def finish(self, reason: str | None = None) -> list[dict]:
+        """-> deltas of the text held back. reason: "length" if the text was cut off."""
+        self.is_cut = reason == "length"
+        deltas = list(self._parsed(True))
+        if self.is_forced and self.is_cut:         # the rest is the beginning of a call's markup
+            deltas = [delta for delta in deltas if "content" not in delta]
+        return deltas
 
     def _parsed(self, is_final: bool) -> Iterator[dict]:
         while True:
@@ -510,12 +515,39 @@ class AnswerParser:
         except (ValueError, RecursionError):
             calls = []
         self.buffer, self.state = rest, "text"
-        if not calls:
+        if not calls and self.is_cut and not closed and (
+                begun := begun_call(body, self.tools, bool(self.start_marker))):
+            yield self._delta(*begun)
+        elif not calls:
             yield dict(content=text)               # not a valid call: pass on as content
         elif rest and not rest.strip():
             self.buffer = ""
         for name, arguments in calls[:1 - self.n_call if self.single_call else None]:
-            function = dict(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-            yield dict(tool_calls=[dict(index=self.n_call, id=f"call_{secrets.token_hex(12)}",
-                                        type="function", function=function)])
-            self.n_call += 1
+            yield self._delta(name, json.dumps(arguments, ensure_ascii=False))
+
+    def _delta(self, name: str, arguments: str) -> dict:
+        call = dict(index=self.n_call, id=f"call_{secrets.token_hex(12)}", type="function",
+                    function=dict(name=name, arguments=arguments))
+        self.n_call += 1
+        return dict(tool_calls=[call])
+
+
+def begun_call(text: str, tools: dict[str, dict], is_marked: bool) -> tuple[str, str] | None:
+    """The name of a call that was cut off, and what came of its arguments as JSON.
+
+    is_marked: a marker came before.
+    """
+    names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True)) or "(?!)"
+    if re.match(r"\s*\[?\s*\{", text):
+        key = r'(?:"tool_call_id"[^,]*,\s*)?"(?:tool_)?name"\s*:\s*'
+        key = f"(?:{key})?" if is_marked else key
+        pattern = rf'[\[\s]*\{{\s*{key}"({names})"'
+    else:                                          # not long after other markup
+        pattern = rf'(?:[^\n]{{0,80}}["=.:>\[(\n])??\s*({names})(?=[^\w.-])'
+    found = re.match(pattern, text)
+    if not found:
+        return None
+    name, rest = found[1], text[found.end():]
+    in_json = re.search(r'(?:arguments"|parameters"|\[ARGS\]|<｜tool▁sep｜>|```json|'
+                        r"<\|tool_call_argument_begin\|>)[\s:]*(\{.*)|^\s*(\{.*)", rest, re.S)
+    return name, (in_json[1] or in_json[2]) if in_json else ""

@@ -25,8 +25,8 @@ from gpt_faster.server.parsing import (
     tool_instructions,
 )
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, Message, Request
-from gpt_faster.text.chat_template import TemplateError, encode_chat
-from gpt_faster.text.reasoning import find_format, separate
+from gpt_faster.text.chat_template import TemplateError, encode_chat, special_tokens
+from gpt_faster.text.reasoning import ThoughtFormat, find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
 
@@ -64,6 +64,10 @@ class RequestPreparer:
         flag = self.options.tool_format
         self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)
         self.thought_format = find_format(self.tokenizer)
+        special, _ = special_tokens(self.tokenizer.backend)
+        names = self.tool_format.tokens() if self.tool_format else []
+        self.tool_tokens = {name: self.tokenizer.backend.id_of(name)
+                            for name in names if name in special}
         self.bytes_of_token = None                 # [n_vocab], built on first use
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
@@ -115,13 +119,21 @@ class RequestPreparer:
         is_forced = bool(tools) and request.tool_choice not in (None, "auto")
         thinks_first = grammar is not None and self.thinks_first(is_forced)
         prepared = self.build(request, [ids], limit, n_top, grammar, thinks_first=thinks_first)
-        if grammar is None or thinks_first:        # else it constrains the thoughts too
-            for generation in prepared.generations:
-                separate(generation, self.thought_format)
+        thoughts = self.thought_format if grammar is None or thinks_first else None
+        for generation in prepared.generations:    # a grammar may constrain the thoughts too
+            separate(generation, self.with_markers(thoughts) if tools else thoughts)
         single_call = request.parallel_tool_calls is False
-        prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
+        prepared.parsers = [AnswerParser(self.tool_format, tools, single_call, is_forced)
                             for _ in prepared.generations]
         return prepared
+
+    def with_markers(self, form: ThoughtFormat | None) -> ThoughtFormat | None:
+        """The thoughts' format, with special tokens shown that mark tool calls."""
+        shown = {i: text for text, i in self.tool_tokens.items()}
+        if not shown or form and form.is_harmony:
+            return form
+        return ThoughtFormat({}, shown) if form is None else form._replace(
+            shown={**form.shown, **shown})
 
     def tools(self, request: ChatRequest) -> list[dict]:
         """The tools to offer to the model. ApiError if it does not support tools."""
@@ -157,7 +169,8 @@ class RequestPreparer:
                 if not tools:
                     raise ApiError(400, f"no tool is named '{name}'", param="tool_choice")
             try:
-                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format)
+                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format,
+                                                            self.tool_tokens)
             except ValueError as e:
                 raise ApiError(400, str(e), param="tool_choice") from None
         return self.compile_grammar(grammars, request.ignore_eos)
