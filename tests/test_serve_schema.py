@@ -162,7 +162,7 @@ REFUSED = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, '"oneOf"'), ({"oneOf": [{"type": "string"}, {"const": "b"}]}, '"oneOf"'), ({"oneOf": [{"const": 1}, {"const": 1.0}]}, '"oneOf"'),
     ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, '"oneOf"'), ({"oneOf": [{"minimum": 3}, {"type": "string"}]}, '"oneOf"'),
     ({"type": "integer", "multipleOf": 123457}, '"multipleOf"'), ({"multipleOf": 0.123457}, '"multipleOf"'), ({"type": "number", "minimum": 1e20}, '"minimum"'), ({"maximum": -10**400}, '"maximum"'),
-    ({"const": 2**63 + 1}, '"const"'), ({"enum": [1, [2**64]]}, '"enum"'),
+    ({"multipleOf": 5, "allOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 'several "multipleOf"'), ({"const": 2**63 + 1}, '"const"'), ({"enum": [1, [2**64]]}, '"enum"'),
     ({"type": "string", "pattern": "^(?=a)b"}, '"pattern" with'), ({"type": "string", "pattern": "^(a)\\1$"}, "backreferences"), ({"pattern": 3}, "regular expression"),
     ({"pattern": "a?" * 3000}, '"pattern" is limited'), ({"type": "foo"}, "Invalid type"), ({"enum": []}, "anyOf is empty"), ({"anyOf": {}}, "list of schemas"), ({"items": 3}, "#/items"),
     ({"$ref": "http://other/x.json"}, "is not in the schema"), ({"$ref": "#/$defs/a"}, "is not in the schema"), ({"$ref": 3}, "must be a string"),

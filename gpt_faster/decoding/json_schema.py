@@ -60,7 +60,7 @@ class Bundle:
 
     def __init__(self):
         self.definitions, self.names, self.roots = {}, {}, []
-        self.n_pattern = self.n_schema = 0
+        self.n_pattern = self.n_schema = self.n_multiple = 0
         self.notes = []                            # restrictions that are not kept
 
     def add(self, schema, name: str = "#") -> dict | bool:
@@ -123,6 +123,12 @@ class Bundle:
             return False
         if set(kept) == {"allOf"} and len(kept["allOf"]) == 1:
             return kept["allOf"][0]
+        is_joined = len(kept) > 1 and {"anyOf", "oneOf", "$ref"} & set(kept) or "allOf" in kept
+        if self.n_multiple > 1 and is_joined:
+            text = json.dumps(kept)                # llguidance intersects them wrongly
+            n = text.count('"multipleOf"')
+            if n > 1 or n and '"$ref"' in text:
+                raise ValueError(f'{path}: several "multipleOf" for one number are not supported')
         return kept
 
     def _rewrite_list(self, source, values, path: str) -> list:
@@ -160,6 +166,7 @@ class Bundle:
                 return {}
             if value > 1 and may_be(node, "object"):
                 raise ValueError(f'{path}: "minProperties" over 1 is not supported')
+        self.n_multiple += key == "multipleOf"
         if key == "multipleOf" and is_number(value) and may_be(node, "number"):
             digits = re.sub(r"[eE].*|\D", "", str(value)).strip("0")
             if int(digits or 0) > MAX_MULTIPLE:
