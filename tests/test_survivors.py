@@ -78,6 +78,9 @@ class OnlyToken:
     def __init__(self, i):
         self.i = i
 
+    def begin(self, prompt):
+        pass
+
     def fill(self, words):
         words.zero_()
         words[self.i // 32] = 1 << self.i % 32

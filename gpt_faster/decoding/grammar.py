@@ -9,16 +9,24 @@ Compiles each JSON schema, regular expression or Lark grammar once, and makes a 
 """
 
 import json
+import re
 import threading
 
 import torch
 
+from generate import log
+from gpt_faster.decoding.after_thoughts import AfterThoughts, Vocabulary
+from gpt_faster.decoding.json_schema import rewrite, rewrite_in_lark
 from gpt_faster.text.chat_template import continuation_backend
+from gpt_faster.text.reasoning import ThoughtFormat
 from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
-MAX_COMPILED = 128                                 # cached grammars: all that wait in a queue
+MAX_COMPILED = 256                                 # cached grammars; one long unused goes first
+MAX_TEXT = {"regex": 4000, "grammar": 20_000}      # characters: llguidance needs up to 3 s
+OVERLAP = '"oneOf" is supported if no value can match two of its options'
+STACK = 512 << 20                                  # bytes: llguidance recurses along references
 
 
 def import_llguidance():
@@ -54,9 +62,16 @@ class Matcher:
     def __init__(self, matcher):
         self.matcher = matcher
 
+    def begin(self, prompt: list[int]) -> None:
+        """The answer follows this prompt, which the grammar does not depend on."""
+
     def advance(self, token_id: int) -> None:
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token_id)
+
+    def try_advance(self, token_id: int) -> bool:
+        """Whether the grammar allows the token; advances if so."""
+        return self.matcher.try_consume_tokens([token_id]) == 1
 
     def fill(self, words: torch.Tensor) -> None:
         """Set the allowed tokens' bits in words int32 [V / 32]. Only the end-of-sequence tokens
@@ -78,20 +93,31 @@ class Grammars:
         wrapper = self.library.TokenizerWrapper(vocabulary)
         self.tokenizer = self.library.LLTokenizer(wrapper, eos_token=eos_ids)
         self.compiled, self.lock = {}, threading.Lock()
+        self.vocabulary_args, self.vocabulary = (tokenizer, n_vocab, eos_ids), None
 
     def matcher(self, spec: tuple[str, str] | None) -> Matcher | None:
         """spec: one of KINDS, and its text. ValueError if it is invalid, with one line."""
         if spec is None:
             return None
-        compiled = self.compiled.get(spec) or self._compile(*spec)     # slow: outside the lock
         with self.lock:
-            self.compiled.pop(spec, None)
-            self.compiled[spec] = compiled         # the last one used is the last one evicted
-            while len(self.compiled) > MAX_COMPILED:
-                del self.compiled[next(iter(self.compiled))]
+            compiled = self.compiled.pop(spec, None)
+            if compiled is not None:
+                self.compiled[spec] = compiled     # the last one used
+        if compiled is None:                       # slow, so outside the lock
+            compiled = with_deep_stack(lambda: self._compile(*spec))
+            with self.lock:
+                while len(self.compiled) >= MAX_COMPILED:
+                    del self.compiled[next(iter(self.compiled))]
+                self.compiled[spec] = compiled
         return Matcher(compiled.deep_copy())
 
     check = matcher
+
+    def matcher_after_thoughts(self, spec: tuple[str, str], form: ThoughtFormat) -> AfterThoughts:
+        """A matcher for the answer of a model that may think first."""
+        if self.vocabulary is None or self.vocabulary.form != form:
+            self.vocabulary = Vocabulary(*self.vocabulary_args, form)
+        return AfterThoughts(self.matcher(spec), self.vocabulary)
 
     def _compile(self, kind: str, text: str):
         make = self.library.LLMatcher
@@ -108,8 +134,51 @@ class Grammars:
             raise ValueError(f"{kind}: {e}") from None
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
+            reason = re.sub("^panic: .*", "the grammar is too large", reason)
+            reason = re.sub("^oneOf constraints are not supported.*", OVERLAP, reason)
             raise ValueError(f"{kind}: {reason[:300]}")
         return matcher
+
+
+def with_deep_stack(function):
+    """function() in a thread of its own, whose stack bears a long chain of references."""
+    results = []
+
+    def run():
+        try:
+            results.append((function(), None))
+        except Exception as e:
+            results.append((None, e))
+    with STACK_LOCK:                               # the size is the process's
+        before = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    [(value, error)] = results
+    if error is not None:
+        raise error
+    return value
+
+
+STACK_LOCK = threading.Lock()
+
+
+def regex(text: str) -> tuple[str, str]:
+    return "regex", of_limited_size("regex", text)
+
+
+def lark(text: str) -> tuple[str, str]:
+    """The spec of a grammar in llguidance's dialect of Lark. ValueError if a %json is invalid."""
+    return "grammar", rewrite_in_lark(of_limited_size("grammar", text))
+
+
+def of_limited_size(kind: str, text: str) -> str:
+    if len(text) > MAX_TEXT[kind]:
+        raise ValueError(f"{kind}: at most {MAX_TEXT[kind]:,} characters are supported")
+    return text
 
 
 def json_schema(text: str) -> tuple[str, str]:
@@ -120,4 +189,7 @@ def json_schema(text: str) -> tuple[str, str]:
         raise ValueError(f"not valid JSON ({e})") from None
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, got {type(schema).__name__}")
-    return "json_schema", json.dumps(schema)
+    document, notes = rewrite(schema)
+    for note in notes[:1]:
+        log(f"note: {note}")
+    return "json_schema", json.dumps(document)

@@ -80,8 +80,8 @@ class TokenMask(Processor):
     """Masks all tokens that a row's grammar does not allow next.
 
     One bit per token, in a buffer at a fixed address that a compiled step can read. A matcher has
-    advance(id) and fill(words), which writes the bits of the next token. It needs the last token on
-    the host, so a GPU synchronizes in each step while some row has a grammar.
+    begin(prompt), advance(id) and fill(words), which writes the bits of the next token. It needs
+    the last token on the host, so a GPU synchronizes in each step while some row has a grammar.
     """
 
     def __init__(self, n_row: int, n_vocab: int, device, matcher_of):
@@ -99,6 +99,7 @@ class TokenMask(Processor):
         self.use(row, matcher is not None)
         if matcher:
             self.matchers[row] = matcher
+            matcher.begin(prompt)
             matcher.fill(self.words[row])
         elif had_matcher:
             self.words[row] = -1

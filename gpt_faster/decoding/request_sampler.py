@@ -24,6 +24,7 @@ class RequestParams(SamplingParams):
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: tuple[str, str] | None = None         # (kind, text), as decoding/grammar.py
+    thinks_first: bool = False                     # the grammar begins after the thoughts
     logprobs: bool = False                         # record the model's logits of each token
 
 

@@ -94,7 +94,7 @@ class ChatAnswer(Answer):
             deltas = [dict(reasoning_content=event.thoughts, reasoning=event.thoughts)]
         deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:
-            deltas += parser.finish()
+            deltas += parser.finish(event.finish_reason)
         logprobs = None
         if event.logprobs:
             logprobs = [self.logprob(*token) for token in event.logprobs]

@@ -27,6 +27,8 @@ from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
 from gpt_faster.runtime import Runtime
+from gpt_faster.server.parsing import TOOL_FORMATS
+from gpt_faster.text.reasoning import find_format
 from sampling import Sampler
 from tp import local_device
 
@@ -84,8 +86,9 @@ def build_parser() -> Parser:
     add("--ignore_tools", nargs="+", metavar="TYPE", default=[],
         help="types of hosted tools, such as web_search, that /v1/responses leaves out of a "
              "request instead of refusing it")
-    add("--tool_format", choices=["hermes", "qwen_xml", "llama", "gemma"],
-        help="the model's tool-call format; default: detected from its chat template")
+    add("--tool_format", choices=sorted(TOOL_FORMATS), metavar="NAME",
+        help="the model's tool-call format, one of docs/serving.md's; default: detected from its "
+             "chat template")
     add("--system_prompt", metavar="TEXT", help="system prompt for chats without one")
     add("--chat_template_kwargs", type=flags.json_object, metavar="JSON",
         help='extra chat template variables, e.g. {"enable_thinking": false}')
@@ -213,6 +216,9 @@ class ServerSession(Runtime):
     def make_sampler(self) -> Sampler:
         def matcher_of(params):
             spec = getattr(params, "grammar", None)
+            if spec and params.thinks_first:
+                form = find_format(self.tokenizer)
+                return self.grammars().matcher_after_thoughts(spec, form)
             return self.grammars().matcher(spec) if spec else None
 
         return build_request_sampler(self.model, self.n_row, self.generator, matcher_of)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from checkpoint import Unforeseen
 from generate import log, split_stops
-from gpt_faster.decoding.grammar import json_schema
+from gpt_faster.decoding.grammar import json_schema, lark, regex
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
 from gpt_faster.server.model_card import fingerprint, model_card
@@ -36,8 +36,13 @@ from gpt_faster.server.protocol import (
     text_of,
 )
 from gpt_faster.server.request_id import log_line
-from gpt_faster.text.chat_template import TemplateError, encode_chat, template_variables
-from gpt_faster.text.reasoning import find_format, separate
+from gpt_faster.text.chat_template import (
+    TemplateError,
+    encode_chat,
+    special_tokens,
+    template_variables,
+)
+from gpt_faster.text.reasoning import ThoughtFormat, find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
 from sampling import RANGES
 
@@ -45,7 +50,7 @@ COMPLETION_TOKENS = 16                             # OpenAI's default max_tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256               # all are searched after each token
 MAX_STOP_IDS = 256
 MAX_REPORTED = 100                                 # unknown fields in the log
-ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = {"type": "object"}
 RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt",
                  "continue_final_message")         # of a template: each is a field of a request
 
@@ -82,6 +87,10 @@ class RequestPreparer:
         flag = self.options.tool_format
         self.tool_format = TOOL_FORMATS[flag] if flag else detect_tool_format(template)
         self.thought_format = find_format(self.tokenizer)
+        special, _ = special_tokens(self.tokenizer.backend)
+        names = self.tool_format.tokens() if self.tool_format else []
+        self.tool_tokens = {name: self.tokenizer.backend.id_of(name)
+                            for name in names if name in special}
         self.bytes_of_token = None                 # [n_vocab], built on first use
         self.reported = set()                      # unknown fields that the log has named
         longest = max(len((self.tokenizer.piece(i) or "").encode())
@@ -136,14 +145,18 @@ class RequestPreparer:
             raise ApiError(400, "max_tokens: must be at least 1 in a chat, got 0",
                            param="max_tokens")
         n_top = (request.top_logprobs or 0) if request.logprobs else None
-        prepared = self.build(request, [ids], request.limit, n_top, grammar)
-        if grammar is None:                        # which would constrain the thoughts too
-            continued = messages[-1]["content"] if request.continues() else ""
-            for generation in prepared.generations:
-                separate(generation, self.thought_format, continued=continued)
+        is_forced = bool(tools) and request.forces_call()
+        thinks_first = grammar is not None and self.thinks_first(is_forced)
+        prepared = self.build(request, [ids], request.limit, n_top, grammar,
+                              thinks_first=thinks_first)
+        thoughts = self.thought_format if grammar is None or thinks_first else None
+        continued = messages[-1]["content"] if request.continues() else ""
+        for generation in prepared.generations:    # a grammar may constrain the thoughts too
+            separate(generation, self.with_markers(thoughts) if tools else thoughts,
+                     continued=continued)
         prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
-        prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)
+        prepared.parsers = [AnswerParser(self.tool_format, tools, single_call, is_forced)
                             for _ in prepared.generations]
         return prepared
 
@@ -212,6 +225,14 @@ class RequestPreparer:
                            "use 'low'", param="reasoning_effort")
         return "low" if effort == "minimal" else "high"
 
+    def with_markers(self, form: ThoughtFormat | None) -> ThoughtFormat | None:
+        """The thoughts' format, with special tokens shown that mark tool calls."""
+        shown = {i: text for text, i in self.tool_tokens.items()}
+        if not shown or form and form.is_harmony:
+            return form
+        return ThoughtFormat({}, shown) if form is None else form._replace(
+            shown={**form.shown, **shown})
+
     def tools(self, request: ChatRequest) -> list[dict]:
         """The tools to offer to the model. ApiError if it does not support tools."""
         choice = request.tool_choice
@@ -235,24 +256,39 @@ class RequestPreparer:
 
     def grammar(self, request: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
         grammars = self.plain_grammars(request)
-        if tools and request.tool_choice and request.tool_choice.mode == "required":
+        if tools and request.forces_call():
             try:
-                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format)
+                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format,
+                                                            self.tool_tokens)
             except ValueError as e:
                 raise ApiError(400, str(e), param="tool_choice") from None
         return self.compile_grammar(grammars, request.ignore_eos)
 
+    def thinks_first(self, is_forced: bool) -> bool:
+        """Whether a grammar begins after the model's thoughts. is_forced: it forces a call.
+
+        gpt-oss's forced calls are written as plain text, outside of its channels.
+        """
+        form = self.thought_format
+        return form is not None and not (form.is_harmony and is_forced)
+
     def plain_grammars(self, request: Request) -> dict[str, tuple[str, str]]:
-        grammars = {kind: (kind, text) for kind in ("regex", "grammar")
-                    if (text := getattr(request, kind)) is not None}
+        grammars = {}
+        for kind, spec_of in (("regex", regex), ("grammar", lark)):
+            try:
+                if (text := getattr(request, kind)) is not None:
+                    grammars[kind] = spec_of(text)
+            except ValueError as e:
+                raise ApiError(400, str(e), param=kind) from None
         if (form := request.response_format) and form.type != "text":
             schema = form.json_schema.schema_ if form.json_schema else form.schema_
             if form.type == "json_schema" and schema is None:
                 raise ApiError(400, "response_format.json_schema: is missing",
                                param="response_format.json_schema")
             try:
-                text = ANY_OBJECT if schema is None else json.dumps(schema)
-                grammars["response_format"] = json_schema(text)
+                if form.type == "json_object" and not schema:
+                    schema = ANY_OBJECT
+                grammars["response_format"] = json_schema(json.dumps(schema))
             except ValueError as e:
                 raise ApiError(400, f"response_format: {e}", param="response_format") from None
         return grammars
@@ -311,7 +347,8 @@ class RequestPreparer:
     # ---- Both -----------------------------------------------------------------------------------
 
     def build(self, request: Request, prompts: list[list[int]], limit: int | None,
-              n_top: int | None, grammar, echo: bool = False) -> PreparedRequest:
+              n_top: int | None, grammar, echo: bool = False,
+              thinks_first: bool = False) -> PreparedRequest:
         """limit: max new tokens; None: up to the end of the context. n_top: number of top logprobs
         per token; None: no logprobs.
         """
@@ -333,6 +370,7 @@ class RequestPreparer:
         if n_top is not None:
             self.token_bytes(0)                    # build the table here, not in the event loop
         params, n, generations = self.params(request, grammar, n_top), request.n or 1, []
+        params = replace(params, thinks_first=thinks_first)
         headers = self.report_unknown(request)
         for ids in prompts:
             self.check_prompt(ids)

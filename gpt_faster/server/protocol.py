@@ -372,6 +372,9 @@ class ChatRequest(Request):
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n not in (None, -1)]
         return min(given, default=None)
 
+    def forces_call(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.mode == "required"
+
     def continues(self) -> bool:
         """Whether the answer continues the last message."""
         return bool(self.continue_final_message) or self.messages[-1].continues()

@@ -170,7 +170,7 @@ class AnswerDetokenizer(Detokenizer):
         self.is_heard = False                      # hear() waits for an end
         self.n_taken = 0                           # characters that take() has returned
         self.n_thought = 0                         # tokens, with the marker that ends the thoughts
-        tail = self._text_of(prompt_ids[-N_TAIL:])
+        tail = self.text_of(prompt_ids[-N_TAIL:])
         self.splitter = (HarmonySplitter(tail) if form.is_harmony else
                          PairSplitter(form, tail, continued))
 
@@ -209,7 +209,7 @@ class AnswerDetokenizer(Detokenizer):
                 self.hear(text if is_thought else "")
         return answer
 
-    def _text_of(self, ids: list[int]) -> str:
+    def text_of(self, ids: list[int]) -> str:
         """Decode with the markers' special tokens."""
         text, run = "", []
         for i in ids:
