@@ -265,7 +265,7 @@ def test_the_server_sends_them_apart(stream, bpe, tmp_path):  # noqa: F811
     generation = Generation(tokenizer, encode_chat(tokenizer, [user("Hi")]), max_new=99, user_data=SimpleNamespace(index=0))
     separate(generation, find_format(tokenizer))
     prepared = PreparedRequest([generation], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"])])
-    answer = ChatAnswer(SimpleNamespace(name="m"), SimpleNamespace(stream=stream, stream_options=None, logprobs=None), prepared)
+    answer = ChatAnswer(SimpleNamespace(name="m", fingerprint="fp_1"), SimpleNamespace(stream=stream, stream_options=None, logprobs=None), prepared)
     engine, events = SimpleNamespace(events={}), []
     ids = tokenizer.encode(HARMONY_ANSWER, bos=False)
     for i, token in enumerate(ids):
@@ -277,11 +277,11 @@ def test_the_server_sends_them_apart(stream, bpe, tmp_path):  # noqa: F811
             events += answer.add(engine.events.pop(generation))
     if stream:
         deltas = [event["choices"][0]["delta"] for event in events]
-        message = {key: "".join(d.get(key) or "" for d in deltas) for key in ("content", "reasoning_content")}
+        message = {key: "".join(d.get(key) or "" for d in deltas) for key in ("content", "reasoning_content", "reasoning")}
         assert not any("content" in d and "reasoning_content" in d for d in deltas)
     else:
         message = answer.whole()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("They say hello.", "Hi!")
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("They say hello.", "They say hello.", "Hi!")
     assert not re.search(r"[<|>]", json.dumps(events))
 
 

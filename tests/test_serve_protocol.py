@@ -484,34 +484,42 @@ def places(value, path=()):
         yield from places(inner, (*path, key))
 
 
-def hostile_requests():
+def hostile_places():
+    """Every place of every example: (schema, example, path)."""
     for kind, bases in ((ChatRequest, FULL_CHATS), (CompletionRequest, FULL_COMPLETIONS)):
-        first = dict(bases[0])
-        for name in [*kind.model_fields, *FIELDS, "unknown_one"]:
-            first.setdefault(name, None)
-        for base in (*bases, first):
-            for path in places(base):
-                for value in [*HOSTILE, DEEP]:
-                    request = copy.deepcopy(base)
-                    at(request, path[:-1])[path[-1]] = value
-                    yield kind, path, value, request
-                for name in (LONE, "", "a" * 300, "\x00", "é"):                            # a key
-                    if isinstance(at(base, path), dict):
-                        request = copy.deepcopy(base)
-                        at(request, path)[name] = 1
-                        yield kind, path, name, request
+        every_field = {**dict.fromkeys([*kind.model_fields, *FIELDS, "unknown_one"]), **bases[0]}
+        for base in (*bases, every_field):
+            yield from ((kind, base, path) for path in places(base))
 
 
-@pytest.fixture(scope="module")
-def hostile():
-    """A share of all: each place and each value in turn."""
-    return list(hostile_requests())
+def hostile_requests(places, values, keys):
+    for kind, base, path in places:
+        for value in values:
+            request = copy.deepcopy(base)
+            at(request, path[:-1])[path[-1]] = value
+            yield kind, path, value, request
+        for key in keys if isinstance(at(base, path), dict) else ():
+            request = copy.deepcopy(base)
+            at(request, path)[key] = 1
+            yield kind, path, key, request
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_hostile_value_anywhere_is_accepted_or_refused_by_name(preparer, hostile, seed):
-    n_refused = 0
-    for kind, path, value, request in random.Random(seed).sample(hostile, 1200):
+PLACES = list(hostile_places())
+KEYS = [LONE, "", "a" * 300, "\x00", "é"]
+
+
+def some_hostile_requests(seed, n):
+    g = random.Random(seed)
+    for _ in range(n):
+        yield next(hostile_requests([g.choice(PLACES)], [g.choice([*HOSTILE, DEEP])], KEYS))
+        yield from itertools.islice(hostile_requests([g.choice(PLACES)], [], g.sample(KEYS, 1)), 1)
+
+
+@pytest.mark.parametrize("seed", [*range(2), pytest.param("all", marks=pytest.mark.slow)])
+def test_a_hostile_value_anywhere_is_accepted_or_refused_by_name(preparer, seed):
+    n_refused = n = 0
+    for kind, path, value, request in hostile_requests(PLACES, [*HOSTILE, DEEP], KEYS) if seed == "all" else some_hostile_requests(seed, 500):
+        n += 1
         try:
             prepared = preparer.of(kind, request)
         except ApiError as e:
@@ -523,7 +531,7 @@ def test_a_hostile_value_anywhere_is_accepted_or_refused_by_name(preparer, hosti
             assert all(v.isascii() and v.isprintable() for v in prepared.headers.values())
             for generation in prepared.generations:
                 assert generation.params and 1 <= generation.max_new <= LENGTH and 0 <= min(generation.prompt_ids) <= max(generation.prompt_ids) < N_VOCAB
-    assert 300 < n_refused < 1200
+    assert 0.3 < n_refused / n < 0.95
 
 
 @pytest.fixture(scope="module")
@@ -534,16 +542,16 @@ def server():
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_accepted_can_be_sampled(server, hostile, seed):
+def test_what_is_accepted_can_be_sampled(server, seed):
     requests = []
-    for kind, _, _, request in random.Random(seed).sample(hostile, 250):
+    for kind, _, _, request in some_hostile_requests(seed, 90):
         if kind is ChatRequest:
             request = {**request, "messages": USER, "tools": None, "tool_choice": None, "documents": None, "reasoning_effort": None}
         request = {**request, "model": None, "n": None, "best_of": None, **dict.fromkeys(("n_predict", "max_completion_tokens")), "max_tokens": 2}
         requests.append((CHAT if kind is ChatRequest else COMPLETIONS, request))
     responses = server.ask(*requests)
     codes = [r.status_code for r in responses]
-    assert set(codes) <= {200, 400} and codes.count(200) > 30, [r.text for r in responses if r.status_code not in (200, 400)][:3]
+    assert set(codes) <= {200, 400} and codes.count(200) > 10, [r.text for r in responses if r.status_code not in (200, 400)][:3]
 
 
 def test_the_response_says_what_was_not_done(server):

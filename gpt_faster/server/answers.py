@@ -11,6 +11,7 @@ import time
 from gpt_faster.decoding.scheduler import Event, Logprobs
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import Request
+from gpt_faster.text.reasoning import n_thought_tokens
 
 
 class Answer:
@@ -26,7 +27,7 @@ class Answer:
 
     def event(self, choices: list[dict], **more) -> dict:
         event = dict(id=self.id, object=self.kind, created=self.created, model=self.preparer.name,
-                     choices=choices, **more)
+                     system_fingerprint=self.preparer.fingerprint, choices=choices, **more)
         if self.wants_usage():
             each = self.request.stream_options.continuous_usage_stats
             event.setdefault("usage", self.usage() if each else None)
@@ -42,8 +43,10 @@ class Answer:
         n_prompt = sum(len(each.prompt_ids) for each in firsts)
         n_new = sum(len(each.ids) for each in generations) if self.prepared.generates else 0
         n_cached = sum(each.n_reused for each in firsts)
+        n_thought = sum(map(n_thought_tokens, generations))
         return dict(prompt_tokens=n_prompt, completion_tokens=n_new, total_tokens=n_prompt + n_new,
-                    prompt_tokens_details=dict(cached_tokens=n_cached))
+                    prompt_tokens_details=dict(cached_tokens=n_cached),
+                    completion_tokens_details=dict(reasoning_tokens=n_thought))
 
     def begin(self) -> list[dict]:
         return []
@@ -72,8 +75,10 @@ class ChatAnswer(Answer):
     def add(self, event: Event) -> list[dict]:
         i = event.generation.user_data.index
         parser = self.prepared.parsers[i]
-        shown = event.thoughts if self.prepared.shows_thoughts else ""
-        deltas = [dict(reasoning_content=shown)] if shown else []
+        deltas = []
+        if event.thoughts and self.prepared.shows_thoughts:
+            # DeepSeek's, SGLang's and llama.cpp's name, and vLLM's and OpenRouter's
+            deltas = [dict(reasoning_content=event.thoughts, reasoning=event.thoughts)]
         deltas += parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas += parser.finish()

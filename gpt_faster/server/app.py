@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +24,14 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
+from gpt_faster.server import openapi
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.messages import (
@@ -46,10 +48,16 @@ from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.server.protocol import Request as Fields
+from gpt_faster.server.request_id import HEADERS, begin, current, log_line
+from gpt_faster.server.text_routes import DetokenizeRequest, TextRoutes, TokenizeRequest
+from gpt_faster.server.version import VERSION, commit
 from gpt_faster.server.wire import OPENAI, OpenAIWire
+from sampling import RANGES
 
 PAGE = Path(__file__).with_name("page.html")
+PUBLIC = ("/", "/health", "/docs", "/openapi.json")        # a browser sends no key for a page
 BODY_TIMEOUT = 60                                  # seconds to receive a body
+KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
 LONG_BODY = 1 << 16                                # bytes: tokenization takes about 0.1 s
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
@@ -96,25 +104,43 @@ class HttpServer:
             "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
             "cache-control": "no-cache"}
         routes = [Route("/", self.show_page), Route("/health", self.health),
-                  Route("/metrics", self.show_metrics), Route("/v1/models", self.models),
-                  Route("/v1/models/{name:path}", self.one_model)]
+                  Route("/metrics", self.show_metrics), Route("/version", self.version),
+                  Route("/docs", self.show_docs), Route("/openapi.json", self.show_openapi),
+                  Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.one_model)]
         endpoints = [Endpoint("/v1/chat/completions", ChatRequest, self.preparer.prepare_chat,
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
                               self.preparer.prepare_completion, CompletionAnswer),
                      Endpoint("/v1/messages", MessagesRequest,
                               partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
+        text = TextRoutes(self.preparer)
         queries = [Query("/v1/messages/count_tokens", CountRequest,
-                         partial(count_tokens, self.preparer), ANTHROPIC)]
+                         partial(count_tokens, self.preparer), ANTHROPIC),
+                   Query("/tokenize", TokenizeRequest, text.tokenize),
+                   Query("/detokenize", DetokenizeRequest, text.detokenize),
+                   Query("/apply-template", ChatRequest, text.apply_template)]
         self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]
         routes += [Route(query.path, partial(self.reply, query=query), methods=["POST"])
                    for query in queries]
+        self.routes = routes
+        self.under_v1 = {route.path.split("/")[2] for route in routes
+                         if route.path.startswith("/v1/")}
+        self.description = openapi.describe(
+            [route for route in routes if "POST" not in route.methods], [*endpoints, *queries],
+            {name: getattr(self.options, name, None) for name in RANGES if name != "seed"})
+        self.docs = openapi.as_page(self.description).encode()
         app = Starlette(routes=routes, exception_handlers={
             404: self.routing_error, 405: self.routing_error, ApiError: self.error_response,
             Exception: self.internal_error})       # Starlette re-raises it: middleware() logs it
         self.app = self.middleware(app)
+        if origins := self.options.allowed_origins:
+            # Without credentials: a page sends its key in a header. "*" allows all request headers.
+            self.app = CORSMiddleware(
+                self.app, allow_origins=origins, allow_methods=("GET", "HEAD", "POST", "DELETE"),
+                allow_headers=("*",), allow_private_network=True, max_age=3600,
+                expose_headers=("x-request-id", "retry-after"))
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -133,11 +159,14 @@ class HttpServer:
         async def run(scope, receive, send):
             if scope["type"] != "http":
                 return await app(scope, receive, send)
-            status = [500]
+            scope = dict(scope, path=self.canonical(scope["path"]))
+            status, request_id = [500], begin(scope["headers"])
 
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
                     status[0] = message["status"]
+                    ids = [(name, request_id.encode()) for name in HEADERS]
+                    message = dict(message, headers=[*message["headers"], *ids])
                 await send(message)
 
             try:
@@ -159,13 +188,20 @@ class HttpServer:
                 where = e.__traceback__
                 while where.tb_next:
                     where = where.tb_next
-                log(f"serve.py: error: {type(e).__name__}: {str(e)[:200]} ("
-                    f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})")
+                log_line(f"serve.py: error: {type(e).__name__}: {str(e)[:200]} ("
+                         f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})")
             finally:
-                known = any(scope["path"] == route.path for route in app.routes)
-                path = scope["path"] if known else "other"
-                self.metrics.requests.labels(path, status[0]).inc()
+                labels = (route.path for route in self.routes
+                          if route.path_regex.match(scope["path"]))
+                self.metrics.requests.labels(next(labels, "other"), status[0]).inc()
         return run
+
+    def canonical(self, path: str) -> str:
+        """The path as the routes have it: with the /v1 that a client has left out, and without
+        slashes at its end or doubled ones, as base URLs lead to."""
+        path = "/" + re.sub("/+", "/", path).strip("/")
+        first = path.split("/")[1]
+        return f"/v1{path}" if first in self.under_v1 else path
 
     def rejected_host(self, scope) -> str | None:
         """The Host header's name if it is not allowed: defends against DNS rebinding.
@@ -184,15 +220,15 @@ class HttpServer:
         return None
 
     def is_allowed(self, scope) -> bool:
-        """Compare the API key in constant time. The page and /health need none."""
-        if not self.options.api_key or scope["path"] in ("/", "/health"):
+        """Compare the API key in constant time. PUBLIC paths need none."""
+        if not self.options.api_key or scope["path"] in PUBLIC:
             return True
         sent = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-        wire = self.wires.get(request.url.path, ANTHROPIC if is_anthropic(request) else OPENAI)
+        wire = self.wires.get(request.scope["path"], ANTHROPIC if is_anthropic(request) else OPENAI)
         return JSONResponse(wire.error(error), error.status, headers)
 
     def internal_error(self, request, error: Exception) -> Response:
@@ -201,30 +237,60 @@ class HttpServer:
                                              code="internal"))
 
     def routing_error(self, request, error) -> Response:
-        return self.error_response(request, ApiError(error.status_code, f"{request.method} "
-                                   f"{request.url.path}: {error.detail}"))
+        """404 and 405 list what is there."""
+        path = request.scope["path"]
+        matching = [route for route in self.routes if route.path_regex.match(path)]
+        if matching:
+            methods = {method for route in matching for method in route.methods}
+            there = f"use {' or '.join(sorted(methods - {'HEAD'}))}"
+        else:
+            there = f"this server has {', '.join(route.path for route in self.routes)}"
+            there = there.replace(":path}", "}")
+        what = f"{request.method[:20]} {path[:100]}"
+        return self.error_response(request, ApiError(
+            error.status_code, f"{what}: {error.detail}: {there}",
+            code="method_not_allowed" if matching else "route_not_found"))
 
     # ---- GET routes -----------------------------------------------------------------------------
 
     async def show_page(self, request) -> Response:
+        """A chat in the browser"""
         return Response(self.page, media_type="text/html; charset=utf-8",
                         headers=self.page_headers)
 
     async def health(self, request) -> Response:
+        """How many answers run and wait; 503 while the server stops"""
         running, waiting = self.engine.load()
         state = "stopping" if self.engine.draining else "ok"
         return JSONResponse(dict(status=state, running=running, waiting=waiting),
                             503 if self.engine.draining else 200)
 
     async def show_metrics(self, request) -> Response:
+        """Prometheus' metrics"""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def version(self, request) -> Response:
+        """The version of gpt-faster, and the commit if it runs from a git clone"""
+        return JSONResponse(dict(version=VERSION, commit=commit()))
+
+    async def show_openapi(self, request) -> Response:
+        """This description as OpenAPI 3.1"""
+        return JSONResponse(self.description)
+
+    async def show_docs(self, request) -> Response:
+        """The routes and their fields as a page"""
+        policy = {"content-security-policy": content_security_policy(self.docs)}
+        return Response(self.docs, media_type="text/html; charset=utf-8",
+                        headers=self.page_headers | policy)
+
     async def models(self, request) -> Response:
+        """The model"""
         card = self.preparer.card
         is_list = dict(object="list", data=[card])
         return JSONResponse(model_list(card) if is_anthropic(request) else is_list)
 
     async def one_model(self, request) -> Response:
+        """The model, if this is its name"""
         self.preparer.check_name(request.path_params["name"])
         card = self.preparer.card
         return JSONResponse(model_info(card) if is_anthropic(request) else card)
@@ -279,7 +345,8 @@ class HttpServer:
         deadline = time.monotonic() + self.options.request_timeout
         generations = prepared.generations if prepared.generates else []   # else only an echo
         for i, generation in enumerate(generations):
-            generation.user_data = Delivery(i, events.put_nowait, deadline)
+            generation.user_data = Delivery(i, events.put_nowait, deadline,
+                                            request_id=current.get())
         try:
             self.engine.submit(generations)
         except QueueFull:
@@ -335,8 +402,10 @@ class HttpServer:
         pending = set(generations)
         yield frames(answer.begin())
         while pending:
-            sent = []
-            for event in [await events.get(), *drain_queue(events)]:
+            new, sent = await next_events(events, KEEP_ALIVE), []
+            if not new:
+                yield wire.keep_alive
+            for event in new:
                 sent += answer.add(event)
                 if event.error:
                     yield frames([*sent, wire.error(engine_error(event.error))])
@@ -353,7 +422,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable, headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream",
-                         headers={"cache-control": "no-cache", **headers})
+                         headers={"cache-control": "no-cache", "x-accel-buffering": "no",
+                                  **headers})
         self.on_end = on_end
 
     async def __call__(self, *args) -> None:
@@ -375,9 +445,15 @@ def content_security_policy(page: bytes) -> str:
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-def drain_queue(queue: asyncio.Queue) -> Iterator:
+async def next_events(queue: asyncio.Queue, seconds: float) -> list[Event]:
+    """What has come, or what comes first; nothing if that takes longer than this."""
+    events = []
+    if queue.empty():
+        with suppress(asyncio.TimeoutError):
+            events.append(await asyncio.wait_for(queue.get(), seconds))
     while not queue.empty():
-        yield queue.get_nowait()
+        events.append(queue.get_nowait())
+    return events
 
 
 def engine_error(error: str) -> ApiError:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation, Scheduler
 from gpt_faster.server.metrics import Metrics
+from gpt_faster.server.request_id import log_line
 
 DELIVERY_INTERVAL = 0.06                           # seconds: at most 16 deliveries a second
 
@@ -41,6 +41,7 @@ class Delivery:
     deadline: float
     submitted: float = 0.0
     last: float = 0.0                              # time of the last token; 0: none yet
+    request_id: str = ""                           # for the log
 
 
 class Engine:
@@ -138,8 +139,9 @@ class Engine:
         if generation not in self.active:
             return
         if event.error is not None:
-            log(f"serve.py: error: request failed: {type(event.error).__name__}: "
-                f"{str(event.error).splitlines()[0] if str(event.error) else ''}")
+            log_line(f"serve.py: error: request failed: {type(event.error).__name__}: "
+                     f"{str(event.error).splitlines()[0] if str(event.error) else ''}",
+                     generation.user_data.request_id)
             self._finish(generation, error="internal")
             return
         self.metrics.token(generation, time.monotonic())

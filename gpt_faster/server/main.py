@@ -5,7 +5,9 @@ The main thread runs the model; on rank 0 a second one runs HTTP.
     python serve.py --compile --checkpoint_path org/name --port 8000
 """
 
+import argparse
 import os
+import re
 import signal
 import socket
 import time
@@ -53,8 +55,13 @@ def build_parser() -> Parser:
     add("--allowed_hosts", nargs="+", metavar="NAME", type=str.lower, default=[],
         help="names to accept in the Host header besides localhost and 127.0.0.1; default: "
              "none when listening on loopback, else any")
+    add("--allowed_origins", nargs="+", metavar="ORIGIN", type=origin, default=[],
+        help="origins whose pages may call the server from a browser (CORS), e.g. "
+             "https://app.example or http://localhost:3000; *: any; null: files; default: none but "
+             "the server's own page")
     add("--served_name", metavar="NAME",
-        help="the model name in the API; default: the checkpoint's name")
+        help="the model name in the API; default: the name of the checkpoint's directory, GGUF "
+             "file or hub repository")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
              "speculation")
@@ -74,6 +81,15 @@ def build_parser() -> Parser:
     add_speed_flags(speed)
     flags.add_speed(speed)
     return p
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it. ValueError if it can be none."""
+    text = text.lower().removesuffix("/")
+    if text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", text):
+        return text
+    raise argparse.ArgumentTypeError(f"'{text}' is not an origin: write scheme://host or "
+                                     "scheme://host:port, without a path, or *")
 
 
 def check_options(args: Options) -> Options:

@@ -22,6 +22,7 @@ from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import Answer
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, Lenient, Strict, found, ranged
+from gpt_faster.server.request_id import current
 from gpt_faster.server.wire import OpenAIWire
 from gpt_faster.text.chat_template import TemplateError, render, template_variables
 from tokenizer import Tokenizer
@@ -416,10 +417,15 @@ class MessageAnswer(Answer):
 
     def usage(self) -> dict:
         """input_tokens are those that the cache did not have."""
-        n_prompt, n_cached = len(self.generation.prompt_ids), self.generation.n_reused
-        n_new = len(self.generation.ids) if self.request.max_tokens else 0
-        return dict(input_tokens=n_prompt - n_cached, cache_creation_input_tokens=0,
-                    cache_read_input_tokens=n_cached, output_tokens=n_new)
+        usage = super().usage()
+        n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        n_new, n_thought = 0, 0
+        if self.request.max_tokens:
+            n_new = usage["completion_tokens"]
+            n_thought = usage["completion_tokens_details"]["reasoning_tokens"]
+        return dict(input_tokens=usage["prompt_tokens"] - n_cached, cache_creation_input_tokens=0,
+                    cache_read_input_tokens=n_cached, output_tokens=n_new,
+                    output_tokens_details=dict(thinking_tokens=n_thought))
 
     def stop(self) -> tuple[str, str | None]:
         """-> stop_reason, stop_sequence."""
@@ -507,7 +513,8 @@ class AnthropicWire(OpenAIWire):
         kind = ERROR_TYPES.get(error.status)
         if kind is None:
             kind = "api_error" if error.status >= 500 else "invalid_request_error"
-        return dict(type="error", error=dict(type=kind, message=error.error["message"]))
+        return dict(type="error", error=dict(type=kind, message=error.error["message"]),
+                    request_id=current.get())
 
     def frame(self, event: dict) -> str:
         return f"event: {event['type']}\n{super().frame(event)}"

@@ -8,7 +8,6 @@ Invalid requests raise ApiError. Depends on the tokenizer and the flags, not on 
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from generate import log, split_stops
 from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.decoding.request_sampler import RequestParams
 from gpt_faster.decoding.scheduler import Generation
+from gpt_faster.server.model_card import fingerprint, model_card
 from gpt_faster.server.names import model_names
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
@@ -34,6 +34,7 @@ from gpt_faster.server.protocol import (
     Request,
     text_of,
 )
+from gpt_faster.server.request_id import log_line
 from gpt_faster.text.chat_template import TemplateError, encode_chat, template_variables
 from gpt_faster.text.reasoning import find_format, separate
 from gpt_faster.text.token_bytes import token_bytes
@@ -74,8 +75,7 @@ class RequestPreparer:
         names = model_names(session.source.path, self.options.checkpoint_path,
                             self.options.served_name)
         self.name, self.names = names[0], frozenset(names)
-        self.card = dict(id=self.name, object="model", created=int(time.time()),
-                         owned_by="gpt-faster", max_model_len=self.limit)
+        self.card, self.fingerprint = model_card(session, self.name), fingerprint(session)
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -368,7 +368,7 @@ class RequestPreparer:
         except TemplateError as e:
             raise ApiError(400, str(e), param=param) from None
         except (ValueError, Unforeseen) as e:
-            log(f"serve.py: note: tokenization failed: {e}")
+            log_line(f"serve.py: note: tokenization failed: {e}")
             raise ApiError(400, f"{param}: the tokenizer cannot encode this text",
                            param=param) from None
 

@@ -72,7 +72,15 @@ class Lenient(Strict):
 
 def ranged(name: str):
     """A pydantic type: a number within its range. 40.0 is an integer, as in JSON Schema."""
-    return Annotated[LIMITS[name].kind, BeforeValidator(LIMITS[name].of)]
+    return Annotated[LIMITS[name].kind, BeforeValidator(LIMITS[name].of), stated(name)]
+
+
+def stated(name: str, minimum: int | None = None) -> Any:
+    """The range in the API's description (openapi.py); validators do not state theirs."""
+    allowed = LIMITS[name]
+    low = "exclusiveMinimum" if allowed.above else "minimum"
+    return Field(json_schema_extra={low: allowed.minimum if minimum is None else minimum,
+                                    "maximum": allowed.maximum})
 
 
 def checked_top_k(top_k):
@@ -92,6 +100,9 @@ def checked_logprobs(logprobs):
 
 def as_list(value):
     return [value] if isinstance(value, str) else value
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 def checked_prompt(prompt):
@@ -140,18 +151,20 @@ class Request(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: ranged("n") | None = None
-    stop: Annotated[list[str], BeforeValidator(as_list)] | None = None
+    stop: Annotated[list[str], BeforeValidator(
+        as_list, json_schema_input_type=str | list[str])] | None = None
     stop_token_ids: list[ranged("token id")] | None = None
     max_tokens: ranged("max_tokens") | None = None         # -1: no limit
     temperature: ranged("temperature") | None = None
     top_p: ranged("top_p") | None = None
-    top_k: Annotated[int, BeforeValidator(checked_top_k)] | None = None
+    top_k: Annotated[int, BeforeValidator(checked_top_k), stated("top_k", -1)] | None = None
     min_p: ranged("min_p") | None = None
     repetition_penalty: ranged("repetition_penalty") | None = None
     frequency_penalty: ranged("frequency_penalty") | None = None
     presence_penalty: ranged("presence_penalty") | None = None
     logit_bias: Annotated[dict[str, ranged("logit_bias")], Field(max_length=4096)] | None = None
-    seed: Annotated[int | None, PlainValidator(checked_seed)] = None
+    seed: Annotated[int | None, PlainValidator(checked_seed, json_schema_input_type=int),
+                    stated("seed")] = None
     regex: str | None = None
     grammar: str | None = None
     response_format: ResponseFormat | None = None
@@ -164,9 +177,10 @@ class Request(Strict):
 
 
 class CompletionRequest(Request):
-    prompt: Annotated[Any, PlainValidator(checked_prompt)]
+    prompt: Annotated[Any, PlainValidator(checked_prompt, json_schema_input_type=Prompt)]
     echo: bool | None = None
-    logprobs: Annotated[int | None, PlainValidator(checked_logprobs)] = None
+    logprobs: Annotated[int | None, PlainValidator(checked_logprobs, json_schema_input_type=int),
+                        stated("logprobs")] = None
     best_of: ranged("best_of") | None = None
     add_special_tokens: bool | None = None         # false: no BOS in front of the prompt
 
@@ -247,7 +261,8 @@ class ToolCall(Lenient):
 
 class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[Content, BeforeValidator(as_parts)] = []
+    content: Annotated[Content, BeforeValidator(
+        as_parts, json_schema_input_type=str | Content)] = []
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -321,6 +336,7 @@ def tool_name(tool) -> str:
     raise ValueError("a tool is named by {\"type\": \"function\", \"function\": {\"name\": …}}")
 
 
+Choice = Literal["none", "auto", "required"] | dict[str, Any]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -330,7 +346,8 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: ranged("top_logprobs") | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[ToolChoice, BeforeValidator(checked_tool_choice)] | None = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(
+        checked_tool_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None          # for templates that read them

@@ -13,6 +13,7 @@ class OpenAIWire:
     """Errors as {"error": …}; server-sent events without names, and [DONE] after the last one."""
 
     end = "data: [DONE]\n\n"
+    keep_alive = ": keep-alive\n\n"                # a comment, which clients of the standard skip
 
     def error(self, error: ApiError) -> dict:
         """The body of an error response, and the event that ends a stream in which it occurs."""

@@ -30,6 +30,12 @@ PAIRS = {
     "<thought>": "</thought>",                     # EXAONE Deep
     "<reasoning>": "</reasoning>",                 # Reka Flash 3
     "◁think▷": "◁/think▷",                         # Kimi-VL
+    "Here is my thought process:": "Here is my response:",     # Granite 3.2
+}
+# Tags that some models write around the answer, which are no part of it: start -> end.
+ANSWER_TAGS = {
+    "<answer>": "</answer>",                       # Hunyuan, GLM-4.1V Thinking
+    "<response>": "</response>",                   # Granite 3.3, ERNIE 4.5 Thinking
 }
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")
@@ -39,11 +45,13 @@ Part = tuple[bool, str]                            # whether it is a thought, an
 
 
 class ThoughtFormat(NamedTuple):
-    """pairs: start -> end marker; shown: special tokens of the markers, which decode() hides."""
+    """pairs: start -> end marker; shown: special tokens of the markers, which decode() hides;
+    tags: of ANSWER_TAGS."""
 
     pairs: dict[str, str]
     shown: dict[int, str]
     is_harmony: bool = False
+    tags: dict[str, str] = {}
 
 
 # ---- Which format -------------------------------------------------------------------------------
@@ -59,14 +67,18 @@ def _format_of(tokenizer: Tokenizer, template: str) -> ThoughtFormat | None:
     special, _ = special_tokens(tokenizer.backend)
     if speaks_harmony(template):
         return ThoughtFormat({}, _ids(tokenizer, special, HARMONY), True)
-    pairs = {start: end for start, end in PAIRS.items()
-             if start in template or end in template
-             or None not in map(tokenizer.backend.id_of, (start, end))}
+    def used(table):                               # in the template, or both in the vocabulary
+        return {start: end for start, end in table.items()
+                if start in template or end in template
+                or None not in map(tokenizer.backend.id_of, (start, end))}
+
+    pairs = used(PAIRS)
     if not pairs and thoughts_key(template) and (pair := _pair_of_template(tokenizer)):
         pairs = dict([pair])
     if not pairs:
         return None
-    return ThoughtFormat(pairs, _ids(tokenizer, special, [*pairs, *pairs.values()]))
+    return ThoughtFormat(pairs, _ids(tokenizer, special, [*pairs, *pairs.values()]),
+                         tags=used(ANSWER_TAGS))
 
 
 def speaks_harmony(template: str) -> bool:
@@ -136,6 +148,12 @@ def thoughts_of(sequence) -> str | None:
     return detokenizer.thoughts if isinstance(detokenizer, AnswerDetokenizer) else None
 
 
+def n_thought_tokens(sequence) -> int:
+    """How many of a sequence's tokens are thoughts."""
+    detokenizer = getattr(sequence, "detokenizer", None)
+    return detokenizer.n_thought if isinstance(detokenizer, AnswerDetokenizer) else 0
+
+
 class AnswerDetokenizer(Detokenizer):
     """Returns the answer's text; collects the thoughts. Markers are in neither.
 
@@ -149,6 +167,7 @@ class AnswerDetokenizer(Detokenizer):
         self.thoughts = ""
         self.is_heard = False                      # hear() waits for an end
         self.n_taken = 0                           # characters that take() has returned
+        self.n_thought = 0                         # tokens, with the marker that ends the thoughts
         tail = self._text_of(prompt_ids[-N_TAIL:])
         self.splitter = HarmonySplitter(tail) if form.is_harmony else PairSplitter(form, tail)
 
@@ -161,7 +180,10 @@ class AnswerDetokenizer(Detokenizer):
                 self.start = self.shown
             self.ids.append(token_id)
             self.shown = len(self.ids)
-        return self._sort(self.splitter.push(text))
+        was_thinking = self.splitter.is_thinking
+        answer = self._sort(self.splitter.push(text))
+        self.n_thought += was_thinking or self.splitter.is_thinking
+        return answer
 
     def flush(self) -> str:
         text = self._sort(self.splitter.push(super().flush()))
@@ -201,6 +223,8 @@ class Splitter:
 
     Each state is a method that consumes a part of the buffer, and perhaps changes the state.
     """
+
+    is_thinking = False                            # the text that comes next is a thought
 
     def __init__(self, state: str):
         self.state, self.buffer = state, ""
@@ -255,20 +279,29 @@ class PairSplitter(Splitter):
     def __init__(self, form: ThoughtFormat, prompt: str):
         """prompt: its end, which may have opened the thoughts."""
         opened = [start for start in form.pairs if prompt.rstrip().endswith(start)]
-        super().__init__("thinking" if opened else "start")
-        self.pairs = form.pairs
+        tagged = [start for start in form.tags if prompt.rstrip().endswith(start)]
+        super().__init__("thinking" if opened else "tagged" if tagged else "start")
+        self.pairs, self.tags = form.pairs, form.tags
+        self.answer_end = form.tags[tagged[0]] if tagged else ""       # "": no tag is open
         self.end = form.pairs[opened[0]] if opened else ""
         self.anywhere = [start for start in form.pairs
                          if start.startswith(tuple(form.shown.values()))]
         self.is_new = True
 
+    @property
+    def is_thinking(self) -> bool:
+        return self.state == "thinking"
+
     def _start(self, is_final: bool) -> Iterator[Part]:
         """Only white space so far."""
         text = self.buffer.lstrip()
-        starts = [start for start in self.pairs if text.startswith(start)]
-        is_begun = any(start.startswith(text) for start in self.pairs)
-        if starts:
+        starts = [start for start in (*self.pairs, *self.tags) if text.startswith(start)]
+        is_begun = any(start.startswith(text) for start in (*self.pairs, *self.tags))
+        if starts and starts[0] in self.pairs:
             self._open(starts[0], text)
+        elif starts:
+            self.answer_end, self.state = self.tags[starts[0]], "tagged"
+            self.buffer = text.removeprefix(starts[0])
         elif is_final and is_begun and len(text) > 2:
             self.buffer = ""                       # a marker that was cut off
         elif is_final or not is_begun:
@@ -301,12 +334,29 @@ class PairSplitter(Splitter):
             self.state = "start"
         yield from ()
 
+    def _tagged(self, is_final: bool) -> Iterator[Part]:
+        """After an answer's tag: skip white space."""
+        self.buffer = self.buffer.lstrip()
+        if self.buffer:
+            self.state = "answer"
+        yield from ()
+
     def _answer(self, is_final: bool) -> Iterator[Part]:
-        text, start = self._before(self.anywhere, is_final)
+        ends = [self.answer_end] if self.answer_end else []
+        text, marker = self._before([*self.anywhere, *ends], is_final)
+        if ends:                                   # without the white space before the end tag
+            n_begun = partial_marker_length(text, ends) if is_final and not marker else 0
+            text = text[:-n_begun] if n_begun > 2 else text    # a tag that was cut off
+            kept = text.rstrip()
+            if not marker and not is_final:
+                self.buffer = text[len(kept):] + self.buffer
+            text = kept
         if text:
             yield False, text
-        if start:
-            self._open(start, self.buffer)
+        if marker and marker == self.answer_end:
+            self.answer_end, self.state = "", "tagged"
+        elif marker:
+            self._open(marker, self.buffer)
 
 
 class HarmonySplitter(Splitter):
@@ -323,6 +373,10 @@ class HarmonySplitter(Splitter):
         _, begun, header = prompt.rpartition("<|start|>assistant")
         if begun and "<|end|>" not in header:
             list(self.push(header))
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.state == "body" and self.kind == "analysis"
 
     def _open(self, is_final: bool) -> Iterator[Part]:
         """A message begins: with a header, or (a model may leave it out) with its text."""
