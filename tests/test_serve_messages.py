@@ -27,6 +27,7 @@ from gpt_faster.server import main as serve
 from gpt_faster.server.app import HttpServer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.messages import (
+    CountRequest,
     MessagesRequest,
     chat_request,
 )
@@ -207,6 +208,42 @@ IMAGE = dict(type="image", source=dict(type="base64", media_type="image/png", da
     (dict(top_k=10**30), "top_k"), (dict(stop_sequences="x"), "stop_sequences")])
 def test_what_is_not_supported_is_refused_by_name(fields, match):
     refusal(match, **fields)
+
+
+EVERYTHING = dict(
+    model="tiny", max_tokens=9, stream=False, stop_sequences=["x"], temperature=0.5, top_p=0.9, top_k=5, metadata=dict(user_id="u"), system=[text("s")],
+    thinking=dict(type="enabled", budget_tokens=1024, display="summarized"), output_config=dict(effort="low", format=dict(type="json_schema", schema=dict(type="object"))),
+    tools=[dict(name="f", description="d", input_schema=dict(type="object", properties=dict(a=dict(type="string"))))], tool_choice=dict(type="tool", name="f"),
+    context_management=dict(edits=[dict(type="clear_thinking_20251015")]), messages=[
+        dict(role="user", content="a"), dict(role="assistant", content=[dict(type="thinking", thinking="t", signature="s"), text("b"), use("f", a="b")]),
+        dict(role="user", content=[result("f", [text("r")], is_error=True), text("c")])])
+HOSTILE = [None, True, 0, -1, 1.5, 10**30, "", "\0", [], {}, [None], [[]], [{}], {"": None}, dict(type="text"), "x" * 2000, [3], dict(type=[]), dict(role={})]
+
+
+def places(value, path=()):
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+@pytest.mark.parametrize("path", [path for path in places(EVERYTHING) if path], ids=lambda path: ".".join(map(str, path)))
+def test_a_hostile_value_anywhere_is_refused_or_read(path):
+    """ApiError or a ChatRequest, never another error; an error names the place or what it is in."""
+    for value in HOSTILE:
+        body = json.loads(json.dumps(EVERYTHING))
+        *inner, last = path
+        place = body
+        for key in inner:
+            place = place[key]
+        place[last] = value
+        for kind in (MessagesRequest, CountRequest):
+            fields = body if kind is MessagesRequest else {k: v for k, v in body.items() if k in CountRequest.model_fields}
+            if kind is CountRequest and path[0] not in fields:
+                continue
+            try:
+                chat_request(parse(kind, json.dumps(fields).encode(), 512), frozenset(["enable_thinking", "reasoning_effort"]), False)
+            except ApiError as e:
+                assert e.status == 400 and str(path[0]) in e.error["message"], (value, e.error)
 
 
 # ---- A server whose model says what it is told to ------------------------------------------------

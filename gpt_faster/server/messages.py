@@ -199,7 +199,7 @@ class CountRequest(Strict):
 class MessagesRequest(CountRequest):
     """max_tokens 0: only compute the prompt, so that the next request finds it in the cache."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: Annotated[ranged("max_tokens"), Field(ge=0)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: ranged("temperature") | None = None
