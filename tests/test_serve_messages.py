@@ -113,6 +113,8 @@ def test_a_system_message_in_the_conversation_stays_there_or_becomes_a_users():
     assert [m["role"] for m in messages_of(*said)] == ["user", "assistant", "system", "user"]
     got = messages_of(*said, late_system=False)
     assert [m["role"] for m in got] == ["user", "assistant", "user"] and got[2]["content"] == "New rule.\n\nc"
+    second = messages_of(said[0], said[2], said[3], late_system=False)
+    assert [m["role"] for m in second] == ["user"] and second[0]["content"] == "a\n\nNew rule.\n\nc"
     first = messages_of(dict(role="system", content="S"), *said[:1], late_system=False, system="T")
     assert [m["role"] for m in first] == ["system", "user"] and first[0]["content"] == "T\n\nS"
 

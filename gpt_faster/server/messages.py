@@ -262,7 +262,8 @@ def chat_messages(request: CountRequest, late_system: bool) -> list[dict]:
     messages = [dict(role="system", content="".join(texts))] if any(texts) else []
     for message in request.messages:
         for new in turns(message):
-            if new["role"] == "system" and messages[1:] and not late_system:
+            is_late = messages and messages[-1]["role"] != "system"
+            if new["role"] == "system" and is_late and not late_system:
                 new["role"] = "user"
             if messages and messages[-1]["role"] == new["role"] != "tool":
                 extend(messages[-1], new)
