@@ -6,7 +6,8 @@
 import sys
 
 if __name__ == "__main__":
-    from gpt_faster.cli.fast_start import need_torch
+    from gpt_faster.cli.fast_start import need_torch, quiet_interrupt
     need_torch()
-    from gpt_faster.server.main import main
+    with quiet_interrupt():
+        from gpt_faster.server.main import main
     sys.exit(main())

@@ -22,6 +22,7 @@ from gpt_faster.server.fields import FIELDS, OFF, NoEffect, Refused
 from gpt_faster.server.names import model_names
 from gpt_faster.server.prepare import RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from gpt_faster.text.reasoning import thoughts_of
 
 LENGTH, N_VOCAB = 1000, 260
 TEMPLATE = ("{% if documents %}D{{ documents | tojson }}{% endif %}{% if tools %}T{{ tools | tojson }}{% endif %}"
@@ -35,6 +36,8 @@ ALWAYS = "<think>" + PLAIN                          # a model that thinks, witho
 
 class Preparer(RequestPreparer):
     """The server's, for a session that has no model."""
+
+    fingerprint = "fp_1"
 
     def __init__(self, template=TEMPLATE, **options):
         tokenizer = byte_tokenizer()
@@ -169,7 +172,7 @@ def test_an_unknown_field_is_accepted_and_reported_but_not_a_misspelt_one(prepar
                            respone_format="response_format", stops="stop", seeds="seed", minp="min_p", logitbias="logit_bias",
                            repetition_penality="repetition_penalty", reasoning_efort="reasoning_effort", guided_jsn="guided_json").items():
         assert refused(typo, preparer.chat, **{typo: 1}) == f"the field '{typo}' is unknown: did you mean '{name}'?"
-    for name in ("model_name", "users", "trace_id", "conversation_id", "extra_body", "thread", "tags", "mode"):
+    for name in ("model_name", "users", "trace_id", "conversation_id", "chat_id", "features", "params", "tool_ids", "files", "timeout", "type", "id", "title", "context", "thread", "tags", "mode"):
         preparer.chat(**{name: "x"})
 
 
@@ -178,6 +181,8 @@ def test_a_field_of_the_other_route_is_refused_unless_it_asks_for_nothing(prepar
                          (preparer.complete, dict(reasoning_effort="low")), (preparer.chat, dict(echo=True)), (preparer.chat, dict(best_of=2))):
         [name] = fields
         assert "not supported" in refused(name, call, **fields)
+    for name in ("extra_body", "options", "parameters"):
+        assert "into the request itself" in refused(name, preparer.chat, **{name: dict(temperature=0)})
     preparer.complete(tools=[], logprobs=False, parallel_tool_calls=False)
     preparer.chat(echo=False, best_of=1, suffix="", logprobs=False, top_logprobs=0)
 
@@ -300,7 +305,7 @@ WRONG = [
     (("messages", 2, "tool_calls", 0, "type"), "custom", "must be 'function', got 'custom'"), (("messages", 2, "tool_calls"), 5, "expected a list"),
     (("tools", 0, "type"), "web_search", "must be 'function'"), (("tools", 1, "function", "name"), "a b", "1 to 128 letters"), (("tools", 0, "function", "parameters"), [], "expected an object"),
     (("tools", 0, "function"), None, "is missing"), (("stop",), 5, "a list"), (("stop", 0), 5, "expected a string"), (("logit_bias", "5"), "x", "expected a number"),
-    (("temperature",), "hot", "expected a number"), (("stream",), 1, "expected true or false, got 1"), (("stream_options", "include_usage"), "yes", "true or false"),
+    (("temperature",), "1", "expected a number, got '1'"), (("top_k",), True, "expected an integer, got true"), (("seed",), [1], "got a list"), (("stream",), 1, "expected true or false, got 1"), (("stream_options", "include_usage"), "yes", "true or false"),
     (("stop_token_ids", 0), -1, "at least 0"), (("documents", 0), 5, "expected an object"), (("chat_template_kwargs",), [1], "expected an object"), (("reasoning_effort",), "huge", "must be 'none'"),
     (("response_format",), {"type": "xml"}, "must be 'text', 'json_object' or 'json_schema'"), (("tool_choice",), "maybe", "must be 'none', 'auto', 'required'")]
 
@@ -377,6 +382,10 @@ def test_the_last_message_is_continued_when_asked(preparer):
     refused("add_generation_prompt", preparer.chat, messages=history, continue_final_message=True, add_generation_prompt=True)
     call = dict(role="assistant", content="a", tool_calls=[dict(function=dict(name="f"))])
     assert "complete" in refused("continue_final_message", preparer.chat, messages=[*USER, call], continue_final_message=True)
+    for content, thoughts, text in (("<think>Hm", "x", "y"), ("<think>Hm</think>", "", "x</think>y"), ("Hm", "", "x</think>y")):
+        [generation] = preparer.chat(messages=[*USER, dict(role="assistant", content=content)], continue_final_message=True).generations
+        got = "".join(generation.push(byte) for byte in b"x</think>y") + generation.finish("stop")
+        assert (thoughts_of(generation), got) == (thoughts, text), content
     cut = Preparer("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     assert "cannot be continued" in refused("messages", cut.chat, messages=history, continue_final_message=True)
     refused("chat_template_kwargs", preparer.chat, chat_template_kwargs=dict(continue_final_message=True))
@@ -388,10 +397,10 @@ def test_reasoning_effort_reaches_the_template_that_has_it():
     switch, effort, always, plain = (Preparer(t) for t in (TEMPLATE, EFFORT, ALWAYS, PLAIN))
     off, on = switch.prompt(reasoning_effort="none"), switch.prompt()
     assert off.endswith("<think></think>") and not on.endswith("<think></think>")
-    for fields in (dict(enable_thinking=False), dict(thinking=dict(type="disabled")), dict(thinking=False), dict(reasoning=dict(enabled=False)), dict(reasoning=dict(effort="none")),
+    for fields in (dict(enable_thinking=False), dict(thinking=dict(type="disabled")), dict(thinking=False), dict(think=False), dict(reasoning=dict(enabled=False)), dict(reasoning=dict(effort="none")),
                    dict(chat_template_kwargs=dict(enable_thinking=False)), dict(reasoning_effort="high", chat_template_kwargs=dict(enable_thinking=False))):
         assert switch.prompt(**fields) == off, fields
-    for fields in (dict(reasoning_effort="high"), dict(reasoning_effort="minimal"), dict(enable_thinking=True), dict(thinking=dict(type="enabled", budget_tokens=5))):
+    for fields in (dict(reasoning_effort="high"), dict(reasoning_effort="minimal"), dict(think=True), dict(think="low"), dict(enable_thinking=True), dict(thinking=dict(type="enabled"))):
         assert switch.prompt(**fields) == on, fields
     assert [effort.prompt(reasoning_effort=e)[:5] for e in ("low", "medium", "high", "minimal", "xhigh", "max")] == ["Rlow<", "Rmedi", "Rhigh", "Rlow<", "Rhigh", "Rhigh"]
     assert effort.prompt()[:5] == "Rmedi" and Preparer(EFFORT + "{# 'max' #}").prompt(reasoning_effort="max")[:5] == "Rmax<"
@@ -401,7 +410,7 @@ def test_reasoning_effort_reaches_the_template_that_has_it():
     for e in ("none", "low", "high"):
         assert plain.prompt(reasoning_effort=e) == plain.prompt()           # this model has no thoughts
     assert always.prompt(reasoning_effort="high") == always.prompt()
-    for wrong in (5, "x", dict(type="x"), []):
+    for wrong in (5, "x", dict(type="x"), [], dict(type="enabled", budget_tokens=5)):
         refused("thinking", switch.chat, thinking=wrong)
     refused("reasoning", switch.chat, reasoning=dict(max_tokens=5))
 
@@ -419,7 +428,7 @@ def test_thoughts_may_be_left_out_and_usage_be_in_each_chunk(preparer):
         generation = prepared.generations[0]
         generation.user_data, generation.n_reused = SimpleNamespace(index=0), 0
         events = ChatAnswer(preparer, request, prepared).add(Event(generation, text="b", thoughts="a"))
-        assert [list(e["choices"][0]["delta"]) for e in events] == ([["reasoning_content"], ["content"]] if shows else [["content"]])
+        assert [list(e["choices"][0]["delta"]) for e in events] == ([["reasoning_content", "reasoning"], ["content"]] if shows else [["content"]])
         assert all(e["usage"]["prompt_tokens"] == len(generation.prompt_ids) for e in events)
 
 

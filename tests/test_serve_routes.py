@@ -356,6 +356,8 @@ def test_each_response_has_a_request_id(server, capsys):
     ids = [send(server, method, path, body).headers["x-request-id"] for method, path, body in (
         ("GET", "/health", None), ("GET", "/nowhere", None), ("POST", COMPLETIONS, {}), ("POST", COMPLETIONS, dict(prompt="a", max_tokens=1)),
         ("POST", COMPLETIONS, dict(prompt="a", max_tokens=1, stream=True)))]
+    response = send(server, "GET", "/health")
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert len(set(ids)) == 5 and all(re.fullmatch("req_[0-9a-f]{24}", one) for one in ids)
     for own in ("a", "0f8fad5b-d9cb-469f-a165-70867728950e", "trace:1/2+3=@x._-", "a" * 128):
         assert send(server, "GET", "/health", x_request_id=own).headers["x-request-id"] == own

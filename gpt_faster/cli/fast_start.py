@@ -8,8 +8,10 @@ It knows the names of torch's modules and nothing else; a name that this torch l
 
 import gc
 import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -86,6 +88,18 @@ def need_torch() -> None:
     print(f"{command.name}: error: this Python has no torch: run `bash scripts/quickstart.sh`, "
           "which creates .venv", file=sys.stderr)
     sys.exit(2)
+
+
+@contextmanager
+def quiet_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once, without a traceback: for imports, which take seconds."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:      # else it is ignored: a job in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def import_torch() -> None:

@@ -42,6 +42,7 @@ from gpt_faster.kernels.cuda.graph import CudaGraph
 from gpt_faster.layers.gemma4_assistant import Assistant
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.layers.recurrent import max_rewind
+from gpt_faster.storage import disk
 from model import Transformer
 from sampling import Sampler
 from speculate import FixedLength, ModelDrafter, SpeculativeBatch
@@ -54,6 +55,8 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
     compile and torch_compile modify the model in place. wait: if the C++ compiler is still running,
     wait for it; otherwise start uncompiled and switch over when it is done.
     """
+    if engine in ("compile", "torch_compile"):
+        disk.set_compiler_caches()
     if engine == "compile" and not wait and can_switch_later(model):
         # prefill runs before it is compiled
         decode = switch_when_compiled(model, decode_one_token)

@@ -18,7 +18,7 @@ from gpt_faster.text.token_bytes import token_bytes
 
 KINDS = ("json_schema", "regex", "grammar")
 INSTALL = "pip install -r requirements-serve.txt"
-MAX_COMPILED = 64                                  # cached grammars; the oldest is evicted first
+MAX_COMPILED = 128                                 # cached grammars: all that wait in a queue
 
 
 def import_llguidance():
@@ -83,13 +83,12 @@ class Grammars:
         """spec: one of KINDS, and its text. ValueError if it is invalid, with one line."""
         if spec is None:
             return None
-        compiled = self.compiled.get(spec)
-        if compiled is None:
-            compiled = self._compile(*spec)        # slow, so outside the lock
-            with self.lock:
-                while len(self.compiled) >= MAX_COMPILED:
-                    del self.compiled[next(iter(self.compiled))]
-                self.compiled[spec] = compiled
+        compiled = self.compiled.get(spec) or self._compile(*spec)     # slow: outside the lock
+        with self.lock:
+            self.compiled.pop(spec, None)
+            self.compiled[spec] = compiled         # the last one used is the last one evicted
+            while len(self.compiled) > MAX_COMPILED:
+                del self.compiled[next(iter(self.compiled))]
         return Matcher(compiled.deep_copy())
 
     check = matcher

@@ -54,6 +54,12 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
     return next(i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
 
 
+def is_fault(error: BaseException) -> bool:
+    """Whether an error is the fault of what ran. A Rust library's panic is no Exception; Ctrl-C and
+    a generator's end are not faults."""
+    return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
 class Logprobs(NamedTuple):
     """Log-probability of one token, and the most likely ids with theirs.
 
@@ -172,7 +178,7 @@ class Event(NamedTuple):
     text: str = ""
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     finish_reason: str | None = None
-    error: Exception | str | None = None
+    error: BaseException | str | None = None
     thoughts: str = ""
 
 
@@ -198,6 +204,7 @@ class Scheduler:
         self.poll = lambda: None                   # called before `waiting` is read
         self.waiting, self.running, self.prefilling = deque(), {}, {}
         self.suspects = deque()                    # groups of generations that must run apart
+        self.has_overtaken = False                 # the last prefill was not of the oldest prompt
         self.cached_ids = [[] for _ in range(batch.n_row)]     # by row
         self.n_written = [0] * batch.n_row         # furthest position written, by row: beyond
                                                    # cached_ids where drafts were rejected
@@ -303,18 +310,18 @@ class Scheduler:
         generation.first_s = generation.first_s or generation.last_s
         try:
             text = generation.push(token_id)
-        except Exception as e:                     # a tokenizer may raise on unusual ids
-            if self.max_prefill is None:
+            thoughts = getattr(generation.detokenizer, "take", str)()      # text/reasoning.py
+        except BaseException as e:                 # a tokenizer may raise on unusual ids
+            if self.max_prefill is None or not is_fault(e):
                 raise
             return self._fail(generation, row, e)
         if generation.finish_reason:
             self.drop(generation)
         token_logprobs = ((token_id, logprobs),) if logprobs else ()
-        take_thoughts = getattr(generation.detokenizer, "take", str)       # text/reasoning.py
         return Event(generation, row, text, token_logprobs, generation.finish_reason,
-                     thoughts=take_thoughts())
+                     thoughts=thoughts)
 
-    def _fail(self, generation: Generation, row: int, error: Exception) -> Event:
+    def _fail(self, generation: Generation, row: int, error: BaseException) -> Event:
         self.drop(generation, keep=False)
         return Event(generation, row, error=error)
 
@@ -338,8 +345,8 @@ class Scheduler:
         active = {}
         try:
             result = run(active)
-        except Exception as e:
-            if self.max_prefill is None:
+        except BaseException as e:
+            if self.max_prefill is None or not is_fault(e):
                 raise
             if len(active) > 1:
                 self._restart_apart(active)
@@ -368,10 +375,11 @@ class Scheduler:
 
     def _prefill_some(self, active: dict[int, Generation]) -> tuple | None:
         """Prefill up to max_prefill prompt tokens; a completed prompt gives its first new token."""
-        first = next(iter(self.prefilling.values()))
+        first = self._next_prompt()
         budget = self.max_prefill or sum(len(g.prompt_ids) for g in self.prefilling.values())
         longest = 0
-        for row, generation in self.prefilling.items():        # one call: equal n_prefilled
+        by_age = sorted(self.prefilling.items(), key=lambda item: item[1] is not first)
+        for row, generation in by_age:             # one call: equal n_prefilled
             n = len(generation.prompt_ids) - generation.n_prefilled
             if (generation.n_prefilled != first.n_prefilled
                     or generation.score_prompt != first.score_prompt):
@@ -390,6 +398,15 @@ class Scheduler:
                 for row, generation in active.items()}
         complete = {row for row, end in ends.items() if end == len(active[row].prompt_ids)}
         return self._prefill(active, ends, complete, n_cached)
+
+    def _next_prompt(self) -> Generation:
+        """The shortest prompt, so that it waits for one chunk of a long one, not for all; in the
+        call after that the oldest, so that a long one is not left waiting for ever."""
+        oldest, *others = self.prefilling.values()
+        shortest = min((oldest, *others), key=lambda g: len(g.prompt_ids) - g.n_prefilled)
+        first = oldest if self.has_overtaken or self.max_prefill is None else shortest
+        self.has_overtaken = first is not oldest
+        return first
 
     def _prefill(self, active, ends: dict[int, int], complete: set[int], n_cached: int):
         """Prefill positions [n_cached, ends[row]) of each row; complete: rows whose prompt ends."""

@@ -51,9 +51,11 @@ def digest_with_imports(*modules: ModuleType) -> str:
     methods and numbers assigned after import. Raises OSError if one of these functions has no
     source.
     """
-    cache_file = disk.cache_dir() / "sources.json"
+    cache = disk.trusted_cache()
+    cache_file = cache / "sources.json" if cache else None
     try:
-        cached = json.loads(cache_file.read_text())
+        is_read = cache_file and disk.is_trusted(cache_file)
+        cached = json.loads(cache_file.read_text()) if is_read else {}
     except (OSError, ValueError):
         cached = {}
     cached = cached if isinstance(cached, dict) else {}
@@ -63,7 +65,7 @@ def digest_with_imports(*modules: ModuleType) -> str:
         if str(path) not in found:
             found[str(path)] = entry = _source_entry(path, cached.get(str(path)))
             pending += [ROOT / name for name in entry["imports"]]
-    if any(cached.get(path) != entry for path, entry in found.items()):
+    if cache_file and any(cached.get(path) != entry for path, entry in found.items()):
         others = {path: entry for path, entry in cached.items() if Path(path).exists()}
         disk.write_atomically(cache_file, json.dumps({**others, **found}))
     sources = sorted((str(Path(path).relative_to(ROOT)), entry["digest"])

@@ -8,6 +8,7 @@ server/protocol.py validates requests.
 
 import asyncio
 import base64
+import gc
 import hashlib
 import hmac
 import ipaddress
@@ -16,8 +17,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from generate import log
 from gpt_faster.decoding.scheduler import Event, Generation
 from gpt_faster.server import openapi
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
+from gpt_faster.server.connections import limited_protocol
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
 from gpt_faster.server.messages import (
     ANTHROPIC,
@@ -58,7 +62,12 @@ PAGE = Path(__file__).with_name("page.html")
 PUBLIC = ("/", "/health", "/docs", "/openapi.json")        # a browser sends no key for a page
 BODY_TIMEOUT = 60                                  # seconds to receive a body
 KEEP_ALIVE = 5                                     # seconds until a silent stream gets a comment
-LONG_BODY = 1 << 16                                # bytes: tokenization takes about 0.1 s
+BACKLOG = 2048                                     # connections not yet accepted
+LAST_RESPONSES = 3                                 # seconds to send them, once all is generated
+LONG_BODY = 1 << 14                                # bytes: templates and tokens may take 50 ms
+MAX_BODIES = 16                                    # largest bodies in memory: --max_body_mb each
+# Threads that prepare requests, by what one costs: no kind waits for another.
+PREPARING = dict(short=4, long=1, grammar=2)
 ERRORS = {"timeout": (504, "the request took longer than --request_timeout"),
           "internal": (500, "internal server error: see the server's log"),
           "the server has stopped": (503, "the server has stopped")}
@@ -94,8 +103,9 @@ class HttpServer:
         self.preparer, self.engine, self.metrics = RequestPreparer(session), engine, metrics
         self.options = session.options
         self.loop = None                           # the HTTP thread's event loop, set by serve()
-        # Prepare one request at a time, and concurrently one that may take seconds.
-        self.short, self.long = asyncio.Lock(), asyncio.Lock()
+        self.threads = {kind: ThreadPoolExecutor(n, f"prepare-{kind}")
+                        for kind, n in PREPARING.items()}
+        self.n_body_bytes = 0                      # of all requests not yet prepared
         self.loopback = False                      # set by serve()
         engine.flush = self.deliver
         self.page = PAGE.read_bytes()
@@ -140,7 +150,13 @@ class HttpServer:
             self.app = CORSMiddleware(
                 self.app, allow_origins=origins, allow_methods=("GET", "HEAD", "POST", "DELETE"),
                 allow_headers=("*",), allow_private_network=True, max_age=3600,
-                expose_headers=("x-request-id", "retry-after"))
+                expose_headers=(*(name.decode() for name in HEADERS), "retry-after"))
+
+    def config(self) -> uvicorn.Config:
+        return uvicorn.Config(self.app, http=limited_protocol(self.options.max_connections),
+                              ws="none", log_level="error", access_log=False, lifespan="off",
+                              server_header=False, timeout_keep_alive=30, backlog=BACKLOG,
+                              timeout_graceful_shutdown=LAST_RESPONSES)
 
     # ---- From the model's thread ----------------------------------------------------------------
 
@@ -160,7 +176,8 @@ class HttpServer:
             if scope["type"] != "http":
                 return await app(scope, receive, send)
             scope = dict(scope, path=self.canonical(scope["path"]))
-            status, request_id = [500], begin(scope["headers"])
+            request_id = begin(scope["headers"])
+            status = [500]                         # until a response begins
 
             async def send_and_record(message):
                 if message["type"] == "http.response.start":
@@ -177,13 +194,18 @@ class HttpServer:
                     response = self.error_response(Request(scope), error)
                     return await response(scope, receive, send_and_record)
                 if not self.is_allowed(scope):
-                    error = ApiError(401, "invalid API key: send Authorization: Bearer KEY",
+                    error = ApiError(401, "invalid API key: send Authorization: Bearer KEY, or "
+                                     "x-api-key: KEY",
                                      "authentication_error", code="invalid_api_key")
                     response = self.error_response(Request(scope), error)
                     return await response(scope, receive, send_and_record)
                 await app(scope, receive, send_and_record)
             except ClientDisconnect:
                 status[0] = 499
+            except asyncio.CancelledError:         # LAST_RESPONSES seconds after the last answer
+                if status[0] == 500:               # nothing was sent
+                    response = self.error_response(Request(scope), self.stopping())
+                    await response(scope, receive, send_and_record)
             except Exception as e:                 # log it; the client gets no details
                 where = e.__traceback__
                 while where.tb_next:
@@ -223,8 +245,8 @@ class HttpServer:
         """Compare the API key in constant time. PUBLIC paths need none."""
         if not self.options.api_key or scope["path"] in PUBLIC:
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, b"Bearer " + self.options.api_key.encode())
+        key = self.options.api_key.encode()
+        return any([hmac.compare_digest(sent, key) for sent in sent_keys(scope["headers"])])
 
     def error_response(self, request: Request, error: ApiError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
@@ -297,49 +319,74 @@ class HttpServer:
 
     # ---- Completions ----------------------------------------------------------------------------
 
-    async def body(self, request: Request) -> bytes:
-        """The body. ApiError if it is too large or its content type is not JSON: without a CORS
-        preflight, browsers let other sites' pages send plain text but not JSON."""
+    async def body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
+        """The body; reserve() counts its bytes. ApiError if it is too large or its content type is
+        not JSON: without a CORS preflight, browsers let other sites' pages send plain text but not
+        JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "Content-Type must be application/json")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(415, f"Content-Encoding {ascii(encoding[:20])} is not supported: send "
+                           "the JSON itself")
+        too_large = ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
         limit, chunks, n = int(self.options.max_body_mb * 1e6), [], 0
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
         async for part in request.stream():
             n += len(part)
+            reserve(len(part))
             if n > limit:
-                raise ApiError(413, f"the body is larger than {self.options.max_body_mb:g} MB")
+                raise too_large
             chunks.append(part)
         return b"".join(chunks)
 
-    async def read(self, raw_request: Request, schema: type[Fields]) -> tuple[Fields, bool]:
-        """-> the request, and whether it may take long to prepare."""
-        try:
-            body = await asyncio.wait_for(self.body(raw_request), BODY_TIMEOUT)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
-        request = parse(schema, body, self.preparer.limit)
-        self.preparer.check_name(request.model)
-        return request, len(body) > LONG_BODY or needs_grammar(request)
+    @contextmanager
+    def body_memory(self) -> Iterator[Callable[[int], None]]:
+        """-> reserve(n_bytes), which raises ApiError if all bodies together exceed the limit."""
+        limit, reserved = int(MAX_BODIES * self.options.max_body_mb * 1e6), 0
 
-    async def prepare(self, function: Callable, request: Fields, may_take_long: bool):
-        """function(request), in a thread."""
-        async with self.long if may_take_long else self.short:
+        def reserve(n_bytes: int) -> None:
+            nonlocal reserved
+            reserved += n_bytes
+            self.n_body_bytes += n_bytes
+            if self.n_body_bytes > limit:
+                raise ApiError(429, f"all bodies together are larger than {limit / 1e6:g} MB: try "
+                               "again soon", "rate_limit_error", code="queue_full", retry_after=2)
+
+        try:
+            yield reserve
+        finally:
+            self.n_body_bytes -= reserved
+
+    async def prepare(self, raw_request: Request, schema: type[Fields], function: Callable,
+                      generates: bool = True) -> tuple[Fields, object]:
+        """Read and validate the request -> it, and function(request), which runs in a thread.
+        ApiError if it is invalid, or if it generates and the server takes no more."""
+        with self.body_memory() as reserve:
             try:
-                return await asyncio.to_thread(function, request)
-            except RecursionError:
-                raise ApiError(400, "the body is nested too deeply") from None
+                body = await asyncio.wait_for(self.body(raw_request, reserve), BODY_TIMEOUT)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"no complete body within {BODY_TIMEOUT} seconds") from None
+            request = parse(schema, body, self.preparer.limit)
+            self.preparer.check_name(request.model)
+            if generates and self.engine.draining:
+                raise self.stopping()
+            max_waiting = self.options.max_queue + self.engine.slots.batch.n_row
+            if generates and self.engine.load()[1] >= max_waiting:
+                raise self.busy()
+            kind = "long" if len(body) > LONG_BODY else "short"
+            if needs_grammar(request):
+                kind = "grammar"
+            run = partial(copy_context().run, in_thread, function, request)    # with the request id
+            return request, await self.loop.run_in_executor(self.threads[kind], run)
 
     async def reply(self, raw_request: Request, query: Query) -> Response:
-        request, may_take_long = await self.read(raw_request, query.schema)
-        return JSONResponse(await self.prepare(query.run, request, may_take_long))
+        _, fields = await self.prepare(raw_request, query.schema, query.run, generates=False)
+        return JSONResponse(fields)
 
     async def answer(self, raw_request: Request, endpoint: Endpoint) -> Response:
-        request, may_take_long = await self.read(raw_request, endpoint.schema)
-        if self.engine.draining:
-            raise self.stopping()
-        if self.engine.load()[1] >= self.options.max_queue + self.engine.slots.batch.n_row:
-            raise self.busy()
-        prepared = await self.prepare(endpoint.prepare, request, may_take_long)
+        request, prepared = await self.prepare(raw_request, endpoint.schema, endpoint.prepare)
         answer = endpoint.answer(self.preparer, request, prepared)
         events = asyncio.Queue()
         deadline = time.monotonic() + self.options.request_timeout
@@ -480,10 +527,34 @@ def is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
+def sent_keys(headers: list[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """The API keys of a request's headers."""
+    for name, value in headers:
+        scheme, _, key = value.strip().partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            yield key.strip()
+        if name == b"x-api-key":
+            yield value.strip()
+
+
 def needs_grammar(request) -> bool:
-    """Whether a grammar must be compiled, which may take seconds."""
-    names = ("regex", "grammar", "response_format", "tools", "output_config")
-    return any(getattr(request, name, None) for name in names)
+    """Whether a grammar must be compiled, which may take a second."""
+    tool_choice = getattr(request, "tool_choice", None)
+    names = ("regex", "grammar", "response_format", "output_config")
+    return (tool_choice not in (None, "none", "auto")
+            or any(getattr(request, name, None) for name in names))
+
+
+def in_thread(prepare: Callable, request: Fields) -> PreparedRequest:
+    """prepare(request); every error as one that a handler of the application gets."""
+    try:
+        return prepare(request)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except Exception:
+        raise
+    except BaseException as e:                     # a Rust library's panic is no Exception
+        raise RuntimeError(f"{type(e).__name__}: {e}") from e
 
 
 def warn_if_public(host: str, api_key: str | None) -> None:
@@ -511,9 +582,13 @@ def serve(session, slots, listener) -> None:
     metrics.slots.set(slots.batch.n_row)
     engine = Engine(slots, session.options.max_queue, metrics)
     started, http = threading.Event(), HttpServer(session, engine, metrics)
-    config = uvicorn.Config(http.app, log_level="warning", access_log=False, lifespan="off",
-                            server_header=False, timeout_keep_alive=30)
-    server = Server(config, started)
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(BACKLOG)
+    except OSError as e:                           # another server was loading at the same time
+        raise OSError(f"cannot listen on {host}, port {port}: {e.strerror}: try another --port "
+                      "or --host") from None
+    server = Server(http.config(), started)
 
     async def run():
         http.loop = asyncio.get_running_loop()
@@ -529,12 +604,14 @@ def serve(session, slots, listener) -> None:
         engine.drain()
         log("Shutting down after the running requests (signal again to stop immediately)")
 
-    sys.setswitchinterval(0.0005)                  # switch quickly between the two threads
+    sys.setswitchinterval(0.0005)                  # switch quickly between the threads
+    gc.collect()
+    gc.freeze()                                    # a collection of all objects takes 0.2 s
     old_handlers = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    host, port = listener.getsockname()[:2]
     http.loopback = is_loopback(host)
     thread.start()
-    started.wait(30)
+    if not started.wait(30):
+        raise RuntimeError("the HTTP thread did not start")
     warn_if_public(host, session.options.api_key)
     url_host = f"[{host}]" if ":" in host else host
     log(f"Serving {http.preparer.name} on http://{url_host}:{port} ({slots.batch.n_row} slots of "
@@ -544,5 +621,7 @@ def serve(session, slots, listener) -> None:
     finally:
         server.should_exit = True                  # after sending the last responses
         thread.join(10)
+        for threads in http.threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         for s, handler in old_handlers.items():
             signal.signal(s, handler)

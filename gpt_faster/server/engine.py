@@ -31,15 +31,17 @@ class Draining(Exception):
 
 @dataclass(eq=False)
 class Delivery:
-    """A generation's `about`: where its events go, and its times (time.monotonic()).
+    """A generation's user_data: where its events go, and its times (time.monotonic()).
 
-    index: of the choice in its request; send(event) is called in the model's thread.
+    index: of the choice in its request; send(event) is called in the model's thread. turn: its
+    place in the queue.
     """
 
     index: int
     send: Callable[[Event], None]
     deadline: float
     submitted: float = 0.0
+    turn: int = 0
     last: float = 0.0                              # time of the last token; 0: none yet
     request_id: str = ""                           # for the log
 
@@ -54,6 +56,7 @@ class Engine:
         slots.poll = self._poll
         self.lock = threading.Condition()
         self.inbox, self.cancelled = deque(), set()
+        self.n_request = 0
         self.active = {}                           # unfinished generations, as an ordered set
         self.events, self.flush_now, self.last_flush = {}, False, 0.0      # by generation
         self.draining = self.dead = False
@@ -61,7 +64,10 @@ class Engine:
     # ---- From other threads ---------------------------------------------------------------------
 
     def submit(self, new: list[Generation]) -> None:
-        """Queue generations. QueueFull if they do not all fit, Draining during shutdown."""
+        """Queue a request's generations. QueueFull if they do not all fit, Draining during
+        shutdown. Its i-th choice waits as a request would that came i requests later: many choices
+        hold up no other request.
+        """
         with self.lock:
             if self.draining:
                 raise Draining
@@ -70,8 +76,10 @@ class Engine:
             if n_waiting + len(new) > self.max_queue + max(0, n_free):
                 raise QueueFull
             now = time.monotonic()
-            for generation in new:
+            self.n_request += 1
+            for i, generation in enumerate(new):
                 generation.user_data.submitted = now
+                generation.user_data.turn = self.n_request + i
             self.inbox.extend(new)
             self.lock.notify()
 
@@ -123,7 +131,9 @@ class Engine:
             new, cancelled = list(self.inbox), self.cancelled
             self.inbox.clear()
             self.cancelled = set()
-            self.slots.waiting.extend(new)
+            if new:
+                waiting = sorted([*self.slots.waiting, *new], key=lambda g: g.user_data.turn)
+                self.slots.waiting = deque(waiting)
         self.active.update(dict.fromkeys(new))
         for generation in cancelled & self.active.keys():
             self._finish(generation, finish_reason="cancelled")

@@ -91,11 +91,15 @@ def structured_outputs(value) -> dict:
 
 
 def thinking(value) -> dict:
-    """DeepSeek's and GLM's {"type": "enabled" or "disabled"}, or a boolean."""
+    """DeepSeek's and GLM's {"type": "enabled" or "disabled"}, a boolean, or Ollama's effort."""
+    if value in ("low", "medium", "high"):
+        return dict(reasoning_effort=value)
     kinds = {"enabled": True, "disabled": False, "adaptive": True}
     kind = value.get("type") if isinstance(value, dict) else value
     if isinstance(kind, bool):
         return dict(enable_thinking=kind)
+    if isinstance(value, dict) and value.get("budget_tokens") is not None:
+        raise ValueError("budget_tokens is not supported: use reasoning_effort or max_tokens")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError("expected a boolean, or an object with type 'enabled' or 'disabled'")
     return dict(enable_thinking=kinds[kind])
@@ -167,18 +171,31 @@ FIELDS: dict[str, NoEffect | Refused | Translated] = {
     "stop_sequences": renamed("stop"),
     "structured_outputs": Translated(structured_outputs),
     "thinking": Translated(thinking),
+    "think": Translated(thinking),                 # Ollama's
+    # Parameters in the wrong place
+    **dict.fromkeys(("extra_body", "options", "parameters", "sampling_params", "generation_config"),
+                    Refused("write its fields into the request itself", OFF)),
+    "format": Refused("use response_format", OFF),
+    "input": Refused("use messages or prompt"),
+    "system": Refused('write it as a message with the role "system"', OFF),
+    "template": Refused("the template is the model's: use /v1/completions for another", OFF),
     # vLLM's and SGLang's
     "allowed_token_ids": Refused("use logit_bias, regex or grammar", OFF),
     "bad_words": Refused("use logit_bias", OFF),
     "cache_salt": CACHE,
     "chat_template": Refused("the template is the model's: use /v1/completions for another"),
     "custom_logit_processor": Refused("code of requests does not run here", OFF),
+    "custom_params": Refused("code of requests does not run here", OFF),
+    "data_parallel_rank": SPEED,
     "early_stopping": EMPTY,
+    "ec_transfer_params": CACHE,
+    "extra_key": CACHE,
     "guided_decoding_backend": SPEED,
     "guided_whitespace_pattern": Refused("the white space of JSON is fixed"),
     "include_stop_str_in_output": Refused("the stop is never part of the text", OFF),
     "kv_transfer_params": CACHE,
     "length_penalty": EMPTY,
+    "logprob_token_ids": Refused("use top_logprobs", OFF),
     "logits_processors": Refused("code of requests does not run here", OFF),
     "lora_path": Refused("one model is served: start the server with --adapter", OFF),
     "media_io_kwargs": EMPTY,
@@ -189,9 +206,12 @@ FIELDS: dict[str, NoEffect | Refused | Translated] = {
     "prompt_logprobs": Refused("use /v1/completions with echo and logprobs", OFF[:1]),
     "repetition_detection": Refused("use repetition_penalty"),
     "request_id": ACCOUNT,
+    "return_cached_tokens_details": Refused(RESPONSE, OFF),
     "return_hidden_states": Refused(RESPONSE, OFF),
     "return_prompt_text": Refused(RESPONSE, OFF),
+    "return_routed_experts": Refused(RESPONSE, OFF),
     "return_token_ids": Refused(RESPONSE, OFF),
+    "return_token_offsets": Refused(RESPONSE, OFF),
     "return_tokens_as_token_ids": Refused(RESPONSE, OFF),
     "rid": ACCOUNT,
     "separate_reasoning": Refused("thoughts are always apart from the content", (True,)),
@@ -205,6 +225,7 @@ FIELDS: dict[str, NoEffect | Refused | Translated] = {
     "truncate_prompt_tokens": Refused("a prompt is never cut: shorten it", (-1,)),
     "truncation_side": EMPTY,
     "use_beam_search": Refused("beams are not supported: use n", OFF),
+    "watermarking": Refused("watermarks are not supported", OFF),
     "vllm_xargs": Refused("vLLM's plug-ins are not here", OFF),
     # llama.cpp's and LM Studio's
     "cache_prompt": CACHE,
@@ -248,6 +269,35 @@ FIELDS: dict[str, NoEffect | Refused | Translated] = {
     **dict.fromkeys(("repeat_last_n", "repetition_context_size", "presence_context_size",
                      "frequency_context_size"),
                     Refused("penalties count the whole text: use -1", (-1,), PENALTIES)),
+    # mlx-lm's, TGI's, text-generation-webui's and its relatives'
+    "adapter_id": Refused("one model is served: start the server with --adapter", OFF),
+    "adapters": Refused("one model is served: start the server with --adapter", OFF),
+    "ban_eos_token": Refused("use ignore_eos", OFF),
+    "custom_token_bans": Refused("use logit_bias", OFF),
+    "decoder_input_details": Refused(RESPONSE, OFF),
+    "details": Refused(RESPONSE, OFF),
+    "dynamic_temperature": Refused(SAMPLER, OFF),
+    "encoder_repetition_penalty": Refused("use repetition_penalty", (1,)),
+    "epsilon_cutoff": Refused(SAMPLER, OFF),
+    "eta_cutoff": Refused(SAMPLER, OFF),
+    "guidance_scale": Refused(SAMPLER, (0, 1)),
+    "guideline": Refused("write it into the system prompt", OFF),
+    "min_length": Refused("use ignore_eos with max_tokens, or leave it out", OFF),
+    "negative_prompt": Refused("there is no guidance", OFF),
+    "no_repeat_ngram_size": Refused("use repetition_penalty", OFF),
+    "num_beams": Refused("beams are not supported: use n", (1,)),
+    "num_draft_tokens": SPEED,
+    "penalty_alpha": Refused(SAMPLER, OFF),
+    "return_full_text": Refused("use echo of /v1/completions", OFF),
+    "role_mapping": Refused("the chat template writes the roles", OFF),
+    "sampler_order": Refused("the order of the samplers is fixed", OFF),
+    "sampler_priority": Refused("the order of the samplers is fixed", OFF),
+    "smoothing_curve": EMPTY,
+    "smoothing_factor": Refused(SAMPLER, OFF),
+    "tfs": Refused(SAMPLER, (1,)),
+    "tool_prompt": Refused("the chat template writes the tools", OFF),
+    "typical": Refused(SAMPLER, (1,)),
+    "watermark": Refused("watermarks are not supported", OFF),
     # Others': OpenRouter, Groq, Mistral, Together, DashScope
     "do_sample": Refused("use temperature 0 for greedy decoding", (True,)),
     "enable_search": Refused("this server does not search the web", OFF),

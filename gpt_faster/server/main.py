@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 
 import tp
@@ -21,7 +22,7 @@ from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.grammar import Grammars
 from gpt_faster.decoding.ranks import as_rank, run_on_rank_0
 from gpt_faster.decoding.request_sampler import build_request_sampler
-from gpt_faster.decoding.scheduler import Scheduler
+from gpt_faster.decoding.scheduler import Scheduler, is_fault
 from gpt_faster.devices import pick_dtype, pick_engine
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import open_model
@@ -60,8 +61,8 @@ def build_parser() -> Parser:
              "https://app.example or http://localhost:3000; *: any; null: files; default: none but "
              "the server's own page")
     add("--served_name", metavar="NAME",
-        help="the model name in the API; default: the name of the checkpoint's directory, GGUF "
-             "file or hub repository")
+        help="the model's name in the API; default: the GGUF file's, the hub's (org/name) or the "
+              "directory's")
     add("--batch_size", type=number(int, 1), metavar="N",
         help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
              "speculation")
@@ -71,6 +72,8 @@ def build_parser() -> Parser:
         help="time limit of a request, including its time in the queue")
     add("--max_body_mb", type=number(float, 0, above=True), default=8.0, metavar="MB",
         help="max request body size; larger requests get 413")
+    add("--max_connections", type=number(int, 1), default=512, metavar="N",
+        help="max open connections; requests on further ones get 503")
     add("--tool_format", choices=["hermes", "qwen_xml", "llama", "gemma"],
         help="the model's tool-call format; default: detected from its chat template")
     add("--system_prompt", metavar="TEXT", help="system prompt for chats without one")
@@ -106,8 +109,13 @@ def check_options(args: Options) -> Options:
     if args.api_key is not None and not args.api_key.strip():
         raise ValueError("--api_key (or GPT_FASTER_API_KEY in the environment) is empty: set a "
                          "key, or unset it to serve without one")
+    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise ValueError("--api_key (or GPT_FASTER_API_KEY) must be of printable ASCII characters: "
+                         "clients encode others differently")
     if args.random:
         raise ValueError("--random is not supported: it has no tokenizer")
+    if args.api_key:                               # HTTP strips the spaces of a header's value
+        args = args.replaced(api_key=args.api_key.strip())
     return args.replaced(batch_size=args.batch_size or (1 if speculates else DEFAULT_BATCH_SIZE))
 
 
@@ -147,8 +155,8 @@ def run(argv: list[str] | None) -> int:
     def call(name, *call_args):
         try:
             return getattr(slots.worker, name)(*call_args)
-        except Exception:
-            if tp.rank() == 0:                     # it fails the request; other ranks continue
+        except BaseException as e:                 # it fails the request; other ranks continue
+            if tp.rank() == 0 or not is_fault(e):
                 raise
 
     def serve(call):
@@ -177,7 +185,7 @@ class ServerSession(Runtime):
 
     def __init__(self, options: Options, source, tokenizer, device, dtype, engine: str,
                  start: float):
-        self._grammars = None
+        self._grammars, self.lock = None, threading.Lock()
         super().__init__(options, source, tokenizer, device, dtype, engine,
                          n_row=options.batch_size, longest=COMPILED_LENGTH, start=start,
                          speculate=options.speculate,
@@ -186,8 +194,10 @@ class ServerSession(Runtime):
 
     def grammars(self) -> Grammars:
         """Built on first use."""
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.eos_ids, self.model.cfg.vocab_size)
+        with self.lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.eos_ids,
+                                          self.model.cfg.vocab_size)
         return self._grammars
 
     def make_sampler(self) -> Sampler:

@@ -330,7 +330,8 @@ def prepare_messages(preparer: RequestPreparer, request: MessagesRequest) -> Pre
 def count_tokens(preparer: RequestPreparer, request: CountRequest) -> dict:
     """The number of prompt tokens, also of a prompt that is too long for a slot."""
     with anthropic_names():
-        return dict(input_tokens=len(preparer.chat_ids(translated(preparer, request))))
+        parts = preparer.chat_parts(translated(preparer, request))
+        return dict(input_tokens=len(preparer.chat_ids(*parts)))
 
 
 def translated(preparer: RequestPreparer, request: CountRequest) -> ChatRequest:

@@ -96,11 +96,6 @@ def describe(get_routes: Iterable, endpoints: Iterable, defaults: dict) -> dict:
     for each in endpoints:
         add_texts(schemas[each.schema.__name__], defaults)
     paths = {}
-    for route in get_routes:
-        methods = {method.lower() for method in route.methods} - {"head"}
-        path = route.path.replace(":path}", "}")
-        for method in sorted(methods):
-            paths.setdefault(path, {})[method] = operation(first_line(route.endpoint), path)
     for each in endpoints:
         body = dict(schema={"$ref": REF + each.schema.__name__})
         if each.path in EXAMPLES:
@@ -109,6 +104,11 @@ def describe(get_routes: Iterable, endpoints: Iterable, defaults: dict) -> dict:
         paths.setdefault(each.path, {})["post"] = dict(
             operation(summary, each.path),
             requestBody=dict(required=True, content={"application/json": body}))
+    for route in get_routes:
+        methods = {method.lower() for method in route.methods} - {"head"}
+        path = route.path.replace(":path}", "}")
+        for method in sorted(methods):
+            paths.setdefault(path, {})[method] = operation(first_line(route.endpoint), path)
     return dict(openapi="3.1.0", info=dict(title="gpt-faster", version=VERSION), paths=paths,
                 components=dict(schemas=schemas, securitySchemes=dict(
                     key=dict(type="http", scheme="bearer"))), security=[{}, dict(key=[])])

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from checkpoint import Unforeseen
 from generate import log, split_stops
@@ -75,7 +76,7 @@ class RequestPreparer:
         names = model_names(session.source.path, self.options.checkpoint_path,
                             self.options.served_name)
         self.name, self.names = names[0], frozenset(names)
-        self.card, self.fingerprint = model_card(session, self.name), fingerprint(session)
+        self.card = model_card(session, self.name)
         template = self.tokenizer.tool_template or self.tokenizer.chat_template
         self.knows_tools = detect_tool_format(template) is not None
         flag = self.options.tool_format
@@ -86,6 +87,10 @@ class RequestPreparer:
         longest = max(len((self.tokenizer.piece(i) or "").encode())
                       for i in range(self.tokenizer.n_vocab))
         self.max_bytes = self.limit * longest      # of a prompt that fits
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.session)
 
     def check_name(self, name: str | None) -> None:
         if name and name not in self.names:
@@ -115,16 +120,16 @@ class RequestPreparer:
                                                   request.chat_template_kwargs]))
         return messages, template_args
 
-    def chat_ids(self, request: ChatRequest) -> list[int]:
-        """The prompt's token ids."""
-        messages, template_args = self.chat_parts(request)
+    def chat_ids(self, messages: list[dict], template_args: dict) -> list[int]:
+        """chat_parts() -> the prompt's token ids."""
         return self.encode(
             "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
 
     def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
-        tools, ids = self.tools(request), self.chat_ids(request)
+        messages, template_args = self.chat_parts(request)
+        tools, ids = self.tools(request), self.chat_ids(messages, template_args)
         grammar = self.grammar(request, tools)
         if request.limit == 0 or 0 in (request.max_tokens, request.max_completion_tokens):
             raise ApiError(400, "max_tokens: must be at least 1 in a chat, got 0",
@@ -132,8 +137,9 @@ class RequestPreparer:
         n_top = (request.top_logprobs or 0) if request.logprobs else None
         prepared = self.build(request, [ids], request.limit, n_top, grammar)
         if grammar is None:                        # which would constrain the thoughts too
+            continued = messages[-1]["content"] if request.continues() else ""
             for generation in prepared.generations:
-                separate(generation, self.thought_format)
+                separate(generation, self.thought_format, continued=continued)
         prepared.shows_thoughts = request.include_reasoning is not False
         single_call = request.parallel_tool_calls is False
         prepared.parsers = [AnswerParser(self.tool_format, tools, single_call)

@@ -10,15 +10,14 @@ from contextvars import ContextVar
 
 from generate import log
 
-HEADER = b"x-request-id"
-HEADERS = (HEADER, b"request-id")                  # OpenAI's and Anthropic's clients read them
+HEADERS = (b"x-request-id", b"request-id")         # Anthropic's clients read the second
 SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")     # no quotes, spaces, line ends
 current: ContextVar[str] = ContextVar("request_id", default="")   # to_thread() takes it along
 
 
 def begin(headers: list[tuple[bytes, bytes]]) -> str:
     """Set `current` to the client's own id, if it is a plain one, or to a new one."""
-    sent = dict(headers).get(HEADER, b"")
+    sent = dict(headers).get(HEADERS[0], b"")
     own = SANE.fullmatch(sent)
     current.set(sent.decode("ascii") if own else f"req_{secrets.token_hex(12)}")
     return current.get()

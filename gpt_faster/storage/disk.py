@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 DAY = 24 * 3600                                    # seconds
@@ -56,8 +57,9 @@ def is_trusted(path: Path) -> bool:
         return False
     if reason:
         # imports torch: kernels/digest.py imports this file and must run without it
-        from gpt_faster.kernels import torch_internals
-        torch_internals.note_once(f"{path} is not used: {reason}")
+        with suppress(ImportError):
+            from gpt_faster.kernels import torch_internals
+            torch_internals.note_once(f"{path} is not used: {reason}")
     return not reason
 
 
@@ -90,6 +92,23 @@ def writable_folder(n_bytes: int = 1 << 20) -> Path:
         if is_trusted(folder):
             return folder
     raise OSError(f"cannot write to {cache_dir()} or {tempfile.gettempdir()}")
+
+
+@cache
+def set_compiler_caches() -> None:
+    """Have torch.compile and Triton keep what they build, libraries and pickles that are loaded
+    again, in the cache. A folder that the environment names stays if only this user may write it.
+
+    Without this it is /tmp/torchinductor_USER, where another user may have put one first.
+    """
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        named = os.environ.get(name)
+        if named and (not Path(named).exists() or is_trusted(Path(named))):
+            continue
+        with suppress(OSError):
+            folder = writable_folder() / name.removesuffix("_CACHE_DIR").lower()
+            folder.mkdir(exist_ok=True, mode=0o700)
+            os.environ[name] = str(folder)
 
 
 def _try_to_write(folder: Path, n_bytes: int) -> None:

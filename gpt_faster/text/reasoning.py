@@ -131,14 +131,16 @@ def thoughts_key(template: str) -> str | None:
 
 # ---- A stream of tokens -------------------------------------------------------------------------
 
-def separate(sequence, form: ThoughtFormat | None, hear: Callable[[str], None] | None = None):
+def separate(sequence, form: ThoughtFormat | None, hear: Callable[[str], None] | None = None,
+             continued: str = ""):
     """Make a generate.Sequence collect the answer's text only -> the sequence.
 
-    hear: gets new text of the thoughts, and "" when they end.
+    hear: gets new text of the thoughts, and "" when they end. continued: text that the answer
+    continues, in which thoughts may have begun.
     """
     if form:
         sequence.detokenizer = AnswerDetokenizer(sequence.detokenizer.tokenizer,
-                                                 sequence.prompt_ids, form, hear)
+                                                 sequence.prompt_ids, form, hear, continued)
     return sequence
 
 
@@ -161,7 +163,7 @@ class AnswerDetokenizer(Detokenizer):
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], form: ThoughtFormat,
-                 hear: Callable[[str], None] | None = None):
+                 hear: Callable[[str], None] | None = None, continued: str = ""):
         super().__init__(tokenizer, prompt_ids)
         self.form, self.hear = form, hear
         self.thoughts = ""
@@ -169,7 +171,8 @@ class AnswerDetokenizer(Detokenizer):
         self.n_taken = 0                           # characters that take() has returned
         self.n_thought = 0                         # tokens, with the marker that ends the thoughts
         tail = self._text_of(prompt_ids[-N_TAIL:])
-        self.splitter = HarmonySplitter(tail) if form.is_harmony else PairSplitter(form, tail)
+        self.splitter = (HarmonySplitter(tail) if form.is_harmony else
+                         PairSplitter(form, tail, continued))
 
     def push(self, token_id: int) -> str:
         if token_id not in self.form.shown:
@@ -276,11 +279,12 @@ class PairSplitter(Splitter):
     Markers that are special tokens count anywhere: others may be text about them.
     """
 
-    def __init__(self, form: ThoughtFormat, prompt: str):
-        """prompt: its end, which may have opened the thoughts."""
-        opened = [start for start in form.pairs if prompt.rstrip().endswith(start)]
+    def __init__(self, form: ThoughtFormat, prompt: str, continued: str = ""):
+        """prompt: its end, which may have opened the thoughts; continued: as for separate()."""
+        opened = [start for start, end in form.pairs.items() if prompt.rstrip().endswith(start)
+                  or continued.rfind(start) > continued.rfind(end)]
         tagged = [start for start in form.tags if prompt.rstrip().endswith(start)]
-        super().__init__("thinking" if opened else "tagged" if tagged else "start")
+        super().__init__("thinking" if opened else "start")
         self.pairs, self.tags = form.pairs, form.tags
         self.answer_end = form.tags[tagged[0]] if tagged else ""       # "": no tag is open
         self.end = form.pairs[opened[0]] if opened else ""

@@ -131,6 +131,8 @@ def test_tags_in_an_answer_are_text():
     assert run(tagged, "<think>a</think>Write <answer>b</answer> so.") == "Write <answer>b</answer> so."
     assert run(tagged, "<answer>b  \n</answer>\n") == run(tagged, "<answer> b</ans") == run(tagged, "\n<answer>b") == "b"
     assert run(tagged, "<answer>b</answer>\n\nc") == "bc" and run(tagged, "<answ") == "" and run(tagged, "<an apple") == "<an apple"
+    sequence = separate(Sequence(tagged, tagged.encode("</think><answer>", bos=False)), find_format(tagged))     # the prompt has opened it
+    assert "".join([sequence.push(i) for i in tagged.encode("b</answer>", bos=False)]) + sequence.finish("stop") == "b"
     assert set(ANSWER_TAGS).isdisjoint(PAIRS)
 
 
