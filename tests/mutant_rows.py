@@ -200,7 +200,7 @@ NAMED = [
            "tests/test_generate.py::test_stop_strings"),
     Mutant("stop-string-half-shown", "generate.py", "if stop.startswith(text[at:]):", "if stop.startswith(text[at + 1:]):",
            "tests/test_generate.py::test_stop_strings"),
-    Mutant("the-later-stop-string", "generate.py", "self.text[:min(found)]", "self.text[:max(found)]",
+    Mutant("the-later-stop-string", "generate.py", "at, self.stop = min(found)", "at, self.stop = max(found)",
            "tests/test_survivors.py::test_the_first_of_two_stop_strings_in_one_token_counts"),
     Mutant("first-end-token-only", "checkpoint.py", "return list(dict.fromkeys(ids)), defaults",
            "return list(dict.fromkeys(ids))[:1], defaults", "tests/test_formats.py::test_generation_config"),

@@ -27,6 +27,7 @@ from gpt_faster.server import main as serve
 from gpt_faster.server.app import HttpServer
 from gpt_faster.server.engine import Engine
 from gpt_faster.server.messages import (
+    CountRequest,
     MessagesRequest,
     chat_request,
 )
@@ -112,6 +113,8 @@ def test_a_system_message_in_the_conversation_stays_there_or_becomes_a_users():
     assert [m["role"] for m in messages_of(*said)] == ["user", "assistant", "system", "user"]
     got = messages_of(*said, late_system=False)
     assert [m["role"] for m in got] == ["user", "assistant", "user"] and got[2]["content"] == "New rule.\n\nc"
+    second = messages_of(said[0], said[2], said[3], late_system=False)
+    assert [m["role"] for m in second] == ["user"] and second[0]["content"] == "a\n\nNew rule.\n\nc"
     first = messages_of(dict(role="system", content="S"), *said[:1], late_system=False, system="T")
     assert [m["role"] for m in first] == ["system", "user"] and first[0]["content"] == "T\n\nS"
 
@@ -207,6 +210,42 @@ IMAGE = dict(type="image", source=dict(type="base64", media_type="image/png", da
     (dict(top_k=10**30), "top_k"), (dict(stop_sequences="x"), "stop_sequences")])
 def test_what_is_not_supported_is_refused_by_name(fields, match):
     refusal(match, **fields)
+
+
+EVERYTHING = dict(
+    model="tiny", max_tokens=9, stream=False, stop_sequences=["x"], temperature=0.5, top_p=0.9, top_k=5, metadata=dict(user_id="u"), system=[text("s")],
+    thinking=dict(type="enabled", budget_tokens=1024, display="summarized"), output_config=dict(effort="low", format=dict(type="json_schema", schema=dict(type="object"))),
+    tools=[dict(name="f", description="d", input_schema=dict(type="object", properties=dict(a=dict(type="string"))))], tool_choice=dict(type="tool", name="f"),
+    context_management=dict(edits=[dict(type="clear_thinking_20251015")]), messages=[
+        dict(role="user", content="a"), dict(role="assistant", content=[dict(type="thinking", thinking="t", signature="s"), text("b"), use("f", a="b")]),
+        dict(role="user", content=[result("f", [text("r")], is_error=True), text("c")])])
+HOSTILE = [None, True, 0, -1, 1.5, 10**30, "", "\0", [], {}, [None], [[]], [{}], {"": None}, dict(type="text"), "x" * 2000, [3], dict(type=[]), dict(role={})]
+
+
+def places(value, path=()):
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+@pytest.mark.parametrize("path", [path for path in places(EVERYTHING) if path], ids=lambda path: ".".join(map(str, path)))
+def test_a_hostile_value_anywhere_is_refused_or_read(path):
+    """ApiError or a ChatRequest, never another error; an error names the place or what it is in."""
+    for value in HOSTILE:
+        body = json.loads(json.dumps(EVERYTHING))
+        *inner, last = path
+        place = body
+        for key in inner:
+            place = place[key]
+        place[last] = value
+        for kind in (MessagesRequest, CountRequest):
+            fields = body if kind is MessagesRequest else {k: v for k, v in body.items() if k in CountRequest.model_fields}
+            if kind is CountRequest and path[0] not in fields:
+                continue
+            try:
+                chat_request(parse(kind, json.dumps(fields).encode(), 512), frozenset(["enable_thinking", "reasoning_effort"]), False)
+            except ApiError as e:
+                assert e.status == 400 and str(path[0]) in e.error["message"], (value, e.error)
 
 
 # ---- A server whose model says what it is told to ------------------------------------------------
@@ -355,7 +394,9 @@ ADD = dict(name="add", input_schema=dict(type="object", properties=dict(a=dict(t
     (call("add", a=1) + "\nDone.", ["tool_use", "text"]), (call("add") + "  \n ", ["tool_use"]), ("", []), (" \n ", ["text"])])
 def test_blocks_whole_and_streamed(scripted, said, kinds):
     whole = ask(scripted, said, tools=[WEATHER, ADD])
-    assert whole.type == "message" and whole.role == "assistant" and whole.model == "tiny" and whole.id.startswith("msg_")
+    assert whole.type == "message" and whole.role == "assistant" and whole.model == "tiny" and whole.id.startswith("msg_") and whole._request_id.startswith("req_")
+    n_thought = whole.usage.output_tokens_details.thinking_tokens
+    assert n_thought == 0 if "thinking" not in kinds else 5 < n_thought < 40
     assert [block.type for block in whole.content] == kinds
     assert [block.text for block in whole.content if block.type == "text"] in ([], ["Grün <b> ☃ 1 < 2."], ["Yes."], ["Let me see."], ["Done."], [" \n "])
     assert whole.stop_reason == ("tool_use" if "tool_use" in kinds else "end_turn") and whole.stop_sequence is None
@@ -486,7 +527,7 @@ def test_models_in_both_forms(scripted):
 
 
 def form_of(error, kind):
-    assert set(error) >= {"type", "error"} and error["type"] == "error" and error["error"]["type"] == kind and error["error"]["message"], error
+    assert set(error) == {"type", "error", "request_id"} and error["request_id"].startswith("req_") and error["type"] == "error" and error["error"]["type"] == kind and error["error"]["message"], error
 
 
 def test_errors_are_the_clients_classes(scripted, monkeypatch):
@@ -498,6 +539,7 @@ def test_errors_are_the_clients_classes(scripted, monkeypatch):
             with pytest.raises(of_class, match=match) as caught:
                 send(**fields)
             form_of(caught.value.body, kind)
+            assert caught.value.request_id == caught.value.body["request_id"]
     fails("invalid_request_error", anthropic.BadRequestError, r"messages\.0\.content\.0: images", messages=[dict(role="user", content=[IMAGE])])
     fails("invalid_request_error", anthropic.BadRequestError, "stop_sequences: at most 16", stop_sequences=["x" * 300])
     fails("invalid_request_error", anthropic.BadRequestError, r"output_config\.format: .*nope", extra_body=dict(
@@ -568,8 +610,35 @@ def agent_request(n, messages, **fields):
                 text("\nYou help with software. " + "Answer in few words. " * 40 + "\nToday's date: 2026-11-30", **CACHED)]), **fields)
 
 
-def test_a_conversation_as_claude_code_has_it(scripted):
+@pytest.fixture
+def fresh():
+    server = Scripted()
+    yield server
+    server.stop()
+
+
+def test_conversations_keep_their_slots(fresh):
+    """Two that begin with the same tokens, over two slots."""
+    said = {name: [] for name in ("a", "b")}
+    for i in range(4):
+        for name in said:
+            said[name].append(dict(role="user", content=f"{name * 300} {i}"))
+            got = ask(fresh, f"Answer {i}.", messages=said[name])
+            assert got.usage.input_tokens < 400 and (i == 0 or got.usage.cache_read_input_tokens > 300 * i), (name, i, got.usage)
+            said[name].append(got.to_param())
+
+
+def test_a_short_request_takes_the_slot_that_loses_least(fresh):
+    long = [dict(role="user", content="x" * 3000)]
+    ask(fresh, "One.", messages=long)
+    for i in range(5):
+        ask(fresh, "Two.", messages=[dict(role="user", content=f"{i}?")])
+        assert ask(fresh, "One.", messages=long).usage.cache_read_input_tokens > 3000
+
+
+def test_a_conversation_as_claude_code_has_it(fresh):
     """Side requests, then three turns with tools; each turn computes only what is new."""
+    scripted = fresh
     client, said = scripted.client.beta.messages, []
 
     def turn(messages, answer):
@@ -611,7 +680,7 @@ def test_a_conversation_as_claude_code_has_it(scripted):
     late = [*messages, dict(role="assistant", content="It is fixed."), dict(role="system", content="The user is away."), dict(role="user", content="Go on.")]
     assert turn(late, "Yes.").content[0].text == "Yes." and is_cached(said[-1], third)
     with pytest.raises(anthropic.BadRequestError, match=r"tools\.15: the tool 'web_search_20250305' is not supported"):
-        client.create(**agent_request(1, messages, tools=[*AGENT_TOOLS, dict(type="web_search_20250305", name="web_search", max_uses=8)]))
+        client.create(**agent_request(1, messages, tools=[*AGENT_TOOLS, dict(type="web_search_20250305", name="web_search", max_uses=8)]), stream=True)
 
 
 # ---- serve.py ------------------------------------------------------------------------------------
@@ -637,10 +706,19 @@ def test_the_text_is_the_chats(server):
     assert chat.choices[0].message.content == whole.content[0].text == final.content[0].text == "".join(pieces)
     assert total(whole.usage) == total(final.usage) == chat.usage.prompt_tokens and whole.usage.output_tokens == chat.usage.completion_tokens
     assert final.usage.cache_read_input_tokens == total(final.usage) - 1 and len(pieces) > 1
-    rest = server.anthropic.messages.create(**{**asked, "max_tokens": 30000}, extra_body=GREEDILY)
-    assert rest.stop_reason in ("end_turn", "model_context_window_exceeded") and rest.content[0].text.startswith(whole.content[0].text.rstrip())
-    begun = server.anthropic.messages.create(model=NAME, max_tokens=12, messages=[*ASK, dict(role="assistant", content=whole.content[0].text[:30])], extra_body=GREEDILY)
-    assert whole.content[0].text[30:40] in begun.content[0].text
+    words = whole.content[0].text.split(" ")
+    begun = server.anthropic.messages.create(model=NAME, max_tokens=12, messages=[*ASK, dict(role="assistant", content=" ".join(words[:5]))], extra_body=GREEDILY)
+    assert " ".join(words[5:9]) in begun.content[0].text
+
+
+def test_max_tokens_is_cut_to_the_room(server):
+    one = server.anthropic.messages.count_tokens(model=NAME, messages=[dict(role="user", content="a")]).input_tokens
+    messages = [dict(role="user", content="a" + " a" * (1016 - one))]
+    assert server.anthropic.messages.count_tokens(model=NAME, messages=messages).input_tokens == 1016
+    got = server.anthropic.messages.create(model=NAME, max_tokens=8000, messages=messages, extra_body=GREEDILY)
+    assert (got.stop_reason, got.usage.output_tokens) in [("model_context_window_exceeded", 8)] or got.stop_reason == "end_turn" and got.usage.output_tokens < 8
+    got = server.anthropic.messages.create(model=NAME, max_tokens=2, messages=messages, extra_body=GREEDILY)
+    assert got.stop_reason == "max_tokens" and got.usage.output_tokens == 2
 
 
 def test_a_forced_tool_with_a_nested_schema(server):

@@ -235,8 +235,12 @@ class Scheduler:
                 if row not in self.running and row not in self.prefilling]
 
     def admit(self) -> None:
-        """Assign waiting generations to free rows, preferring the row with the longest reusable
-        prefix."""
+        """Assign waiting generations to free rows: to the row that saves most and loses least.
+
+        A row saves the prefix that can be reused, and loses what else it has cached: less the
+        longer ago it was used. So a short prompt does not take a long conversation's row because
+        both begin with the same token.
+        """
         free, waiting = self.free(), self.waiting
         active = [*self.running.values(), *self.prefilling.values()]
         while self.suspects and not self.suspects[0]:          # all of the group were removed
@@ -251,7 +255,10 @@ class Scheduler:
             for row in free:                       # the last token is always run, for its logits
                 n_same = min(common_prefix_length(self.cached_ids[row], ids), len(ids) - 1)
                 n_reused[row] = 0 if generation.score_prompt else self.n_reusable(row, n_same)
-            row = max(free, key=lambda r: (n_reused[r], -self.last_use[r]))
+            latest_first = sorted(free, key=lambda r: -self.last_use[r])
+            lost = {r: (len(self.cached_ids[r]) - n_reused[r]) / 2 ** age if self.reuse else 0
+                    for age, r in enumerate(latest_first)}
+            row = min(reversed(latest_first), key=lambda r: lost[r] - n_reused[r])
             free.remove(row)
             generation.n_prefilled = generation.n_reused = n_reused[row]
             self.cached_ids[row] = self.cached_ids[row][:generation.n_prefilled]

@@ -149,12 +149,12 @@ class HttpServer:
                      Endpoint("/v1/messages", MessagesRequest,
                               partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
         text = TextRoutes(self.preparer)
-        queries = [Query("/tokenize", TokenizeRequest, text.tokenize),
+        queries = [Query("/v1/messages/count_tokens", CountRequest,
+                         partial(count_tokens, self.preparer), ANTHROPIC),
+                   Query("/tokenize", TokenizeRequest, text.tokenize),
                    Query("/detokenize", DetokenizeRequest, text.detokenize),
                    Query("/apply-template", ChatRequest, text.apply_template),
-                   Query("/render", RenderRequest, self.render, pool="render"),
-                   Query("/v1/messages/count_tokens", CountRequest,
-                         partial(count_tokens, self.preparer), ANTHROPIC)]
+                   Query("/render", RenderRequest, self.render, pool="render")]
         self.wires = {each.path: each.wire for each in (*endpoints, *queries)}
         routes += [Route(endpoint.path, partial(self.answer, endpoint=endpoint), methods=["POST"])
                    for endpoint in endpoints]

@@ -22,6 +22,7 @@ from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import Answer
 from gpt_faster.server.prepare import PreparedRequest, RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, Lenient, Strict, found, ranged
+from gpt_faster.server.request_id import current
 from gpt_faster.server.wire import OpenAIWire
 from gpt_faster.text.chat_template import TemplateError, render, template_variables
 from tokenizer import Tokenizer
@@ -198,7 +199,7 @@ class CountRequest(Strict):
 class MessagesRequest(CountRequest):
     """max_tokens 0: only compute the prompt, so that the next request finds it in the cache."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: Annotated[ranged("max_tokens"), Field(ge=0)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: ranged("temperature") | None = None
@@ -261,7 +262,8 @@ def chat_messages(request: CountRequest, late_system: bool) -> list[dict]:
     messages = [dict(role="system", content="".join(texts))] if any(texts) else []
     for message in request.messages:
         for new in turns(message):
-            if new["role"] == "system" and messages[1:] and not late_system:
+            is_late = messages and messages[-1]["role"] != "system"
+            if new["role"] == "system" and is_late and not late_system:
                 new["role"] = "user"
             if messages and messages[-1]["role"] == new["role"] != "tool":
                 extend(messages[-1], new)
@@ -328,8 +330,8 @@ def prepare_messages(preparer: RequestPreparer, request: MessagesRequest) -> Pre
 def count_tokens(preparer: RequestPreparer, request: CountRequest) -> dict:
     """The number of prompt tokens, also of a prompt that is too long for a slot."""
     with anthropic_names():
-        chat = translated(preparer, request)
-        return dict(input_tokens=len(preparer.chat_ids(*preparer.chat_parts(chat))))
+        parts = preparer.chat_parts(translated(preparer, request))
+        return dict(input_tokens=len(preparer.chat_ids(*parts)))
 
 
 def translated(preparer: RequestPreparer, request: CountRequest) -> ChatRequest:
@@ -417,10 +419,15 @@ class MessageAnswer(Answer):
 
     def usage(self) -> dict:
         """input_tokens are those that the cache did not have."""
-        n_prompt, n_cached = len(self.generation.prompt_ids), self.generation.n_reused
-        n_new = len(self.generation.ids) if self.request.max_tokens else 0
-        return dict(input_tokens=n_prompt - n_cached, cache_creation_input_tokens=0,
-                    cache_read_input_tokens=n_cached, output_tokens=n_new)
+        usage = super().usage()
+        n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        n_new, n_thought = 0, 0
+        if self.request.max_tokens:
+            n_new = usage["completion_tokens"]
+            n_thought = usage["completion_tokens_details"]["reasoning_tokens"]
+        return dict(input_tokens=usage["prompt_tokens"] - n_cached, cache_creation_input_tokens=0,
+                    cache_read_input_tokens=n_cached, output_tokens=n_new,
+                    output_tokens_details=dict(thinking_tokens=n_thought))
 
     def stop(self) -> tuple[str, str | None]:
         """-> stop_reason, stop_sequence."""
@@ -508,7 +515,8 @@ class AnthropicWire(OpenAIWire):
         kind = ERROR_TYPES.get(error.status)
         if kind is None:
             kind = "api_error" if error.status >= 500 else "invalid_request_error"
-        return dict(type="error", error=dict(type=kind, message=error.error["message"]))
+        return dict(type="error", error=dict(type=kind, message=error.error["message"]),
+                    request_id=current.get())
 
     def frame(self, event: dict) -> str:
         return f"event: {event['type']}\n{super().frame(event)}"

@@ -130,16 +130,15 @@ class RequestPreparer:
         return messages, template_args
 
     def chat_ids(self, messages: list[dict], template_args: dict) -> list[int]:
-        """The prompt's token ids, of chat_parts()."""
+        """chat_parts() -> the prompt's token ids."""
         return self.encode(
             "messages", lambda: encode_chat(self.tokenizer, messages, **template_args))
 
     def prepare_chat(self, request: ChatRequest) -> PreparedRequest:
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs", param="top_logprobs")
-        tools = self.tools(request)
         messages, template_args = self.chat_parts(request)
-        ids = self.chat_ids(messages, template_args)
+        tools, ids = self.tools(request), self.chat_ids(messages, template_args)
         grammar = self.grammar(request, tools)
         if request.limit == 0 or 0 in (request.max_tokens, request.max_completion_tokens):
             raise ApiError(400, "max_tokens: must be at least 1 in a chat, got 0",
