@@ -246,6 +246,12 @@ NAMED = [
     Mutant("any-key-will-do", "gpt_faster/server/app.py", "return hmac.compare_digest(sent, ",
            "return sent and hmac.compare_digest(sent, sent) or hmac.compare_digest(sent, ",
            "tests/test_serve.py::test_key_timeout_and_what_needs_none"),
+    Mutant("html-of-a-model-is-markup", "gpt_faster/server/markdown.py", "html=False", "html=True",
+           "tests/test_serve_markdown.py::test_nothing_of_a_model_is_markup"),
+    Mutant("links-of-any-protocol", "gpt_faster/server/markdown.py", "return bool(PROTOCOLS.match(url))", "return True",
+           "tests/test_serve_markdown.py::test_nothing_of_a_model_is_markup"),
+    Mutant("a-block-is-done-too-early", "gpt_faster/server/markdown.py", "text[:text.rfind(\"\\n\") + 1]", "text",
+           "tests/test_serve_markdown.py::test_every_cut_of_what_grows"),
     Mutant("queue-one-too-long", "gpt_faster/server/engine.py", "> self.max_queue + max(0, n_free)", "> self.max_queue + 1 + max(0, n_free)",
            "tests/test_serve.py::test_the_queue_has_the_length_that_was_asked_for"),
 
