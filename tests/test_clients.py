@@ -64,8 +64,8 @@ def test_a_step_that_fails_is_counted_and_a_script_that_ends_early_is_an_error(t
     steps = [dict(api="chat", column="chat", ok=True), dict(api="chat", column="chat", ok=False), dict(api="responses", column="tools", ok=True)]
     text = clients.table({"llm_cli": (dict(version="1.0"), steps)}, "0123abc")
     assert "| llm | 1.0 | `/v1/chat/completions` | 1 of 2 | – | – | – | – |\n| llm | 1.0 | `/v1/responses` | – | – | 1 of 1 | – | – |" in text
-    monkeypatch.setattr(clients, "FOLDER", tmp_path)
     monkeypatch.setattr(clients, "PYTHON", clients.Path(sys.executable))
+    monkeypatch.setattr(clients, "FOLDER", tmp_path)
     (tmp_path / "llm_cli.py").write_text("raise SystemExit('no server')")
-    with pytest.raises(RuntimeError, match="llm_cli: no server"):
+    with pytest.raises(RuntimeError, match="llm_cli ended with status 1 after .*: no server"):
         clients.run("llm_cli", "http://127.0.0.1:1")

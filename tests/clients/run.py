@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -29,7 +31,7 @@ CLIENTS = {"openai_python": "OpenAI, Python", "openai_node": "OpenAI, node", "ai
            "anthropic_node": "Anthropic, node", "litellm_client": "LiteLLM", "langchain_client": "LangChain",
            "pydantic_ai_client": "Pydantic AI", "instructor_client": "Instructor", "openai_agents": "OpenAI Agents SDK", "llm_cli": "llm"}
 COLUMNS = ["chat", "stream", "tools", "structured", "errors"]
-SECONDS = 600                                      # for a script; on two idle cores it takes 10 to 40
+SECONDS = 600                                      # for a script; on two idle cores it takes less than a minute
 
 
 def script(name: str) -> Path:
@@ -45,19 +47,32 @@ def missing(name: str) -> str | None:
     return None if has_all else f"no {'node ' if script(name).suffix == '.mjs' else ''}clients: bash scripts/install_clients.sh"
 
 
-def run(name: str, url: str) -> tuple[dict, list[dict]]:
-    """-> the client and its version, the steps with what came of them."""
-    command = [PYTHON, script(name), url]
-    if script(name).suffix == ".mjs":
-        for path in FOLDER.glob("*.mjs"):          # modules are looked up beside the script
-            shutil.copy(path, NODE)
-        command = ["node", NODE / f"{name}.mjs", url]
+def command(name: str, url: str) -> list:
+    if script(name).suffix == ".py":
+        return [PYTHON, script(name), url]
+    for path in FOLDER.glob("*.mjs"):              # modules are looked up beside the script
+        shutil.copy(path, NODE)
+    return ["node", NODE / f"{name}.mjs", url]
+
+
+def run(name: str, url: str, show=lambda step: None) -> tuple[dict, list[dict]]:
+    """-> the client and its version, the steps with what came of them. show: called with each step as it ends."""
     without = {key: value for key, value in os.environ.items() if not re.match("OPENAI_|ANTHROPIC_|LITELLM_|LLM_|.*_PROXY$", key, re.I)}
     environment = dict(without, PATH=f"{PYTHON.parent}:{os.environ['PATH']}", PYTHONDONTWRITEBYTECODE="1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=FOLDER)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines or "version" not in lines[0]:
-        raise RuntimeError(f"{name}: {(done.stderr or done.stdout)[-1500:]}")
+    lines = []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command(name, url), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=FOLDER)
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.start()
+        for line in process.stdout:
+            if line.startswith("{"):
+                lines.append(json.loads(line))
+                show(lines[-1])
+        status = process.wait()
+        timer.cancel()
+        errors.seek(0)
+        if status or not lines or "version" not in lines[0]:
+            raise RuntimeError(f"{name} ended with status {status} after {lines[-1:]}: {errors.read()[-1500:]}")
     return lines[0], lines[1:]
 
 
@@ -66,8 +81,8 @@ def run(name: str, url: str) -> tuple[dict, list[dict]]:
 def row(name: str, steps: list[dict], version: str, api: str) -> str:
     cells = [CLIENTS[name], version, f"`/v1/{'chat/completions' if api == 'chat' else api}`"]
     for column in COLUMNS:
-        of = [step["ok"] for step in steps if (step["api"], step["column"]) == (api, column)]
-        cells.append("–" if not of else f"{sum(of)} of {len(of)}")
+        passed = [step["ok"] for step in steps if (step["api"], step["column"]) == (api, column)]
+        cells.append(f"{sum(passed)} of {len(passed)}" if passed else "–")
     return f"| {' | '.join(cells)} |"
 
 
@@ -114,9 +129,7 @@ def main():
     results = {}
     try:
         for name in names:
-            results[name] = run(name, url)
-            for step in results[name][1]:
-                print(name, json.dumps(step), flush=True)
+            results[name] = run(name, url, lambda step: print(json.dumps(step), flush=True))
     finally:
         if server:
             server.terminate()
