@@ -95,9 +95,9 @@ def a_wrong_name_and_a_long_prompt_by_messages():
     errors(messages, anthropic.NotFoundError, anthropic.BadRequestError)
 
 
-@step("chat", "tools")
+@step("chat", "structured")
 def an_agent_with_a_structured_answer():
-    agent = create_agent(model=chat, tools=[book], response_format=Trip)
+    agent = create_agent(model=chat, tools=[], response_format=Trip)
     result = agent.invoke({"messages": [HumanMessage(ASK)]}, {"recursion_limit": 8})
     assert isinstance(result["structured_response"], Trip)
 

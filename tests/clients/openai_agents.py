@@ -41,8 +41,8 @@ async def stream(model):
 
 
 async def tool_loop(model):
-    """A forced call, whose choice the agent resets for the second turn."""
-    agent = Agent("one", instructions="Book.", model=model, tools=[book], model_settings=ModelSettings(tool_choice="required"))
+    """A forced call; for the turn after it the agent resets the choice, and a small model may talk on."""
+    agent = Agent("one", model=model, tools=[book], model_settings=ModelSettings(tool_choice="required", max_tokens=100))
     result = await Runner.run(agent, ASK, max_turns=4)
     assert any(item.type == "tool_call_output_item" and "booked" in item.output for item in result.new_items), result.new_items
     named = ModelSettings(tool_choice="book", parallel_tool_calls=False)
@@ -52,7 +52,7 @@ async def tool_loop(model):
 
 async def handoff(model):
     second = Agent("second", instructions="Answer in one word.", model=model)
-    first = Agent("first", model=model, handoffs=[second], model_settings=ModelSettings(tool_choice="transfer_to_second"))
+    first = Agent("first", model=model, handoffs=[second], model_settings=ModelSettings(tool_choice="transfer_to_second", max_tokens=100))
     result = await Runner.run(first, QUESTIONS[0], max_turns=4)
     assert result.last_agent is second and result.final_output
 
