@@ -235,7 +235,7 @@ NAMED = [
     Mutant("finish-reason", "gpt_faster/server/answers.py", 'and reason == "stop" else reason', 'and reason == "stop" else "stop"',
            "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
            "tests/test_serve.py::test_chat_whole_and_streamed"),
-    Mutant("stream-drops-what-was-held-back", "gpt_faster/server/answers.py", "            deltas += parser.finish()\n", "            pass\n",
+    Mutant("stream-drops-what-was-held-back", "gpt_faster/server/answers.py", "            deltas += parser.finish(event.finish_reason)\n", "            pass\n",
            "tests/test_survivors.py::test_an_answer_is_all_that_was_said_and_why_it_ended "
            "tests/test_serve.py::test_chat_whole_and_streamed"),
     Mutant("pieces-that-waited-are-lost", "gpt_faster/server/engine.py", "text=pending.text + event.text", "text=event.text",

@@ -81,7 +81,7 @@ class Bundle:
 
     def document(self, schema: dict | bool) -> dict:
         if schema is False:
-            raise ValueError("the schema allows no value")
+            raise ValueError("Unsatisfiable schema: it allows no value")
         schema = {} if schema is True else schema
         return {**schema, "$defs": self.definitions} if self.definitions else schema
 
