@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import uvicorn
@@ -11,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from gpt_faster.server.app import PAGE, HttpServer, content_security_policy
+from gpt_faster.server.app import PAGE, HttpServer, Query, RenderRequest, content_security_policy
 from gpt_faster.server.metrics import Metrics
 from gpt_faster.server.protocol import ApiError
 from gpt_faster.server.renderer import Renderer
@@ -27,11 +29,14 @@ class ScriptedServer(HttpServer):
         self.reset()
         self.options = SimpleNamespace(api_key=api_key, allowed_hosts=[], max_body_mb=8)
         self.metrics, self.loopback, self.wires = Metrics(), False, {}
-        self.page, self.renderer, self.rendering = PAGE.read_bytes(), Renderer(), asyncio.Lock()
+        self.page, self.renderer, self.n_body_bytes = PAGE.read_bytes(), Renderer(), 0
+        self.threads = dict(render=ThreadPoolExecutor(1))
+        self.preparer = SimpleNamespace(limit=100, check_name=lambda name: None)
         render = self.renderer.render
         self.renderer.render = lambda text: (self.renders.append(len(text)), render(text))[1]
         self.page_headers = {"content-security-policy": content_security_policy(self.page)}
-        routes = [Route("/", self.show_page), Route("/render", self.render, methods=["POST"]), Route("/v1/models", self.models),
+        query = Query("/render", RenderRequest, self.render, pool="render")
+        routes = [Route("/", self.show_page), Route("/render", partial(self.reply, query=query), methods=["POST"]), Route("/v1/models", self.models),
                   Route("/v1/chat/completions", self.chat, methods=["POST"])]
         self.app = self.middleware(Starlette(routes=routes, exception_handlers={ApiError: self.error_response}))
         listener = socket.create_server(("127.0.0.1", 0))

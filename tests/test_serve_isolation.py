@@ -68,6 +68,9 @@ class Matcher:
     def __init__(self, spec):
         self.place, self.after, self.error, self.last = *spec, 0
 
+    def begin(self, prompt):
+        pass
+
     def fill(self, words):
         if self.place == "fill" and self.after <= 0:
             raise self.error

@@ -513,7 +513,7 @@ def test_count_tokens_is_what_messages_counts(scripted):
         assert n == scripted.client.beta.messages.count_tokens(model="tiny", betas=["a-2025"], **fields).input_tokens
     long = [dict(role="user", content="word " * 8000)]
     assert scripted.client.messages.count_tokens(model="tiny", messages=long).input_tokens > 40000          # more than a slot has
-    with pytest.raises(anthropic.BadRequestError, match="the prompt has"):
+    with pytest.raises(anthropic.BadRequestError, match="the prompt is too long"):
         ask(scripted, "x", messages=long)
 
 

@@ -14,6 +14,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from test_serve import Process
 
 from gpt_faster.decoding.scheduler import Event, Logprobs
+from gpt_faster.server import answers
 from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
 from gpt_faster.server.protocol import ApiError, ChatRequest, parse
 from gpt_faster.server.response_store import KeptResponse, ResponseStore
@@ -62,11 +63,11 @@ def store():
     return ResponseStore(10, 1_000_000, 60)
 
 
-def chat(kept=None, ignored=(), **fields):
+def chat(kept=None, **fields):
     """-> the ChatRequest that these fields of a response are translated to."""
     preparer = FakePreparer()
     request = parse(ResponsesRequest, json.dumps(dict(dict(input="Hi"), **fields)).encode(), 100)
-    ResponsesPreparer(preparer, kept or store(), ignored).prepare(request)
+    ResponsesPreparer(preparer, kept or store()).prepare(request)
     assert isinstance(preparer.chat, ChatRequest)
     return preparer.chat
 
@@ -194,12 +195,18 @@ def test_what_is_not_supported_or_wrong_is_named(fields, param, match):
         refused(param, match, **fields)
 
 
-@pytest.mark.parametrize("kind", ["web_search", "web_search_preview", "file_search", "code_interpreter", "mcp", "computer_use_preview", "image_generation",
-                                  "local_shell", "shell", "apply_patch", "tool_search"])
-def test_hosted_tools_are_refused_by_name_or_left_out_by_a_flag(kind):
-    error = refused("tools.1.type", f"the tool '{kind}' is not supported.*--ignore_tools", tools=[WEATHER, dict(type=kind)])
+@pytest.mark.parametrize("kind", ["file_search", "mcp", "computer_use_preview", "local_shell", "shell", "apply_patch", "tool_search", "web_search_x"])
+def test_tools_that_are_not_functions_are_refused_by_name(kind):
+    error = refused("tools.1.type", f"the tool '{kind}' is not supported", tools=[WEATHER, dict(type=kind)])
     assert error["code"] == "unsupported_parameter"
-    assert [tool.function.name for tool in chat(tools=[WEATHER, dict(type=kind)], ignored=(kind,)).tools] == ["get_weather"]
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview", "web_search_2025_08_26", "code_interpreter", "image_generation"])
+def test_what_the_model_may_do_without_is_left_out_beside_functions_and_said(kind):
+    asked = chat(tools=[WEATHER, dict(type=kind)])
+    assert [tool.function.name for tool in asked.tools] == ["get_weather"] and asked._unknown == [f"tools.{kind}"]
+    refused("tools", f"the tool {kind} is not supported", tools=[dict(type=kind)])
+    refused("tool_choice.type", kind, tools=[WEATHER, dict(type=kind)], tool_choice=dict(type=kind))
 
 
 def test_custom_tools_and_namespaces_are_functions():
@@ -292,7 +299,8 @@ def test_events_of_text():
                                      output_tokens_details=dict(reasoning_tokens=0))
 
 
-def test_events_of_thoughts_text_and_calls():
+def test_events_of_thoughts_text_and_calls(monkeypatch):
+    monkeypatch.setattr(answers, "n_thought_tokens", lambda generation: 3)
     events = [dict(thoughts="Let me "), dict(thoughts="see."), dict(text="I look.\n"), dict(text=CALLED), dict(text="\n" + CALLED), dict(finish_reason="stop")]
     sent, response = answered(events, tools=[WEATHER])
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
@@ -407,7 +415,7 @@ def test_pages_of_input_items():
 
 @pytest.fixture(scope="module")
 def server():
-    process = Process("--tool_format", "hermes", "--ignore_tools", "web_search", "--keep_responses", "20", n_rows=2, length=2048)
+    process = Process("--tool_format", "hermes", "--keep_responses", "20", n_rows=2, length=2048)
     yield process
     assert process.stop() == 0 and not [line for line in process.lines if "Traceback" in line or "error" in line]
 

@@ -88,6 +88,8 @@ def test_streams_are_finished_and_new_requests_refused(monkeypatch):
         stream, whole, idle = connect(port, request(stream=True)), connect(port, request()), connect(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         stream.recv(10)
         read(idle)
+        while http.engine.load()[0] < 2:           # until both are prepared
+            time.sleep(0.01)
         seen["signal"] = signal_self()
         time.sleep(0.1)
         seen["new"] = read(connect(port, request()))

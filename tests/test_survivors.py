@@ -184,7 +184,7 @@ def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
     task = SimpleNamespace(finish_reason=None, prompt_ids=[1, 2], ids=[3], n_reused=0, user_data=SimpleNamespace(index=0))
     work = PreparedRequest([task], True, 1, parsers=[AnswerParser(TOOL_FORMATS["hermes"], tools)])
     asked = SimpleNamespace(stream=stream, stream_options=None, logprobs=None)
-    answer = ChatAnswer(SimpleNamespace(name="m"), asked, work)
+    answer = ChatAnswer(SimpleNamespace(name="m", fingerprint="fp_1"), asked, work)
     choices = [sent["choices"][0] for event in (Event(task, text="Look: <tool"), Event(task, text="_ca", finish_reason=reason))
                for sent in answer.add(event)]
     if stream:
@@ -197,8 +197,8 @@ def test_an_answer_is_all_that_was_said_and_why_it_ended(stream, reason):
 
 def test_answers_have_their_own_seeds_and_the_lengths_asked_for():
     model = SimpleNamespace(session=SimpleNamespace(drafter=None, eos_ids={0}), tokenizer=NullTokenizer(), limit=20,
-                            params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None)
-    asked = SimpleNamespace(stop=None, stream=None, stream_options=None, n=2, ignore_eos=None)
+                            params=lambda *asked: RequestParams(seed=5), check_prompt=lambda ids: None, report_unknown=lambda asked: {}, n_vocab=9)
+    asked = SimpleNamespace(stop=None, stop_token_ids=None, stream=None, stream_options=None, n=2, ignore_eos=None)
     for limit, n_new in ((4, 4), (1, 1), (17, 17), (None, 17)):
         tasks = RequestPreparer.build(model, asked, [[1, 2, 3]], limit, None, None).generations
         assert [task.max_new for task in tasks] == [n_new] * 2 and [task.params.seed for task in tasks] == [5, 6]
@@ -211,4 +211,4 @@ def test_json_is_a_call_only_where_the_models_format_says_so():
         parser = AnswerParser(form, tools)
         deltas = [*parser.push(text), *parser.finish()]
         is_call = any("tool_calls" in delta for delta in deltas)
-        assert is_call == (name in ("llama", "gemma")), name
+        assert is_call == (name in ("llama", "gemma", "pythonic")), name

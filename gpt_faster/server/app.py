@@ -143,8 +143,8 @@ class HttpServer:
                               ChatAnswer),
                      Endpoint("/v1/completions", CompletionRequest,
                               self.preparer.prepare_completion, CompletionAnswer),
-                     Endpoint("/v1/responses", ResponsesRequest, ResponsesPreparer(
-                         self.preparer, self.kept, tuple(self.options.ignore_tools)).prepare,
+                     Endpoint("/v1/responses", ResponsesRequest,
+                              ResponsesPreparer(self.preparer, self.kept).prepare,
                               ResponsesAnswer, RESPONSES),
                      Endpoint("/v1/messages", MessagesRequest,
                               partial(prepare_messages, self.preparer), MessageAnswer, ANTHROPIC)]
@@ -168,7 +168,7 @@ class HttpServer:
         self.under_v1 = {route.path.split("/")[2] for route in routes
                          if route.path.startswith("/v1/")}
         self.description = openapi.describe(
-            [route for route in routes if "POST" not in route.methods], [*endpoints, *queries],
+            [route for route in routes if route.path not in self.wires], [*endpoints, *queries],
             {name: getattr(self.options, name, None) for name in RANGES if name != "seed"})
         self.docs = openapi.as_page(self.description).encode()
         app = Starlette(routes=routes, exception_handlers={
@@ -365,22 +365,26 @@ class HttpServer:
         return kept
 
     async def show_response(self, request) -> Response:
+        """A kept response"""
         if request.query_params.get("stream") == "true":
             raise ApiError(400, "stream is not supported here: only the whole response is kept",
                            param="stream", code="unsupported_parameter")
         return JSONResponse(self.kept_response(request).response)
 
     async def input_items(self, request) -> Response:
+        """The items that a kept response answers"""
         query = {name: request.query_params.get(name) for name in ("limit", "order", "after")}
         return JSONResponse(input_item_list(self.kept_response(request).input_items, **query))
 
     async def delete_response(self, request) -> Response:
+        """Forget a kept response"""
         response_id = request.path_params["id"]
         if not self.kept.delete(response_id):
             raise no_response(response_id)
         return JSONResponse(dict(id=response_id, object="response", deleted=True))
 
     async def cancel_response(self, request) -> Response:
+        """Refused: no response runs in the background"""
         self.kept_response(request)
         raise ApiError(400, "only background responses can be cancelled, and the server has none: "
                        "close the connection to end an answer")
@@ -442,7 +446,8 @@ class HttpServer:
     async def in_thread(self, pool: str, run: Callable):
         """run() in a thread of the pool."""
         call = partial(copy_context().run, call_safely, run)           # with the request id
-        return await self.loop.run_in_executor(self.threads[pool], call)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads[pool], call)
 
     async def reply(self, raw_request: Request, query: Query) -> Response:
         with self.body_memory() as reserve:

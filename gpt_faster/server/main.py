@@ -83,9 +83,6 @@ def build_parser() -> Parser:
         help="how long a response is kept after its last use")
     add("--keep_mb", type=number(float, 0, above=True), default=64.0, metavar="MB",
         help="max size of all responses kept, each counted with its conversation so far")
-    add("--ignore_tools", nargs="+", metavar="TYPE", default=[],
-        help="types of hosted tools, such as web_search, that /v1/responses leaves out of a "
-             "request instead of refusing it")
     add("--tool_format", choices=sorted(TOOL_FORMATS), metavar="NAME",
         help="the model's tool-call format, one of docs/serving.md's; default: detected from its "
              "chat template")

@@ -148,7 +148,7 @@ def as_page(description: dict) -> str:
         for method, operation in methods.items():
             parts.append(f"<h2>{method.upper()} <code>{escape(path)}</code></h2>\n"
                          f"<p>{escape(operation['summary'])}</p>")
-            if method != "post":
+            if "requestBody" not in operation:
                 continue
             body = operation["requestBody"]["content"]["application/json"]
             name = body["schema"]["$ref"].removeprefix(REF)

@@ -328,6 +328,20 @@ def tool_instructions(tools: list[dict], tool_format: ToolFormat) -> str:
     return f"You have these functions:\n{listed}\nTo call one, answer with only:\n{call}"
 
 
+def written_call(function: dict, tool_format: ToolFormat) -> str:
+    """A call of an earlier message as the model would have written it, for --tool_format with a
+    chat template that does not render calls."""
+    name, arguments = function["name"], function["arguments"]
+    call = json.dumps(dict(zip(tool_format.keys, (name, arguments))), ensure_ascii=False)
+    if not tool_format.forced:
+        return call
+    listed = arguments.items() if isinstance(arguments, dict) else ()
+    parameters = "".join(filled(tool_format.parameter, key=key, value=value if isinstance(
+        value, str) else json.dumps(value, ensure_ascii=False)) for key, value in listed)
+    return filled(tool_format.forced, name=name, call=call, parameters=parameters,
+                  arguments=json.dumps(arguments, ensure_ascii=False))
+
+
 def filled(template: str, **values: str) -> str:
     """The template with values for its {names}; other braces stay."""
     return re.sub(r"\{(\w+)\}", lambda name: values.get(name[1], name[0]), template)
@@ -350,6 +364,20 @@ def tool_call_grammar(tools: list[dict], tool_format: ToolFormat,
     for note in writer.bundle.notes[:1]:
         log(f"serve.py: note: {note}")
     return writer.spec()
+
+
+def call_or_json(call: tuple[str, str], answer: tuple[str, str]) -> tuple[str, str]:
+    """A grammar of either a call, as of tool_call_grammar(), or the JSON of a schema."""
+    kind, text = call
+    rules = f"call: {as_json(json.loads(text))}\n" if kind == "json_schema" else (
+        "call:" + text.removeprefix("start:"))
+    return "grammar", f"start: call | answer\n{rules}answer: {as_json(json.loads(answer[1]))}\n"
+
+
+def as_json(document: dict) -> str:
+    """Compact JSON of a schema, in a Lark grammar."""
+    options = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+    return "%json " + json.dumps({"x-guidance": options, **document})
 
 
 class CallWriter:
@@ -385,8 +413,7 @@ class CallWriter:
         return "grammar", "\n".join([f"start: {' | '.join(self.calls)}", *rules, ""])
 
     def json(self, schema: dict | bool) -> str:
-        options = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
-        return "%json " + json.dumps({"x-guidance": options, **self.bundle.document(schema)})
+        return as_json(self.bundle.document(schema))
 
     def rule(self, rule) -> str:
         self.rules.append((name := f"rule_{len(self.rules)}", rule))
@@ -493,11 +520,15 @@ class AnswerParser:
             at, self.start_marker = min(places)
             text, self.buffer = self.buffer[:at], self.buffer[at + len(self.start_marker):]
             self.state = "call"
-            text = text.rstrip("\n") if not text.strip() else text
+            text = text.rstrip("\n")               # it belongs to the call
         else:
             n = 0 if is_final else partial_marker_length(self.buffer, markers)
             text = self.buffer[:len(self.buffer) - n]
+            if markers and not is_final:
+                text = text.rstrip("\n")           # a call may follow
             self.buffer = self.buffer[len(text):]
+            if is_final and self.n_call and not text.strip():
+                text = ""
         if text:
             yield dict(content=text)
 

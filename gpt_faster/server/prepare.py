@@ -22,9 +22,11 @@ from gpt_faster.server.names import model_names
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
+    call_or_json,
     detect_tool_format,
     tool_call_grammar,
     tool_instructions,
+    written_call,
 )
 from gpt_faster.server.protocol import (
     THOUGHTS,
@@ -166,6 +168,11 @@ class RequestPreparer:
             raise ApiError(400, "continue_final_message: a message with tool calls is complete",
                            param="continue_final_message")
         messages = [template_message(message) for message in request.messages]
+        if self.tool_format and not self.knows_tools:          # --tool_format
+            for message in messages:
+                calls = [written_call(call["function"], self.tool_format)
+                         for call in message.pop("tool_calls", [])]
+                message["content"] = "\n".join(filter(None, [message["content"], *calls]))
         if self.options.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, dict(role="system", content=self.options.system_prompt))
         return messages
@@ -254,14 +261,27 @@ class RequestPreparer:
         return [tool for name, tool in by_name.items() if name in choice.names]
 
     def grammar(self, request: ChatRequest, tools: list[dict]) -> tuple[str, str] | None:
+        """A forced call is not a message, whose format response_format is. Where the model may
+        choose, it is one or the other."""
         grammars = self.plain_grammars(request)
+        answer = grammars.get("response_format")
         if tools and request.forces_call():
-            try:
-                grammars["tool_choice"] = tool_call_grammar(tools, self.tool_format,
-                                                            self.tool_tokens)
-            except ValueError as e:
-                raise ApiError(400, str(e), param="tool_choice") from None
+            grammars.pop("response_format", None)
+            grammars["tool_choice"] = self.call_grammar(tools, "tool_choice")
+        elif tools and answer and not (self.thought_format and self.thought_format.is_harmony):
+            call = self.call_grammar(tools, "response_format")         # gpt-oss: in its channel
+            grammars["response_format"] = call_or_json(call, answer)
         return self.compile_grammar(grammars, request.ignore_eos)
+
+    def call_grammar(self, tools: list[dict], param: str) -> tuple[str, str]:
+        """A grammar of one call. ApiError about param if it cannot be written."""
+        try:
+            return tool_call_grammar(tools, self.tool_format, self.tool_tokens)
+        except ValueError as e:
+            text = str(e)
+            if param == "response_format":
+                text = f"response_format beside tools: {text.replace('tool_choice', 'a call')}"
+            raise ApiError(400, text, param=param) from None
 
     def thinks_first(self, is_forced: bool) -> bool:
         """Whether a grammar begins after the model's thoughts. is_forced: it forces a call.
@@ -396,14 +416,16 @@ class RequestPreparer:
         for name in names:
             if name not in self.reported and len(self.reported) < MAX_REPORTED:
                 self.reported.add(name)
-                log(f"serve.py: note: a request has the unknown field '{name}': it is ignored")
+                log(f"serve.py: note: a request has '{name}', which is not known here: it is "
+                    "ignored")
         return {"x-ignored-fields": ", ".join(names)} if names else {}
 
     def check_bytes(self, param: str, texts: list[str]) -> None:
         """ApiError, before tokenization, if the text has more bytes than any prompt that fits."""
         n = sum(len(text.encode()) for text in texts)
         if n > self.max_bytes:
-            raise ApiError(400, f"{param}: {n:,} bytes exceed what {self.limit} tokens can hold "
+            raise ApiError(400, f"{param}: the prompt is too long: {n:,} bytes exceed what "
+                           f"{self.limit} tokens can hold "
                            f"({self.max_bytes:,}): shorten the prompt", param=param,
                            code="context_length_exceeded")
 
@@ -427,8 +449,9 @@ class RequestPreparer:
                 raise ApiError(400, f"prompt: token id {str(i)[:40]} is out of range: the "
                                f"vocabulary has {self.n_vocab} tokens", param="prompt")
         if len(ids) >= self.limit:
-            raise ApiError(400, f"the prompt has {len(ids)} tokens, the context {self.limit}: "
-                           "shorten it, or start the server with a larger --max_seq_length",
+            raise ApiError(400, f"the prompt is too long: it has {len(ids)} tokens, the context "
+                           f"{self.limit}: shorten it, or start the server with a larger "
+                           "--max_seq_length",
                            param="prompt", code="context_length_exceeded")
 
     def params(self, request: Request, grammar, n_top: int | None) -> RequestParams:

@@ -404,7 +404,8 @@ def parse(kind: type[Request], body: bytes, n_position: int) -> Request:
         raise ApiError(400, "the body must be a JSON object")
     check_values(fields)
     if isinstance(messages := fields.get("messages"), list) and len(messages) > n_position:
-        raise ApiError(400, f"messages: {len(messages):,} messages exceed the context of "
+        raise ApiError(400, f"messages: the prompt is too long: {len(messages):,} messages "
+                       "exceed the context of "
                        f"{n_position} tokens", param="messages", code="context_length_exceeded")
     return validate(kind, fields)
 

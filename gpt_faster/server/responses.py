@@ -167,15 +167,23 @@ class ToolName:
         return f"{flat[:MAX_NAME - 9]}_{digest}"
 
 
+# What OpenAI's service runs and a model may do without: agents offer it beside their own tools. The
+# server leaves it out then; what gives access to the user's data (file_search, mcp) it refuses.
+ABILITIES = re.compile(r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|image_generation|"
+                       "code_interpreter")
+
+
 class Tools:
     """A request's tools as functions: custom ones get one string, `input`."""
 
-    def __init__(self, tools: list, ignored: tuple[str, ...] = ()):
-        """ignored: types of hosted tools to leave out instead of refusing them."""
+    def __init__(self, tools: list):
         self.functions, self.names = [], {}        # names: the function's name -> ToolName
-        self.ignored = ignored
+        self.left_out = []                         # types
         for i, tool in enumerate(tools):
             self._add(tool, f"tools.{i}")
+        if self.left_out and not self.functions:
+            raise unsupported("tools", f"the tool {self.left_out[0]} is not supported: this server "
+                              "runs none itself. Send function tools, or no tools")
 
     def _add(self, tool, path: str, namespace: str | None = None, about: str = "") -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -183,11 +191,12 @@ class Tools:
             self._add_namespace(tool, path)
         elif kind in ("function", "custom"):
             self._add_function(tool, path, namespace, about)
-        elif kind not in self.ignored:
+        elif isinstance(kind, str) and ABILITIES.fullmatch(kind):
+            self.left_out.append(kind)
+        else:
             shown = ascii(kind)[:60]
             raise unsupported(f"{path}.type", f"the tool {shown} is not supported: only function, "
-                              "custom and namespace tools are. Leave it out of the request, or "
-                              "start the server with --ignore_tools TYPE")
+                              "custom and namespace tools are. Leave it out of the request")
 
     def _add_namespace(self, tool: dict, path: str) -> None:
         name, about = string(tool, "name", path), description(tool, path)
@@ -435,9 +444,8 @@ class PreparedResponse(PreparedRequest):
 class ResponsesPreparer:
     """Translates requests for a RequestPreparer."""
 
-    def __init__(self, preparer: RequestPreparer, store: ResponseStore,
-                 ignored_tools: tuple[str, ...] = ()):
-        self.preparer, self.store, self.ignored_tools = preparer, store, ignored_tools
+    def __init__(self, preparer: RequestPreparer, store: ResponseStore):
+        self.preparer, self.store = preparer, store
 
     def prepare(self, request: ResponsesRequest) -> PreparedResponse:
         for name, advice in REFUSED.items():
@@ -447,7 +455,7 @@ class ResponsesPreparer:
         if request.text and request.text.verbosity not in (None, "medium"):
             raise unsupported("text.verbosity", "no model here has such a setting: ask for it in "
                               "the instructions")
-        tools = Tools(request.tools or [], self.ignored_tools)
+        tools = Tools(request.tools or [])
         history, earlier_bytes = self.history(request.previous_response_id)
         items = self.input_items(request.input)
         conversation = Conversation(request.instructions)
@@ -459,7 +467,7 @@ class ResponsesPreparer:
             raise bad("input", "expected a string or a list of items")
         try:
             chat = validate(ChatRequest, chat_fields(request, conversation.merged(), tools))
-            chat._unknown = request._unknown
+            chat._unknown = [*request._unknown, *(f"tools.{kind}" for kind in tools.left_out)]
             prepared = self.preparer.prepare_chat(chat)
         except ApiError as e:
             raise in_our_words(e) from None
