@@ -30,7 +30,7 @@ class ScriptedServer(HttpServer):
         self.options = SimpleNamespace(api_key=api_key, allowed_hosts=[], max_body_mb=8)
         self.metrics, self.loopback, self.wires = Metrics(), False, {}
         self.page, self.renderer, self.n_body_bytes = PAGE.read_bytes(), Renderer(), 0
-        self.threads = dict(render=ThreadPoolExecutor(1))
+        self.threads = dict(render=ThreadPoolExecutor(1), long=ThreadPoolExecutor(1))
         self.preparer = SimpleNamespace(limit=100, check_name=lambda name: None)
         render = self.renderer.render
         self.renderer.render = lambda text: (self.renders.append(len(text)), render(text))[1]
@@ -38,6 +38,7 @@ class ScriptedServer(HttpServer):
         query = Query("/render", RenderRequest, self.render, pool="render")
         routes = [Route("/", self.show_page), Route("/render", partial(self.reply, query=query), methods=["POST"]), Route("/v1/models", self.models),
                   Route("/v1/chat/completions", self.chat, methods=["POST"])]
+        self.routes, self.under_v1 = routes, {"models", "chat"}
         self.app = self.middleware(Starlette(routes=routes, exception_handlers={ApiError: self.error_response}))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
