@@ -38,7 +38,8 @@ for (const [label, provider] of Object.entries(apis)) {
     const result = streamText({ model, prompt: QUESTIONS[0], maxRetries: 0 });
     let text = "";
     for await (const delta of result.textStream) text += delta;
-    assert(text && (await result.usage).outputTokens > 0);
+    // openai-compatible asks for no token counts in a stream, unless includeUsage is set
+    assert(text && (api === "chat" || (await result.usage).outputTokens > 0));
   });
 
   step(api, "tools", name("a tool loop of two steps"), async () => {

@@ -35,7 +35,7 @@ def stream(model):
     whole = chunks[0]
     for chunk in chunks[1:]:
         whole += chunk
-    assert whole.text and whole.usage_metadata["output_tokens"] > 0
+    assert whole.text and (model is chat or whole.usage_metadata["output_tokens"] > 0)     # stream_usage is off beside a base URL
 
 
 def tool_loop(model):
@@ -71,8 +71,11 @@ for api, model in APIS.items():
 @step("chat", "structured")
 def with_structured_output():
     structured(chat, "json_schema", "function_calling")
-    raw = chat.with_structured_output(Trip, method="json_mode", include_raw=True).invoke(ASK)       # any object
-    assert raw["raw"].content.startswith("{")
+    try:                                               # any object, which a small model may not end
+        content = chat.with_structured_output(Trip, method="json_mode", include_raw=True).invoke(ASK)["raw"].content
+    except openai.LengthFinishReasonError as e:
+        content = e.completion.choices[0].message.content
+    assert content.startswith("{")
 
 
 @step("responses", "structured")

@@ -6,6 +6,7 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"         # else it asks GitHub for prices as it is imported
 
 import litellm  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 from steps import ASK, BASE_URL, KEY, MODEL, QUESTIONS, SERVER, TOO_LONG, Trip, main, raises, step  # noqa: E402
 
 litellm.suppress_debug_info = True
@@ -13,6 +14,10 @@ NAME = "hosted_vllm/" + MODEL                          # any server with OpenAI'
 ADDRESS = dict(api_base=BASE_URL, api_key=KEY)
 QUESTION = [{"role": "user", "content": ASK}]
 book = {"type": "function", "function": {"name": "book", "description": "Book a trip.", "parameters": Trip.model_json_schema()}}
+
+
+class Booking(BaseModel):
+    trip: Trip
 
 
 def complete(messages, **fields):
@@ -89,9 +94,11 @@ def anthropic_messages():
 
 @step("messages", "tools")
 def completion_by_messages():
-    answer = litellm.completion(model="anthropic/" + MODEL, messages=QUESTION, tools=[book], tool_choice="required", api_base=SERVER,
+    """litellm drops the $ref at the root of a recursive type's schema: an object around it has none."""
+    tool = {"type": "function", "function": {"name": "book", "parameters": Booking.model_json_schema()}}
+    answer = litellm.completion(model="anthropic/" + MODEL, messages=QUESTION, tools=[tool], tool_choice="required", api_base=SERVER,
                                 api_key=KEY)
-    Trip.model_validate_json(answer.choices[0].message.tool_calls[0].function.arguments)
+    Booking.model_validate_json(answer.choices[0].message.tool_calls[0].function.arguments)
 
 
 main("litellm", "litellm")
