@@ -20,6 +20,7 @@ from gpt_faster.decoding.scheduler import Event
 from gpt_faster.server.answers import ChatAnswer
 from gpt_faster.server.fields import FIELDS, OFF, NoEffect, Refused
 from gpt_faster.server.names import model_names
+from gpt_faster.server.parsing import TOOL_FORMATS, written_call
 from gpt_faster.server.prepare import RequestPreparer
 from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from gpt_faster.text.reasoning import thoughts_of
@@ -547,6 +548,31 @@ def test_a_hostile_value_anywhere_is_accepted_or_refused_by_name(preparer, seed)
             for generation in prepared.generations:
                 assert generation.params and 1 <= generation.max_new <= LENGTH and 0 <= min(generation.prompt_ids) <= max(generation.prompt_ids) < N_VOCAB
     assert 0.3 < n_refused / n < 0.95
+
+
+def test_a_forced_tool_has_no_format_and_a_free_choice_is_between_both(preparer):
+    form = dict(type="json_schema", json_schema=dict(name="n", schema=dict(type="object")))
+    grammars = {}
+    for choice in ("required", dict(type="function", function=dict(name="f")), "auto", None, "none"):
+        asked = dict(tools=[TOOL, OTHER], response_format=form, **(dict(tool_choice=choice) if choice else {}))
+        grammars[str(choice)] = preparer.chat(**asked).generations[0].params.grammar
+    forced = preparer.chat(tools=[TOOL, OTHER], tool_choice="required").generations[0].params.grammar
+    assert grammars["required"] == forced and grammars["none"] == preparer.chat(response_format=form).generations[0].params.grammar
+    assert grammars["auto"] == grammars["None"] and grammars["auto"][1].startswith("start: call | answer")
+    xml = Preparer("{{ tools }}<|tool_call>" + PLAIN)
+    with pytest.raises(ApiError, match="^response_format beside tools: a call cannot be forced in the tool format gemma4"):
+        xml.chat(tools=[TOOL], response_format=form)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "qwen_xml", "mistral_args"])
+def test_a_template_without_tools_still_shows_earlier_calls(name):
+    preparer = Preparer(PLAIN, tool_format=name)
+    call = dict(id="c", type="function", function=dict(name="f", arguments='{"x": 3}'))
+    history = [*USER, dict(role="assistant", content="I look.", tool_calls=[call]), dict(role="tool", tool_call_id="c", content="9")]
+    text = preparer.prompt(messages=history, tools=[TOOL])
+    written = written_call(dict(name="f", arguments=dict(x=3)), TOOL_FORMATS[name])
+    assert f"assistant: I look.\n{written.strip()}<|im_end|>" in text and "tool: 9" in text
+    assert "<tool_call>" not in Preparer(PLAIN).prompt(messages=history)
 
 
 @pytest.fixture(scope="module")

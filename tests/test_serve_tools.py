@@ -7,12 +7,15 @@ import jsonschema
 import pytest
 from test_serve_schema import Walker
 
+from gpt_faster.decoding.grammar import json_schema
 from gpt_faster.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
+    call_or_json,
     detect_tool_format,
     tool_call_grammar,
     tool_instructions,
+    written_call,
 )
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["c", "f"]}, "deep": {"anyOf": [{"$ref": "#/$defs/L"}, {"type": "null"}]},
@@ -169,3 +172,31 @@ def test_strings_with_restrictions_are_refused_in_xml():
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_instructions_show_a_call(form):
     assert "weather" in tool_instructions(TOOLS, TOOL_FORMATS[form])
+
+
+# ---- A call or an answer, and calls of a history ---------------------------------------------------
+
+ANSWER = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("form", [name for name in TOOL_FORMATS if name not in UNFORCED])
+def test_either_a_call_or_json_of_the_schema(walker, form):
+    spec = call_or_json(tool_call_grammar(TOOLS[1:], TOOL_FORMATS[form]), json_schema(json.dumps(ANSWER)))
+    assert walker.accepts(spec, '{"answer": 7}') and not walker.accepts(spec, '{"answer": "7"}') and not walker.accepts(spec, "7")
+    call = written_call(dict(name="weather_at", arguments={"a": True}), TOOL_FORMATS[form])
+    assert walker.accepts(spec, call) and not walker.accepts(spec, call.replace("weather_at", "wether"))
+    assert parsed(form, ['{"answer": 7}']) == ([], '{"answer": 7}')
+
+
+@pytest.mark.parametrize("form", [name for name in TOOL_FORMATS if name not in (*UNFORCED, "apertus")])
+def test_a_call_of_a_history_is_written_as_the_model_writes_it(form):
+    for name, arguments in (ONE, TWO, ("ping", {})):
+        [(found, text)], content = parsed(form, [written_call(dict(name=name, arguments=arguments), TOOL_FORMATS[form])])
+        assert (found, json.loads(text), content) == (name, arguments, "")
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+def test_line_breaks_before_a_call_do_not_depend_on_the_pieces(n):
+    text = 'Let me see.\n\n<tool_call>\n{"name": "weather_at", "arguments": {"a": true}}\n</tool_call>\n'
+    for whole, content in ((text, "Let me see."), ("a\n\nb\n", "a\n\nb\n")):
+        assert parsed("hermes", [whole[i:i + n] for i in range(0, len(whole), n)])[1] == content

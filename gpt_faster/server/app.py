@@ -40,6 +40,7 @@ from gpt_faster.server import openapi
 from gpt_faster.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gpt_faster.server.connections import limited_protocol
 from gpt_faster.server.engine import Delivery, Draining, Engine, QueueFull
+from gpt_faster.server.kept_responses import KeptResponses
 from gpt_faster.server.messages import (
     ANTHROPIC,
     CountRequest,
@@ -56,13 +57,12 @@ from gpt_faster.server.protocol import ApiError, ChatRequest, CompletionRequest,
 from gpt_faster.server.protocol import Request as Fields
 from gpt_faster.server.renderer import MAX_TEXT, Renderer, RenderError
 from gpt_faster.server.request_id import HEADERS, begin, current, log_line
-from gpt_faster.server.response_store import KeptResponse, ResponseStore
+from gpt_faster.server.response_store import ResponseStore
 from gpt_faster.server.responses import (
     RESPONSES,
     ResponsesAnswer,
     ResponsesPreparer,
     ResponsesRequest,
-    input_item_list,
 )
 from gpt_faster.server.text_routes import DetokenizeRequest, TextRoutes, TokenizeRequest
 from gpt_faster.server.version import VERSION, commit
@@ -160,10 +160,7 @@ class HttpServer:
                    for endpoint in endpoints]
         routes += [Route(query.path, partial(self.reply, query=query), methods=["POST"])
                    for query in queries]
-        kept = "/v1/responses/{id}"
-        routes += [Route(kept, self.show_response), Route(f"{kept}/input_items", self.input_items),
-                   Route(kept, self.delete_response, methods=["DELETE"]),
-                   Route(f"{kept}/cancel", self.cancel_response, methods=["POST"])]
+        routes += KeptResponses(self.kept).routes
         self.routes = routes
         self.under_v1 = {route.path.split("/")[2] for route in routes
                          if route.path.startswith("/v1/")}
@@ -355,40 +352,6 @@ class HttpServer:
         fields = self.preparer.card
         return JSONResponse(model_info(fields) if is_anthropic(request) else fields)
 
-    # ---- Kept responses -------------------------------------------------------------------------
-
-    def kept_response(self, request) -> KeptResponse:
-        response_id = request.path_params["id"]
-        kept = self.kept.get(response_id)
-        if kept is None:
-            raise no_response(response_id)
-        return kept
-
-    async def show_response(self, request) -> Response:
-        """A kept response"""
-        if request.query_params.get("stream") == "true":
-            raise ApiError(400, "stream is not supported here: only the whole response is kept",
-                           param="stream", code="unsupported_parameter")
-        return JSONResponse(self.kept_response(request).response)
-
-    async def input_items(self, request) -> Response:
-        """The items that a kept response answers"""
-        query = {name: request.query_params.get(name) for name in ("limit", "order", "after")}
-        return JSONResponse(input_item_list(self.kept_response(request).input_items, **query))
-
-    async def delete_response(self, request) -> Response:
-        """Forget a kept response"""
-        response_id = request.path_params["id"]
-        if not self.kept.delete(response_id):
-            raise no_response(response_id)
-        return JSONResponse(dict(id=response_id, object="response", deleted=True))
-
-    async def cancel_response(self, request) -> Response:
-        """Refused: no response runs in the background"""
-        self.kept_response(request)
-        raise ApiError(400, "only background responses can be cancelled, and the server has none: "
-                       "close the connection to end an answer")
-
     # ---- Completions ----------------------------------------------------------------------------
 
     async def body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
@@ -579,10 +542,6 @@ async def next_events(queue: asyncio.Queue, seconds: float) -> list[Event]:
     while not queue.empty():
         events.append(queue.get_nowait())
     return events
-
-
-def no_response(response_id: str) -> ApiError:
-    return ApiError(404, f"Response with id '{response_id[:100]}' not found.")
 
 
 def engine_error(error: str) -> ApiError:

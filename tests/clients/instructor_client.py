@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import anthropic
 import instructor
 import openai
-from pydantic import BaseModel, Field
 from instructor.core import IncompleteOutputException, InstructorRetryException
+from pydantic import BaseModel, Field
 from steps import ASK, MODEL, TOO_LONG, Place, Trip, main, raises, step
 
 Mode = instructor.Mode
