@@ -243,8 +243,8 @@ NAMED = [
     Mutant("answers-share-a-seed", "gpt_faster/server/prepare.py", "(params.seed + i - allowed.minimum)", "(params.seed - allowed.minimum)",
            "tests/test_survivors.py::test_answers_have_their_own_seeds_and_the_lengths_asked_for "
            "tests/test_serve.py::test_stop_n_seed_echo"),
-    Mutant("any-key-will-do", "gpt_faster/server/app.py", "return hmac.compare_digest(sent, ",
-           "return sent and hmac.compare_digest(sent, sent) or hmac.compare_digest(sent, ",
+    Mutant("any-key-will-do", "gpt_faster/server/app.py", "any([hmac.compare_digest(sent, key)",
+           "any([hmac.compare_digest(sent, sent)",
            "tests/test_serve.py::test_key_timeout_and_what_needs_none"),
     Mutant("html-of-a-model-is-markup", "gpt_faster/server/markdown.py", "html=False", "html=True",
            "tests/test_serve_markdown.py::test_nothing_of_a_model_is_markup"),
