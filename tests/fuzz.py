@@ -361,42 +361,53 @@ def run_case(base: Path, info: dict, ops: list, seconds: float) -> tuple[str, st
         shutil.rmtree(directory, ignore_errors=True)
 
 
-class Worker:
-    """A child process that runs cases; it is killed where it neither answers nor ends."""
+def run_tasks(bases, tasks: int, answers: int, seconds: float, mb: int):
+    """A worker's loop, in a process of its own: cases from one pipe, answers to the other. Does not return."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)                                    # panics of libraries
+    used = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (mb << 20),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(tasks, "rb") as given, os.fdopen(answers, "wb") as out:
+        while True:
+            try:
+                base, ops = pickle.load(given)
+            except EOFError:
+                os._exit(0)
+            pickle.dump(run_case(*bases[base], ops, seconds), out)
+            out.flush()
 
-    def __init__(self, bases, seconds: float, mb: int):
-        self.bases, self.seconds, self.mb = bases, seconds, mb
+
+class Worker:
+    """A child process that runs cases; it is killed where it neither answers nor ends.
+
+    is_fork: of this process, with its patches, which must not have run anything on several threads: a fork has none of
+    them, and waits for them.
+    """
+
+    def __init__(self, bases, seconds: float, mb: int, is_fork: bool = False):
+        self.bases, self.seconds, self.mb, self.is_fork = bases, seconds, mb, is_fork
         self.pid = None
 
     def start(self) -> None:
-        self.tasks, theirs = os.pipe(), os.pipe()
-        self.answers = theirs[0]
-        self.pid = os.fork()
-        if self.pid:
-            os.close(self.tasks[0])
-            os.close(theirs[1])
-            return
-        os.close(self.tasks[1])
-        torch.set_num_threads(1)                           # libgomp's threads are not in a fork: two would wait for ever
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)                                # panics of libraries
-        used = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (used + (self.mb << 20),) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with os.fdopen(self.tasks[0], "rb") as tasks, os.fdopen(theirs[1], "wb") as answers:
-            while True:
-                try:
-                    base, ops = pickle.load(tasks)
-                except EOFError:
-                    os._exit(0)
-                answer = run_case(*self.bases[base], ops, self.seconds)
-                pickle.dump(answer, answers)
-                answers.flush()
+        (tasks, self.tasks), (self.answers, answers) = os.pipe(), os.pipe()
+        if self.is_fork:
+            self.pid = os.fork()
+            if not self.pid:
+                os.close(self.tasks)
+                run_tasks(self.bases, tasks, answers, self.seconds, self.mb)
+        else:
+            given = [str(number) for number in (tasks, answers, self.seconds, self.mb)]
+            os.set_inheritable(tasks, True)
+            os.set_inheritable(answers, True)
+            self.pid = os.posix_spawn(sys.executable, [sys.executable, __file__, "--worker", *given], os.environ)
+        os.close(tasks)
+        os.close(answers)
 
     def run(self, base: str, ops: list) -> tuple[str, str]:
         if self.pid is None:
             self.start()
-        os.write(self.tasks[1], pickle.dumps((base, ops)))
+        os.write(self.tasks, pickle.dumps((base, ops)))
         ready, _, _ = select.select([self.answers], [], [], 2 * self.seconds + 5)
         if ready:
             data = os.read(self.answers, 1 << 16)
@@ -410,7 +421,7 @@ class Worker:
     def stop(self) -> int:
         if self.pid is None:
             return 0
-        os.close(self.tasks[1])
+        os.close(self.tasks)
         os.close(self.answers)
         _, status = os.waitpid(self.pid, 0)
         self.pid = None
@@ -455,6 +466,10 @@ def load_bases(only=None) -> dict:
 
 
 def main() -> int:
+    torch.set_num_threads(1)
+    if sys.argv[1:2] == ["--worker"]:
+        tasks, answers, seconds, mb = sys.argv[2:]
+        run_tasks(load_bases(), int(tasks), int(answers), float(seconds), int(mb))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--n", type=int, default=1000, help="cases")
     parser.add_argument("--seed", type=int, default=1)
@@ -466,12 +481,11 @@ def main() -> int:
     parser.add_argument("--recipe", type=Path, help="run the recipes of this file instead")
     parser.add_argument("--limit_s", type=float, default=1e9, help="stop after so many seconds")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     bases = load_bases()
     formats = sorted({info["format"] for _, info in bases.values()})
     if args.formats:
         formats = [f for f in formats if any(f.startswith(x) for x in args.formats.split(","))]
-    worker, counts, seen = Worker(bases, args.seconds, args.mb), collections.defaultdict(collections.Counter), collections.Counter()
+    worker, counts, seen = Worker(bases, args.seconds, args.mb, is_fork=True), collections.defaultdict(collections.Counter), collections.Counter()
     start = time.perf_counter()
     cases = ((i, *case(args.seed, i, bases, formats)) for i in range(args.start, args.start + args.n))
     if args.recipe:

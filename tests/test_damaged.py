@@ -103,7 +103,7 @@ def accident(*_):
                                              (death, "crash")])
 def test_planted_mistakes_are_finds(bases, monkeypatch, planted, answer):
     monkeypatch.setattr(load, "read", planted)
-    worker = fuzz.Worker(bases, 1, 1000)
+    worker = fuzz.Worker(bases, 1, 1000, is_fork=True)
     assert worker.run("family-llama2", [])[0] == answer
     worker.stop()
 
@@ -111,7 +111,7 @@ def test_planted_mistakes_are_finds(bases, monkeypatch, planted, answer):
 @pytest.mark.slow
 def test_a_library_that_hangs_is_killed(bases, monkeypatch):
     monkeypatch.setattr(fuzz.signal, "setitimer", lambda *_: None)         # as where no bytecode comes
-    worker = fuzz.Worker(bases, 0, 4000)
+    worker = fuzz.Worker(bases, 0, 4000, is_fork=True)
     monkeypatch.setattr(load, "read", no_end)
     assert worker.run("family-llama2", []) == ("hang", "in a library's code")
 

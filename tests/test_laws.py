@@ -140,7 +140,7 @@ def test_one_reader_of_each_format():
 
 
 # Flags that documents name and that are not ours.
-FOREIGN_FLAGS = {"--n", "--formats", "--save", "--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
+FOREIGN_FLAGS = {"--model_args", "--n", "--formats", "--save", "--all", "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_id",
                  "--rdzv_endpoint", "--require_hashes", "--no_deps"}
 
 
