@@ -80,7 +80,9 @@ def test_a_block_pasted_into_a_terminal_is_one_message(terminal):  # noqa: F811
     terminal.until(r"(?m)^> $")
     os.write(terminal.fd, b"\x1b[200~Remember:\n/exit\n\nthe word is tree.\x1b[201~")
     terminal.until("tree\\.")
-    assert terminal.say(" Say ok.")
+    os.write(terminal.fd, b" Say ok.\n")
+    terminal.until("Say ok\\.")                   # before it, the pasted lines are drawn anew, with a prompt
+    assert terminal.until(r"(?m)^> $").strip()
     assert re.match("2 messages, ", terminal.say("/stats"))
     assert terminal.say('"""\nOne\ntwo\n"""') is not None
     assert re.search("4 messages, ", terminal.say("/stats"))

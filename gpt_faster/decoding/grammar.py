@@ -75,8 +75,10 @@ class Matcher:
 
     def fill(self, words: torch.Tensor) -> None:
         """Set the allowed tokens' bits in words int32 [V / 32]. Only the end-of-sequence tokens
-        once the match is complete, or llguidance's limits are exceeded."""
+        once the match is complete. ValueError if llguidance's limits are exceeded."""
         self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * words.numel())
+        if self.matcher.is_error():                # else an incomplete text would end here
+            raise ValueError(f"the grammar cannot go on: {self.matcher.get_error()[:300]}")
 
 
 class Grammars:
