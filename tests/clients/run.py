@@ -39,11 +39,11 @@ def script(name: str) -> Path:
 
 
 def missing(name: str) -> str | None:
-    """Why a client cannot run here."""
+    """Why a client cannot run here. scripts/install_clients.sh writes `installed` when it has ended well."""
     if script(name).suffix == ".mjs":
-        has_all = shutil.which("node") and (NODE / "node_modules").is_dir()
+        has_all = shutil.which("node") and (NODE / "installed").exists()
     else:
-        has_all = PYTHON.exists()
+        has_all = (PYTHON.parent.parent / "installed").exists()
     return None if has_all else f"no {'node ' if script(name).suffix == '.mjs' else ''}clients: bash scripts/install_clients.sh"
 
 
