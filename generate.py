@@ -679,7 +679,7 @@ def add_output_flags(group) -> None:
 
 
 def number(kind, minimum, maximum=None, above=False) -> Callable:
-    """An argparse type: an int or float from `minimum` (or above it) to `maximum`."""
+    """An argparse type: a finite int or float from `minimum` (or above it) to `maximum`."""
     def parse(text):
         try:
             value = kind(text)
@@ -687,10 +687,10 @@ def number(kind, minimum, maximum=None, above=False) -> Callable:
             what = "an integer" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'") from None
         large_enough = value > minimum if above else value >= minimum
-        if large_enough and (maximum is None or value <= maximum):
+        if large_enough and (value < math.inf if maximum is None else value <= maximum):
             return value
         bounds = f"{'above' if above else 'at least'} {minimum}"
-        bounds += f", at most {maximum}" if maximum else ""
+        bounds += f", at most {maximum}" if maximum else " and finite" if value == math.inf else ""
         raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
     return parse
 

@@ -133,7 +133,7 @@ def test_a_function_call_is_a_tool_call(head, body, arguments, size):
         assert thoughts == "I look."
     tools = [dict(type="function", function=dict(name="weather"))]
     parser = AnswerParser(detect_tool_format(HARMONY_TEMPLATE + "{{ tools }}"), tools)
-    deltas = [*parser.push(answer), *parser.finish()]
+    deltas = [*parser.push(answer), *parser.finish("stop")]
     [call] = [c["function"] for d in deltas for c in d.get("tool_calls", [])]
     assert (call["name"], json.loads(call["arguments"])) == ("weather", arguments)
     assert not "".join(d.get("content", "") for d in deltas).strip()

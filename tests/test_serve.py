@@ -763,7 +763,7 @@ ANSWERS = [
 def test_tool_calls_are_found_however_the_text_comes(form, text, calls, content, size):
     from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
     parser = AnswerParser(TOOL_FORMATS[form], TOOLS)
-    deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish()
+    deltas = [d for i in range(0, len(text), size) for d in parser.push(text[i:i + size])] + parser.finish("stop")
     found = [c["function"] for d in deltas for c in d.get("tool_calls", [])]
     assert [(f["name"], json.loads(f["arguments"])) for f in found] == calls
     assert "".join(d.get("content", "") for d in deltas).strip() == content
@@ -785,7 +785,7 @@ def test_what_is_no_call_stays_text(form, text):
     from gpt_faster.server.parsing import TOOL_FORMATS, AnswerParser
     begin, end = next(iter(TOOL_FORMATS[form].markers.items()))
     parser = AnswerParser(TOOL_FORMATS[form], TOOLS)
-    deltas = [*parser.push(begin + text + end), *parser.finish()]
+    deltas = [*parser.push(begin + text + end), *parser.finish("stop")]
     assert not any("tool_calls" in delta for delta in deltas)
     assert "".join(delta.get("content", "") for delta in deltas) == begin + text + end
 

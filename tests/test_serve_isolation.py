@@ -3,26 +3,22 @@
 import random
 import time
 from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_serve_safety import random_model
 
 import generate
 from gpt_faster.decoding import scheduler as scheduling
 from gpt_faster.decoding.engines import build_speculative
 from gpt_faster.decoding.request_sampler import RequestParams, build_request_sampler
 from gpt_faster.decoding.scheduler import Generation, RowsBatch, Scheduler
-from gpt_faster.formats.known_shapes import with_random_weights
-from gpt_faster.formats.load import load_model
 from gpt_faster.server.engine import Delivery, Engine, QueueFull
 from gpt_faster.server.metrics import Metrics
-from model import ModelConfig
 from sampling import Processor
 from tokenizer import NullTokenizer
 
-CFG = ModelConfig(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=16, ffn_dim=48, vocab_size=260, context=256)
 BAD = 66                                           # in the prompt of a request that fails
 N_NEW = 8
 
@@ -95,13 +91,7 @@ def kinds():
 
 @pytest.fixture(scope="module")
 def tiny_model():
-    torch.manual_seed(0)
-    model = load_model(with_random_weights(Path("tiny"), CFG), torch.float32, "cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.normal_(0, 0.3)
-    return model
+    return random_model()
 
 
 def late(tokens, not_finite=None):

@@ -455,6 +455,17 @@ def test_why_an_answer_ends(scripted):
     assert got.stop_reason == "stop_sequence" and [b.type for b in got.content] == ["text"]
 
 
+def test_a_call_that_is_cut_off_is_a_block_and_no_text(scripted):
+    """Whole, its input cannot be shown; a stream has what came of it."""
+    text = call("add", a=12345678901234567890)
+    said = dict(tools=[ADD], max_tokens=len(text) - 25)                # a token is a character
+    got = ask(scripted, text, **said)
+    assert [block.type for block in got.content] == ["tool_use"] and got.content[0].input == {} and got.stop_reason == "max_tokens"
+    _, events = streamed(scripted, text, **said)
+    parts = [event.delta.partial_json for event in events if event.type == "content_block_delta"]
+    assert parts and "".join(parts) in text and '{"a": 123' in "".join(parts)
+
+
 def test_only_the_prompt(scripted):
     """max_tokens 0 fills the cache."""
     messages = [dict(role="user", content="A prompt that no other test has.")]

@@ -313,6 +313,13 @@ def test_events_of_thoughts_text_and_calls(monkeypatch):
     assert done == response["output"] and json.loads(done[2]["arguments"]) == dict(city="Rome") and done[2]["call_id"] != done[3]["call_id"]
 
 
+def test_a_call_that_is_cut_off_is_an_incomplete_item_and_no_text():
+    sent, response = answered([dict(text=CALLED[:-20]), dict(finish_reason="length")], tools=[WEATHER])
+    [item] = response["output"]
+    assert (item["type"], item["name"], item["status"], response["status"]) == ("function_call", "get_weather", "incomplete", "incomplete")
+    assert item["arguments"] and CALLED.count(item["arguments"]) == 1 and "output_text.delta" not in kinds(sent)
+
+
 def test_thoughts_are_the_summary_where_one_is_asked_for():
     sent, response = answered([dict(thoughts="Hm."), dict(text="18."), dict(finish_reason="stop")], reasoning=dict(summary="auto"),
                               include=["reasoning.encrypted_content"], store=False)

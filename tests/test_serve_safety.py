@@ -3,6 +3,7 @@
 The server of a tiny model runs in this process, without sockets: its routes are called by httpx.
 """
 
+import argparse
 import asyncio
 import ctypes
 import itertools
@@ -24,7 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from checkpoint import sampling_values
 from generate import n_common_end
-from gpt_faster.cli import batch, flags
+from gpt_faster.bench import main as bench
+from gpt_faster.cli import batch, flags, quantizing
 from gpt_faster.cli.options import Options
 from gpt_faster.decoding.logits_processors import Processor
 from gpt_faster.decoding.request_sampler import GREEDY, RequestParams, build_request_sampler
@@ -252,8 +254,7 @@ class Failing(Processor):
         return logits
 
 
-@pytest.fixture(scope="module")
-def model():
+def random_model():
     torch.manual_seed(0)
     from gpt_faster.formats.load import load_model
     model = load_model(with_random_weights(Path("tiny"), CFG), torch.float32, "cpu")
@@ -262,6 +263,11 @@ def model():
             if p.dim() > 1:
                 p.normal_(0, 0.3)
     return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model()
 
 
 def answers(model, prompts, failing=None, n_row=6, n_new=8):
@@ -672,3 +678,17 @@ def test_48_ordinary_requests_beside_48_hostile_ones(server, seed):
     assert [text_of(by_index[i]) for i in range(48)] == alone
     assert {by_index[i].status_code for i in range(48, 96)} <= {400, 404}, [by_index[i].text for i in range(48, 96)]
     assert all(by_index[i].json()["error"]["message"] for i in range(48, 96))
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e999"])
+def test_no_flag_takes_a_number_that_is_not_finite(text):
+    """A limit of infinitely many MB cannot be counted in bytes."""
+    for build in (serve.build_parser, flags.build_parser, quantizing.build_parser, bench.build_parser):
+        for action in build()._actions:
+            if not callable(action.type):
+                continue
+            try:
+                value = action.type(text)
+            except (ValueError, argparse.ArgumentTypeError, OSError):
+                continue
+            assert not isinstance(value, float), action.option_strings

@@ -260,7 +260,7 @@ def test_a_forced_call_keeps_each_tools_own_definitions(walker, form):
     names = set()
     for text in walker.texts(tool_call_grammar(tools, TOOL_FORMATS[form]), 40):
         parser = AnswerParser(TOOL_FORMATS[form], tools)
-        [delta] = [*parser.push(text), *parser.finish()]
+        [delta] = [*parser.push(text), *parser.finish("stop")]
         [call] = delta["tool_calls"]
         [parameters] = [t["function"]["parameters"] for t in tools if t["function"]["name"] == call["function"]["name"]]
         jsonschema.validate(json.loads(call["function"]["arguments"]), parameters or {"type": "object"})

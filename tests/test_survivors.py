@@ -209,6 +209,6 @@ def test_json_is_a_call_only_where_the_models_format_says_so():
     text = '{"name": "f", "arguments": {}, "parameters": {}}'
     for name, form in TOOL_FORMATS.items():
         parser = AnswerParser(form, tools)
-        deltas = [*parser.push(text), *parser.finish()]
+        deltas = [*parser.push(text), *parser.finish("stop")]
         is_call = any("tool_calls" in delta for delta in deltas)
         assert is_call == (name in ("llama", "gemma", "pythonic")), name

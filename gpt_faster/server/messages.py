@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -398,7 +398,7 @@ class MessageAnswer(Answer):
             return []
         deltas = self.parser.push(event.text) if event.text else []
         if event.finish_reason:
-            deltas += self.parser.finish()
+            deltas += self.parser.finish(event.finish_reason)
         frames = self.grow("thinking", event.thoughts) if event.thoughts else []
         for delta in deltas:
             for call in delta.get("tool_calls", []):
@@ -460,12 +460,14 @@ class MessageAnswer(Answer):
         return frames
 
     def add_call(self, call: dict) -> list[dict]:
-        """A tool call, which comes in one piece."""
+        """A tool call, which comes in one piece. The input of one that was cut off is empty; a
+        stream has what came of it."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         block = dict(type="tool_use", id="toolu_" + call["id"].removeprefix("call_"), name=name,
                      input={})
         frames = self.open(block)
-        block["input"] = json.loads(arguments)
+        with suppress(ValueError):
+            block["input"] = json.loads(arguments)
         return [*frames, self.delta("input_json_delta", partial_json=arguments), *self.close()]
 
     def grows(self, kind: str) -> bool:

@@ -486,7 +486,7 @@ class AnswerParser:
         self.buffer += text
         return list(self._parsed(False))
 
-    def finish(self, reason: str | None = None) -> list[dict]:
+    def finish(self, reason: str) -> list[dict]:
         """-> deltas of the text held back. reason: "length" if the text was cut off."""
         self.is_cut = reason == "length"
         deltas = list(self._parsed(True))

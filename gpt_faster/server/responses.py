@@ -642,7 +642,7 @@ class ResponsesAnswer(Answer):
         parser, events = self.prepared.parsers[0], []
         deltas = parser.push(event.text) if event.text else []
         if event.finish_reason:
-            deltas += parser.finish()
+            deltas += parser.finish(event.finish_reason)
         has_text = any("content" in delta for delta in deltas)
         logprobs = self.text_logprobs(event, has_text)
         if event.thoughts:

@@ -152,7 +152,10 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     connection = http.client.HTTPConnection(urlparse(args.base).netloc)
-    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {args.key}"})
+    try:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {args.key}"})
+    except OSError as e:
+        parser.error(f"no server at {args.base}: {e}")
     limit = json.loads(connection.getresponse().read())["data"][0]["max_model_len"]
     print("seconds: the slowest one-token request, one with a grammar, /health; a stream's longest "
           "pause; all")
