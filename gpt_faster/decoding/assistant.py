@@ -1,7 +1,7 @@
 """Drafts tokens with Gemma 4's assistant model (layers/gemma4_assistant.py).
 
-It reads the model's KV cache, and its last hidden state, which a wrapper of the model's unembed
-records. It has no cache of its own and does not read the prompt.
+It reads the model's KV cache and its last layer's hidden states, which the model records by
+position. It has no cache of its own and does not read the prompt.
 
     batch = SpeculativeBatch(model, sampler, steps, AssistantDrafter(model, assistant), …)
 """
@@ -18,29 +18,16 @@ from sampling import Sampler
 from speculate import draw_draft, joined
 
 
-class HiddenStateRecorder:
-    """Wraps a model's unembed and records its input, the last layer's output."""
-
-    def __init__(self, model: Transformer):
-        self.unembed, self.hidden = model.unembed, None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.hidden = x
-        return self.unembed(x)
-
-
 class AssistantDrafter:
     """Drafts tokens one by one, all at the position of the last known token."""
 
     def __init__(self, model: Transformer, assistant: Assistant):
         assistant.join(model)
         self.model, self.assistant = model, assistant
-        self.first = 0                             # position of the last call's first token
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """Start a new prompt. Installs the recorder, which must wrap a compiled unembed."""
-        if not isinstance(self.model.unembed, HiddenStateRecorder):
-            self.model.unembed = HiddenStateRecorder(self.model)
+        """Start a new prompt."""
+        self.model.record_hidden(self.model.cfg.n_layer)
 
     def find(self, history: Tensor, n: Tensor) -> Tensor | None:
         return None
@@ -59,14 +46,11 @@ class AssistantDrafter:
             token = tp.broadcast(token)
             drafts[:, i] = token[:, 0]
             dists.append(dist)
-        self.first = n - 1                         # the next call verifies these drafts
         return drafts, *joined(dists, n_vocab)
 
     def hidden_before(self, n: int) -> Tensor:
         """The normalized hidden state [1, 1, D] of the token before the last of n tokens."""
-        hidden = self.model.unembed.hidden
-        i = 0 if hidden.shape[1] == 1 else n - 2 - self.first
-        return self.model.norm(hidden[:, i:i + 1].to(self.model.dtype))
+        return self.model.norm(self.model.hidden[self.model.cfg.n_layer][:, n - 2:n - 1])
 
     def accepted(self, n: int, match: int | None) -> None:
         """Nothing to do: rejected drafts are in the model's cache only."""

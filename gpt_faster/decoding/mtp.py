@@ -81,18 +81,12 @@ class MTPDrafter:
 
     def begin(self, n_same: int, max_length: int, chunk: int) -> None:
         """Start a new prompt that shares its first n_same tokens with the last one."""
-        head, shape = self.head, (1, max_length, self.model.cfg.dim)
+        head = self.head
         if (head.max_batch_size, head.max_seq_length) != (1, max_length):
             head.setup_cache(1, max_length, chunk)
             self.n_cached = 0
-        if self.model.hidden is None or self.model.hidden.shape != shape:
-            self._allocate_hidden(shape)
+        self.model.record_hidden(self.model.cfg.n_layer)
         self.n_cached = max(0, min(self.n_cached, n_same - 1))
-
-    @torch.inference_mode(False)                   # a normal tensor even in inference mode
-    def _allocate_hidden(self, shape: tuple[int, int, int]) -> None:
-        device = self.model.freq.device
-        self.model.hidden = torch.zeros(shape, dtype=self.model.dtype, device=device)
 
     def find(self, history: Tensor, n: Tensor) -> Tensor | None:
         return None
@@ -125,7 +119,7 @@ class MTPDrafter:
 
     def hidden_states(self, a: int, b: int) -> Tensor:
         """The model's normalized hidden states of positions [a, b), [1, b - a, D]."""
-        return self.model.norm(self.model.hidden[:, a:b])
+        return self.model.norm(self.model.hidden[self.model.cfg.n_layer][:, a:b])
 
     def kv_len(self, n: int) -> int:
         return bucket(n, self.head.max_seq_length, self.min_kv_len)
