@@ -479,7 +479,7 @@ class Transformer(nn.Module):
         self.register_buffer("amplitude", padded(amplitude), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # str(window) -> Ring
-        self.hidden = None                         # set by an MTP drafter: a [1, S, D] buffer that
+        self.hidden = None                         # set by an MTP drafter: a [B, S, D] buffer that
                                                    # records the last layer's output
 
     def frequencies(self, length: int = 0) -> Tensor:
@@ -525,7 +525,10 @@ class Transformer(nn.Module):
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
             x = layer(x, *inputs[:3], batch_idx, *inputs[3:])
         if self.hidden is not None:
-            self.hidden[:, pos] = x.to(self.dtype)
+            if pos.dim() == 1:
+                self.hidden[:, pos] = x.to(self.dtype)
+            else:
+                self.hidden[row_index(pos, batch_idx), pos] = x.to(self.dtype)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]
         else:
