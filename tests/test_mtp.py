@@ -138,10 +138,9 @@ def proposed(batch, text, n_cached=0, n_plain=6):
     for _ in range(n_plain):
         batch.step()
     batch.draft_length = FixedLength(3)
-    n = batch.length[0] + 1
-    batch.history[:, n - 1:n] = batch.token
     with torch.inference_mode():
-        return batch.drafter.propose(batch.history, n, 3, batch.sampler)[0].tolist()
+        batch.history.scatter_(1, batch.pos.view(-1, 1), batch.token)
+        return batch.drafter.propose(batch.rows_of_round({0}), 3, batch.sampler)[0].tolist()
 
 
 @pytest.mark.parametrize("family, longest_call", [("glm4_moe", 16), ("mellum", 100), ("qwen3_5_text", 16)])
