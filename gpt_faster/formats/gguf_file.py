@@ -18,6 +18,7 @@ import torch
 from checkpoint import LazyTensor, MappedFile, beginning, brief, some
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
+from gpt_faster.formats.other_kinds import DFLASH_INSTEAD
 
 MAX_ARRAY_ENTRIES = 1 << 24                             # 100x the largest vocabulary
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")     # llama.cpp's gguf-split names parts so
@@ -34,8 +35,13 @@ NO_MODELS = {
     "mmproj": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "clip": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
+    "dflash": DFLASH_INSTEAD,
+    "dflash-draft": DFLASH_INSTEAD,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
+
+
+INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 
 class BigEndian(ValueError):
@@ -196,6 +202,8 @@ def can_dequantize(kind) -> bool:
     """kind: a gguf.GGMLQuantizationType."""
     import gguf
     import numpy as np
+    if kind.name in INTEGERS:
+        return True
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -309,6 +317,9 @@ def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: in
         file.will_read(start, start + size)
         values = gguf.dequantize(np.frombuffer(file.data, np.uint8, size, start), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
+    if kind.name in INTEGERS:
+        return LazyTensor(name, shape, INTEGERS[kind.name], lambda a, b: read_bytes(a, b).view(
+            INTEGERS[kind.name]).view(b - a, *row))
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
     if len(shape) == 1:
         return LazyTensor(name, shape, dtype, read_vector)

@@ -68,12 +68,12 @@ def assume_exclusive(model: nn.Module) -> None:
         guard.is_exclusive = True
 
 
-def compile_sharing_head(model: nn.Module) -> None:
-    """Compile a drafter that shares another model's embedding and head, if that model is compiled.
-    In place, once.
+def compile_sharing_head(draft: nn.Module, model: nn.Module) -> None:
+    """Compile a drafter that shares the model's embedding and head, if the model is compiled. In
+    place, once.
     """
     if is_packed(model.head):
-        use_operations(model)
+        use_operations(draft)
 
 
 def can_switch_later(model: nn.Module) -> bool:
