@@ -148,6 +148,7 @@ class Batch:
     """Sequences that are generated together, each in one row of the KV cache."""
 
     n_beyond = 1                                   # cache positions written past a sequence's end
+    has_ready = False                              # whether the next step's tokens are computed
 
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
         """The model's cache must have as many rows as the sampler (Transformer.setup_cache)."""
@@ -159,6 +160,7 @@ class Batch:
         self.length = [0] * self.n_row             # tokens in each row's cache; 0: row not in use
         self.kept = [0] * self.n_row               # of a row not in use: positions to preserve
         self.token = to_device([[0]] * self.n_row, self.device)
+        self.new_rows = []                         # rows to which the last step gave a token
         self._set_pos()
 
     @torch.inference_mode()
@@ -220,11 +222,17 @@ class Batch:
     def step(self) -> Tensor:
         """Decode one token for every row -> [B, 1], without a host sync."""
         self.sampler.observe(self.token)
-        kv_len = self.kv_len(max(self.length) + 1)
-        args = self.token, self.pos, kv_len, self.sampler
-        self.token = self.steps.decode(self.model, *args)
+        self.token = self._decode()
         self.advance(1)
         return self.token
+
+    def _decode(self) -> Tensor:
+        args = self.token, self.pos, self.kv_len(max(self.length) + 1), self.sampler
+        return self.steps.decode(self.model, *args)
+
+    def active_rows(self) -> list[int]:
+        """The rows that a step computes: all, since a compiled step has a fixed shape."""
+        return list(range(self.n_row))
 
     def kv_len(self, n: int) -> int:
         """Cache entries to attend to when n are in use, rounded up to few distinct values."""
@@ -232,6 +240,7 @@ class Batch:
 
     def advance(self, n: int) -> None:
         """Record n more tokens in the cache of every row in use."""
+        self.new_rows = [row for row, length in enumerate(self.length) if length]
         self.length = [length + n if length else 0 for length in self.length]
         self.pos = self.pos.add(self.in_use, alpha=n)
 
@@ -254,22 +263,30 @@ class Batch:
 
 def generate(batch: Batch, prompts: list[list[int]], max_new_tokens: int,
              n_cached: int = 0) -> Iterator[Tensor]:
-    """Yield the next token of each row, [B, 1], max_new_tokens times. Stop by leaving the loop.
+    """Yield the next token of each row, [B, 1], until each has max_new_tokens. Stop by leaving the
+    loop.
 
     prompts: token ids of any lengths, one prompt for each of the first rows of the batch; n_cached:
     prompt tokens already in the cache. A row ends when its cache is full; its tokens after that are
-    meaningless. ValueError if every row would end early, or a prompt alone fills the cache.
+    meaningless. Rows of a speculative batch have different numbers of tokens: -1 means none now.
+    ValueError if every row would end early, or a prompt alone fills the cache.
     """
     lengths, limit = [len(prompt) for prompt in prompts], batch.max_length
     for n, n_new in ((min(lengths), max_new_tokens), (max(lengths), 1)):
         if n + n_new > limit:
             raise ValueError(f"{n} + {n_new} tokens exceed {limit} positions")
     yield batch.prefill(range(len(prompts)), prompts, n_cached)
-    for _ in range(max_new_tokens - 1):
+    n_left = [max_new_tokens - 1] * len(prompts)
+    while any(n and length for n, length in zip(n_left, batch.length)):
         for row, length in enumerate(batch.length):
-            if length == limit:
+            if length == limit and not batch.has_ready:
                 batch.end(row)
         yield batch.step()
+        for row in batch.new_rows:
+            if row < len(n_left) and n_left[row]:
+                n_left[row] -= 1
+                if not n_left[row] and any(n_left):        # speculation: others have fewer
+                    batch.end(row, batch.length[row])
 
 
 def pad_batch(prompts: list[list[int]], device) -> Tensor:
@@ -456,6 +473,8 @@ def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
                 if token_id is None and row.finish_reason is None:
                     what = f"row {rows.index(row)}" if len(rows) > 1 else "the model"
                     raise NotFinite(what, batch.model.dtype)
+                if token_id == -1:                 # none for this row: see generate()
+                    continue
                 piece = row.push(token_id)
                 if row is rows[0]:
                     show(piece)
@@ -475,13 +494,14 @@ def follow(tokens: Iterator[Tensor], rows: list[Sequence], shown: str | None,
 def figures(times: list[float], n_prompt: int, n_new: list[int], read_bytes: int) -> dict:
     """Speeds from follow()'s times. Prefill ends with the first token; the rest is decoding.
 
-    n_prompt: tokens of all prompts; n_new: new tokens of each row. decode_tok_s is per row.
+    n_prompt: tokens of all prompts; n_new: new tokens of each row. decode_tok_s is the longest
+    row's.
     bandwidth_gb_s (1e9 bytes) counts the weights that each step reads; with read_bytes 0 it is
     omitted (a speculative step gives several tokens).
     """
     ttft_s = times[1] - times[0] if len(times) > 1 else None
     decode_s = times[-1] - times[1] if len(times) > 2 else 0
-    step_s = decode_s / (len(times) - 2) if decode_s else None
+    step_s = decode_s / (max(n_new) - 1) if decode_s and max(n_new) > 1 else None
     n_decoded = sum(n - 1 for n in n_new if n)
     return dict(ttft_s=ttft_s, prefill_tok_s=n_prompt / ttft_s if ttft_s else None,
                 decode_tok_s=1 / step_s if step_s else None,
@@ -908,9 +928,6 @@ def check(args) -> None:
         raise ValueError(f"--checkpoint_path is required: {CHECKPOINTS}")
     if args.speculate_k and not args.draft_checkpoint_path:
         raise ValueError("--speculate_k requires --draft_checkpoint_path")
-    if args.draft_checkpoint_path and args.batch_size > 1:
-        raise ValueError("--draft_checkpoint_path cannot be combined with --batch_size: "
-                         "speculation runs one sequence")
     check_output(args)
 
 
@@ -956,7 +973,7 @@ def build_batch(args, model: Transformer, draft: Transformer | None, n_row: int,
             pass
         generator.manual_seed(args.seed)           # undo the draws of the warm-up
         if draft:
-            batch.accept_counts = [0] * len(batch.accept_counts)
+            batch.reset_stats()
         log(f"Compilation time: {time.perf_counter() - start:.2f} seconds")
     return batch
 

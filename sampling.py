@@ -164,6 +164,8 @@ class Processor(nn.Module):
     none of the rows in a call needs it; one that never does is always called.
     """
 
+    follows_drafts = True                          # False: its rows are generated without drafts
+
     def __init__(self):
         super().__init__()
         self.users = None                          # rows that need this processor; None: all
@@ -175,8 +177,8 @@ class Processor(nn.Module):
     def begin(self, row: int, prompt: list[int], params: SamplingParams) -> None:
         """A new sequence begins in this row."""
 
-    def observe(self, token: Tensor) -> None:
-        """token [B, 1] was generated."""
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
+        """token [b, 1] was generated in these rows [b]; None: in all."""
 
 
 class RepetitionPenalty(Processor):
@@ -196,12 +198,15 @@ class RepetitionPenalty(Processor):
         seen[prompt] = True
         self.seen[row].copy_(seen, non_blocking=True)          # pinned: no sync with the GPU
 
-    def observe(self, token: Tensor) -> None:
-        self.seen.scatter_(1, token, True)
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
+        if rows is None:
+            self.seen.scatter_(1, token, True)
+        else:
+            self.seen[rows[:, None], token] = True
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
-        """logits [b, V] of these rows. When the drafts of one row are verified, [T, V]: the last
-        position follows all of draft_tokens [1, k], and each earlier position one fewer."""
+        """logits [b, V] of these rows. With draft_tokens [b, k], logits [b T, V] of T positions of
+        each row: the last follows all of the row's drafts, and each earlier one one fewer."""
         seen = self.seen[rows]
         if draft_tokens is not None:
             seen = seen | (counts_so_far(draft_tokens, *logits.shape) > 0)
@@ -210,11 +215,12 @@ class RepetitionPenalty(Processor):
         return torch.where(seen, penalized, logits)
 
 
-def counts_so_far(draft_tokens: Tensor, n_place: int, n_vocab: int) -> Tensor:
-    """Counts [n_place, V] of the draft_tokens [1, k] before each position: the last position has
-    all of them before it, and each earlier position one fewer."""
-    one_hot = F.one_hot(draft_tokens[0], n_vocab)
-    return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]
+def counts_so_far(draft_tokens: Tensor, n: int, n_vocab: int) -> Tensor:
+    """Counts [n, V] of the draft_tokens [b, k] before each of n / b positions of b rows: the last
+    position has all of the row's drafts before it, and each earlier one one fewer."""
+    one_hot = F.one_hot(draft_tokens, n_vocab)
+    n_place = n // len(draft_tokens)
+    return F.pad(one_hot.cumsum(1), (0, 0, 1, 0))[:, -n_place:].flatten(0, 1)
 
 
 # ---- The draw -----------------------------------------------------------------------------------
@@ -338,10 +344,18 @@ class Sampler(nn.Module):
         best = logits.amax(-1, keepdim=True)
         self.not_finite[rows] += best - best       # inf - inf is NaN
 
-    def observe(self, token: Tensor) -> None:
-        """token [B, 1] was generated."""
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
+        """token [b, 1] was generated in these rows [b]; None: in all."""
         for processor in self.processors:
-            processor.observe(token)
+            if rows is None:
+                processor.observe(token)
+            else:
+                processor.observe(token, rows)
+
+    def follows_drafts(self, row: int) -> bool:
+        """Whether drafts of this row can be verified: each processor that it uses follows them."""
+        return all(processor.follows_drafts for processor in self.processors
+                   if processor.users is None or row in processor.users)
 
     def noise(self, rows, pos: Tensor, ids: Tensor | None = None, draft: bool = False) -> Tensor:
         """Exp(1) noise for the candidates ids [b, C], or the whole vocabulary [b, V], that may
@@ -356,9 +370,10 @@ class Sampler(nn.Module):
             ids = torch.arange(self.n_vocab, device=self.seeds.device)
         return exponential(uniform(self.seeds[rows], self.counter(pos.view(-1, 1), draft) + ids))
 
-    def chance(self, pos: Tensor) -> Tensor:
-        """Uniform in [0, 1) for row 0 at each of pos [k]: decides if the draft is accepted."""
-        return uniform(self.seeds[0], self.counter(pos, True) + self.n_vocab)
+    def chance(self, rows, pos: Tensor) -> Tensor:
+        """Uniform in [0, 1) for these rows at each of pos [k] or [b, k]: decides if a draft is
+        accepted."""
+        return uniform(self.seeds[rows], self.counter(pos, True) + self.n_vocab)
 
     def counter(self, pos: Tensor, draft: bool) -> Tensor:
         """The counter of token 0 at a position, far from the counters of all other positions."""

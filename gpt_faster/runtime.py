@@ -18,7 +18,6 @@ import tp
 from checkpoint import Checkpoint
 from generate import bucket, log, peak_memory, weight_bytes
 from gpt_faster.decoding.dflash import state_bytes
-from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
     build_speculative,
@@ -205,11 +204,13 @@ class Runtime:
 
     def measure(self, n: int, acceptance: float) -> None:
         """Measure the cost of drafting after n tokens, and choose the draft lengths by it."""
-        costs = measure_drafts(self.batch, n)
-        draft_length = DraftLengthController(self.batch.draft_length.lengths, costs, acceptance)
-        self.batch.draft_length = draft_length
-        text = ", ".join(f"{k} tokens costs {cost:.1f} decode steps" for k, cost in costs.items())
-        log(f"Drafting {text}" + ("" if draft_length.lengths else ": disabled"))
+        measured = measure_drafts(self.batch, n, acceptance)
+        length = self.batch.draft_length
+        for n_row, costs in measured.items():
+            text = ", ".join(f"{k} tokens costs {c:.1f} decode steps" for k, c in costs.items())
+            where = "" if self.n_row == 1 else f" in {n_row} rows" if n_row > 1 else " in 1 row"
+            log(f"Drafting{where} {text}"
+                + ("" if any(length.can_pay(k, n_row, n_row) for k in costs) else ": disabled"))
 
     # ---- Reports --------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
     weights = sum(n_bytes(source, dtype, device) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
                 for source in sources)
-    cache += hidden_bytes(sources, length, dtype) + state_bytes(sources, length, dtype)
+    cache += rows * (hidden_bytes(sources, length, dtype) + state_bytes(sources, length, dtype))
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
             f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")

@@ -284,7 +284,7 @@ def test_the_drafter_is_transformers(families, drafters, clustered, n):
     model.norm.register_forward_hook(lambda m, args, y: kept.append(y))
     for a in range(0, n - 1, 8):
         model(ids[:, a:min(a + 8, n - 1)], torch.arange(a, min(a + 8, n - 1)))
-    hidden, token, inputs = kept[-1][:, -1:], ids[:, -1:], assistant.inputs(torch.tensor([n - 1]), 40)
+    hidden, token, inputs = kept[-1][:, -1:], ids[:, -1:], assistant.inputs(torch.tensor([[n - 1]]), 40)
     for logits in expected:
         mine, hidden = assistant(token, hidden, inputs)
         token = logits.argmax(-1)

@@ -46,7 +46,7 @@ class Chain:
 
     def __call__(self, tokens, pos, keep=1, n_key=None, rows=None):
         logits = self.table[tokens]
-        return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep[0]]
+        return logits[:, -keep:] if isinstance(keep, int) else logits[torch.arange(len(keep))[:, None], keep]
 
 
 def exact(table, how, first, n):
@@ -97,7 +97,7 @@ def test_the_distribution_is_the_targets(how, draft):
 def test_a_wrong_rule_would_be_noticed(monkeypatch):
     """Keeping every guess gives the draft's distribution."""
     original = speculate.accept
-    monkeypatch.setattr(speculate, "accept", lambda p, q, x, chance, *more: original(p, q, x, chance * 0 - 1, *more))
+    monkeypatch.setattr(speculate, "accept", lambda p, q, x, on, chance, *more: original(p, q, x, on, chance * 0 - 1, *more))
     with pytest.raises(AssertionError):
         test_the_distribution_is_the_targets(SamplingParams(), "other")
 
@@ -107,12 +107,13 @@ def test_accept_by_hand():
     p, q = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]), torch.tensor([[0.5, 0.3, 0.2]])
     noise = torch.tensor([[9.0, 1.0, 2.0]])
     for guess, chance, expected in ((0, 0.19, [0, 2]), (0, 0.21, [1, 0]), (1, 0.99, [1, 2])):
-        tokens, n = speculate.accept((p, None), (q, None), torch.tensor([[guess]]), torch.tensor([chance]), lambda ids: noise, 3)
+        tokens, n = speculate.accept((p[None], None), (q[None], None), torch.tensor([[guess]]), torch.ones(1, 1, dtype=torch.bool),
+                                     torch.tensor([[chance]]), lambda ids: noise, 3)
         assert tokens[0, :n + 1].tolist() == expected[:n + 1] and n == (2 if expected[1] else 1) - 1
     ids = torch.tensor([[1, 2], [2, 0]])                   # the same, as candidates with ids
     some = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
-    tokens, n = speculate.accept((some, ids), (torch.ones(1, 1), torch.tensor([[0]])), torch.tensor([[0]]),
-                                 torch.tensor([0.0]), lambda ids: torch.ones(1, 2), 3)
+    tokens, n = speculate.accept((some[None], ids[None]), (torch.ones(1, 1, 1), torch.tensor([[[0]]])), torch.tensor([[0]]),
+                                 torch.ones(1, 1, dtype=torch.bool), torch.tensor([[0.0]]), lambda ids: torch.ones(1, 2), 3)
     assert n == 0 and tokens[0, 0] == 1                    # a guess outside of them is never kept
 
 
@@ -288,42 +289,49 @@ def test_the_steps_trace(ours, how, monkeypatch):
 # ---- How many to try -----------------------------------------------------------------------------
 
 def test_pace():
-    pace = DraftLengthController([8, 2], {8: 3.0, 2: 1.9})
-    assert [pace.next() for _ in range(3)] == [8, 8, 8]
-    pace.learn(3)
-    assert pace.next() == 8
+    pace = controller([8, 2], {8: 3.0, 2: 1.9})
+    assert [pace.next([0], 1) for _ in range(3)] == [8, 8, 8]
+    pace.learn({0: 3})
+    assert pace.next([0], 1) == 8
     for k in (8, 2, 2):                                    # half are right, and longer ones no longer pay
-        assert pace.next() == k
-        pace.learn(1)
-    while pace.next() != 8:                                # until they do again
-        pace.learn(pace.k)
+        assert pace.next([0], 1) == k
+        pace.learn({0: 1})
+    while pace.next([0], 1) != 8:                          # until they do again
+        pace.learn({0: pace.k})
     waits = []
     for _ in range(16):                                    # wrong again and again: longer and longer pauses
-        pace.learn(0)
-        waits.append(len(list(itertools.takewhile(lambda k: k == 0, (pace.next() for _ in range(99))))))
+        pace.learn({0: 0})
+        waits.append(len(list(itertools.takewhile(lambda k: k == 0, (pace.next([0], 1) for _ in range(99))))))
     assert [n for n in waits if n][:8] == [1, 3, 7, 15, 31, 63, 63, 63]
     for _ in range(200):                                   # right again and again: no pauses
-        if pace.next():
-            pace.learn(pace.k)
-    assert (pace.pause, pace.next()) == (1, 8)
-    pace.begin()                                           # another text: nothing is known of it
-    assert pace.next() == 8
-    assert DraftLengthController([8, 2], {8: 9.5, 2: 1.9}).lengths == [2]      # what can never pay
-    assert DraftLengthController([8], {8: 9.5}).next() == 0
+        if pace.next([0], 1):
+            pace.learn({0: pace.k})
+    assert (pace.pause, pace.next([0], 1)) == (1, 8)
+    pace.begin(0)                                          # another text: nothing is known of it
+    assert pace.next([0], 1) == 8
+    assert controller([8, 2], {8: 9.5, 2: 1.9}).lengths == [2]                 # what can never pay
+    assert controller([8], {8: 9.5}).next([0], 1) == 0
     costs = {4: 3.3, 2: 2.5, 1: 1.7}                       # 0.8 of the drafts right: 3.36, 2.44, 1.8 tokens
-    assert DraftLengthController([4, 2, 1], costs, 0.8).lengths == [4, 1]
-    assert DraftLengthController([4, 2, 1], costs).lengths == [4, 2, 1]
+    assert controller([4, 2, 1], costs, 0.8).lengths == [4, 1]
+    assert controller([4, 2, 1], costs).lengths == [4, 2, 1]
     fixed = FixedLength(3)
     for n in (0, 0, 3, 0):
-        fixed.learn(n)
-        assert fixed.next() == 3
+        fixed.learn({0: n})
+        assert fixed.next([0], 1) == 3
+
+
+def controller(lengths, costs, *more):
+    """At these costs for one row, whose text begins."""
+    pace = DraftLengthController(lengths, {1: costs}, *more)
+    pace.begin(0)
+    return pace
 
 
 def test_look_up():
     """The most recent place, and not the one that is being looked up."""
     def find(ids, n):
-        history = torch.nn.functional.pad(torch.tensor([ids]), (0, 45 - len(ids)))
-        return NgramDrafter().find(history, torch.tensor(n)).item()
+        history = torch.nn.functional.pad(torch.tensor([[9] * len(ids), ids]), (0, 45 - len(ids)))
+        return NgramDrafter().find(history, torch.tensor([4, n])).tolist()[1]
     ids = [1, 2, 3, 7, 7, 1, 2, 3, 8, 9, 5, 1, 2, 3]
     assert [find(ids, n) for n in (14, 8, 3, 10, 2, 1)] == [8, 3, 0, 0, 0, 0]
     assert find([4] * 6, 6) == 5

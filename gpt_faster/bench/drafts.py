@@ -7,11 +7,10 @@ by wrong ones with probability 1 - acceptance.
 """
 
 import torch
-from torch import Tensor
 
 from generate import Batch, generate
 from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
-from speculate import SpeculativeBatch
+from speculate import Rows, SpeculativeBatch
 
 MAX_PASSES = 10                                    # until the speculative text is stable
 
@@ -36,14 +35,15 @@ class FixedAcceptanceDrafter:
         self.generator = torch.Generator().manual_seed(1)      # the same errors in each run
         self.drafter.begin(*args)
 
-    def propose(self, history: Tensor, n: int, k: int, sampler) -> tuple:
-        drafts, _, _ = self.drafter.propose(history, n, k, sampler)
+    def propose(self, rows: Rows, k: int, sampler) -> tuple:
+        drafts, _, _ = self.drafter.propose(rows, k, sampler)
+        [n] = rows.lengths
         known = self.text[:, n:n + k]
         correct = drafts.clone()                   # beyond the text: unchanged
         correct[:, :known.shape[1]] = known
         chance = torch.rand(1, k, generator=self.generator).to(correct.device)
         drafts = torch.where(chance < self.acceptance, correct, (correct + 1) % self.n_vocab)
-        return drafts, torch.ones(k, 1, device=drafts.device), drafts.T
+        return drafts, torch.ones(1, k, 1, device=drafts.device), drafts[..., None]
 
 
 def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int) -> None:

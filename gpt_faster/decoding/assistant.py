@@ -1,72 +1,47 @@
 """Drafts tokens with Gemma 4's assistant model (layers/gemma4_assistant.py).
 
-It reads the model's KV cache, and its last hidden state, which a wrapper of the model's unembed
-records. It has no cache of its own and does not read the prompt.
+It reads the model's KV cache, and its last hidden states, which the model records by position. It
+has no cache of its own and does not read the prompt.
 
     batch = SpeculativeBatch(model, sampler, steps, AssistantDrafter(model, assistant), …)
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import tp
 from generate import bucket
 from gpt_faster.layers.gemma4_assistant import Assistant
-from model import Transformer
+from model import Transformer, row_index
 from sampling import Sampler
-from speculate import draw_draft, joined
+from speculate import Drafter, Rows, draw_draft, joined
 
 
-class HiddenStateRecorder:
-    """Wraps a model's unembed and records its input, the last layer's output."""
-
-    def __init__(self, model: Transformer):
-        self.unembed, self.hidden = model.unembed, None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.hidden = x
-        return self.unembed(x)
-
-
-class AssistantDrafter:
+class AssistantDrafter(Drafter):
     """Drafts tokens one by one, all at the position of the last known token."""
 
     def __init__(self, model: Transformer, assistant: Assistant):
         assistant.join(model)
         self.model, self.assistant = model, assistant
-        self.first = 0                             # position of the last call's first token
 
-    def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """Start a new prompt. Installs the recorder, which must wrap a compiled unembed."""
-        if not isinstance(self.model.unembed, HiddenStateRecorder):
-            self.model.unembed = HiddenStateRecorder(self.model)
+    def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
+        self.model.record_hidden(self.model.cfg.n_layer)
 
-    def find(self, history: Tensor, n: Tensor) -> Tensor | None:
-        return None
-
-    def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
-        """Draft k tokens after the first n of history -> tokens [1, k], probs [k, C] and ids."""
+    def propose(self, rows: Rows, k: int, sampler: Sampler) -> tuple:
         model, n_vocab = self.model, sampler.n_vocab
-        kv_len = bucket(n, model.max_seq_length)
-        inputs = self.assistant.inputs(torch.tensor([n - 1], device=history.device), kv_len)
-        hidden, token = self.hidden_before(n), history[:, n - 1:n]
+        kv_len = bucket(max(rows.lengths), model.max_seq_length)
+        pos = rows.pos.view(-1, 1)
+        inputs = self.assistant.inputs(pos, kv_len, rows.batch_idx)
+        before = (pos - 1).clamp(min=0)            # the last token whose hidden state is known
+        states = model.hidden[model.cfg.n_layer]
+        hidden = model.norm(states[row_index(before, rows.batch_idx), before])
+        token = rows.token
         drafts, dists = token.repeat(1, k), []     # filled from the left
         for i in range(k):
-            logits, hidden = self.assistant(token, hidden, inputs)
+            logits, hidden = self.assistant(token, hidden, inputs, rows.batch_idx)
             logits = F.pad(logits[:, -1], (0, n_vocab - logits.shape[-1]), value=-torch.inf)
-            token, *dist = draw_draft(logits, inputs[0][1] + i, drafts, sampler)
+            token, *dist = draw_draft(logits, pos + i, drafts, sampler, rows.batch_idx)
             token = tp.broadcast(token)
             drafts[:, i] = token[:, 0]
             dists.append(dist)
-        self.first = n - 1                         # the next call verifies these drafts
         return drafts, *joined(dists, n_vocab)
-
-    def hidden_before(self, n: int) -> Tensor:
-        """The normalized hidden state [1, 1, D] of the token before the last of n tokens."""
-        hidden = self.model.unembed.hidden
-        i = 0 if hidden.shape[1] == 1 else n - 2 - self.first
-        return self.model.norm(hidden[:, i:i + 1].to(self.model.dtype))
-
-    def accepted(self, n: int, match: int | None) -> None:
-        """Nothing to do: rejected drafts are in the model's cache only."""

@@ -15,66 +15,72 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from generate import bucket
+from generate import bucket, to_device
 from gpt_faster.decoding.mtp import DRAFT_VOCAB, first_rows
 from gpt_faster.layers.dflash import DFlash, DFlashConfig
-from model import Transformer
+from model import Transformer, row_index
 from sampling import Sampler, draw
-from speculate import draw_draft, joined
+from speculate import Drafter, Rows, draw_draft, joined
 
 PUBLISHED_ACCEPTANCE = 0.855                       # of each draft: 6.36 tokens a round of 15 drafts
                                                    # (Qwen3-8B on GSM8K, SGLang PR 16818)
 
 
-def draft_block(draft, states, state_pos, token, pos, kv_len, sampler) -> tuple:
-    """Add states [1, T, K D'] at state_pos [T] to the drafter's context, then draft a token for
-    each position after the first of pos [1 + k], where token [1, 1] is -> drafts [1, k], and the
-    distributions they were drawn from, probs [k, C] and ids."""
-    draft.add_context(states, state_pos, kv_len)
-    masks = token.new_full((1, pos.shape[0] - 1), draft.cfg.mask_id)
-    logits = draft(torch.cat((token, masks), dim=1), pos, kv_len)[0]       # [k, V']
+def draft_block(draft, states, state_pos, token, pos, kv_len, sampler, batch_idx=None) -> tuple:
+    """Add states [b, T, K D'] at state_pos [T] or [b, T] to the drafter's context, then draft a
+    token for each position after the first of pos [1 + k] or [b, 1 + k], where token [b, 1] is ->
+    drafts [b, k], and the distributions they were drawn from, probs [b, k, C] and ids."""
+    draft.add_context(states, state_pos, kv_len, batch_idx)
+    masks = token.new_full((len(token), pos.shape[-1] - 1), draft.cfg.mask_id)
+    logits = draft(torch.cat((token, masks), dim=1), pos, kv_len, batch_idx)
     logits = of_all_tokens(logits, draft.tokens.ids, sampler.n_vocab)
-    return draw_block(logits, pos[:-1], sampler)
+    return draw_block(logits, pos[..., :-1].expand(len(token), -1), sampler, batch_idx)
 
 
 def of_all_tokens(logits: Tensor, ids: Tensor | None, n_vocab: int) -> Tensor:
-    """Logits [k, V'] of the tokens ids [V'] (None: the first V') -> [k, n_vocab]."""
+    """Logits [b, k, V'] of the tokens ids [V'] (None: the first V') -> [b, k, n_vocab]."""
     if ids is None:
         return F.pad(logits, (0, n_vocab - logits.shape[-1]), value=-torch.inf)
-    everything = logits.new_full((len(logits), n_vocab), -torch.inf)
-    return everything.index_copy(1, ids.long(), logits)
+    everything = logits.new_full((*logits.shape[:2], n_vocab), -torch.inf)
+    return everything.index_copy(2, ids.long(), logits)
 
 
-def draw_block(logits: Tensor, pos: Tensor, sampler: Sampler) -> tuple:
-    """Sample a token after each of pos [k] from logits [k, V] -> drafts [1, k], probs, ids."""
-    if not len(sampler.processors):                # all at once
-        probs, ids = sampler.distribution(sampler.processed(logits))
-        drafts = draw(probs, ids, sampler.noise(slice(None), pos, ids, draft=True))
-        return drafts.T, probs, ids
-    drafts, dists = logits.new_zeros(1, 0, dtype=torch.int64), []
-    for i in range(len(logits)):                   # penalties depend on the drafts before
-        token, *dist = draw_draft(logits[i:i + 1], pos[i:i + 1], drafts, sampler)
-        drafts = torch.cat((drafts, token), dim=1)
-        dists.append(dist)
-    return drafts, *joined(dists, sampler.n_vocab)
+def draw_block(logits: Tensor, pos: Tensor, sampler: Sampler,
+               batch_idx: Tensor | None = None) -> tuple:
+    """Sample a token after each of pos [b, k] from logits [b, k, V] -> drafts [b, k], probs
+    [b, k, C], ids."""
+    b, k = pos.shape
+    if len(sampler.processors):                    # penalties depend on the drafts before
+        drafts, dists = pos[:, :0], []
+        for i in range(k):
+            token, *dist = draw_draft(logits[:, i], pos[:, i:i + 1], drafts, sampler, batch_idx)
+            drafts = torch.cat((drafts, token), dim=1)
+            dists.append(dist)
+        return drafts, *joined(dists, sampler.n_vocab)
+    rows = torch.arange(b, device=pos.device) if batch_idx is None else batch_idx
+    each = rows.repeat_interleave(k)                                       # [b k]
+    probs, ids = sampler.distribution(sampler.processed(logits.flatten(0, 1), each), each)
+    drafts = draw(probs, ids, sampler.noise(each, pos.reshape(-1, 1), ids, draft=True))
+    ids = None if ids is None else ids.view(b, k, -1)
+    return drafts.view(b, k), probs.view(b, k, -1), ids
 
 
 def state_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the hidden states that the target records for DFlash drafters among the
-    checkpoints, at `length` positions."""
+    """Bytes of the hidden states that a target records of `length` positions for DFlash drafters
+    among the checkpoints."""
     configs = [source.cfg for source in sources if isinstance(source.cfg, DFlashConfig)]
     return sum(length * len(set(cfg.taps)) * cfg.target_dim * dtype.itemsize for cfg in configs)
 
 
-class DFlashDrafter:
-    """Drafts up to block_size - 1 tokens at once."""
+class DFlashDrafter(Drafter):
+    """Drafts up to block_size - 1 tokens of each row at once."""
 
     min_kv_len = 256
 
     def __init__(self, model: Transformer, draft: DFlash, step: Callable = draft_block,
                  window: int | None = None):
         """step: draft_block, compiled or not. window: the number of states in each call of it, so
-        that one graph serves all; None: those that are new. Call draft.join(model) first.
+        that one graph serves all; None: as many as are new. Call draft.join(model) first.
 
         In one CPU process the drafter uses only the first DRAFT_VOCAB rows of a large output layer
         of the target, as MTP heads do.
@@ -83,66 +89,70 @@ class DFlashDrafter:
         on_cpu = model.freq.device.type == "cpu" and tp.world() == 1
         if on_cpu and not draft.cfg.own_head and model.cfg.vocab_size > 2 * DRAFT_VOCAB:
             draft.head = first_rows(model.head, DRAFT_VOCAB) or draft.head
-        self.n_cached = 0                          # context positions in the drafter's cache
 
-    def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """Start a new prompt that shares its first n_same tokens with the last one."""
+    def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
         draft = self.draft
-        if (draft.max_batch_size, draft.max_seq_length) != (1, max_length):
-            draft.setup_cache(1, max_length, chunk)
-            self.n_cached = 0
+        length = max_length + draft.cfg.block_size             # for blocks of rows at their end
+        if (draft.max_batch_size, draft.max_seq_length) != (n_row, length):
+            draft.setup_cache(n_row, length, longest_call)
         self.model.record_hidden(*draft.cfg.taps)
-        self.n_cached = min(self.n_cached, n_same)
+        self.n_cached = [0] * n_row                # context positions of each row in its cache
 
-    def find(self, history: Tensor, n: Tensor) -> Tensor | None:
-        return None
+    def begin(self, row: int, n_same: int) -> None:
+        self.n_cached[row] = min(self.n_cached[row], n_same)
 
-    def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
-        """Draft k tokens after the first n of history -> tokens [1, k], probs [k, C] and ids."""
-        slots = torch.arange(max(n + k, self.draft.max_seq_length), device=history.device)
-        a, b = self._catch_up(n - 1, slots)
-        args = self.states(a, b), slots[a:b], history[:, n - 1:n], slots[n - 1:n + k]
-        drafts, *dist = self.step(self.draft, *args, self.kv_len(n + k), sampler)
-        self.n_cached = n - 1
+    def propose(self, rows: Rows, k: int, sampler: Sampler) -> tuple:
+        self._catch_up(rows)
+        device, b = rows.pos.device, len(rows.index)
+        starts = [min(self.n_cached[row], n - 1) if is_drafting else n - 1
+                  for row, n, is_drafting in zip(rows.index, rows.lengths, rows.drafting)]
+        n_new = max(1, *(n - 1 - start for n, start in zip(rows.lengths, starts)))
+        place = torch.arange(self.window or n_new, device=device)
+        # a row's states from its last token on are padding: the block replaces or masks their keys
+        first = to_device(starts, device).view_as(rows.pos)
+        state_pos = first + place                                          # [T] or [b, T]
+        states = self.states(rows.batch_idx, state_pos.expand(b, -1))
+        pos = rows.pos + torch.arange(k + 1, device=device)
+        kv_len = self.kv_len(max(rows.lengths) + k)
+        drafts, *dist = self.step(self.draft, states, state_pos, rows.token, pos, kv_len, sampler,
+                                  rows.batch_idx)
+        for row, n, is_drafting in zip(rows.index, rows.lengths, rows.drafting):
+            self.n_cached[row] = n - 1 if is_drafting else min(self.n_cached[row], n - 1)
         return tp.broadcast(drafts), *dist
 
-    def _catch_up(self, end: int, slots: Tensor) -> tuple[int, int]:
-        """Add the context of a prompt and of plain decode steps before `end`, up to the last few
-        positions -> the range [a, b) of the positions that the next call of the step adds.
+    def _catch_up(self, rows: Rows) -> None:
+        """Add the context of a prompt and of plain decode steps, but for the last few positions."""
+        most = self.window or self.draft.cfg.block_size
+        behind = [i for i, row in enumerate(rows.index) if rows.drafting[i]
+                  and rows.lengths[i] - 1 - self.n_cached[row] > most]
+        if not behind:
+            return
+        draft, device = self.draft, rows.pos.device
+        starts = [self.n_cached[rows.index[i]] for i in behind]
+        ends = [rows.lengths[i] - 2 for i in behind]
+        first, end = (to_device(values, device)[:, None] for values in (starts, ends))
+        batch_idx = to_device([rows.index[i] for i in behind], device)
+        n_longest = max(e - s for s, e in zip(starts, ends))
+        size = max(1, draft.longest_call // len(behind))       # positions of all rows in a call
+        for at in range(0, n_longest, size):
+            place = torch.arange(at, min(at + size, n_longest), device=device)
+            pos = (first + place).minimum(end)     # padding: the row's next position
+            states = self.states(batch_idx, pos)
+            if draft.max_batch_size == 1:
+                draft.add_context(states, pos[0])
+            else:
+                draft.add_context(states, pos, None, batch_idx)
+        for i in behind:
+            self.n_cached[rows.index[i]] = rows.lengths[i] - 2
 
-        With a fixed window the range may begin with positions that were added before, and end
-        behind `end`: these are overwritten or masked.
-        """
-        draft = self.draft
-        most = self.window or 1 + draft.cfg.block_size
-        while end - self.n_cached > most:
-            a = self.n_cached
-            b = min(a + draft.longest_call, end - 1)
-            draft.add_context(self.states(a, b), slots[a:b], b)
-            self.n_cached = b
-        if self.window is None:
-            return self.n_cached, end
-        a = min(self.n_cached, draft.max_seq_length - self.window)
-        return a, a + self.window
-
-    def states(self, a: int, b: int) -> Tensor:
-        """The target's hidden states at positions [a, b): [1, b - a, K D']."""
-        hidden = self.model.hidden
-        return torch.cat([hidden[k][:, a:b] for k in self.draft.cfg.taps], dim=-1)
+    def states(self, batch_idx: Tensor | None, pos: Tensor) -> Tensor:
+        """The target's hidden states at pos [b, T] of these rows: [b, T, K D']."""
+        pos = pos.clamp(max=self.model.max_seq_length - 1)
+        row, hidden = row_index(pos, batch_idx), self.model.hidden
+        return torch.cat([hidden[tap][row, pos] for tap in self.draft.cfg.taps], dim=-1)
 
     def kv_len(self, n: int) -> int:
         return bucket(n, self.draft.max_seq_length, self.min_kv_len)
 
-    def draft_for_timing(self, k: int, n: int, kv_len: int, sampler: Sampler) -> tuple:
-        """The work of k drafts after a round that added n tokens -> probs [k, C] and ids.
-
-        Overwrites the beginning of the cache.
-        """
-        n = self.window or n
-        slots = torch.arange(max(n, k + 1), device=self.model.freq.device)
-        args = self.states(0, n), slots[:n], slots[None, :1], slots[:k + 1]
-        _, probs, ids = self.step(self.draft, *args, kv_len, sampler)
-        return probs, ids
-
-    def accepted(self, n: int, match: int | None) -> None:
-        """Nothing to do: the states of accepted drafts are those that the target recorded."""
+    def resume(self, row: int, n: int, n_new: int, k: int) -> None:
+        self.n_cached[row] = max(0, n - 1 - n_new)

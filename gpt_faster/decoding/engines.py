@@ -26,10 +26,11 @@ from generate import (
 from gpt_faster.decoding import dflash, mtp
 from gpt_faster.decoding.assistant import AssistantDrafter
 from gpt_faster.decoding.dflash import DFlashDrafter
-from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs
+from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs, run_round
 from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
+from gpt_faster.decoding.scheduler import SpeculativeRows
 from gpt_faster.kernels.compile import (
     WhileUnmodified,
     as_cuda_graph,
@@ -44,7 +45,7 @@ from gpt_faster.kernels.cuda.graph import CudaGraph
 from gpt_faster.layers.dflash import DFlash
 from gpt_faster.layers.gemma4_assistant import Assistant
 from gpt_faster.layers.mtp_head import MTPHead
-from gpt_faster.layers.recurrent import max_rewind
+from gpt_faster.layers.recurrent import StateRing, max_rewind
 from gpt_faster.storage import disk
 from model import Transformer
 from sampling import Sampler
@@ -136,13 +137,13 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     elif draft:
         min_kv_len = build_steps(draft, engine).min_kv_len
         step = speculate.draft_one_token
-        drafter = ModelDrafter(draft, compiled(step) if compiled else step)
+        drafter = ModelDrafter(draft, compiled(step) if compiled else step, max_rejected=k + 1)
         drafter.min_kv_len = min_kv_len
-        drafter.max_rejected = k + 1
+        drafter.is_recurrent = any(isinstance(m, StateRing) for m in draft.modules())
         lengths = [k, k // 3] if k > 2 else [k]
     lengths = [n for n in dict.fromkeys(lengths) if n]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
-    return SpeculativeBatch(model, sampler, steps, drafter, length, k, verify)
+    return SpeculativeRows(model, sampler, steps, drafter, length, k, verify)
 
 
 def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
@@ -187,16 +188,22 @@ def rewind(batch: Batch) -> int:
     return batch.max_length
 
 
-def measure_drafts(batch: SpeculativeBatch, n: int) -> dict[int, float]:
-    """Measure draft lengths and give the batch a DraftLengthController -> cost of a round of each,
-    in plain decode steps, on rank 0's clock.
+def measure_drafts(batch: SpeculativeBatch, n: int, acceptance: float = 1.0
+                   ) -> dict[int, dict[int, float]]:
+    """Measure draft lengths and give the batch a DraftLengthController, for this acceptance rate ->
+    number of rows -> cost of a round of each length, in plain decode steps, on rank 0's clock.
 
-    n: tokens so far. Overwrites the beginning of the caches.
+    n: tokens so far. Overwrites the caches.
     """
-    batch.drafter.begin(0, batch.max_length, batch.chunk)
-    costs = draft_costs(batch, batch.kv_len(n), batch.draft_length.lengths)
+    widths = [batch.n_row]                         # a step on a GPU has a fixed shape
+    if batch.device.type == "cpu":
+        widths = [1 << i for i in range((batch.n_row - 1).bit_length())] + widths
+    lengths = batch.draft_length.lengths
+    costs = {n_row: draft_costs(batch, n, lengths, n_row) for n_row in widths}
     costs = from_rank_0(lambda: costs)
-    batch.draft_length = DraftLengthController(list(costs), costs)
+    batch.draft_length = DraftLengthController(lengths, costs, acceptance)
+    for row in range(batch.n_row):
+        batch.drafter.begin(row, 0)
     return costs
 
 
@@ -212,12 +219,13 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
             batch.prefill([0], prompts[:1])
     kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
-        batch.drafter.begin(0, limit, batch.chunk)
         for kv_len in kv_lens:
-            draft_costs(batch, kv_len, batch.draft_length.lengths, n=1)
-            if isinstance(batch.drafter, MTPDrafter):      # a round adds 1 to max_draft + 1 tokens
-                for n in range(1, batch.drafter.max_draft + 2):
-                    batch.drafter.draft_for_timing(1, n, kv_len, sampler)
+            for k in batch.draft_length.lengths:
+                n = min(kv_len, limit - 1) - k
+                for n_new in range(1, batch.max_draft + 2):    # shapes of what a drafter reads
+                    run_round(batch, n, batch.n_row, k, n_new)
+        for row in range(batch.n_row):
+            batch.drafter.begin(row, 0)
     # contiguous like a decode step's result: compiled CPU code depends on the strides
     token = pad_batch(prompts, batch.token.device)[:, :1]
     token = token.clone(memory_format=torch.contiguous_format)

@@ -46,8 +46,11 @@ class CountPenalty(Processor):
         self.use(row, bool(self.presence[row] != 0 or self.frequency[row] != 0))
         self.count[row] = 0
 
-    def observe(self, token: Tensor) -> None:
-        self.count.scatter_add_(1, token, torch.ones_like(token, dtype=self.count.dtype))
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
+        if rows is None:
+            self.count.scatter_add_(1, token, torch.ones_like(token, dtype=self.count.dtype))
+        else:
+            self.count[rows[:, None], token] += 1
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
         """As RepetitionPenalty.forward()."""
@@ -79,10 +82,14 @@ class LogitBias(Processor):
 class TokenMask(Processor):
     """Masks all tokens that a row's grammar does not allow next.
 
+    Its rows have no drafts: the mask after a draft would need the draft on the host.
+
     One bit per token, in a buffer at a fixed address that a compiled step can read. A matcher has
     begin(prompt), advance(id) and fill(words), which writes the bits of the next token. It needs
     the last token on the host, so a GPU synchronizes in each step while some row has a grammar.
     """
+
+    follows_drafts = False
 
     def __init__(self, n_row: int, n_vocab: int, device, matcher_of):
         """matcher_of(params) -> a matcher, or None."""
@@ -106,11 +113,15 @@ class TokenMask(Processor):
         if matcher or had_matcher:
             self.allowed[row] = self.words[row].to(self.allowed.device)
 
-    def observe(self, token: Tensor) -> None:
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
         if not self.matchers:
             return
-        rows = list(self.matchers)
-        for row, i in zip(rows, token[rows, 0].tolist()):
+        index = range(len(token)) if rows is None else rows.tolist()
+        places = [i for i, row in enumerate(index) if row in self.matchers]
+        if not places:
+            return
+        rows = [index[i] for i in places]
+        for row, i in zip(rows, token[places, 0].tolist()):
             self.matchers[row].advance(i)
             self.matchers[row].fill(self.words[row])
         self.allowed[rows] = self.words[rows].to(self.allowed.device)

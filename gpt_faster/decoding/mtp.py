@@ -14,31 +14,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp
-from generate import bucket
+from generate import bucket, to_device
 from gpt_faster.kernels.cpu.linears import NATIVE_KERNEL, OperationsLinear, is_packed
+from gpt_faster.layers.gemma4_assistant import AssistantConfig
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
-from model import Transformer
+from model import Transformer, row_index
 from sampling import Sampler
-from speculate import draw_draft, joined
+from speculate import Drafter, Rows, draw_draft, joined
 
 MAX_DRAFT = 4                                      # the head's own hidden states drift after that
 DRAFT_VOCAB = 65_536                               # lowest ids, which are the most frequent tokens
 PUBLISHED_ACCEPTANCE = 0.8                         # of Qwen3.5's first draft token
 
 
-def draft_one_token(head, tokens, hidden, pos, kv_len, drafts, sampler) -> tuple:
-    """MTPHead.forward(), then draft one more token after `drafts` [1, k] -> the token, its
-    distribution (probs, ids) and its hidden state [1, 1, D]."""
-    logits, hidden = head(tokens, hidden, pos, 1, kv_len)
+def draft_one_token(head, tokens, hidden, pos, last, kv_len, drafts, sampler,
+                    batch_idx=None) -> tuple:
+    """MTPHead.forward(), then draft one more token after `drafts` [b, k] and the one at index
+    `last` [b, 1] -> the token, its distribution (probs, ids) and its hidden state [b, 1, D]."""
+    logits, hidden = head(tokens, hidden, pos, last, kv_len, batch_idx)
     missing = sampler.n_vocab - logits.shape[-1]   # tokens outside the head's vocabulary
     logits = F.pad(logits[:, -1], (0, missing), value=-torch.inf)
-    return *draw_draft(logits, pos[-1:] + 1, drafts, sampler), hidden
+    at = pos.expand(len(tokens), -1).gather(1, last) + 1
+    return *draw_draft(logits, at, drafts, sampler, batch_idx), hidden
 
 
 def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the hidden states of `length` positions, for each MTP head among the checkpoints."""
-    heads = [source.cfg for source in sources if isinstance(source.cfg, MTPConfig)]
-    return sum(length * cfg.dim * dtype.itemsize for cfg in heads)
+    """Bytes of the hidden states of `length` positions, if a drafter among the checkpoints reads
+    them."""
+    widths = {MTPConfig: "dim", AssistantConfig: "backbone_dim"}
+    dims = [getattr(source.cfg, name) for source in sources for kind, name in widths.items()
+            if isinstance(source.cfg, kind)]
+    return sum(length * dim * dtype.itemsize for dim in dims)
 
 
 def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
@@ -60,7 +66,7 @@ def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     return new
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """Drafts the first token from the model's hidden state, each further one from the head's."""
 
     min_kv_len = 256
@@ -77,73 +83,77 @@ class MTPDrafter:
         if measured and model.cfg.vocab_size > 2 * DRAFT_VOCAB:
             head.head = first_rows(model.head, DRAFT_VOCAB) or head.head
         self.max_draft = max_draft                 # fixed width of `drafts`: fewer compiled shapes
-        self.n_cached = 0                          # valid slots of the head's cache
 
-    def begin(self, n_same: int, max_length: int, chunk: int) -> None:
-        """Start a new prompt that shares its first n_same tokens with the last one."""
-        head, shape = self.head, (1, max_length, self.model.cfg.dim)
-        if (head.max_batch_size, head.max_seq_length) != (1, max_length):
-            head.setup_cache(1, max_length, chunk)
-            self.n_cached = 0
-        if self.model.hidden is None or self.model.hidden.shape != shape:
-            self._allocate_hidden(shape)
-        self.n_cached = max(0, min(self.n_cached, n_same - 1))
+    def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
+        head = self.head
+        if (head.max_batch_size, head.max_seq_length) != (n_row, max_length):
+            head.setup_cache(n_row, max_length, longest_call)
+        self.model.record_hidden(self.model.cfg.n_layer)
+        self.n_cached = [0] * n_row                # valid slots of each row in the head's cache
 
-    @torch.inference_mode(False)                   # a normal tensor even in inference mode
-    def _allocate_hidden(self, shape: tuple[int, int, int]) -> None:
-        device = self.model.freq.device
-        self.model.hidden = torch.zeros(shape, dtype=self.model.dtype, device=device)
+    def begin(self, row: int, n_same: int) -> None:
+        self.n_cached[row] = max(0, min(self.n_cached[row], n_same - 1))
 
-    def find(self, history: Tensor, n: Tensor) -> Tensor | None:
-        return None
-
-    def propose(self, history: Tensor, n: int, k: int, sampler: Sampler) -> tuple:
-        """Draft k tokens after the first n of history -> tokens [1, k], probs [k, C] and ids."""
-        slots = torch.arange(n + k, device=history.device)
-        drafts = history[:, n - 1:n].repeat(1, self.max_draft)             # filled from the left
-        self._catch_up(history, n - 1, slots, self.max_draft + 1)
-        tokens = history[:, self.n_cached + 1:n]
-        hidden, pos = self.hidden_states(self.n_cached, n - 1), slots[self.n_cached:n - 1]
-        dists = []
+    def propose(self, rows: Rows, k: int, sampler: Sampler) -> tuple:
+        end = self.head.max_seq_length - 1
+        self._catch_up(rows)
+        # new slots of each row, the last of them for its last token; the others get padding
+        n_new = [max(1, n - 1 - self.n_cached[row]) if is_drafting else 1
+                 for row, n, is_drafting in zip(rows.index, rows.lengths, rows.drafting)]
+        longest, last = max(n_new), to_device(n_new, rows.pos.device)[:, None] - 1     # [b, 1]
+        place = torch.arange(longest, device=rows.pos.device)
+        slots = rows.pos - 1 - last.view_as(rows.pos) + place              # [T] or [b, T]
+        slots = slots.minimum(rows.pos).clamp(min=0)
+        each = slots.expand(len(last), -1)
+        tokens = rows.history.gather(1, each + 1)
+        hidden, pos = self.hidden_states(rows.batch_idx, each), slots
+        drafts, dists = rows.token.repeat(1, self.max_draft), []           # filled from the left
         for i in range(k):
-            args = tokens, hidden, pos, self.kv_len(n - 1 + i), drafts, sampler
+            kv_len = self.kv_len(max(rows.lengths) - 1 + i)
+            args = tokens, hidden, pos, last, kv_len, drafts, sampler, rows.batch_idx
             tokens, probs, ids, hidden = self.step(self.head, *args)
             tokens = tp.broadcast(tokens)
             drafts[:, i] = tokens[:, 0]
-            pos = slots[n - 1 + i:n + i]
             dists.append((probs, ids))
-        self.n_cached = n - 1                      # later slots are from the head's hidden states
+            pos, last = (rows.pos + i).clamp(max=end), torch.zeros_like(last)
+        # later slots are from the head's hidden states
+        for row, n, is_drafting in zip(rows.index, rows.lengths, rows.drafting):
+            n_cached = n - 1 if is_drafting else min(self.n_cached[row], n - 2)
+            self.n_cached[row] = max(0, n_cached)
         return drafts[:, :k], *joined(dists, sampler.n_vocab)
 
-    def _catch_up(self, history: Tensor, end: int, slots: Tensor, max_left: int) -> None:
-        """Fill the slots of a prompt and of plain decode steps, up to the last max_left."""
-        while end - self.n_cached > max_left:
-            a = self.n_cached
-            b = min(a + self.head.longest_call, end - 1)
-            self.head(history[:, a + 1:b + 1], self.hidden_states(a, b), slots[a:b], 1, b)
-            self.n_cached = b
+    def _catch_up(self, rows: Rows) -> None:
+        """Fill the slots of a prompt and of plain decode steps, up to the last max_draft + 1."""
+        behind = [i for i, row in enumerate(rows.index) if rows.drafting[i]
+                  and rows.lengths[i] - 1 - self.n_cached[row] > self.max_draft + 1]
+        if not behind:
+            return
+        device = rows.pos.device
+        starts = [self.n_cached[rows.index[i]] for i in behind]
+        ends = [rows.lengths[i] - 2 for i in behind]
+        first, end = (to_device(values, device)[:, None] for values in (starts, ends))
+        history = rows.history[to_device(behind, device)]
+        batch_idx = to_device([rows.index[i] for i in behind], device)
+        n_longest = max(e - s for s, e in zip(starts, ends))
+        size = max(1, self.head.longest_call // len(behind))   # tokens of all rows in a call
+        for at in range(0, n_longest, size):
+            place = torch.arange(at, min(at + size, n_longest), device=device)
+            slots = (first + place).minimum(end)   # padding: the row's next slot
+            args = history.gather(1, slots + 1), self.hidden_states(batch_idx, slots)
+            if self.head.max_batch_size == 1:
+                self.head(*args, slots[0], 1, max(ends) + 1)
+            else:
+                self.head(*args, slots, 1, max(ends) + 1, batch_idx)
+        for i in behind:
+            self.n_cached[rows.index[i]] = rows.lengths[i] - 2
 
-    def hidden_states(self, a: int, b: int) -> Tensor:
-        """The model's normalized hidden states of positions [a, b), [1, b - a, D]."""
-        return self.model.norm(self.model.hidden[:, a:b])
+    def hidden_states(self, batch_idx: Tensor | None, slots: Tensor) -> Tensor:
+        """The model's normalized hidden states at positions slots [b, T] -> [b, T, D]."""
+        states = self.model.hidden[self.model.cfg.n_layer]
+        return self.model.norm(states[row_index(slots, batch_idx), slots])
 
     def kv_len(self, n: int) -> int:
         return bucket(n, self.head.max_seq_length, self.min_kv_len)
 
-    def draft_for_timing(self, k: int, n: int, kv_len: int, sampler: Sampler) -> tuple:
-        """The work of k drafts after a round that added n tokens -> probs [k, C] and ids.
-
-        Overwrites the beginning of the cache.
-        """
-        drafts = torch.zeros(1, self.max_draft, dtype=torch.int64, device=self.model.freq.device)
-        tokens, pos = drafts.new_zeros(1, n), torch.arange(n, device=drafts.device)
-        hidden, dists = self.hidden_states(0, n), []
-        for _ in range(k):
-            args = tokens, hidden, pos, kv_len, drafts, sampler
-            tokens, probs, ids, hidden = self.step(self.head, *args)
-            pos = pos[-1:]
-            dists.append((probs, ids))
-        return joined(dists, sampler.n_vocab)
-
-    def accepted(self, n: int, match: int | None) -> None:
-        """Nothing to do: the head reads the accepted drafts from the history."""
+    def resume(self, row: int, n: int, n_new: int, k: int) -> None:
+        self.n_cached[row] = max(0, n - 1 - n_new)

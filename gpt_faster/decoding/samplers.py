@@ -80,9 +80,9 @@ class ShortlistSampler(Sampler):
         """Whether to run Sampler's code: while traced, or if sampling.py was edited."""
         return is_compiling() or replaced_functions(self) != self.known
 
-    def observe(self, token: Tensor) -> None:
-        if self.falls_back():
-            return super().observe(token)
+    def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
+        if rows is not None or self.falls_back():
+            return super().observe(token, rows)
         for processor in self.processors:
             if processor.users is None or processor.users:
                 processor.observe(token)

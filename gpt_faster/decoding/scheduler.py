@@ -21,6 +21,7 @@ from generate import Batch, NotFinite, Sequence, read_late, to_device
 from gpt_faster.decoding.request_sampler import GREEDY
 from gpt_faster.layers.recurrent import max_rewind
 from sampling import SamplingParams
+from speculate import SpeculativeBatch
 
 # ---- The device's side --------------------------------------------------------------------------
 
@@ -30,20 +31,24 @@ class RowsBatch(Batch):
     On a GPU a step is one graph of fixed shape, so it runs all rows.
     """
 
-    @torch.inference_mode()
-    def step(self) -> Tensor:
+    def active_rows(self) -> list[int]:
         rows = [row for row, n in enumerate(self.length) if n]
-        if self.device.type != "cpu" or not 0 < len(rows) < self.n_row:
-            return super().step()
-        self.sampler.observe(self.token)
+        return rows if rows and self.device.type == "cpu" else super().active_rows()
+
+    def _decode(self) -> Tensor:
+        rows = self.active_rows()
+        if len(rows) == self.n_row:
+            return super()._decode()
         index = to_device(rows, self.device)
         pos = self.pos[index]
         kv_len = self.kv_len(max(self.length) + 1)
         new = self.steps.prefill(self.model, self.token[index], pos, torch.zeros_like(pos), kv_len,
                                  self.sampler, index)
-        self.token = self.token.index_copy(0, index, tp.broadcast(new))
-        self.advance(1)
-        return self.token
+        return self.token.index_copy(0, index, tp.broadcast(new))
+
+
+class SpeculativeRows(SpeculativeBatch, RowsBatch):
+    """A SpeculativeBatch that skips idle rows on a CPU."""
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:

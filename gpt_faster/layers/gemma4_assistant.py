@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import ModelConfig, Transformer, of_layer, visible
+from model import ModelConfig, Transformer, cos_sin, of_layer, visible
 
 
 @dataclass(frozen=True)
@@ -56,33 +56,34 @@ class Assistant(Transformer):
                                  f"{layer.attn.head_dim} and window {window}, and there is none")
             layer.attn.use_kv_of(sources[-1])
 
-    def inputs(self, pos: Tensor, kv_len: int) -> list[tuple]:
-        """pos [1] of the last token, which the target has not run yet -> each layer's rope, slot
-        and mask.
+    def inputs(self, pos: Tensor, kv_len: int, batch_idx: Tensor | None = None) -> list[tuple]:
+        """pos [B, 1] of each row's last token, which the target has not run yet -> each layer's
+        rope, slot and mask. batch_idx [B]: the target's cache rows; None: all.
 
         Only keys before pos are visible: later slots may hold rejected drafts.
         """
-        angles = (pos[..., None, None].float() * self.freq).unbind(-2)
-        ropes = {rope: (a.cos() * m, a.sin() * m)
-                 for rope, a, m in zip(self.ropes, angles, self.amplitude)}
+        pairs = cos_sin(pos, self.freq, self.amplitude)
+        ropes = dict(zip(self.ropes, zip(pairs[::2], pairs[1::2])))
         masks = {}
         for window in self.windows:
             key = torch.arange(kv_len, device=pos.device)
             if str(window) in self.model[0].rings:
-                key = self.model[0].rings[str(window)].slot_positions[0, :kv_len]
+                key = self.model[0].rings[str(window)].slot_positions[:, :kv_len]
+                key = key if batch_idx is None else key[batch_idx]
             size = window and window + 2           # as transformers: `window` keys before pos - 1
-            masks[window] = visible(pos, key, size) & (key < pos)
+            masks[window] = visible(pos, key, size) & (key < pos)[:, None, None]
         return [(ropes[of_layer(i, self.cfg.rope)], pos, masks[of_layer(i, self.cfg.window)])
                 for i in range(self.cfg.n_layer)]
 
-    def forward(self, token: Tensor, hidden: Tensor, inputs: list[tuple]) -> tuple[Tensor, Tensor]:
-        """token [1, 1], the target's normalized hidden state [1, 1, D] -> logits [1, 1, V] in fp32,
+    def forward(self, token: Tensor, hidden: Tensor, inputs: list[tuple],
+                batch_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """token [B, 1], the target's normalized hidden state [B, 1, D] -> logits [B, 1, V] in fp32,
         and the hidden state for the next draft."""
         model, = self.model
         x = model.embed_tokens(token, inputs[0][1])
         x = self.enter(torch.cat((x, hidden), dim=-1))
         for layer, layer_inputs in zip(self.layers, inputs):
-            x = layer(x, *layer_inputs)
+            x = layer(x, *layer_inputs, batch_idx)
         x = self.norm(x)
         return self.logits(x), self.leave(x)
 
@@ -91,7 +92,7 @@ class Assistant(Transformer):
         if self.centroids is None:
             return self.head(x).float()
         best = self.centroids(x).topk(self.cfg.n_active, dim=-1).indices
-        ids = self.clusters[best].flatten(-2)                              # [1, 1, C]
+        ids = self.clusters[best].flatten(-2)                              # [B, 1, C]
         logits = (F.embedding(ids, self.head.weight) @ x[..., None]).squeeze(-1).float()
         floor = logits.amin(-1, keepdim=True) - 1
         return floor.expand(*x.shape[:-1], self.cfg.vocab_size).scatter(-1, ids, logits)

@@ -35,18 +35,24 @@ class MTPHead(Transformer):
         self.embed, self.head, self.cap = model.embed, model.head, model.cap
         self.cfg = replace(self.cfg, vocab_size=model.cfg.vocab_size)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, pos: Tensor, logits_to_keep: int = 1,
-                kv_len: int | None = None) -> tuple[Tensor, Tensor]:
-        """tokens [1, T], and normalized hidden states [1, T, D] of the positions before them.
+    def forward(self, tokens: Tensor, hidden: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
+                kv_len: int | None = None, batch_idx: Tensor | None = None
+                ) -> tuple[Tensor, Tensor]:
+        """tokens [B, T], and normalized hidden states [B, T, D] of the positions before them.
 
-        pos [T]: consecutive cache slots; logits_to_keep, kv_len: as in a model. -> logits [1, n, V]
-        in fp32 of the last n tokens, and hidden states [1, n, D] to use instead of the model's when
-        drafting further.
+        pos [T] or [B, T]: consecutive cache slots; logits_to_keep, kv_len, batch_idx: as in a
+        model. -> logits [B, n, V] in fp32 of the n tokens to keep, and hidden states [B, n, D] to
+        use instead of the model's when drafting further.
         """
         kv_len = kv_len or (self.max_seq_length if self.max_batch_size else tokens.shape[1])
-        x, *shared = self.embed_inputs(tokens, pos, kv_len)
+        if batch_idx is not None:
+            pos = pos.expand(len(batch_idx), -1)
+        x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
         x = self.eh_proj(torch.cat((self.token_norm(x), self.hidden_norm(hidden)), dim=-1))
         for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
-            x = layer(x, *inputs)
-        x = x[:, -logits_to_keep:]
+            x = layer(x, *inputs[:3], batch_idx, *inputs[3:])
+        if isinstance(logits_to_keep, int):
+            x = x[:, -logits_to_keep:]
+        else:
+            x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.shape[-1]))
         return self.unembed(x), self.norm(x).to(self.dtype)
