@@ -5,16 +5,20 @@ import functools
 import itertools
 import json
 import math
+import re
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import GREEDY, ids_of
 from safetensors.torch import save_file
+from test_errors import refused, run
 from test_speculate import HOWS, chi_square, plain
 
 import generate
 import speculate
+from gpt_faster import runtime
 from gpt_faster.bench.drafts import FixedAcceptanceDrafter
 from gpt_faster.decoding import dflash, engines
 from gpt_faster.decoding.dflash import draw_block
@@ -284,7 +288,7 @@ def write_gguf(path, arch, made, more=()):
     own = {"dflash.block_size": 8, "dflash.target_layer_ids": [0, 2], "dflash.mask_token_id": 159, "dflash.n_target_features": 2 * D}
     own = own if of_ik else dict(block_size=8, target_layers=[1, 3])
     for key, value in {**GGUF, **HEADS, **own, **dict(more)}.items():
-        add = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(f"{arch}.{key}", value)
     if not of_ik:
         writer.add_mask_token_id(159)
@@ -343,27 +347,28 @@ def batch_of(model, draft, k, fixed=True, how=GREEDY, generator=None, engine="kv
     return engines.build_speculative(model, build_sampler(model, [how], generator), steps, engine, k, fixed, draft)
 
 
-def train(model, draft, prompt, n_new, steps=120, block=8):
+def train(model, draft, prompt, n_new, steps=250):
     """Teach the drafter the model's own greedy text after a prompt -> that text."""
     model.setup_cache(1, 128)
     model.record_hidden(*draft.cfg.taps)
     new = plain(model, prompt, n_new)
-    text = torch.tensor(prompt + new)
-    model.setup_cache(1, 128)
+    text, n_first = torch.tensor(prompt + new), len(prompt)
     model(text[None, :-1], torch.arange(len(text) - 1))
     states = torch.cat([model.hidden[tap] for tap in draft.cfg.taps], -1).clone()
     draft.join(model)
     learning = [p.requires_grad_() for name, p in draft.named_parameters() if name.startswith(("layers.", "context.wc"))]
     optimizer = torch.optim.Adam(learning, lr=3e-3)
-    for step in range(steps):
-        draft.setup_cache(1, 128)                          # new buffers: the graph of the last step is gone
-        n = len(prompt) + step * 5 % (n_new - 1)
-        k = min(block - 1, len(text) - n - 1)
-        for layer in draft.layers:                         # written in place, which autograd has to follow
-            layer.attn.cache.k, layer.attn.cache.v = (t.clone() for t in (layer.attn.cache.k, layer.attn.cache.v))
-        draft.add_context(states[:, :n], torch.arange(n))
-        logits = draft(torch.tensor([[text[n], *[draft.cfg.mask_id] * k]]), torch.arange(n, n + k + 1))
-        loss = F.cross_entropy(logits[0], text[n + 1:n + k + 1])
+    starts = torch.arange(n_first, len(text) - 8)          # blocks of 8 at all places, as rows of a batch
+    draft.setup_cache(len(starts), 128)
+    pos = starts[:, None] + torch.arange(8)
+    tokens = torch.full((len(starts), 8), draft.cfg.mask_id).index_copy(1, torch.tensor([0]), text[starts][:, None])
+    caches = [layer.attn.cache for layer in draft.layers]
+    for _ in range(steps):
+        for cache in caches:                               # they are written in place, which autograd has to follow
+            cache.k, cache.v = cache.k.detach().clone(), cache.v.detach().clone()
+        draft.add_context(states[:, :len(text)].expand(len(starts), -1, -1), torch.arange(len(text)))
+        logits = draft(tokens, pos)
+        loss = F.cross_entropy(logits.flatten(0, 1), text[pos[:, 1:]].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -564,3 +569,153 @@ def test_the_distribution_is_the_models(how, k, exhaustive):
         chance[path] = dense.gather(1, torch.tensor(path)[:, None]).prod().item()
     assert chi_square(counts, chance, total) < 4.5
     assert all(rounds[:2]) and sum(rounds) >= total        # kept and rejected
+
+
+# ---- Commands, and what is refused ---------------------------------------------------------------
+
+@pytest.fixture
+def command(families, tmp_path):
+    """A target with a tokenizer, and a drafter beside it."""
+    from gpt_faster.bench.exports import _write_dummy_tokenizer
+    shutil.copytree(families("qwen3")[0], tmp_path / "model")
+    _write_dummy_tokenizer(V, tmp_path / "model")
+    write(tmp_path / "draft", QWEN, tensors())
+    return ["-m", tmp_path / "model", "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--ignore_eos", "--prompt", "t5 t9 t7",
+            "--max_new_tokens", 20]
+
+
+def test_the_command(capsys, command, tmp_path):
+    """Drafts on request, of every length that the block allows; the same text, also compiled and quantized; the memory is stated."""
+    argv = [*command, "--json"]
+    status, out, plain_err = run(capsys, *argv)
+    expected = json.loads(out)["new_ids"]
+    for more in ([], ["--speculate_k", 7, "--compile"], ["--quantize", "int8", "--compare"]):
+        status, out, err = run(capsys, *argv, "--draft_checkpoint_path", tmp_path / "draft", *more)
+        found = json.loads(out)
+        assert status == 0 and (found["speculate"], found["speculate_k"]) == ("draft", 7), err
+        assert found["new_ids"] == expected or "--quantize" in more
+        assert "Drafting 7 tokens costs" in err or "--compile" in more
+    stated = [int(re.search(r"(\d+) MB for the KV", text)[1]) for text in (plain_err, err)]
+    assert stated[0] <= stated[1]
+
+
+def test_the_memory_statement_counts_the_states(target, drafter, families, monkeypatch):
+    source, draft, said = read_checkpoint(families("qwen3")[0]), drafter(), []
+    monkeypatch.setattr(runtime, "log", said.append)
+    for sources in ([source, None], [source, draft]):
+        runtime.check_memory(sources, torch.bfloat16, torch.device("cpu"), 1, 10**5, 512, 0)
+    cache = [int(re.findall(r"(\d+) MB", text)[1]) for text in said]
+    keys, states = 2 * L * K * H * 2 * 10**5 / 1e6, 2 * D * 2 * 10**5 / 1e6
+    assert cache[1] - cache[0] == pytest.approx(keys + states, abs=1)
+
+
+def test_a_drafter_as_the_model(capsys, command, tmp_path):
+    for path in (tmp_path / "draft", write_gguf(tmp_path / "draft.gguf", "dflash", tensors())):
+        err = refused(capsys, "-m", path, "--prompt", "x")
+        assert "a DFlash drafter, not a model: use it with the model that it drafts for, as --draft_checkpoint_path" in err
+
+
+def test_another_target(capsys, command, families, tmp_path):
+    """By width, tokens, layers; too many drafts; several ranks."""
+    draft = ["--draft_checkpoint_path", tmp_path / "draft"]
+    assert "--speculate_k 8: draft drafts at most 7 tokens at once" in refused(capsys, *command, *draft, "--speculate_k", 8)
+    for config, made, words in (
+            ({**QWEN, "num_target_layers": 5}, tensors(), "drafts for models of width 64 with 160 tokens and 5 layers, but"),
+            (QWEN, tensors(target_dim=32), "drafts for models of width 32 with 160 tokens and 4 layers, but"),
+            ({**QWEN, "vocab_size": 161}, tensors(), "with 161 tokens and 4 layers, but"),
+            (without(QWEN, "num_target_layers", dflash_config=dict(mask_token_id=1, target_layer_ids=[0, 3])), tensors(),
+             "reads the input of layer 4, but")):
+        write(tmp_path / "draft", config, made)
+        assert words in refused(capsys, *command, *draft)
+
+
+def other(config, **inner):
+    return {**config, "dflash_config": {**config["dflash_config"], **inner}}
+
+
+def made_with(**shapes):
+    return lambda: tensors() | {name.replace("__", "."): torch.ones(shape) for name, shape in shapes.items()}
+
+
+BAD = {                                                    # config, tensors, what is said
+    "DSpark by its tensors": (QWEN, made_with(markov_head__markov_w1__weight=(4, 4)), "DSpark (DFlash with a Markov head), which is not supported"),
+    "DSpark by its name": ({**QWEN, "architectures": ["Qwen3DSparkModel"]}, tensors, "DSpark"),
+    "DSpark by a key": (speculators(sample_from_anchor=True), tensors, "'sample_from_anchor' belongs to DSpark"),
+    "DFlash 2 by its name": ({**QWEN, "architectures": ["DFlash2DraftModel"]}, tensors, "DFlash 2 (DFlash with convolutions"),
+    "DFlash 2 by its tensors": (QWEN, made_with(layers__0__attention_conv__base_kernel=(2, 2, D)), "DFlash 2"),
+    "DFlash 2 by a key": (other(QWEN, selector_rank=8), tensors, "'selector_rank' belongs to DFlash 2"),
+    "another norm": (other(QWEN, fc_layernorm=True), tensors, "'fc_layernorm' is not supported"),
+    "scaled logits": (other(QWEN, output_multiplier=2.0), tensors, "'output_multiplier' is 2.0, which is not supported"),
+    "no mask": (without(QWEN, dflash_config=dict(target_layer_ids=[0, 2])), tensors, "'mask_token_id' is None, expected a token id below 160"),
+    "a mask out of range": (other(QWEN, mask_token_id=160), tensors, "'mask_token_id' is 160, expected a token id below 160"),
+    "no layers": (without(QWEN, "num_target_layers", dflash_config=dict(mask_token_id=1)), tensors, "'target_layer_ids' is None, expected a list"),
+    "layers that are none": (other(QWEN, target_layer_ids=[0, "2"]), tensors, "'target_layer_ids' is [0, '2'], expected a list of layer numbers"),
+    "a block of one": ({**QWEN, "block_size": 1}, tensors, "'block_size' is 1, expected at least 2"),
+    "a block of none": ({**QWEN, "block_size": "8"}, tensors, "'block_size' is '8', expected a positive integer"),
+    "fc of another width": (QWEN, lambda: tensors(n_tap=1, target_dim=63), "fc.weight is [64, 63], expected [64, 2 times the target's width]"),
+    "no fc": (QWEN, lambda: {k: t for k, t in tensors().items() if k != "fc.weight"}, "fc.weight is missing"),
+    "no window": ({**QWEN, "layer_types": ["sliding_attention"] * 3}, tensors, "layers have a sliding window, but its size is None"),
+    "kinds of layers": ({**QWEN, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, tensors, "expected 3 times"),
+    "causal without a window": (other(QWEN, causal=True), tensors, "'is_causal' makes all layers causal"),
+    "experts": ({**QWEN, "num_experts": 8}, tensors, "a DFlash drafter with experts is not supported"),
+    "quantized": ({**QWEN, "quantization_config": dict(quant_method="awq")}, tensors, "a quantized DFlash drafter is not supported"),
+    "a vocabulary without d2t": (speculators(draft_vocab_size=6), tensors, "'draft_vocab_size' is 6, but there is no d2t, which says which of 160 tokens"),
+    "d2t of another length": (speculators(draft_vocab_size=7), lambda: tensors(**{"lm_head.weight": (6, D)}) | {"d2t": torch.arange(6)},
+                              "'draft_vocab_size' is 7, but d2t has 6 entries"),
+    "d2t out of range": (QWEN, lambda: tensors(**{"lm_head.weight": (6, D)}) | {"d2t": torch.arange(6) * 31}, "d2t does not name 6 different tokens of 160"),
+    "d2t twice the same": (QWEN, lambda: tensors(**{"lm_head.weight": (2, D)}) | {"d2t": torch.tensor([1, 0])}, "d2t does not name 2 different tokens"),
+    "d2t alone": (QWEN, lambda: tensors() | {"d2t": torch.arange(6)}, "d2t needs an output layer of its own"),
+    "a tensor that nobody knows": (QWEN, made_with(layers__0__self_attn__g_proj__weight=(4, D)), "1 tensors that this architecture does not have"),
+    "a tensor less": (QWEN, lambda: {k: t for k, t in tensors().items() if "layers.2.mlp.up" not in k}, "1 tensors are missing"),
+    "a table that is none": ({**QWEN, "dflash_config": [1]}, tensors, "'dflash_config' is [1], expected an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_drafters(tmp_path, name):
+    config, made, words = BAD[name]
+    with pytest.raises(ValueError) as e:
+        opened(write(tmp_path / "d", config, made()))
+    assert words in str(e.value) and str(tmp_path / "d") in str(e.value) and "\n" not in str(e.value)
+
+
+def test_bad_mask_vectors(tmp_path):
+    directory = write(tmp_path / "d", QWEN, tensors())
+    for content, words in ((torch.ones(D + 1), f"expected a vector of {D} numbers"), (dict(mask_token_id=7, embedding=torch.ones(D)), "'mask_token_id' is 7, but"),
+                           ([1], f"expected a vector of {D} numbers"), (dict(a=torch.ones(D), b=torch.ones(D)), "expected a vector")):
+        torch.save(content, directory / "mask_embedding.pt")
+        with pytest.raises(ValueError, match=words):
+            opened(directory)
+    (directory / "mask_embedding.pt").write_bytes(b"no tensor at all")
+    with pytest.raises(ValueError, match="begins with b'no tensor at all'"):
+        opened(directory)
+
+
+def test_bad_ggufs(tmp_path):
+    for more, made, words in (({"dflash.selector_rank": 4}, {}, "belongs to DFlash 2"), ({}, {"markov_w1.weight": torch.ones(4, 4)}, "belongs to DSpark"),
+                              ({"rope.scaling.type": "yarn"}, {}, "RoPE scaling is not supported in a DFlash GGUF")):
+        with pytest.raises(ValueError, match=words):
+            open_dflash(dflash_file(write_gguf(tmp_path / "draft.gguf", "dflash", tensors() | made, more)))
+
+
+def test_keys_nobody_knows_are_named(tmp_path, capsys):
+    opened(write(tmp_path / "d", {**QWEN, "frobnicate": 3}, tensors()))
+    assert "frobnicate" in capsys.readouterr().err
+    opened(write(tmp_path / "d", speculators(speculators_config={}, speculators_version="1"), tensors()))
+    opened(write(tmp_path / "d", QWEN | SLIDING, tensors()))
+    assert capsys.readouterr().err == ""
+
+
+# ---- A drafter that has learned something --------------------------------------------------------
+
+@pytest.mark.slow
+def test_acceptance_of_a_trained_drafter(target, drafter):
+    """On the text it was taught: more than half of its drafts of 7 are accepted, uncompiled and compiled."""
+    model, expected = target()
+    draft = fp32(drafter())
+    assert train(model, draft, ids(40), 40) == expected
+    for engine in ("kv_cache", "compile"):
+        model.setup_cache(1, 128, 64)
+        batch = batch_of(model, draft, 7, engine=engine)
+        assert ids_of(batch, ids(40), 40) == expected
+        assert batch.mean_accepted() > 3.5, batch.accept_counts

@@ -98,8 +98,9 @@ def open_dflash(path: Path) -> Checkpoint:
 
     ValueError: it is damaged, or of a kind that is not supported.
     """
-    with reading(path):
-        return _open_gguf(path) if path.suffix == ".gguf" else _open_hub(path)
+    is_gguf = path.suffix == ".gguf"
+    with reading(path if is_gguf else path.parent):
+        return _open_gguf(path) if is_gguf else _open_hub(path)
 
 
 def refuse_other_methods(names) -> None:
