@@ -342,9 +342,9 @@ def ids(n, seed=4):
     return torch.randint(0, V, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def batch_of(model, draft, k, fixed=True, how=GREEDY, generator=None, engine="kv_cache"):
+def batch_of(model, draft, k, fixed=True, how=GREEDY, generator=None, engine="kv_cache", n_row=1):
     steps = engines.build_steps(model, engine)
-    return engines.build_speculative(model, build_sampler(model, [how], generator), steps, engine, k, fixed, draft)
+    return engines.build_speculative(model, build_sampler(model, [how] * n_row, generator), steps, engine, k, fixed, draft)
 
 
 def train(model, draft, prompt, n_new, steps=250):
@@ -461,6 +461,55 @@ def test_the_context_is_that_of_the_text(target, drafter, name, window):
     ids_of(batch, turn[:50] + ids(9, 8), 30, n_cached=50 if name == "qwen3" else 0)
     ids_of(batch, turn[:12], 100)                          # to the last position
     assert len(checked) > 25 and max(checked) > 100
+
+
+@pytest.mark.parametrize("name, engine, window", [
+    ("qwen3", "kv_cache", None), ("qwen3", "kv_cache", 8), ("qwen3", "compile", None), ("qwen3_5_text", "kv_cache", None)])
+@torch.inference_mode()
+def test_rows_draft_at_their_own_positions(target, drafter, name, engine, window):
+    """Three rows of different lengths, one of which ends and begins anew: each row's text is the one that it has alone, and each
+    block that a fresh drafter gives for this row, whatever the other rows accept."""
+    model, _ = target(name)
+    other, source = copy.deepcopy(model), drafter(json.dumps(QWEN | SLIDING))
+    prompts = [ids(40), ids(9, 5), ids(23, 6), ids(15, 7)]
+    texts = []
+    for prompt in prompts:
+        other.setup_cache(1, 128)
+        texts.append(prompt + plain(other, prompt, 60))
+    model.setup_cache(3, 128, 16, max_rejected=8)
+    batch = batch_of(model, fp32(source), 7, engine=engine, n_row=3)
+    drafter, of_row, checked = batch.drafter, [0, 1, 2], []
+    drafter.window, propose = window, drafter.propose
+
+    def check(rows, k, sampler):
+        drafts, probs, tokens = propose(rows, k, sampler)
+        for i, (row, n) in enumerate(zip(rows.index, rows.lengths)):
+            if rows.drafting[i]:
+                expected = fresh_drafts(other, source, rows.history[i:i + 1], n, k)
+                assert torch.equal(drafts[i:i + 1], expected), (row, n)
+                right = torch.tensor(texts[of_row[row]][n:n + k])
+                n_right = (n + row) % (len(right) + 1)     # of these drafts, so that rows accept different numbers
+                drafts[i, :n_right] = right[:n_right]
+                checked.append((row, n_right))
+        return drafts, torch.ones(len(drafts), k, 1), drafts[..., None]
+    drafter.propose = check
+    new = {0: [], 1: [], 2: [], 3: []}
+
+    def take(tokens, rows):
+        for row in rows:
+            new[of_row[row]].append(tokens[row].item())
+    take(batch.prefill(range(3), prompts[:3]), range(3))
+    for i in range(45):
+        if i == 8:
+            batch.end(1)
+        if i == 12:
+            of_row[1] = 3
+            take(batch.prefill([1], prompts[3:]), [1])
+        tokens = batch.step()
+        take(tokens, batch.new_rows)
+    for i, tokens in new.items():
+        assert len(tokens) > 7 and tokens == texts[i][len(prompts[i]):][:len(tokens)], i
+    assert {row for row, n in checked} == {0, 1, 2} and len({n for _, n in checked}) > 3
 
 
 def test_penalties_see_the_drafts():
