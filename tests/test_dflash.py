@@ -21,7 +21,7 @@ import speculate
 from gpt_faster import runtime
 from gpt_faster.bench.drafts import FixedAcceptanceDrafter
 from gpt_faster.decoding import dflash, engines
-from gpt_faster.decoding.dflash import draw_block
+from gpt_faster.decoding.dflash import draw_block, of_all_tokens
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.dflash import dflash_file, open_dflash
 from gpt_faster.formats.load import load_model, read_checkpoint
@@ -250,6 +250,9 @@ def test_own_parts(tmp_path):
     embedded = torch.stack([made["embed_tokens.weight"][9], *[mask] * 4])
     torch.testing.assert_close(found.double(), reference(made, states, embedded, made["lm_head.weight"]), rtol=1e-4, atol=1e-4)
     assert draft.tokens.ids.tolist() == ids.tolist()
+    everything = of_all_tokens(found[None], draft.tokens.ids, V)[0]
+    assert torch.equal(everything[:, ids], found) and everything.isfinite().sum() == found.numel()
+    assert of_all_tokens(found[None], None, V)[0].isfinite().nonzero()[:, 1].max() == 5
 
     more = dict(QWEN["dflash_config"], input_embedding_scale=3.0, final_logit_softcapping=0.7)
     made = tensors()
