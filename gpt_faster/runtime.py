@@ -31,11 +31,13 @@ from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
 from gpt_faster.formats.dflash import check_target, dflash_file, open_dflash
+from gpt_faster.formats.eagle3 import Eagle3Checkpoint, is_eagle3, open_eagle3
 from gpt_faster.formats.hub import resolve
 from gpt_faster.formats.load import count_parameters, n_bytes
 from gpt_faster.kernels.compile import can_switch_later
 from gpt_faster.kernels.cpu import native
 from gpt_faster.layers.dflash import DFlashConfig
+from gpt_faster.layers.eagle3 import check_fit
 from gpt_faster.layers.embedding import has_learned_positions
 from gpt_faster.loading import load, load_shard, open_model
 from model import cache_bytes
@@ -82,6 +84,8 @@ class Runtime:
         if isinstance(draft_source, AssistantCheckpoint):
             load_one = AssistantCheckpoint.load
         draft = draft_source and load_one(draft_source, dtype, device)
+        if isinstance(draft_source, Eagle3Checkpoint):
+            draft_source.finish(draft)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 
@@ -132,6 +136,8 @@ class Runtime:
             return self.open_gemma_assistant(path, source)
         if file := dflash_file(path):
             return self.open_dflash(file, source)
+        if is_eagle3(path):
+            return self.open_eagle3(path, source)
         draft, other = open_model(options.draft_checkpoint_path)
         if difference := differ(self.tokenizer, other):
             raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
@@ -160,6 +166,14 @@ class Runtime:
         head = options.quantize_head if draft.cfg.own_head else "none"
         return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
                                                       head, self.device)
+
+    def open_eagle3(self, path: Path, source) -> Eagle3Checkpoint:
+        """Quantized as the model is. ValueError if it does not fit the model."""
+        draft = open_eagle3(path)
+        check_fit(draft.cfg, source.cfg, path)
+        if tp.world() > 1:
+            raise ValueError(f"{path}: EAGLE-3 does not support tensor parallelism")
+        return self.quantize_source(draft)
 
     def max_draft(self, draft) -> int:
         """The longest draft. ValueError if it does not fit into the cache, or the drafter's block.

@@ -28,6 +28,9 @@ REMOVED_TYPES = {
     33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"),
     38: ("IQ4_NL_8_8", "IQ4_NL"),
 }
+EAGLE3_INSTEAD_OF_MODEL = (
+    "an EAGLE-3 drafter, not a model: give it as --draft_checkpoint_path, with the model that it "
+    "was trained for as --checkpoint_path")
 # general.type of a file that is no model, or general.architecture -> what it is and the next step
 NO_MODELS = {
     "adapter": "a GGUF LoRA adapter, not a model: use the model's Hugging Face directory, and "
@@ -37,6 +40,7 @@ NO_MODELS = {
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
     "dflash": DFLASH_INSTEAD,
     "dflash-draft": DFLASH_INSTEAD,
+    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
 

@@ -46,12 +46,13 @@ from gpt_faster.kernels.modifications import (
     SUBLAYERS,
     Modifications,
     find_modifications,
+    is_core,
     modified_after_packing,
 )
-from gpt_faster.layers.block import ParallelBlock, post_norm_of
+from gpt_faster.layers.block import ParallelBlock, VariantBlock, post_norm_of
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
-from model import MoE
+from model import Block, MoE
 from quantize import QuantizedEmbedding
 from tp import of_all, share, shared_by
 
@@ -431,7 +432,8 @@ def use_operations(model: nn.Module) -> bool:
                            "loading or compiling the model")
     found = find_modifications(model)
     guard = None if "forward" in vars(model) else GuardedForward(model, use_operations)
-    unmodified = [unmodified_sublayers(i, found) for i in range(len(model.layers))]
+    unmodified = [unmodified_sublayers(i, found) if is_block(layer) else ()
+                  for i, layer in enumerate(model.layers)]
     all_eager = guard is None or found.model or not (any(unmodified) or not found.unembed)
     if found.all():
         uninstall_experts(model)
@@ -455,6 +457,12 @@ def use_operations(model: nn.Module) -> bool:
     packed = [m for m in model.modules() if is_packed(m)]
     guard.install([t for m in packed for t in m.tensors() if t is not None])
     return True
+
+
+def is_block(layer: nn.Module) -> bool:
+    """Does the layer compute what OperationsLayer does? A drafter's first layer does not."""
+    blocks = Block, VariantBlock, ParallelBlock
+    return type(layer).forward in [block.forward for block in blocks] or not is_core(type(layer))
 
 
 def unmodified_sublayers(i: int, found: Modifications) -> tuple[str, ...]:
