@@ -18,6 +18,7 @@ import torch
 from checkpoint import LazyTensor, MappedFile, beginning, brief, some
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
+from gpt_faster.formats.other_kinds import DFLASH_INSTEAD
 
 MAX_ARRAY_ENTRIES = 1 << 24                             # 100x the largest vocabulary
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")     # llama.cpp's gguf-split names parts so
@@ -27,7 +28,6 @@ REMOVED_TYPES = {
     33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"),
     38: ("IQ4_NL_8_8", "IQ4_NL"),
 }
-INTEGERS = {"I32": torch.int32, "I64": torch.int64}         # ids: a drafter's d2t
 EAGLE3_INSTEAD_OF_MODEL = (
     "an EAGLE-3 drafter, not a model: give it as --draft_checkpoint_path, with the model that it "
     "was trained for as --checkpoint_path")
@@ -38,9 +38,14 @@ NO_MODELS = {
     "mmproj": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "clip": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
+    "dflash": DFLASH_INSTEAD,
+    "dflash-draft": DFLASH_INSTEAD,
     "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
+
+
+INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 
 class BigEndian(ValueError):
@@ -191,7 +196,7 @@ def check_type(path: Path, name: str, kind: int) -> None:
     except ValueError:
         raise ValueError(f"{path}: {name} has quantization type {kind}, which {installed} does "
                          f"not know (newer, or ik_llama.cpp's own): {other_type}") from None
-    if known.name not in INTEGERS and not can_dequantize(known):
+    if not can_dequantize(known):
         raise ValueError(f"{path}: {name} has quantization type {known.name} ({kind}), which "
                          f"{installed} cannot dequantize: {other_type}")
 
@@ -201,6 +206,8 @@ def can_dequantize(kind) -> bool:
     """kind: a gguf.GGMLQuantizationType."""
     import gguf
     import numpy as np
+    if kind.name in INTEGERS:
+        return True
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:

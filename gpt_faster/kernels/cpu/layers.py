@@ -537,9 +537,10 @@ def pack_outer_linears(model: nn.Module, found: Modifications) -> None:
     """Pack the linears outside of the layers. Keeps the head if it is packed already (shared with
     a compiled model), runs eagerly, or is tied to an embedding that runs eagerly.
     """
-    for name, module in list(model.named_children()):
-        if name != "head" and supports_linear(module):
-            setattr(model, name, pack_linear(module))
+    for name, module in list(model.named_modules()):
+        is_outer = name.partition(".")[0] not in ("layers", "per_layer", "head")
+        if is_outer and supports_linear(module):
+            model.set_submodule(name, pack_linear(module))
     is_tied = getattr(model.embed, "weight", None) is getattr(model.head, "weight", None)
     if not (is_packed(model.head) or found.unembed or found.embed and is_tied):
         pack_head(model)
