@@ -1,0 +1,230 @@
+"""KV caches of 8 and 4 bits: codes, and a scale for each group of 32 values along the head.
+
+    model.kv_cache = CacheFormat.parse("int8,int4")        # keys, values
+    model.setup_cache(batch_size=1, length=4096)
+
+This is the plain form: each call dequantizes the whole cache. A prompt attends to what is stored,
+so that chunks, whole prompts and decode steps agree. States of recurrent layers stay as they are.
+
+    int8   [B, K, S, H] int8           x = code * scale
+    int4   [B, K, S, H / 2] uint8      x = (code - 8) * scale; low four bits: even index
+    fp8    [B, K, S, H] float8_e4m3fn  x = code * scale
+    scale  [B, K, S, ceil(H / 32)] float16
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt_faster.layers.latent import LatentCache
+from model import KVCache, row_index, write_slots
+
+GROUP = 32                                         # values with one scale
+MAX_VALUE_TURN = 64                                # a larger turn of values was no better
+
+
+# ---- Codes of groups ----------------------------------------------------------------------------
+
+def round_to_scale(groups: Tensor, scale: Tensor) -> Tensor:
+    """groups / scale, fp32. By the scale as it is stored, so that its own rounding costs nothing.
+    """
+    inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
+    return groups * inverse[..., None]
+
+
+def encode_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """groups fp32 [..., G, 32] -> codes [..., G, 32], scales [..., G]; rounds half to even."""
+    scale = (groups.abs().amax(-1) / 127).half()
+    codes = round_to_scale(groups, scale).round().clamp(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+def encode_fp8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (groups.abs().amax(-1) / 448).half()
+    codes = round_to_scale(groups, scale).clamp(-448, 448)
+    return codes.to(torch.float8_e4m3fn), scale
+
+
+def encode_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of largest magnitude gets code 0 (-8), which has no opposite: 16 levels, not 15.
+    """
+    largest = groups.abs().argmax(-1, keepdim=True)            # the first of equal ones
+    scale = (groups.gather(-1, largest)[..., 0] / -8).half()
+    codes = round_to_scale(groups, scale).round().clamp(-8, 7) + 8
+    return codes.to(torch.uint8), scale
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """[..., H] -> [..., H / 2]"""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpack_int4(codes: Tensor) -> Tensor:
+    """[..., H / 2] -> fp32 [..., H]"""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).float() - 8
+
+
+DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+ENCODERS = {"int8": encode_int8, "int4": encode_int4, "fp8": encode_fp8}
+TURNED = ("int4",)                                 # precisions that gain from the turn
+
+
+def encode(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """x fp32 [..., H] -> codes, scales; a short last group is rounded as if padded with zeros."""
+    n = x.shape[-1]
+    groups = F.pad(x, (0, -n % GROUP)).unflatten(-1, (-1, GROUP))
+    codes, scale = ENCODERS[precision](groups)
+    codes = codes.flatten(-2)[..., :n]
+    return pack_int4(codes) if precision == "int4" else codes, scale
+
+
+def decode(codes: Tensor, scale: Tensor, precision: str) -> Tensor:
+    """-> fp32 [..., H]"""
+    x = unpack_int4(codes) if precision == "int4" else codes.float()
+    return x * scale.float().repeat_interleave(GROUP, -1)[..., :x.shape[-1]]
+
+
+# ---- The turn -----------------------------------------------------------------------------------
+
+def turn_width(head_dim: int) -> int:
+    """The largest power of two that divides head_dim."""
+    return head_dim & -head_dim
+
+
+def turn(x: Tensor, m: int) -> Tensor:
+    """Multiply each m values of x [..., H] by a Hadamard matrix / sqrt(m), its own inverse.
+
+    It spreads a large value over its block, so that a scale serves all values of a group. The
+    order of the additions is fixed, so that kernels store the same codes.
+    """
+    if m == 1:
+        return x
+    y = x.unflatten(-1, (-1, m))
+    n = 1
+    while n < m:                                   # pairs (i, i + n), from neighbours outwards
+        a, b = y.unflatten(-1, (-1, 2, n)).unbind(-2)
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        n *= 2
+    return (y * m**-0.5).flatten(-2)
+
+
+def turn_back(x: Tensor, m: int) -> Tensor:
+    """turn(x, m) by a matrix product: quicker for a whole cache, but with other rounding."""
+    if m == 1:
+        return x
+    matrix = turn(torch.eye(m, device=x.device), m)
+    return (x.unflatten(-1, (-1, m)) @ matrix).flatten(-2)
+
+
+# ---- Caches -------------------------------------------------------------------------------------
+
+class QuantizedCache(nn.Module):
+    """Replaces model.KVCache: k, v hold codes, k_scale, v_scale their scales.
+
+    k_turn, v_turn: width of the turn's blocks; 1: not turned. Queries meet turned keys if they are
+    turned too, and the output of turned values is turned back; here keys and values are turned
+    back instead, so that attention is as for any other cache.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device,
+                 precisions: tuple[str, str]):
+        """shape: B, K, S, H; dtype: of the keys and values that it returns."""
+        super().__init__()
+        self.head_dim, self.dtype = shape[-1], dtype
+        self.k_precision, self.v_precision = precisions
+        width = turn_width(self.head_dim)
+        self.k_turn = width if self.k_precision in TURNED else 1
+        self.v_turn = min(width, MAX_VALUE_TURN) if self.v_precision in TURNED else 1
+        for name, precision in zip(("k", "v"), precisions):
+            add_buffers(self, name, shape, precision, device)
+
+    def forward(self, slot, k, v, kv_len, batch_idx):
+        """As model.KVCache: write k, v [B, K, T, H], return the first kv_len."""
+        k = encode(turn(k.float(), self.k_turn), self.k_precision)
+        v = encode(turn(v.float(), self.v_turn), self.v_precision)
+        for buffer, x in zip((self.k, self.k_scale, self.v, self.v_scale), (*k, *v)):
+            write_slots(buffer, slot, x, batch_idx)
+        return self.read(kv_len, batch_idx)
+
+    def read(self, kv_len, batch_idx):
+        """The first kv_len keys and values, dequantized."""
+        k, k_scale, v, v_scale = (
+            t[:, :, :kv_len] if batch_idx is None else t[batch_idx, :, :kv_len]
+            for t in (self.k, self.k_scale, self.v, self.v_scale))
+        k = turn_back(decode(k, k_scale, self.k_precision), self.k_turn)
+        v = turn_back(decode(v, v_scale, self.v_precision), self.v_turn)
+        return k.to(self.dtype), v.to(self.dtype)
+
+
+class QuantizedLatentCache(nn.Module):
+    """Replaces latent.LatentCache: int8 codes [B, S, kv_rank + rope], scales; never turned."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device):
+        super().__init__()
+        self.dtype = dtype
+        add_buffers(self, "k", shape, "int8", device)
+
+    def forward(self, slot, k, kv_len, batch_idx):
+        """As model.KVCache: write k [B, T, width], return the first kv_len."""
+        for buffer, x in zip((self.k, self.k_scale), encode(k.float(), "int8")):
+            if slot.dim() == 1:
+                buffer[:, slot] = x
+            else:
+                buffer[row_index(slot, batch_idx), slot] = x
+        k, scale = (t[:, :kv_len] if batch_idx is None else t[batch_idx, :kv_len]
+                    for t in (self.k, self.k_scale))
+        return decode(k, scale, "int8").to(self.dtype)
+
+
+def add_buffers(cache: nn.Module, name: str, shape: tuple[int, ...], precision: str,
+                device) -> None:
+    """Codes and scales of keys or values [..., H]."""
+    *rest, n = shape
+    width = n // 2 if precision == "int4" else n
+    codes = torch.zeros(*rest, width, dtype=torch.uint8, device=device).view(DTYPES[precision])
+    scale = torch.zeros(*rest, -(-n // GROUP), dtype=torch.float16, device=device)
+    cache.register_buffer(name, codes, persistent=False)
+    cache.register_buffer(f"{name}_scale", scale, persistent=False)
+
+
+# ---- The choice ---------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Precision of keys and of values; set as Transformer.kv_cache before setup_cache()."""
+
+    keys: str                                      # a key of DTYPES
+    values: str
+
+    @staticmethod
+    def parse(text: str) -> "CacheFormat":
+        """int8, or int8,int4: keys, values. ValueError if it is neither."""
+        names = text.split(",")
+        if len(names) > 2 or not set(names) <= DTYPES.keys():
+            raise ValueError(f"expected {', '.join(DTYPES)}, or two of them for keys,values as in "
+                             f"int8,int4; got '{text}'")
+        return CacheFormat(names[0], names[-1])
+
+    def __str__(self) -> str:
+        return self.keys if self.keys == self.values else f"{self.keys},{self.values}"
+
+    def replace_cache(self, attn: nn.Module) -> None:
+        """Exchange the cache that attn.setup_cache() has allocated. ValueError if it has no form
+        in this precision."""
+        cache = dict(attn.named_children()).get("cache")       # not that of another layer
+        if type(cache) is KVCache:
+            self.check_head(cache.k.shape[-1])
+            attn.cache = QuantizedCache(cache.k.shape, cache.k.dtype, cache.k.device,
+                                        (self.keys, self.values))
+        elif type(cache) is LatentCache:
+            if (self.keys, self.values) != ("int8", "int8"):
+                raise ValueError(f"a KV cache of {self}: latent attention (MLA) supports int8 "
+                                 "only, for its one cached vector per position")
+            attn.cache = QuantizedLatentCache(cache.k.shape, cache.k.dtype, cache.k.device)
+
+    def check_head(self, head_dim: int) -> None:
+        if head_dim % 2 and "int4" in (self.keys, self.values):
+            raise ValueError(f"a KV cache of {self}: int4 needs an even head_dim, this model has "
+                             f"{head_dim}: try int8 or fp8")
