@@ -19,7 +19,7 @@ import tp
 from generate import figures, log, peak_memory, weight_bytes
 from gpt_faster.bench import engines
 from gpt_faster.bench.agreement import tokens_agree
-from gpt_faster.bench.engines import MTP, NGRAM, Engine
+from gpt_faster.bench.engines import MTP, NGRAM, Engine, split_cache
 from gpt_faster.bench.machine import read_bandwidth
 from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.worker import PEER_NAMES
@@ -60,20 +60,23 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     of Weights that starts the peer.
     """
     schemes = dict.fromkeys(scheme for _, scheme in schemes_of_engines)
-    drafting = {scheme for engine, scheme in schemes_of_engines if engine == MTP}
+    drafting = {scheme for engine, scheme in schemes_of_engines
+                if split_cache(engine)[0] == MTP}
     weights_of = {scheme: load_weights(source, scheme, dtype, device, scheme in drafting)
                   for scheme in schemes}
     plain_weights_of = dict(weights_of)            # layouts for plain PyTorch matmuls
-    for engine, scheme in schemes_of_engines:
+    for name, scheme in schemes_of_engines:
+        engine, _ = split_cache(name)
         if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
             plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, engine=engine)
     cases = []
-    for engine, scheme in schemes_of_engines:
+    for name, scheme in schemes_of_engines:
+        engine, _ = split_cache(name)
         weights = (plain_weights_of if engine == "torch_compile" else weights_of)[scheme]
         error = weights.error
         if engine == "cuda_graph" and device.type != "cuda":
             error = "needs an NVIDIA GPU"
-        cases.append(BenchmarkCase(weights, engine, temperature, error=error))
+        cases.append(BenchmarkCase(weights, name, temperature, error=error))
     for peer, start in peer_starters.items():
         plain_weights_only = peer.startswith(("transformers", "vllm"))
         for scheme, weights in weights_of.items():
@@ -185,7 +188,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if self.case.engine in (MTP, NGRAM):       # a step yields several tokens
+        if split_cache(self.case.engine)[0] in (MTP, NGRAM):      # a step yields several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt * batch_size,
                          [n_new] * batch_size, read_bytes)

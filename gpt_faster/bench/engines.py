@@ -32,6 +32,7 @@ from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
 from gpt_faster.layers.mtp_head import MTPHead
+from gpt_faster.layers.quantized_cache import CacheFormat
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
@@ -54,8 +55,15 @@ def share_weights(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
+def split_cache(name: str) -> tuple[str, CacheFormat | None]:
+    """compile@int8/int4 -> compile, the format of its KV cache. ValueError if it is none."""
+    engine, _, text = name.partition("@")
+    return engine, CacheFormat.parse(text) if text else None
+
+
 def has_our_kernels(name: str) -> bool:
-    return name in DRAFTING or name.startswith("compile")
+    engine, _ = split_cache(name)
+    return engine in DRAFTING or engine.startswith("compile")
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
@@ -83,6 +91,7 @@ class Engine:
                  workload: Workload, tokenizer, temperature: float = 0.0,
                  head: MTPHead | None = None):
         """head: the MTP head, for engine mtp."""
+        name, kv_cache = split_cache(name)
         if workload.n_requests and name in ("recompute", MTP, *SAMPLERS):
             raise ValueError("takes one prompt at a time")
         if name == MTP and temperature:
@@ -92,6 +101,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
+        self.model.kv_cache = kv_cache
         n_rows = 0 if name == "recompute" else workload.batch_size
         self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK,
                                max_rejected=DRAFTING.get(name, 0))

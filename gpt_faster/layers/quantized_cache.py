@@ -1,6 +1,6 @@
 """KV caches of 8 and 4 bits: codes, and a scale for each group of 32 values along the head.
 
-    model.kv_cache = CacheFormat.parse("int8,int4")        # keys, values
+    model.kv_cache = CacheFormat.parse("int8/int4")        # keys/values
     model.setup_cache(batch_size=1, length=4096)
 
 This is the plain form: each call dequantizes the whole cache. A prompt attends to what is stored,
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_faster.layers.latent import LatentCache
-from model import KVCache, row_index, write_slots
+from gpt_faster.layers.recurrent import StateRing
+from model import KVCache, ModelConfig, cache_bytes, row_index, write_slots
 
 GROUP = 32                                         # values with one scale
 MAX_VALUE_TURN = 64                                # a larger turn of values was no better
@@ -68,7 +69,7 @@ def unpack_int4(codes: Tensor) -> Tensor:
 
 DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 ENCODERS = {"int8": encode_int8, "int4": encode_int4, "fp8": encode_fp8}
-TURNED = ("int4",)                                 # precisions that gain from the turn
+TURNED = ("int8", "int4")                         # precisions that gain from the turn
 
 
 def encode(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
@@ -200,31 +201,40 @@ class CacheFormat:
 
     @staticmethod
     def parse(text: str) -> "CacheFormat":
-        """int8, or int8,int4: keys, values. ValueError if it is neither."""
-        names = text.split(",")
+        """int8, or int8/int4: keys/values. ValueError if it is neither."""
+        names = text.split("/")
         if len(names) > 2 or not set(names) <= DTYPES.keys():
-            raise ValueError(f"expected {', '.join(DTYPES)}, or two of them for keys,values as in "
-                             f"int8,int4; got '{text}'")
+            raise ValueError(f"expected {', '.join(DTYPES)}, or keys/values, for example "
+                             f"int8/int4; got '{text}'")
         return CacheFormat(names[0], names[-1])
 
     def __str__(self) -> str:
-        return self.keys if self.keys == self.values else f"{self.keys},{self.values}"
+        return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    def check(self, cfg: ModelConfig) -> None:
+        """ValueError if a layer of such a model has no cache of this format."""
+        cache_bytes(cfg, 1, 1, 1, torch.bfloat16, kv_cache=self)
 
     def replace_cache(self, attn: nn.Module) -> None:
-        """Exchange the cache that attn.setup_cache() has allocated. ValueError if it has no form
-        in this precision."""
+        """Exchange the cache that attn.setup_cache() has allocated; recurrent states stay.
+
+        ValueError if it has no form in this precision.
+        """
         cache = dict(attn.named_children()).get("cache")       # not that of another layer
         if type(cache) is KVCache:
             self.check_head(cache.k.shape[-1])
             attn.cache = QuantizedCache(cache.k.shape, cache.k.dtype, cache.k.device,
                                         (self.keys, self.values))
         elif type(cache) is LatentCache:
-            if (self.keys, self.values) != ("int8", "int8"):
-                raise ValueError(f"a KV cache of {self}: latent attention (MLA) supports int8 "
-                                 "only, for its one cached vector per position")
+            if str(self) != "int8":
+                raise ValueError(f"a KV cache of {self} does not fit latent attention (MLA), whose "
+                                 "one vector per position is keys and values: use int8")
             attn.cache = QuantizedLatentCache(cache.k.shape, cache.k.dtype, cache.k.device)
+        elif cache is not None and type(cache) is not StateRing:
+            raise ValueError(f"a KV cache of {self} cannot replace a {type(cache).__qualname__}: "
+                             "only model.KVCache and LatentCache have such a form")
 
     def check_head(self, head_dim: int) -> None:
         if head_dim % 2 and "int4" in (self.keys, self.values):
-            raise ValueError(f"a KV cache of {self}: int4 needs an even head_dim, this model has "
-                             f"{head_dim}: try int8 or fp8")
+            raise ValueError(f"a KV cache of {self} needs an even head_dim, this model has "
+                             f"{head_dim}: use int8 or fp8")
