@@ -4,19 +4,23 @@ Models are in float64: where k is computed by other calls, its last bits differ,
 code with them, which changes logits by more than any tolerance of use.
 """
 
+import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from helpers import GREEDY, generated, ids_of, make_batch, speculative
+from tokenizers import Tokenizer, models
 from torch import nn
 
 import model as model_file
 from generate import Batch, Steps
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.scheduler import Generation, Scheduler, Worker
+from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.layers import quantized_cache as qc
 from gpt_faster.layers.latent import LatentCache
@@ -31,6 +35,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8}
 # Rings, sinks, caps, ALiBi, heads of 24, a gate, a shared cache, recurrent layers, one head of all.
 NAMES = ["llama3", "mistral-window", "gemma2", "gpt_oss", "qwen3", "bloom", "gemma4", "qwen3_next", "afmoe"]
 LATENT = ["deepseek_v2", "minicpm3"]
+PLAIN = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=64, ffn_dim=96, vocab_size=160, context=128)
 
 
 def values(*shape, seed=0):
@@ -54,21 +59,24 @@ def block_turned(x, m):
 
 
 def rounded(x, precision, turn=1):
-    """What a cache makes of x [..., H]: by the formulas in float64, value by value, with float16 scales."""
-    y = block_turned(x, turn) if turn > 1 else x.double()
-    out = torch.empty_like(y)
+    """What a cache makes of x [..., H]: by the formulas, group by group, with float16 scales.
+
+    Turned and divided as the layout says, in float32: a code at a tie is the same.
+    """
+    y = qc.turn(x.float(), turn)
+    out = torch.empty_like(y, dtype=torch.float64)
     for a in range(0, y.shape[-1], 32):
-        group = y[..., a:a + 32].float().double()
+        group = y[..., a:a + 32]
         top, place = group.abs().max(-1, keepdim=True)
         if precision == "int4":
             top = -group.gather(-1, place)
-        scale = (top.float() / {"int8": 127, "int4": 8, "fp8": 448}[precision]).half().double()
-        code = torch.where(scale == 0, 0.0, group / scale)
+        scale = (top / {"int8": 127, "int4": 8, "fp8": 448}[precision]).half().float()
+        code = torch.where(scale == 0, 0.0, group * (1 / scale))
         if precision == "fp8":
-            code = code.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+            code = code.clamp(-448, 448).to(torch.float8_e4m3fn)
         else:
             code = code.round().clamp(*((-8, 7) if precision == "int4" else (-127, 127)))
-        out[..., a:a + 32] = code * scale
+        out[..., a:a + 32] = code.double() * scale.double()
     return block_turned(out, turn) if turn > 1 else out
 
 
@@ -156,8 +164,7 @@ def model_of(families):
 
     def get(name, kv_cache):
         if name not in made:
-            made[name] = load_model(read_checkpoint(families(name)[0]), torch.float32, "cpu").double()
-            made[name].dtype = torch.float64
+            made[name] = load_model(read_checkpoint(families(name)[0]), torch.float64, "cpu")
         made[name].kv_cache = CacheFormat.parse(kv_cache) if kv_cache else None
         return made[name]
     return get
@@ -275,22 +282,20 @@ def test_a_row_equals_alone(model_of, name, kv_cache):
     close(torch.cat(rows, dim=1), torch.stack(alone))
 
 
-@pytest.mark.parametrize("kv_cache", FORMATS)
-def test_traced_whole(model_of, kv_cache):
+@pytest.mark.parametrize("kv_cache", ["int8/int4", "fp8"])
+def test_traced_whole(kv_cache):
     """torch.compile gets one graph, as on a GPU, of a prompt and of a step."""
     torch._dynamo.reset()
-    model, prompt = model_of("mistral-window", kv_cache), tokens()
-    model.layers, layers = model.layers[:2], model.layers
-    model.cfg, cfg = replace(model.cfg, n_layer=2), model.cfg
-    try:
-        with torch.no_grad():
-            expected = whole(model, prompt)
-            model.setup_cache(3, LENGTH)
-            step = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-            close(step(prompt[:, :19], torch.arange(19), 19), expected[:, :19])
-            close(step(prompt[:, 19:], torch.tensor([19]), 1, 32), expected[:, 19:])
-    finally:
-        model.layers, model.cfg = layers, cfg
+    model = Transformer(replace(PLAIN, n_layer=1, head_dim=16))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    model.kv_cache = CacheFormat.parse(kv_cache)
+    with torch.no_grad():
+        expected = whole(model, tokens())
+        model.setup_cache(3, LENGTH)
+        step = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+        close(step(tokens()[:, :19], torch.arange(19), 19), expected[:, :19])
+        close(step(tokens()[:, 19:], torch.tensor([19]), 1, 32), expected[:, 19:])
 
 
 @pytest.mark.parametrize("kv_cache", FORMATS)
@@ -389,8 +394,7 @@ def test_a_row_that_is_not_finite_is_cleared(model_of):
 @pytest.mark.parametrize("kv_cache, per_head", [("int8", 2 * 68), ("fp8", 2 * 68), ("int4", 2 * 36), ("int8/int4", 68 + 36)])
 def test_bytes(kv_cache, per_head):
     """A head of 64: 8.5 or 4.5 bits a value, with scales."""
-    cfg = ModelConfig(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=64, ffn_dim=96, vocab_size=160, context=128,
-                      window=(None, 8, None))
+    cfg = replace(PLAIN, window=(None, 8, None))
     form = CacheFormat.parse(kv_cache)
     expected = 5 * 2 * per_head * (100 + 11 + 100)         # rows, heads, slots
     assert cache_bytes(cfg, 5, 100, 4, torch.bfloat16, kv_cache=form) == expected
@@ -434,7 +438,7 @@ def test_latents_take_int8_only(families, kv_cache):
 
 
 def test_heads_of_odd_width():
-    cfg = ModelConfig(dim=64, n_layer=1, n_head=4, n_kv_head=2, head_dim=33, ffn_dim=96, vocab_size=160, context=128)
+    cfg = replace(PLAIN, head_dim=33)
     with pytest.raises(ValueError, match="needs an even head_dim, this model has 33: use int8 or fp8"):
         CacheFormat.parse("int8/int4").check(cfg)
     CacheFormat.parse("fp8").check(cfg)
@@ -449,14 +453,130 @@ def test_a_cache_of_your_own_is_refused_not_ignored():
         CacheFormat.parse("int8").replace_cache(attn)
 
 
-def test_every_family_takes_an_int8_cache(families):
+def test_every_family_takes_an_int8_cache():
     """None is refused, and none keeps keys in the model's dtype."""
-    for name in tiny.COVER:
-        cfg = read_checkpoint(families(name)[0]).cfg
-        form = CacheFormat.parse("int8")
+    form = CacheFormat.parse("int8")
+    for name in (*tiny.COVER, *NAMES, *LATENT):
+        cfg, *_ = config_from_hf(tiny.FAMILIES[name]().to_dict())
         form.check(cfg)
         with torch.device("meta"):
             model = Transformer(cfg)
         model.kv_cache = form
         model.setup_cache(1, 16, 4, "meta")
         assert not [m for m in model.modules() if isinstance(m, KVCache | LatentCache)], name
+
+
+# ---- Commands -----------------------------------------------------------------------------------
+
+def run(capsys, main, *argv):
+    """-> exit status, stdout, stderr of a command in this process."""
+    try:
+        status = main([str(a) for a in argv])
+    except SystemExit as e:
+        status = e.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def checkpoint(families, tmp_path):
+    """name -> a directory with a tokenizer."""
+    def get(name):
+        directory = tmp_path / name
+        shutil.copytree(families(name)[0], directory)
+        words = {"a": 0, "b": 1, **{f"w{i}": i for i in range(2, 160)}}
+        Tokenizer(models.WordLevel(words, unk_token="b")).save(str(directory / "tokenizer.json"))
+        return directory
+    return get
+
+
+def test_generate(checkpoint, capsys):
+    """The flag reaches the model, the memory line and the report; the other caches of the same command, too."""
+    from gpt_faster.cli import session
+    argv = ["-m", checkpoint("llama2"), "--device", "cpu", "--dtype", "float32", "--prompt", "9", "--max_new_tokens", "8",
+            "--temperature", "0", "--json"]
+    results = {}
+    for kv_cache in (None, "int8", "int4"):
+        more = ["--kv_cache", kv_cache] if kv_cache else []
+        status, out, err = run(capsys, session.main, *argv, *more)
+        memory = next(line for line in err.splitlines() if line.startswith("Memory: "))
+        result = json.loads(out)
+        assert status == 0 and result["kv_cache"] == kv_cache
+        assert f"for the KV cache ({kv_cache}, 1 x 32" in memory if kv_cache else "(1 x 32 positions)" in memory
+        results[kv_cache] = result["new_ids"]
+    assert results["int8"][:2] == results[None][:2]        # of random weights: soon they differ
+    status, out, err = run(capsys, session.main, *argv, "--kv_cache", "int4", "--speculate", "ngram")
+    assert status == 0 and json.loads(out)["new_ids"] == results["int4"]
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--kv_cache", "q8_0"], "argument --kv_cache: expected int8, int4, fp8, or keys/values, for example int8/int4; got 'q8_0'"),
+    (["--kv_cache", "int8", "--engine", "recompute"], "--kv_cache cannot be combined with --engine recompute, which has no KV cache"),
+    (["-ctk", "q8_0"], "unrecognized arguments: -ctk q8_0 (did you mean --kv_cache?)"),
+    (["--kv_bits", "8"], "unrecognized arguments: --kv_bits 8 (did you mean --kv_cache?)")])
+def test_flags_that_are_refused(capsys, flags, line):
+    from gpt_faster.cli import session
+    status, out, err = run(capsys, session.main, *flags, "--prompt", "a")
+    assert (status, out, err.partition("error: ")[2]) == (2, "", f"{line}\n")
+
+
+@pytest.mark.parametrize("command", ["generate.py", "eval.py"])
+def test_a_model_that_takes_int8_only_says_so_before_it_is_loaded(checkpoint, capsys, command):
+    from gpt_faster.cli import evaluate, session
+    from gpt_faster.cli.common import guarded
+    main = {"generate.py": session.main, "eval.py": lambda argv: guarded(evaluate.run, argv)}[command]
+    what = ["--prompt", "9"] if command == "generate.py" else ["--perplexity", __file__]
+    status, out, err = run(capsys, main, "-m", checkpoint("deepseek_v2"), "--device", "cpu", "--kv_cache", "int4", *what)
+    assert status == 2 and out == ""
+    assert err.splitlines()[-1].endswith("whose one vector per position is keys and values: use int8")
+
+
+def test_perplexity_is_of_the_quantized_cache(model_of):
+    """Whole texts and windows in several calls: what eval.py --kv_cache measures."""
+    from gpt_faster.cli.evaluate import perplexity, windows
+    ids = tokens(30, 1)[0].tolist()
+    found = {}
+    for kv_cache in ("int8", "int4", None):
+        model = model_of("llama3", kv_cache)
+        model.setup_cache(0, 0)                            # score() allocates its own
+        found[kv_cache] = perplexity(model, windows(ids, 30, 30))["nats_per_token"]
+        if kv_cache:
+            logits = whole(model, torch.tensor([ids]), 1)[0, :-1].log_softmax(-1)
+            nats = -logits.gather(1, torch.tensor(ids[1:])[:, None]).mean()
+            assert found[kv_cache] == pytest.approx(float(nats), rel=1e-5)
+    assert len(set(found.values())) == 3
+    assert abs(found["int8"] - found[None]) < abs(found["int4"] - found[None])
+
+
+def test_load_model_and_serve_take_it(checkpoint):
+    from gpt_faster.cli.options import Options
+    from gpt_faster.loading import load_model as load_any
+    from gpt_faster.server.main import build_parser, check_options
+    llama, latent = (str(checkpoint(name)) for name in ("llama2", "deepseek_v2"))
+    model, *_ = load_any(llama, dtype=torch.float32, kv_cache="int8/int4")
+    model.setup_cache(1, 16)
+    assert [type(m) for m in quantized_caches(model)] == [QuantizedCache] * 4
+    with pytest.raises(ValueError, match="expected int8, int4, fp8"):
+        load_any(llama, kv_cache="int3")
+    with pytest.raises(ValueError, match="use int8"):
+        load_any(latent, kv_cache="fp8")
+    options = check_options(Options.parse(build_parser(), ["--kv_cache", "fp8"]))
+    assert options.kv_cache == CacheFormat("fp8", "fp8")
+
+
+def test_benchmark(capsys, monkeypatch):
+    """Engines with such caches are rows of their own, compared with themselves in one call."""
+    from gpt_faster.bench import cases
+    from gpt_faster.bench import main as benchmark
+    monkeypatch.setattr(cases, "PAUSE", 0)
+    monkeypatch.setattr(cases, "read_bandwidth", lambda device: 8.0)
+    argv = ["--random", "stories15M", "-n", 4, "-d", 9, "-r", 1, "--device", "cpu", "--dtype", "float32", "-o", "json"]
+    status, out, err = run(capsys, benchmark.run, *argv, "--engines", "kv_cache,kv_cache@int8,kv_cache@int8/int4")
+    rows = json.loads(out)["rows"]
+    assert status == 0, err
+    assert [row["engine"] for row in rows] == ["kv_cache", "kv_cache@int8", "kv_cache@int8/int4"]
+    assert all(row["compared"] is True for row in rows)
+    for engines, line in (("recompute@int8", "only kv_cache, cuda_graph"), ("kv_cache@int3", "expected int8, int4, fp8"),
+                          ("sorted@int8", "only kv_cache"), ("int4@int8", "only kv_cache")):
+        with pytest.raises(ValueError, match=line):
+            benchmark.run([str(a) for a in (*argv, "--engines", engines)])
