@@ -4,8 +4,8 @@ The texts of unseen.py, in windows without overlap; each prompt goes through the
 
     python scripts/dev/cache_quality.py -m model.gguf bfloat16 int8 int8/int4 int4 int4:plain
 
-A precision is turned where the product turns it; name:turned and name:plain force it either way.
-bfloat16 rounds the cache of a float32 model. All variants are in memory, but for the weights once.
+name:plain is without the Hadamard turn. bfloat16 rounds the cache of a float32 model. All variants
+share the weights. scripts/dev/cache_quality.sh makes the table in docs/quantization.md.
 """
 
 import copy
@@ -27,12 +27,11 @@ from gpt_faster.cli.common import guarded  # noqa: E402
 from gpt_faster.cli.evaluate import windows  # noqa: E402
 from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.formats.load import load_model, open_checkpoint  # noqa: E402
-from gpt_faster.layers import quantized_cache  # noqa: E402
+from gpt_faster.layers.quantized_cache import CacheFormat, QuantizedCache  # noqa: E402
 from gpt_faster.text import tokenizer_files  # noqa: E402
 from model import KVCache  # noqa: E402
 
 CHUNK = 256                                        # positions of a call
-TURNED = {"": quantized_cache.TURNED, "turned": tuple(quantized_cache.DTYPES), "plain": ()}
 
 
 class RoundedCache:
@@ -47,26 +46,37 @@ class RoundedCache:
             attn.cache = Rounded(attn.cache.k.shape, attn.cache.k.dtype, attn.cache.k.device)
 
 
+class PlainFormat(CacheFormat):
+    """Without the turn."""
+
+    def replace_cache(self, attn) -> None:
+        super().replace_cache(attn)
+        if isinstance(attn.cache, QuantizedCache):
+            attn.cache.k_turn = attn.cache.v_turn = 1
+
+
 def parse(name: str):
-    """-> an object for Transformer.kv_cache, and the precisions that are turned with it."""
+    """-> an object for Transformer.kv_cache."""
+    if name == "bfloat16":
+        return RoundedCache()
     precision, _, how = name.partition(":")
-    if precision == "bfloat16":
-        return RoundedCache(), ()
-    return quantized_cache.CacheFormat.parse(precision), TURNED[how]
+    if how not in ("", "plain"):
+        raise ValueError(f"{name}: expected a precision, or precision:plain")
+    found = CacheFormat.parse(precision)
+    return PlainFormat(found.keys, found.values) if how else found
 
 
 def variant_of(model, name: str, length: int):
     """A model with the same weights and a cache of its own."""
     shared = {id(p): p for p in model.parameters()}
     new = copy.deepcopy(model, shared)
-    new.kv_cache, quantized_cache.TURNED = parse(name)
+    new.kv_cache = parse(name)
     new.setup_cache(1, length, CHUNK)
-    quantized_cache.TURNED = TURNED[""]
     return new
 
 
 def bytes_per_position(model, length: int) -> float:
-    """Of layers without a window, as it would be for a model in bfloat16."""
+    """Of all layers, at this length of the cache, as for a model in bfloat16."""
     n = 0
     for layer in model.layers:
         for buffer in layer.attn.buffers():
