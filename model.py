@@ -204,6 +204,14 @@ def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
     return batch_idx[:, None]
 
 
+def write_slots(buffer, slot, x, batch_idx):
+    """Write x [B, K, T, H] into slot [T] or [B, T] of a cache's buffer [B, K, S, H], in place."""
+    if slot.dim() == 1:
+        buffer[:, :, slot] = x
+    else:
+        buffer[row_index(slot, batch_idx), :, slot] = x.transpose(1, 2)
+
+
 class HiddenStates(nn.Module):
     """Hidden states of some layers by position: states[k] is [B, S, D], the input of layer k.
 
@@ -244,13 +252,11 @@ class KVCache(nn.Module):
 
         batch_idx [B]: the cache rows to write and read; None: all.
         """
-        if slot.dim() == 1:
-            self.k[:, :, slot] = k
-            self.v[:, :, slot] = v
-        else:
-            row = row_index(slot, batch_idx)
-            self.k[row, :, slot] = k.transpose(1, 2)
-            self.v[row, :, slot] = v.transpose(1, 2)
+        write_slots(self.k, slot, k, batch_idx)
+        write_slots(self.v, slot, v, batch_idx)
+        return self.read(kv_len, batch_idx)
+
+    def read(self, kv_len, batch_idx):
         k, v = self.k[:, :, :kv_len], self.v[:, :, :kv_len]
         return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
 
@@ -507,6 +513,8 @@ class Transformer(nn.Module):
         self.rings = nn.ModuleDict()                           # str(window) -> Ring
         self.recorded = ()                         # layers, see record_hidden()
         self.hidden = HiddenStates((), (0, 0, 0), self.dtype, None)
+        self.kv_cache = None                       # an object whose replace_cache(attn) exchanges a
+                                                   # layer's cache: layers/quantized_cache.py
 
     def frequencies(self, length: int = 0) -> Tensor:
         """The frequencies of each RoPE, for sequences of up to `length`: fp32 [R, H / 2]."""
@@ -534,6 +542,8 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             n_slot = size[of_layer(i, cfg.window)]
             layer.attn.setup_cache(batch_size, n_slot, self.dtype, device, max_rejected)
+            if self.kv_cache is not None:
+                self.kv_cache.replace_cache(layer.attn)
         self.hidden = self._hidden_states(device)
 
     @torch.inference_mode(False)
@@ -629,10 +639,10 @@ def padded(rows: list[Tensor]) -> Tensor:
 
 
 def cache_bytes(cfg: ModelConfig, batch_size: int, length: int, longest_call: int, dtype,
-                max_rejected: int = 0) -> int:
-    """Bytes that setup_cache() will allocate for the layers."""
+                max_rejected: int = 0, kv_cache=None) -> int:
+    """Bytes that setup_cache() will allocate for the layers. kv_cache: as Transformer.kv_cache."""
     with torch.device("meta"):
         model = Transformer(cfg)
-        model.dtype = dtype
+        model.dtype, model.kv_cache = dtype, kv_cache
         model.setup_cache(batch_size, length, longest_call, "meta", max_rejected)
     return sum(t.nbytes for layer in model.layers for t in layer.attn.buffers())

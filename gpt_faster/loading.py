@@ -27,6 +27,7 @@ from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import open_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
+from gpt_faster.layers.quantized_cache import CacheFormat
 from gpt_faster.storage import disk, weight_cache
 from gpt_faster.text.tokenizer_files import load_for
 from model import Transformer
@@ -40,20 +41,26 @@ SUFFIXES = (".gguf", ".safetensors", ".bin", ".pth", ".pt")
 
 def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch.bfloat16,
                scheme: str | None = None, head: str = "int8", adapter: str | None = None,
-               engine: str = "compile") -> tuple:
+               engine: str = "compile", kv_cache: str | None = None) -> tuple:
     """A path or hub name, None for the default model -> model, checkpoint, tokenizer.
 
     scheme: quantize the weights while loading (int8, int4-g32, …); head: the output layer's scheme
     (int8, int4, none). adapter: a LoRA's path or hub name. engine: compile, torch_compile or
-    kv_cache (eager), which decides the layout of quantized weights.
+    kv_cache (eager), which decides the layout of quantized weights. kv_cache: int8, int4, fp8 or
+    keys/values (int8/int4): quantize the cache that model.setup_cache() allocates.
     Raises FileNotFoundError, ValueError or OSError with a one-line message.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine is {brief(engine)}, expected one of {', '.join(ENGINES)}")
     source, tokenizer = open_model(path, adapter=adapter)
+    cache_format = CacheFormat.parse(kv_cache) if kv_cache else None
+    if cache_format:
+        cache_format.check(source.cfg)
     if scheme:
         source = quantize_on_load.quantized(source, scheme, head=head, device=device)
-    return load(source, dtype, device, engine), source, tokenizer
+    model = load(source, dtype, device, engine)
+    model.kv_cache = cache_format
+    return model, source, tokenizer
 
 
 def open_model(path: str | None = None, shape: str | None = None, adapter: str | None = None):

@@ -39,6 +39,7 @@ from gpt_faster.kernels.cpu import native
 from gpt_faster.layers.dflash import DFlashConfig
 from gpt_faster.layers.eagle3 import check_fit
 from gpt_faster.layers.embedding import has_learned_positions
+from gpt_faster.layers.quantized_cache import CacheFormat
 from gpt_faster.loading import load, load_shard, open_model
 from model import cache_bytes
 from sampling import Sampler
@@ -75,7 +76,7 @@ class Runtime:
         chunk = max(options.prefill_chunk, self.k + 1 if self.drafter else 0)
         max_rejected = (self.k if self.drafter else 0) + rewinds
         check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
-                     max_rejected)
+                     max_rejected, options.kv_cache)
 
         begins_uncompiled = not waits and engine == "compile" and native.is_building()
         runs_first = "kv_cache" if begins_uncompiled else engine
@@ -89,6 +90,8 @@ class Runtime:
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 
+        for model in filter(None, (self.model, draft)):        # drafts only cost time if rejected
+            model.kv_cache = options.kv_cache
         self.model.setup_cache(n_cache_rows, self.length, chunk, max_rejected=max_rejected)
         start = time.perf_counter()
         self.changes_over = not waits and engine == "compile" and can_switch_later(self.model)
@@ -250,27 +253,30 @@ class Runtime:
             load_s=self.load_s, compile_s=self.compile_s,
             peak_memory_bytes=peak_memory(self.device), model_bytes=self.total_bytes,
             quantization=linears, quantized_head=head, engine=self.engine, ranks=tp.world(),
+            kv_cache=self.options.kv_cache and str(self.options.kv_cache),
             batch_size=self.options.batch_size, seed=self.options.seed, **drafts,
             device=str(self.device), dtype=str(self.dtype)[6:], torch=torch.__version__)
 
 
-def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
-                 max_rejected: int) -> None:
-    """Log the memory that will be allocated. ValueError if it exceeds the free memory."""
+def check_memory(sources, dtype, device, rows: int, length: int, chunk: int, max_rejected: int,
+                 kv_cache: CacheFormat | None = None) -> None:
+    """Log the memory that will be allocated. ValueError if it exceeds the free memory, or if a
+    model cannot have such a KV cache."""
     sources = [tp.shard(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype, device) for source in sources)
-    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
+    cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected,
+                            kv_cache)
                 for source in sources)
     cache += rows * (hidden_bytes(sources, length, dtype) + state_bytes(sources, length, dtype))
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
-            f"({rows} x {length} positions){on_each_rank()}")
+            f"({f'{kv_cache}, ' if kv_cache else ''}{rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")
     if weights + cache > free:
         no_drafts = ", or no draft model" if len(sources) > 1 else ""
         raise ValueError(f"not enough memory: {need}, but only {free / 1e6:.0f} MB are free on "
-                         f"{device}: try --quantize, a smaller --max_seq_length or --batch_size"
-                         f"{no_drafts}")
+                         f"{device}: try --quantize, --kv_cache, a smaller --max_seq_length or "
+                         f"--batch_size{no_drafts}")
 
 
 def on_each_rank() -> str:

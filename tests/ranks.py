@@ -24,9 +24,10 @@ from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0  # noq
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
 from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
 from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
+from gpt_faster.layers.quantized_cache import CacheFormat  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 
-FP32 = torch.float32
+FP32, FP64 = torch.float32, torch.float64
 
 
 def prompts(n, batch=3, seed=1):
@@ -117,6 +118,22 @@ def check_measuring(path, n):
     assert costs == from_rank_0(lambda: costs)
 
 
+def check_kv_cache(path, n):
+    """A head's codes and scales are its own, whichever rank has it."""
+    source = read_checkpoint(path)
+    whole, part = load_model(source, FP64, "cpu"), loading.load_shard(source, FP64, "cpu", "kv_cache")
+    plain = logits(whole, prompts(24))
+    for precision in ("int8", "int8/int4", "fp8"):
+        found = []
+        for model in (whole, part):
+            model.kv_cache = CacheFormat.parse(precision)
+            model.setup_cache(3, 24)
+            with torch.inference_mode():
+                found.append(model(prompts(24), torch.arange(24), 24))
+        close(found[1], found[0])
+        assert (found[0] - plain).abs().max() > 1e-3 * plain.std(), precision
+
+
 def check_mtp(path, n):
     """By the checkpoint's own head, a part of which each rank has, beside its part of embedding and output."""
     source = read_checkpoint(path)
@@ -150,7 +167,7 @@ def check_agreement(path, n):
 
 
 CHECKS = dict(family=check_family, quantized=check_quantized, sampling=check_sampling, compiled=check_compiled,
-              guessing=check_guessing, measuring=check_measuring, mtp=check_mtp, agreement=check_agreement)
+              guessing=check_guessing, measuring=check_measuring, mtp=check_mtp, kv_cache=check_kv_cache, agreement=check_agreement)
 
 
 def run(argv):

@@ -103,7 +103,8 @@ def test_every_family(checkpoint, tmp_path, names, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("check, name", [
     ("quantized", "for-int4-llama"), ("quantized", "for-int4-mixtral"), ("sampling", "for-int4-llama"), ("agreement", "for-int4-llama"),
-    ("guessing", "for-int4-llama"), ("measuring", "for-int4-llama"), ("mtp", "for-mtp")])
+    ("guessing", "for-int4-llama"), ("measuring", "for-int4-llama"), ("mtp", "for-mtp"),
+    ("kv_cache", "for-int4-llama")])
 def test_all_else(checkpoint, tmp_path, check, name, ranks):
     passed(tmp_path, f"{check}:{checkpoint(name)}", ranks=ranks)
 

@@ -23,11 +23,13 @@ def logit_margin(model: Transformer) -> float:
 
 
 @torch.inference_mode()
-def is_plausible(model: Transformer, prompt: list[int], ids: list[int]) -> bool:
-    """Whether each token is near the best logit, teacher-forced without a KV cache."""
+def is_plausible(model: Transformer, prompt: list[int], ids: list[int], kv_cache=None) -> bool:
+    """Whether each token is near the best logit, teacher-forced in one call: without a KV cache, or
+    through one of the format kv_cache."""
     model = share_weights(model)
     tokens = torch.tensor([prompt + ids], device=model.freq.device)
-    model.setup_cache(0, tokens.shape[1])
+    model.kv_cache = kv_cache
+    model.setup_cache(1 if kv_cache else 0, tokens.shape[1])
     pos = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     logits = model(tokens[:, :-1], pos, len(ids))[0]               # [ids, V]
     chosen = logits.gather(1, tokens[0, -len(ids):, None])[:, 0]
@@ -47,10 +49,13 @@ def tokens_agree(run, runs: list) -> bool | None:
         name, = set(SAMPLERS) - {run.case.engine}
         other = Engine(name, model, run.prompts, run.workload, engine.tokenizer)
         return run.tokens == other.run(run.prompts, run.workload.n_new)[0]
-    if model.dtype == torch.float32:
+    kv_cache = engine.model.kv_cache
+    if model.dtype == torch.float32 and kv_cache is None:
         reference = next(r for r in runs if r.case.weights.model is model and r.tokens
-                         and not r.error and r.runner.is_greedy)
+                         and not r.error and r.runner.is_greedy
+                         and r.runner.model.kv_cache is None)
         if run is not reference:
             return run.tokens == reference.tokens
     distinct = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(run.prompts, run.tokens)}
-    return all(is_plausible(model, list(prompt), list(ids)) for prompt, ids in distinct)
+    return all(is_plausible(model, list(prompt), list(ids), kv_cache)
+               for prompt, ids in distinct)

@@ -19,7 +19,7 @@ import tp
 from generate import figures, log, peak_memory, weight_bytes
 from gpt_faster.bench import engines
 from gpt_faster.bench.agreement import tokens_agree
-from gpt_faster.bench.engines import DRAFTING, PUBLISHED_ACCEPTANCE, Engine
+from gpt_faster.bench.engines import DRAFTING, PUBLISHED_ACCEPTANCE, Engine, split_cache
 from gpt_faster.bench.machine import read_bandwidth
 from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.worker import PEER_NAMES
@@ -62,20 +62,22 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     schemes = dict.fromkeys(scheme for _, scheme in schemes_of_engines)
     weights_of = {}
     for scheme in schemes:
-        drafters = tuple(engine for engine, of in schemes_of_engines
-                         if of == scheme and engine in PUBLISHED_ACCEPTANCE)
+        drafters = tuple(split_cache(engine)[0] for engine, of in schemes_of_engines
+                         if of == scheme and split_cache(engine)[0] in PUBLISHED_ACCEPTANCE)
         weights_of[scheme] = load_weights(source, scheme, dtype, device, drafters)
     plain_weights_of = dict(weights_of)            # layouts for plain PyTorch matmuls
-    for engine, scheme in schemes_of_engines:
+    for name, scheme in schemes_of_engines:
+        engine, _ = split_cache(name)
         if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
             plain_weights_of[scheme] = load_weights(source, scheme, dtype, device, engine=engine)
     cases = []
-    for engine, scheme in schemes_of_engines:
+    for name, scheme in schemes_of_engines:
+        engine, _ = split_cache(name)
         weights = (plain_weights_of if engine == "torch_compile" else weights_of)[scheme]
         error = weights.error
         if engine == "cuda_graph" and device.type != "cuda":
             error = "needs an NVIDIA GPU"
-        cases.append(BenchmarkCase(weights, engine, temperature, error=error))
+        cases.append(BenchmarkCase(weights, name, temperature, error=error))
     for peer, start in peer_starters.items():
         plain_weights_only = peer.startswith(("transformers", "vllm"))
         for scheme, weights in weights_of.items():
@@ -187,7 +189,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if self.case.engine in DRAFTING:           # a step yields several tokens
+        if split_cache(self.case.engine)[0] in DRAFTING:       # a step yields several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt * batch_size,
                          [n_new] * batch_size, read_bytes)

@@ -31,6 +31,7 @@ from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
+from gpt_faster.layers.quantized_cache import CacheFormat
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
@@ -57,8 +58,15 @@ def share_weights(model: Transformer) -> Transformer:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
+def split_cache(name: str) -> tuple[str, CacheFormat | None]:
+    """compile@int8/int4 -> compile, the format of its KV cache. ValueError if it is none."""
+    engine, _, text = name.partition("@")
+    return engine, CacheFormat.parse(text) if text else None
+
+
 def has_our_kernels(name: str) -> bool:
-    return name in DRAFTING or name.startswith("compile")
+    engine, _ = split_cache(name)
+    return engine in DRAFTING or engine.startswith("compile")
 
 
 def compiled_layout_bytes(name: str, model: Transformer) -> int:
@@ -86,6 +94,7 @@ class Engine:
                  workload: Workload, tokenizer, temperature: float = 0.0,
                  draft: Transformer | None = None):
         """draft: the MTP head or the drafter, for the engines of PUBLISHED_ACCEPTANCE."""
+        name, kv_cache = split_cache(name)
         if workload.n_requests and name in ("recompute", *PUBLISHED_ACCEPTANCE, *SAMPLERS):
             raise ValueError("takes one prompt at a time")
         if name in PUBLISHED_ACCEPTANCE and temperature:
@@ -95,6 +104,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
+        self.model.kv_cache = kv_cache
         n_rows = 0 if name == "recompute" else workload.batch_size
         self.model.setup_cache(n_rows, workload.n_positions(), PREFILL_CHUNK,
                                max_rejected=DRAFTING.get(name, 0))

@@ -20,7 +20,16 @@ import tp
 from generate import dtype_name, log, number, pick_device
 from gpt_faster.bench import plots, serving
 from gpt_faster.bench.cases import BenchmarkCase, build_cases, run_workload
-from gpt_faster.bench.engines import DFLASH, EAGLE3, LADDER, MTP, NGRAM, PUBLISHED_ACCEPTANCE
+from gpt_faster.bench.engines import (
+    DFLASH,
+    EAGLE3,
+    LADDER,
+    MTP,
+    NGRAM,
+    PUBLISHED_ACCEPTANCE,
+    SAMPLERS,
+    split_cache,
+)
 from gpt_faster.bench.machine import describe_machine
 from gpt_faster.bench.peers import peer_starter
 from gpt_faster.bench.profiling import run_profiles
@@ -105,7 +114,8 @@ def add_run_flags(add: Callable) -> None:
              f"{PUBLISHED_ACCEPTANCE[MTP]}), {EAGLE3}, {DFLASH} (likewise with a drafter of random "
              f"weights: EAGLE-3 at {PUBLISHED_ACCEPTANCE[EAGLE3]}, or DFlash with blocks of 16, at "
              f"{PUBLISHED_ACCEPTANCE[DFLASH]}), int8, int4, int4-g64, "
-             "… (compile with such weights); sorted and sort_free sample (temperature 0.8, top-p "
+             "… (compile with such weights); NAME@int8, NAME@int8/int4, …: with a KV cache of this "
+             "precision; sorted and sort_free sample (temperature 0.8, top-p "
              "0.95), the others are greedy; default: kv_cache,torch_compile,compile, or all of "
              "them with --init_from")
     add("--peers", default="", metavar="LIST",
@@ -141,15 +151,20 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
         raise ValueError(f"--engines or --quantize is empty: choose from {', '.join(LADDER)}, "
                          "int8, int4")
     known = (*LADDER, NGRAM, MTP, EAGLE3, DFLASH)
+    quantizable = [name for name in known if name not in ("recompute", *SAMPLERS)]
     for name in requested:
-        if name not in known and not is_scheme(name):
+        engine, kv_cache = split_cache(name)
+        if kv_cache and engine not in quantizable:
+            raise ValueError(f"engine '{name}': only {', '.join(quantizable)} take a KV cache of "
+                             "another precision")
+        if engine not in known and not is_scheme(engine):
             raise ValueError(f"unknown engine '{name}' (engines: {', '.join(known)}, int8, int4, "
                              "int4-g64, …)")
     for scheme in schemes:
         if scheme != "none" and not is_scheme(scheme):
             raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
                              "of 32, 64, 128 or 256)")
-    engines = [name for name in requested if name in known]
+    engines = [name for name in requested if split_cache(name)[0] in known]
     pairs = [(engine, scheme) for scheme in schemes for engine in engines]
     return pairs + [("compile", name) for name in requested if name not in engines]
 

@@ -31,7 +31,13 @@ from generate import (
 )
 from gpt_faster.cli import batch
 from gpt_faster.cli.common import guarded
-from gpt_faster.cli.flags import add_activation_bits, add_adapter, add_no_bos, add_quantize
+from gpt_faster.cli.flags import (
+    add_activation_bits,
+    add_adapter,
+    add_kv_cache,
+    add_no_bos,
+    add_quantize,
+)
 from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.decoding.engines import build_steps
 from gpt_faster.decoding.ranks import as_rank
@@ -348,6 +354,7 @@ def build_parser() -> Parser:
         type=dtype_name,
         help="auto: as in generate.py, but float32 without --compile on a CPU without bfloat16")
     add_quantize(add)
+    add_kv_cache(add)
     add("--compile", action="store_true", help="compile decoding, and on a CPU also scoring")
     add("--max_seq_length", type=number(int, 2),
         help="context length; default: the model's, for perplexity at most 1024")
@@ -392,6 +399,8 @@ def run(argv: list[str] | None = None) -> int:
         raise ValueError("--no_bos requires --perplexity: lm-eval tasks are encoded as by lm-eval")
     if args.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(f"{source.path.name} has no chat template")
+    if args.kv_cache:
+        args.kv_cache.check(cfg)
     if args.tasks:
         manager = load_tasks(args)
     else:
@@ -400,6 +409,7 @@ def run(argv: list[str] | None = None) -> int:
     source = quantize_as_requested(source, args.quantize, args.groupsize, args.quantize_head,
                                    device)
     model = load(source, dtype, device, engine)
+    model.kv_cache = args.kv_cache
     log(f"Engine: {engine}")
     steps = build_steps(model, engine, compile_prefill=True)
     compiled = engine == "compile" and device.type == "cpu"    # on a GPU forward is not compiled
@@ -418,7 +428,8 @@ def run(argv: list[str] | None = None) -> int:
     log(f"{seconds:.1f} seconds")
     result |= dict(model=source.path.name, dtype=str(dtype)[6:], device=str(device),
                    seconds=seconds, model_bytes=weight_bytes(model)[0],
-                   quantization=schemes(source)[0])
+                   quantization=schemes(source)[0],
+                   kv_cache=args.kv_cache and str(args.kv_cache))
     print(json.dumps(result, default=str) if args.json else text, flush=True)
     return 0
 

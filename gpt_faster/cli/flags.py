@@ -13,6 +13,7 @@ from generate import PREFILL_CHUNK, SAMPLING, check_output, number
 from generate import add_flags as add_core_flags
 from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.formats.known_shapes import SHAPES
+from gpt_faster.layers.quantized_cache import CacheFormat
 from quantize import MODES, add_choices
 
 CHECKPOINTS = ("a Hugging Face directory, .safetensors, .pth, .pt, .gguf, or a hub name org/name; "
@@ -87,6 +88,7 @@ def add_speed(group) -> None:
              "acceptance rate")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prefill N tokens at a time, which limits memory use")
+    add_kv_cache(add)
     add("--engine", choices=ENGINES,
         help="recompute: no KV cache; kv_cache: eager (default); torch_compile: torch.compile "
              "without our kernels; compile: same as --compile; cuda_graph: the eager step in a "
@@ -127,6 +129,20 @@ def add_activation_bits(add) -> None:
         help="precision of activations in multi-row matmuls (prefill, batches) under --compile: "
              "with int4 weights on x86, with int8 weights if it has VNNI; 16 is more accurate and "
              "slower; float32 models always use 16, and so do more than 48 rows with AMX")
+
+
+def add_kv_cache(add) -> None:
+    """For every command that generates or scores."""
+    add("--kv_cache", type=cache_format, metavar="PRECISION",
+        help="quantize the KV cache: int8, int4, fp8, or keys/values, for example int8/int4; "
+             "default: the model's dtype")
+
+
+def cache_format(text: str) -> CacheFormat:
+    try:
+        return CacheFormat.parse(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def json_object(text: str) -> dict:
@@ -170,6 +186,9 @@ def check(args) -> None:
     if speculates and (args.batch_size > 1 or args.engine == "recompute"):
         raise ValueError("speculation needs --batch_size 1 and a KV cache: it cannot be combined "
                          "with --engine recompute")
+    if args.kv_cache and args.engine == "recompute":
+        raise ValueError("--kv_cache cannot be combined with --engine recompute, which has no KV "
+                         "cache")
     if args.json_schema and (speculates or args.random or args.ignore_eos):
         raise ValueError("--json_schema cannot be combined with speculation, --random or "
                          "--ignore_eos")

@@ -16,7 +16,7 @@ OTHER_NAMES = {
     "--checkpoint_path": "model_path model_name model_name_or_path model_id pretrained checkpoint "
                          "checkpoint_dir ckpt ckpt_path ckpt_dir hf hf_repo repo_id model_args",
     "--device": "gpu cuda device_map main_gpu ngl n_gpu_layers gpu_layers tensor_split",
-    "--dtype": "torch_dtype precision data_type kv_cache_dtype",
+    "--dtype": "torch_dtype precision data_type",
     "--prompt": "p text input message query prompts",
     "--max_new_tokens": "n n_predict predict max_tokens max_token max_length max_gen_len gen_len "
                         "max_gen_toks num_predict num_tokens n_tokens max_completion_tokens",
@@ -43,6 +43,8 @@ OTHER_NAMES = {
     "--json_schema": "j json_schema_file grammar guided_json response_format",
     "--max_seq_length": "c ctx ctx_size n_ctx context context_length max_model_len "
                         "max_position_embeddings max_kv_size max_context_len num_ctx",
+    "--kv_cache": "kv_cache_dtype kv_cache_type cache_dtype cache_type cache_type_k cache_type_v "
+                  "ctk ctv kv_bits kv_dtype kv_quant quantized_cache cache_implementation",
     "--prefill_chunk": "ub prefill_step_size max_num_batched_tokens chunk_size",
     "--quantize": "q quant quantization q_bits load_in_4bit load_in_8bit load_format",
     "--groupsize": "group_size q_group_size",

@@ -68,8 +68,7 @@ class SharedAttention(nn.Module):
         source, attend = self.source
         if source.cache is None:
             return attend.recorded_kv
-        k, v = source.cache.k[:, :, :kv_len], source.cache.v[:, :, :kv_len]
-        return (k, v) if batch_idx is None else (k[batch_idx], v[batch_idx])
+        return source.cache.read(kv_len, batch_idx)
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         B, T, _ = x.shape

@@ -287,6 +287,33 @@ def unseen() -> str:
         f"rows: {'; '.join(took)}.\n")
 
 
+def kv_cache() -> str:
+    """From benchmarks/kv_cache.jsonl, which scripts/dev/cache_quality.sh prints."""
+    lines = [json.loads(line)
+             for line in (ROOT / "benchmarks/kv_cache.jsonl").read_text().splitlines()]
+    names = {"english": "English", "german": "German", "python": "Python"}
+    table = [f"| model, tokens | cache | kB a position | {' | '.join(names.values())} | KL |",
+             "|---" * (4 + len(names)) + "|"]
+    rows, runs = [], []
+    for line in lines:
+        if "cache" in line:
+            rows.append(line)
+            continue
+        runs.append(line)
+        for row in rows:
+            first = row is rows[0]
+            what = f"{short_name(line['cache_table'])}, {line['window']}" if first else ""
+            texts = [row.get(name) for name in names]
+            cells = [f"{text['perplexity']:.3f}" if text else "–" for text in texts]
+            kl = "" if first else ", ".join(f"{text['kl']:.5f}" for text in texts if text)
+            table.append(f"| {what} | {row['cache'].replace(':plain', ', not turned')} "
+                         f"| {row['bytes_per_position'] / 1e3:.2f} | {' | '.join(cells)} | {kl} |")
+        rows = []
+    run = runs[-1]
+    return "\n".join(table) + (f"\n\n{run['machine']}, {run['capability']}, computed in float32; "
+                               f"torch {run['versions']['torch']}; {measured(run)}.\n")
+
+
 def machines() -> list[dict]:
     """The benchmarks/MACHINE.json files of benchmark.py --suite, newest first; `file`: its name."""
     values = [json.loads(path.read_text()) | {"file": path.name}
@@ -458,7 +485,8 @@ PARTS = {
     "peers": ("docs/benchmarks.md", peers),
     "files": ("docs/architecture.md", files), "families": ("docs/models.md", families),
     "flags": ("docs/flags.md", flags), "quality": ("docs/quantization.md", quality),
-    "unseen": ("docs/quantization.md", unseen), "figures": ("docs/benchmarks.md", figures),
+    "unseen": ("docs/quantization.md", unseen),
+    "kv_cache": ("docs/quantization.md", kv_cache), "figures": ("docs/benchmarks.md", figures),
 }
 
 

@@ -10,15 +10,17 @@ list (layers.Operations).
 
 from torch import Tensor, nn
 
+from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
 from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
 from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.delta import DeltaNet
-from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
+from gpt_faster.layers.latent import LatentAttention, LatentCache, PaddedSDPA
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
+from model import KVCache
 
 MAX_DECODE_ROWS = 64                               # B T of a call that counts as a decode step
 
@@ -37,7 +39,7 @@ class AttentionMixer:
     def supports(layer: nn.Module) -> bool:
         attn, attend = layer.attn, getattr(layer.attn, "attend", None)
         linears = [getattr(attn, name, None) for name in (*input_linears_of(attn), "wo")]
-        if None in linears or not hasattr(attend, "scale"):
+        if None in linears or not hasattr(attend, "scale") or not has_plain_cache(attn):
             return False
         has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
         if getattr(attend, "slopes", None) is not None or getattr(attn, "softplus_gate", False):
@@ -102,7 +104,8 @@ class LatentMixer:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
             queries = [attn.wq_kv_a]
-        return (type(attn.attend) is PaddedSDPA and all(map(supports_norm, norms))
+        return (type(attn.attend) is PaddedSDPA and has_plain_cache(attn)
+                and all(map(supports_norm, norms))
                 and all(map(supports_linear, (*queries, attn.wo)))
                 and all(map(supports_head_matrices, (attn.wk_b, attn.wv_b))))
 
@@ -200,6 +203,15 @@ class ShortConvMixer:
             kind=native.SHORT_CONV, width=attn.shape.width, n_tap=attn.shape.n_tap,
             n_input=inputs.shape[1], n_row=len(inputs), taps=attn.taps.T, bias=attn.taps_bias,
             x=buffers["wbcx"], inputs=inputs, out=buffers["attended"])
+
+
+def has_plain_cache(attn: nn.Module) -> bool:
+    """Is the cache in the model's dtype? Checked again when setup_cache() exchanges it."""
+    is_plain = attn.cache is None or type(attn.cache) in (KVCache, LatentCache)
+    if not is_plain:
+        torch_internals.note_once("the CPU kernels don't support a quantized KV cache; running "
+                                  "attention in eager PyTorch")
+    return is_plain
 
 
 def store_transposed(taps: nn.Parameter) -> None:

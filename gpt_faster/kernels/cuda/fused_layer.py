@@ -18,7 +18,7 @@ from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import IDENTITY, BlockVariant, post_norm_of
 from gpt_faster.layers.feed_forward import GATED
 from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, WideNorm
-from model import MoE
+from model import KVCache, MoE
 from tp import of_all, shared_by
 
 MAX_BATCH = 256
@@ -99,7 +99,7 @@ class FusionPlan:
 
     def applies_to(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape
-        return (is_compiling() and cache is not None and batch_idx is None and B <= MAX_BATCH
+        return (is_compiling() and type(cache) is KVCache and batch_idx is None and B <= MAX_BATCH
                 and T * self.group <= MAX_QUERIES and B == cache.k.shape[0])
 
 
