@@ -101,12 +101,16 @@ def weights_of(launch) -> list[torch.Tensor]:
             and math.prod(t.shape[:-1]) >= LEAST_ROWS]
 
 
+def chosen(launch) -> float:
+    """The share of its weights that a launch reads: of experts, those that its rows choose."""
+    if named(launch).get("ids") is None:
+        return 1.0
+    return launch.grid[1] / max(weights_of(launch), key=lambda t: t.nbytes).shape[0]
+
+
 def bytes_read(launch) -> int:
-    """Of weights; of experts, those that rows of the second axis of the grid choose."""
-    n_bytes = 0
-    for t in weights_of(launch):
-        n_bytes += t.nbytes if t.dim() == 2 else t.nbytes * launch.grid[1] // t.shape[0]
-    return n_bytes
+    """Of weights."""
+    return round(chosen(launch) * sum(t.nbytes for t in weights_of(launch)))
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,17 @@ class Product:
     def n_weights(self) -> int:
         """That the launch multiplies by."""
         weight = max(weights_of(self.launch), key=lambda t: t.nbytes)
-        n = math.prod(weight.shape[:-1]) * self.n_in
-        return n if weight.dim() == 2 else n * self.launch.grid[1] // weight.shape[0]
+        return round(chosen(self.launch) * math.prod(weight.shape[:-1]) * self.n_in)
+
+    @property
+    def idle(self) -> float:
+        """Bytes that its lanes would load, of those that there are: 1.5 with 11008 in int4."""
+        listing = self.code.listing
+        first, last = listing.main_loop()
+        loaded = self.turns * listing.loaded_bytes(range(first, last + 1)) or listing.loaded_bytes(
+            range(len(listing.code)))
+        lanes = 32 * self.code.warps * math.prod(self.launch.grid)
+        return max(1.0, loaded * lanes / bytes_read(self.launch))
 
     @property
     def program(self) -> Program:
@@ -187,16 +200,13 @@ def wrong_in(gpu: GPU, product: Product) -> list[str]:
     if resident < 2 and not product.program.is_carried:
         found.append(f"one program of {code.warps} warps on a multiprocessor, and it loads "
                      "nothing ahead: nothing overlaps")
-    n_in, bits = product.n_in, product.bits
     rows = named(product.launch).get("M", 1)
-    step = 8 * (16 // bits) * 32 * code.warps
-    idle = math.ceil(n_in / step) * step / n_in    # 1.5 with 11008 in int4
     by_bytes = bytes_read(product.launch) / gpu.bandwidth
     warps = math.prod(product.launch.grid) * code.warps
     by_instructions = code.instructions * warps / (gpu.n_sm * 4 * gpu.clock * 0.85)
-    if by_instructions > MOST_ISSUE * idle * by_bytes:
+    if by_instructions > MOST_ISSUE * product.idle * by_bytes:
         found.append(f"bound by instructions, {by_instructions / by_bytes:.2f}")
-    if bits < 16 and rows == 1 and product.per_weight() > PER_WEIGHT * idle:
+    if product.bits < 16 and rows == 1 and product.per_weight() > PER_WEIGHT * product.idle:
         found.append(f"{product.per_weight():.2f} instructions a weight")
     return [f"{product}: {text}" for text in found]
 
