@@ -48,7 +48,7 @@ def test_measured_products_are_within_the_error_bar():
         assert abs(estimate - r["us"] / 1e6) <= bar, (r, estimate)
         ratios.append(estimate * 1e6 / r["us"])
     assert len(ratios) > 30 and 0.95 < statistics.median(ratios) < 1.05
-    assert sum(0.84 < ratio < 1.16 for ratio in ratios) > 0.85 * len(ratios)       # no wide bar hides it
+    assert sum(0.84 < ratio < 1.16 for ratio in ratios) > 0.9 * len(ratios)        # no wide bar hides it
 
 
 def step_seconds(step: dict, gpu=H200) -> float:
