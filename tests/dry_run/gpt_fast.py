@@ -19,11 +19,13 @@ from triton.compiler.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from dry_run import device, sass
-from dry_run.steps import GPUS
+from dry_run.timing import GPUS
 
 PUBLISHED = {"none": 104.9, "int8": 155.6, "int4-g32": 196.8}   # tok/s on an A100, its README
 N_LAYER, LENGTH = 32, 208                          # a short prompt and 200 tokens, as published
 CONFIGS = ((1, 1024, 4), (1, 2048, 8), (1, 4096, 8), (2, 2048, 8), (4, 1024, 8), (8, 512, 8))
+# seconds that a launch adds in a graph (low, high): A100's such that its step meets its figures
+PER_LAUNCH = {"A100": (4.3e-6, 5.9e-6), "H100": (3.0e-6, 4.5e-6), "H200": (3.0e-6, 4.5e-6)}
 FAR = 0.2                                          # of a figure: then the model of time is wrong
 
 
@@ -125,7 +127,7 @@ def look_at(sm: int, theirs, scheme: str, known: dict) -> tuple[bool, str]:
         rate = gpu.n_sm * 4 * gpu.clock * 0.85
         seconds = sum(max(n_byte / gpu.bandwidth, min(counted) / rate)
                       * (1 if is_head else N_LAYER / 2) for is_head, n_byte, counted in each)
-        low, high = [1 / (seconds + n_launch * c) for c in gpu.launch[::-1]]
+        low, high = [1 / (seconds + n_launch * c) for c in PER_LAUNCH[name][::-1]]
         text += f"; {name} {low:.0f} to {high:.0f} tok/s, products {seconds * 1e3:.2f} ms"
         if name == "A100":
             published = PUBLISHED[scheme]

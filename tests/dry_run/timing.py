@@ -1,0 +1,107 @@
+"""How long a kernel takes on a GPU, estimated from its machine code and its grid; no GPU, no Triton.
+
+The form is physical, its three constants are fitted to 33 products that were measured on an H200
+(measured.json). They are rewritten with the kernels' source, not with every kernel, so an estimate
+of a new kernel is an extrapolation: `bar` is what the measured ones were off by.
+
+    product = Program(grid=512, warps=16, registers=78, shared=512, instructions=1357, trips=4)
+    seconds_of(GPUS["H200"], product, n_bytes=36_700_160)          # 2.2e-05
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """clock: Hz, boosted; bandwidth: bytes a second that a kernel that only reads reaches."""
+
+    sm: int                                        # compute capability times ten
+    n_sm: int                                      # multiprocessors
+    clock: float
+    bandwidth: float
+    shared: int                                    # bytes a multiprocessor has for programs
+
+
+GPUS = {"A100": GPU(80, 108, 1.41e9, 1.72e12, 164 << 10),
+        "H100": GPU(90, 132, 1.98e9, 3.0e12, 228 << 10),
+        "H200": GPU(90, 132, 1.98e9, 4.3e12, 228 << 10)}
+LAUNCH = 1.8e-6                                    # seconds until the first program has loaded
+DRIFT = 3.9                                        # waves until half of load and compute overlap
+TRIP = 0.10e-6                                     # a wait for memory that other warps do not fill
+ALONE = 0.45e-6                                    # one that nothing else fills: to L2 and back
+LATENCY = 0.8e-6                                   # of memory under load, for bytes in flight
+AHEAD = 0.25                                       # of a turn: loads issued earlier are carried over
+BAR = 0.2, 1.7e-6                                  # of an estimate, and a launch
+STEP_BAR = 0.14                                    # of a whole step's speed
+
+
+@dataclass(frozen=True)
+class Program:
+    """A launch: its grid, what a program occupies, what a warp of it executes (loops multiplied out).
+
+    ahead: see Listing.ahead(); trips: waits for memory of a warp; in_flight: bytes of weights that
+    a warp asks for before it waits.
+    """
+
+    grid: int
+    warps: int
+    registers: int                                 # a thread
+    shared: int                                    # bytes
+    instructions: int
+    trips: int
+    ahead: float = 0.0
+    in_flight: int = 1 << 30
+
+    @property
+    def is_carried(self) -> bool:
+        """Are the next weights loaded while the current ones are multiplied?"""
+        return self.ahead >= AHEAD
+
+
+def programs_per_sm(gpu: GPU, program: Program) -> int:
+    """How many are resident at a time, by registers, warps and shared memory."""
+    of_a_warp = math.ceil(program.registers * 32 / 256) * 256
+    by_registers = 65536 // (of_a_warp * program.warps)
+    by_shared = gpu.shared // (program.shared + 1024)              # the driver takes 1 KB
+    return max(1, min(by_registers, 64 // program.warps, by_shared, 32))
+
+
+def seconds_of(gpu: GPU, program: Program, n_bytes: int) -> float:
+    """A product that reads n_bytes of weights.
+
+    Bytes and instructions overlap if loads are carried over. If not, the shorter of the two adds to
+    the longer: whole where a multiprocessor has one program, less the more waves there are, as
+    programs drift apart. A partial wave costs a whole one's instructions.
+    """
+    resident = programs_per_sm(gpu, program)
+    waves = max(1.0, program.grid / gpu.n_sm / resident)
+    in_flight = program.in_flight * program.warps * resident * gpu.n_sm
+    transfer = max(n_bytes / gpu.bandwidth, n_bytes * LATENCY / in_flight)
+    issue = (program.instructions * program.warps * math.ceil(program.grid / gpu.n_sm)
+             / (4 * gpu.clock))
+    if program.is_carried:
+        return LAUNCH + max(transfer, issue)
+    exposed = 1 / (1 + waves * (1 - 1 / resident) / DRIFT)
+    waits = TRIP * program.trips * waves / resident
+    return LAUNCH + max(transfer, issue) + exposed * min(transfer, issue) + waits
+
+
+def seconds_alone(gpu: GPU, program: Program) -> float:
+    """A kernel with few bytes, as attention of a step: its trips to memory, one after another."""
+    resident = programs_per_sm(gpu, program)
+    waves = math.ceil(max(1.0, program.grid / gpu.n_sm / resident))
+    issue = program.instructions * program.warps * min(resident, math.ceil(program.grid / gpu.n_sm))
+    return LAUNCH + waves * (program.trips * ALONE + issue / (4 * gpu.clock))
+
+
+def bar(seconds: float) -> float:
+    """Half the error bar of an estimate by seconds_of()."""
+    return BAR[0] * seconds + BAR[1]
+
+
+def step_seconds(gpu: GPU, products: list[tuple[Program, int, float]], attention: Program,
+                 n_layer: int, n_other: float) -> float:
+    """A decode step: (program, bytes, how often) of each product, and n_other small launches."""
+    total = n_other * LAUNCH + n_layer * seconds_alone(gpu, attention)
+    return total + sum(times * seconds_of(gpu, program, n) for program, n, times in products)
