@@ -33,6 +33,7 @@ MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])      
 OMNI_AUDIO = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, d_model=16, output_dim=64, downsample_hidden_size=8)
 HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] * 4, num_local_experts=0, embedding_multiplier=3.0,
               logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
+MAMBA = dict(mamba_n_heads=8, mamba_d_state=16, mamba_d_conv=4)
 STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
 del STARCODER["rms_norm_eps"]
 LAYER_NORM = {k: v for k, v in SIZE.items() if k != "rms_norm_eps"}                             # whose eps is called otherwise
@@ -251,6 +252,16 @@ FAMILIES = {
                                                           num_experts_per_tok=2, shared_intermediate_size=64),
     "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(**{**SIZE, "intermediate_size": 32}, **GRANITE, num_local_experts=6, num_experts_per_tok=2,
                                                      sliding_window=8, layer_rope_theta=[0, 1e4, 1e4, 5e5]),
+    "granitemoehybrid-mamba": lambda: hf.GraniteMoeHybridConfig(
+        **{**HYBRID, "intermediate_size": 32, "num_local_experts": 6, "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},
+        **MAMBA, num_experts_per_tok=2, mamba_n_groups=1),
+    "bamba": lambda: hf.BambaConfig(**SIZE, **MAMBA, mamba_n_groups=2, attn_layer_indices=[2], mamba_proj_bias=True),
+    "falcon_h1": lambda: hf.FalconH1Config(
+        **SIZE, **MAMBA, mamba_n_groups=2, mamba_d_ssm=96, lm_head_multiplier=0.9, embedding_multiplier=2.5, mlp_multipliers=[0.7, 1.6],
+        key_multiplier=0.6, attention_out_multiplier=0.8, attention_in_multiplier=1.3, ssm_multipliers=[0.7, 1.2, 0.9, 1.4, 0.6],
+        ssm_in_multiplier=1.2, ssm_out_multiplier=0.7),
+    "falcon_h1-norm": lambda: hf.FalconH1Config(**SIZE, **MAMBA, mamba_n_groups=1, mamba_d_ssm=None, mamba_rms_norm=True,
+                                                mamba_norm_before_gate=False, mamba_conv_bias=False),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -321,7 +332,8 @@ MODELS = {                                                 # for docs/models.md:
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
     "qwen2_5_omni_text": "Qwen2.5-Omni, its text part", "qwen3_omni_moe_text": "Qwen3-Omni-30B-A3B, its text part",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
-    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
+    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
+    "falcon_h1": "Falcon-H1 0.5B to 34B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
@@ -354,7 +366,7 @@ def make(name: str, seed: int = 0):
             p.data = torch.randn_like(p)
         elif key.endswith("A_log"):
             p.data = torch.randn_like(p) - 2               # a memory of some tokens to many
-        elif key.endswith("bias"):
+        elif key.endswith((".D", "bias")):
             p.data = 0.3 * torch.randn_like(p)
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)

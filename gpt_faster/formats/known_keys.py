@@ -78,6 +78,10 @@ OF_MODEL_TYPES = (
     ("attention_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe "
      "muse_glimmer_text hyperclovax"),
+    ("attention_in_multiplier attention_out_multiplier key_multiplier lm_head_multiplier "
+     "mamba_d_ssm mamba_norm_before_gate mamba_rms_norm mlp_multipliers projectors_bias "
+     "ssm_in_multiplier ssm_multipliers ssm_out_multiplier",
+     "falcon_h1"),
     ("attention_out_bias",
      "seed_oss"),
     ("attention_value_scale hybrid_layer_pattern layernorm_epsilon sliding_window_size "
@@ -96,7 +100,12 @@ OF_MODEL_TYPES = (
      "qwen3_moe qwen2_moe qwen3_next qwen3_vl_moe_text qwen3_omni_moe_text"),
     ("dim_model_base scale_depth scale_emb",
      "minicpm3"),
-    ("embedding_multiplier residual_multiplier",
+    ("attn_layer_indices",
+     "bamba"),
+    ("embedding_multiplier",
+     "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
+     "falcon_h1"),
+    ("residual_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax"),
     ("expert_selection_fn prefix_dense_intermediate_size prefix_dense_sliding_window_pattern "
      "shared_expert_combination_strategy",
@@ -133,12 +142,15 @@ OF_MODEL_TYPES = (
     ("logits_scaling",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
      "cohere2_moe"),
+    ("mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
+     "mamba_n_heads mamba_proj_bias time_step_limit",
+     "granitemoehybrid bamba falcon_h1"),
     ("max_window_layers",
      "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",
      "llama deepseek_v2 minicpm3 hy_v3 smollm3 granite granite_swa ernie4_5 helium arcee seed_oss "
      "cwm internlm3 iquestcoder starcoder2 falcon nemotron ernie4_5_moe hyperclovax opt jais2 "
-     "exaone"),
+     "exaone bamba falcon_h1"),
     ("moe_intermediate_size",
      "qwen3_moe qwen2_moe qwen3_5_moe_text qwen3_next qwen3_vl_moe_text mellum glm4_moe "
      "glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe dots1 solar_open "
@@ -265,7 +277,8 @@ CONFIG = Table(
             "learned_pos_emb n_ctx ffn_config softmax_scale",
         "read from the tensors": "mtp_mlp_layer_types head_bias lm_head_bias",
         "follows from other keys": "qk_head_dim layers_block_type",
-        "state-space layers: models that have them are refused": "mamba_* time_step_limit",
+        "state-space layers' speed and training": "mamba_chunk_size time_step_min time_step_max "
+                                                  "time_step_floor time_step_rank",
     })
 
 ROPE = Table(

@@ -17,6 +17,7 @@ from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import BlockVariant
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import SCORES, MoEVariant
 from gpt_faster.layers.norms import HEAD_NORMS
 from gpt_faster.layers.rope import RopeVariant, n_rotated
@@ -271,3 +272,10 @@ def _check_mixer(mixer, i: int) -> None:
             mixer.n_k_head < 1 or mixer.n_v_head % mixer.n_k_head or mixer.n_tap < 2):
         raise ValueError(f"{mixer.n_v_head} value heads cannot share {mixer.n_k_head} key heads "
                          f"evenly, or a convolution of {mixer.n_tap} is too short")
+    if isinstance(mixer, AttentionAndMamba):
+        check_types(mixer.mamba)
+        mixer = mixer.mamba
+    if isinstance(mixer, Mamba2) and (
+            mixer.n_group < 1 or mixer.n_head % mixer.n_group or mixer.n_tap < 2):
+        raise ValueError(f"{mixer.n_head} Mamba heads cannot share {mixer.n_group} groups evenly, "
+                         f"or a convolution of {mixer.n_tap} is too short")
