@@ -302,8 +302,8 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
         return all_reduce(h.square().mean(-1, keepdim=True)) / world()
 
     for i, layer in enumerate(model.layers):
-        share(layer.attn, summed)
-        share(getattr(layer.ffn, "summed", layer.ffn), summed)
+        for branch in (layer.attn, layer.ffn):
+            share(getattr(branch, "summed", branch), summed)
         part = of_layer(i, model.cfg.mixer) or model.cfg.attention
         for name in part.norms_over_heads if part else ():
             layer.attn.get_submodule(name).mean_square = mean_over_ranks

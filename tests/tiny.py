@@ -40,6 +40,8 @@ LAYER_NORM = {k: v for k, v in SIZE.items() if k != "rms_norm_eps"}             
 MHA = {k: v for k, v in LAYER_NORM.items() if k != "num_key_value_heads"}
 IDS = dict(bos_token_id=1, eos_token_id=2)
 PADDED = dict(IDS, pad_token_id=0)
+NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
+                mamba_num_heads=8, mamba_head_dim=16, n_groups=2, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
@@ -262,6 +264,13 @@ FAMILIES = {
         ssm_in_multiplier=1.2, ssm_out_multiplier=0.7),
     "falcon_h1-norm": lambda: hf.FalconH1Config(**SIZE, **MAMBA, mamba_n_groups=1, mamba_d_ssm=None, mamba_rms_norm=True,
                                                 mamba_norm_before_gate=False, mamba_conv_bias=False),
+    "nemotron_h": lambda: hf.NemotronHConfig(**NEMOTRON, layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]),
+    "nemotron_h-experts": lambda: hf.NemotronHConfig(
+        **NEMOTRON, **MOE, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"], n_routed_experts=8,
+        moe_shared_expert_intermediate_size=48, routed_scaling_factor=1.5, n_group=2, topk_group=1),
+    "nemotron_h-latent": lambda: hf.NemotronHConfig(
+        **NEMOTRON, **MOE, layers_block_type=["mlp", "linear_attention", "moe", "full_attention", "moe"], n_routed_experts=8,
+        moe_shared_expert_intermediate_size=48, moe_latent_size=32),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -333,7 +342,7 @@ MODELS = {                                                 # for docs/models.md:
     "qwen2_5_omni_text": "Qwen2.5-Omni, its text part", "qwen3_omni_moe_text": "Qwen3-Omni-30B-A3B, its text part",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
-    "falcon_h1": "Falcon-H1 0.5B to 34B",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 9B v2, Nemotron 3 Nano, Super", "falcon_h1": "Falcon-H1 0.5B to 34B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",

@@ -5,6 +5,7 @@ tensors by `names`, fold.py applies `folds` to the weights.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -38,6 +39,7 @@ from gpt_faster.formats.names import (
     MINIMAX_NAMES,
     MOE_NAMES,
     MPT_NAMES,
+    NEMOTRON_H_NAMES,
     OLMO_HYBRID_NAMES,
     OPT_NAMES,
     PHI_NAMES,
@@ -66,6 +68,7 @@ class Family(checkpoint.Family):
     plain_local_rope: bool = False                 # sliding layers: RoPE without scaling
     key_aliases: dict = field(default_factory=dict)    # its config.json keys: the usual ones
     respell: Callable[[dict], dict] = lambda c: c  # rewrite config.json in usual keys
+    rename: Callable[[str, dict], str] | None = None   # a tensor's name, before `names`
 
     def names_of(self, c: dict) -> dict:
         """Names of the checkpoint's tensors -> our names, for this config.json."""
@@ -217,6 +220,53 @@ def _falcon_h1_respelled(c):
         r"\.ffn\.gate\.": gate, r"\.ffn\.down\.": down}
     return {**c, "logits_scaling": 1 / (c.get("lm_head_multiplier") or 1),
             "factors": {of: float(by) for of, by in factors.items() if by not in (None, 1)}}
+
+
+NEMOTRON_KINDS = {"M": "M", "mamba": "M", "linear_attention": "M", "*": "*", "attention": "*",
+                  "full_attention": "*", "-": "-", "mlp": "-", "E": "E", "moe": "E"}
+NEMOTRON_MIXERS = {"M": "linear_attention", "*": "full_attention"}
+
+
+def _nemotron_h_respelled(c):
+    """Its layers have one branch each: Mamba or attention, and a feed-forward layer if one follows
+    it, become a layer of ours."""
+    stated = (c.get("layers_block_type") or c.get("layer_types")
+              or c.get("hybrid_override_pattern") or "ME*-")
+    kinds = [NEMOTRON_KINDS.get(kind) for kind in stated]
+    if not kinds or None in kinds:
+        raise ValueError(f"'layers_block_type' is {stated!r}, expected mamba, attention, mlp or "
+                         "moe for each layer, or 'hybrid_override_pattern' of M, *, - and E")
+    ours, places = [], []                          # (mixer, feed-forward) of our layers; of theirs:
+    for kind in kinds:                             # (our layer, module)
+        if kind in NEMOTRON_MIXERS:
+            ours.append([kind, None])
+        elif ours and ours[-1][1] is None:
+            ours[-1][1] = kind
+        else:
+            ours.append([None, kind])
+        places.append((len(ours) - 1, {"M": "mamba", "*": "self_attn"}.get(kind, "mlp")))
+    branches = {(True, False): "attn", (False, True): "ffn", (True, True): None}
+    return _mamba_respelled({
+        **c, "num_hidden_layers": len(ours), "nemotron_places": places,
+        "layer_types": [NEMOTRON_MIXERS.get(mixer, "full_attention") for mixer, _ in ours],
+        "mlp_layer_types": ["sparse" if ffn == "E" else "dense" for _, ffn in ours],
+        "branches": [branches[mixer is not None, ffn is not None] for mixer, ffn in ours],
+        "shared_expert_intermediate_size": c["moe_shared_expert_intermediate_size"],
+    }, c["mamba_n_heads"] * c["mamba_d_head"])
+
+
+def _nemotron_h_name(name, c):
+    """backbone.layers.7.mixer.up_proj.weight -> layers.3.mlp.up_proj.weight"""
+    layer = re.fullmatch(r"(?:backbone|model)\.layers\.(\d+)\.(norm|mixer)\.(.+)", name)
+    if not layer or int(layer[1]) >= len(c["nemotron_places"]):
+        return {"backbone.embeddings.weight": "embed_tokens.weight",
+                "model.embeddings.weight": "embed_tokens.weight",
+                "backbone.norm_f.weight": "norm.weight",
+                "model.norm_f.weight": "norm.weight"}.get(name, name)
+    i, module = c["nemotron_places"][int(layer[1])]
+    if layer[2] == "norm":
+        module = "post_attention_layernorm" if module == "mlp" else "input_layernorm"
+    return f"layers.{i}.{module}.{layer[3]}"
 
 
 def _falcon_h1(c):
@@ -906,6 +956,22 @@ FAMILIES = {
                       rms_norm_eps=1e-5),
         names=BAMBA_NAMES, folds=dict(log_decay=True), mixers=dict(linear_attention=_mamba2),
         respell=_bamba_respelled),
+    "nemotron_h": Family(
+        overrides=dict(gated=False), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, intermediate_size=21504,
+                      max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="relu2",
+                      mamba_n_heads=128, mamba_d_head=64, mamba_n_groups=8, mamba_d_state=128,
+                      mamba_d_conv=4, num_experts=8, num_experts_per_tok=2,
+                      moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688,
+                      routed_scaling_factor=1.0, num_attention_heads=32, num_hidden_layers=4),
+        names=NEMOTRON_H_NAMES, folds=dict(log_decay=True), has_rope=_never,
+        mixers=dict(linear_attention=_mamba2), respell=_nemotron_h_respelled,
+        rename=_nemotron_h_name, is_sparse=_is_sparse_after_first,
+        key_aliases=dict(ssm_state_size="mamba_d_state", mamba_num_heads="mamba_n_heads",
+                         mamba_head_dim="mamba_d_head", n_groups="mamba_n_groups",
+                         conv_kernel="mamba_d_conv", use_conv_bias="mamba_conv_bias",
+                         use_bias="mamba_proj_bias", mlp_hidden_act="hidden_act",
+                         layer_norm_epsilon="rms_norm_eps")),
     "falcon_h1": Family(
         defaults=dict(_MAMBA, num_key_value_heads=8, max_position_embeddings=8192,
                       rms_norm_eps=1e-5, mamba_d_ssm=1024, mamba_rms_norm=False,

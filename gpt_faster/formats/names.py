@@ -289,6 +289,11 @@ BAMBA_NAMES = {
     "feed_forward.down_proj": "ffn.down",
 }
 FALCON_H1_NAMES = BAMBA_NAMES | mamba_names("mamba", "attn.mamba")
+NEMOTRON_H_NAMES = SIGMOID_NAMES | mamba_names("mamba") | {
+    "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
+    "mlp.experts.up_proj": "ffn.up.weight", "mlp.fc1_latent_proj": "ffn.to_latent",
+    "mlp.fc2_latent_proj": "ffn.from_latent",
+}
 LFM2_NAMES = {
     "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
     "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
@@ -339,6 +344,7 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
+    "ffn.to_latent", "ffn.from_latent",
     *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm",
     *(f"{attn}.{name}" for attn in ("attn", "attn.mamba")
       for name in (*MAMBA_TENSORS, *PER_GROUP_TENSORS, "wo")))}

@@ -29,8 +29,8 @@ from gpt_faster.layers.short_conv import ShortConv
 from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
-    AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant, GatedDelta, Latent,
-    LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV, ShortConv)}
+    AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
+    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV, ShortConv)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:

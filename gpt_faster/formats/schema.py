@@ -198,7 +198,9 @@ def check_config(cfg: ModelConfig) -> None:
             raise ValueError(f"{name} is {getattr(cfg, name)}, expected a positive integer")
     tiled = {name: getattr(cfg, name) for name in ("rope", "window", "sparse", "mixer")}
     if isinstance(cfg.block, BlockVariant):
-        tiled["norm_placement"] = cfg.block.norm_placement
+        tiled |= dict(norm_placement=cfg.block.norm_placement, branches=cfg.block.branches)
+        for branch in cfg.block.branches:
+            _one_of("branches", branch, (None, "attn", "ffn"))
         for place in cfg.block.norm_placement:
             _one_of("norm_placement", place, (None, "pre", "post"))
     for name, values in (tiled | dict(widths=widths)).items():
@@ -208,7 +210,7 @@ def check_config(cfg: ModelConfig) -> None:
     if isinstance(cfg.ffn, FeedForwardVariant):
         _one_of("activation", cfg.ffn.activation, GATED if cfg.ffn.gated else UNGATED)
     if isinstance(cfg.moe, MoEVariant):
-        _one_of("activation", cfg.moe.activation, GATED)
+        _one_of("activation", cfg.moe.activation, GATED if cfg.moe.gated else UNGATED)
         _one_of("scores", cfg.moe.scores, SCORES)
     if isinstance(cfg.attention, AttentionVariant):
         _one_of("qk_norm", cfg.attention.qk_norm, (None, "head", *HEAD_NORMS))

@@ -4,7 +4,7 @@ Replaces Attention in some layers (Granite 4 H, Bamba, Nemotron-H), or adds to i
 the words of linear attention, which the names below use, with state S [dk, dv] in fp32, log decay
 g <= 0 and step size d > 0 per token and head:
 
-    S = exp(g) S + k (d v)';  y = S' q + skip v;        g = decay_rate d,  d = softplus(decay + bias)
+    d = softplus(decay + bias);  g = decay_rate d;  S = exp(g) S + k (d v)';  y = S' q + skip v
 
 The papers call q, k, v, d: C, B, x, Δt. All heads of a group share q and k. layers/recurrent.py
 stores the states. In a ModelConfig:
@@ -184,8 +184,8 @@ def chunked(q, k, v, g, state):
         y_i = exp(D_i) S' q_i  +  sum over j <= i of exp(D_i - D_j) (q_i . k_j) v_j
     """
     n_share = v.shape[2] // q.shape[2]
-    ys = []
-    for q, k, v, g in zip(*(t.split(CHUNK, dim=1) for t in (q, k, v, g))):
+    ys, chunks = [], zip(*(t.split(CHUNK, dim=1) for t in (q, k, v, g)))
+    for q, k, v, g in chunks:
         total = g.cumsum(1).transpose(1, 2)                                # D [B, N, C]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))                   # [B, heads, C, …]
         causal = torch.ones(*total.shape[-1:] * 2, dtype=torch.bool, device=q.device).tril()
