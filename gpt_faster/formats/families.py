@@ -165,6 +165,10 @@ def _mamba2(c):
     """Mamba-2 by Bamba's keys; a respelling translates others to them."""
     sizes = {key: checkpoint.count(c, f"mamba_{key}") for key in (
         "n_heads", "d_head", "n_groups", "d_state", "d_conv")}
+    activation = c.get("mamba_hidden_act") or c.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise ValueError(f"Mamba layers with the activation {activation!r} are not supported, only "
+                         "silu")
     least, most = _step_limits(c)
     return Mamba2(*sizes.values(), bias=checkpoint.flag(c, "mamba_proj_bias"),
                   conv_bias=checkpoint.flag(c, "mamba_conv_bias", True), min_step=least,
@@ -247,7 +251,8 @@ def _nemotron_h_respelled(c):
         places.append((len(ours) - 1, {"M": "mamba", "*": "self_attn"}.get(kind, "mlp")))
     branches = {(True, False): "attn", (False, True): "ffn", (True, True): None}
     return _mamba_respelled({
-        **c, "num_hidden_layers": len(ours), "nemotron_places": places,
+        **c, "mamba_hidden_act": c.get("mamba_hidden_act") or "silu",
+        "num_hidden_layers": len(ours), "nemotron_places": places,
         "layer_types": [NEMOTRON_MIXERS.get(mixer, "full_attention") for mixer, _ in ours],
         "mlp_layer_types": ["sparse" if ffn == "E" else "dense" for _, ffn in ours],
         "branches": [branches[mixer is not None, ffn is not None] for mixer, ffn in ours],

@@ -145,8 +145,8 @@ OF_MODEL_TYPES = (
     ("mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
      "mamba_n_heads mamba_proj_bias time_step_limit",
      "granitemoehybrid bamba falcon_h1 nemotron_h"),
-    ("hybrid_override_pattern layers_block_type mamba_head_dim mamba_num_heads mlp_hidden_act "
-     "moe_latent_size moe_shared_expert_intermediate_size ssm_state_size",
+    ("hybrid_override_pattern layers_block_type mamba_head_dim mamba_hidden_act mamba_num_heads "
+     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size ssm_state_size",
      "nemotron_h"),
     ("conv_kernel n_groups use_conv_bias",
      "nemotron_h"),
@@ -282,8 +282,14 @@ CONFIG = Table(
             "learned_pos_emb n_ctx ffn_config softmax_scale",
         "read from the tensors": "mtp_mlp_layer_types head_bias lm_head_bias",
         "follows from other keys": "qk_head_dim",
-        "state-space layers' speed and training": "mamba_chunk_size time_step_min time_step_max "
-                                                  "time_step_floor time_step_rank",
+        "state-space layers: speed, training, fp32 states":
+            "*chunk_size time_step_min time_step_max time_step_floor time_step_rank "
+            "rescale_prenorm_residual use_mamba_kernels mamba_ssm_cache_dtype "
+            "moe_shared_expert_overlap",
+        "training's loss": "z_loss_coefficient",
+        "how many logits a prompt's call returns": "num_logits_to_keep",
+        "of another MTP head than ours reads": "mtp_layers_block_type mtp_hybrid_override_pattern",
+        "follows from the number and width of Mamba heads": "expand",
     })
 
 ROPE = Table(

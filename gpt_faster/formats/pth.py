@@ -30,7 +30,8 @@ from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
     AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
-    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV, ShortConv)}
+    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV,
+    ShortConv)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
