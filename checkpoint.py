@@ -729,6 +729,7 @@ NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 # Fused parameter in memory -> parameters on disk. All but the first two are for gpt_faster/layers/.
 FUSED = {"wqkv": ("wq", "wk", "wv"), "gate_up": ("gate", "up"), "qkv": ("q", "k", "v"),
          "conv": ("conv_q", "conv_k", "conv_v"), "rates": ("beta", "decay"),
+         "conv_bias": ("conv_bias_q", "conv_bias_k", "conv_bias_v"),
          "wbcx": ("wb", "wc", "wx"), "wqkv_a": ("wq_a", "wkv_a"), "wq_kv_a": ("wq", "wkv_a")}
 
 
@@ -1377,8 +1378,9 @@ def tensor_shapes(cfg: ModelConfig, kind: type = Transformer) -> dict[str, tuple
     for name, p in model.named_parameters():
         names = disk_names(name)
         rows = [p.shape[0] // len(names)] * len(names)
-        if layer := re.match(r"layers\.(\d+)\.attn\.", name):
-            split = getattr(model.layers[int(layer[1])].attn, "split", ())
+        if len(names) > 1:
+            owner = re.sub(r"\.[^.]+(\.weight|\.bias)?$", "", name)
+            split = getattr(model.get_submodule(owner), "split", ())
             if len(split) == len(names):           # q, k, v (or MLA latents) differ in size
                 rows = split
         shapes.update({part: (n, *p.shape[1:]) for part, n in zip(names, rows)})

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint import LazyTensor, layer_of, narrow
-from model import MoEConfig, layer_config
+from model import MoEConfig, layer_config, of_layer
 
 # The axis along which a weight [out, in] is split. The split outputs of one matrix are the split
 # inputs of the next, so each branch of a block needs one sum. Experts are [E, out, in].
@@ -301,12 +301,12 @@ def parallelize(model: nn.Module, vocab_size: int) -> nn.Module:
     def mean_over_ranks(h):
         return all_reduce(h.square().mean(-1, keepdim=True)) / world()
 
-    for layer in model.layers:
-        share(layer.attn, summed)
-        share(getattr(layer.ffn, "summed", layer.ffn), summed)
-        for name in model.cfg.attention.norms_over_heads if model.cfg.attention else ():
-            if hasattr(layer.attn, name):          # other mixers have no such norms
-                getattr(layer.attn, name).mean_square = mean_over_ranks
+    for i, layer in enumerate(model.layers):
+        for branch in (layer.attn, layer.ffn):
+            share(getattr(branch, "summed", branch), summed)
+        part = of_layer(i, model.cfg.mixer) or model.cfg.attention
+        for name in part.norms_over_heads if part else ():
+            layer.attn.get_submodule(name).mean_square = mean_over_ranks
     n = model.cfg.vocab_size
     if n < vocab_size:
         share(model.head, joined)

@@ -33,12 +33,15 @@ MROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2])      
 OMNI_AUDIO = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, d_model=16, output_dim=64, downsample_hidden_size=8)
 HYBRID = dict(SIZE, shared_intermediate_size=96, layer_types=["full_attention"] * 4, num_local_experts=0, embedding_multiplier=3.0,
               logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
+MAMBA = dict(mamba_n_heads=8, mamba_d_state=16, mamba_d_conv=4)
 STARCODER = {**SIZE, "norm_epsilon": SIZE["rms_norm_eps"]}
 del STARCODER["rms_norm_eps"]
 LAYER_NORM = {k: v for k, v in SIZE.items() if k != "rms_norm_eps"}                             # whose eps is called otherwise
 MHA = {k: v for k, v in LAYER_NORM.items() if k != "num_key_value_heads"}
 IDS = dict(bos_token_id=1, eos_token_id=2)
 PADDED = dict(IDS, pad_token_id=0)
+NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
+                mamba_num_heads=8, mamba_head_dim=16, n_groups=2, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
@@ -251,6 +254,23 @@ FAMILIES = {
                                                           num_experts_per_tok=2, shared_intermediate_size=64),
     "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(**{**SIZE, "intermediate_size": 32}, **GRANITE, num_local_experts=6, num_experts_per_tok=2,
                                                      sliding_window=8, layer_rope_theta=[0, 1e4, 1e4, 5e5]),
+    "granitemoehybrid-mamba": lambda: hf.GraniteMoeHybridConfig(
+        **{**HYBRID, "intermediate_size": 32, "num_local_experts": 6, "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},
+        **MAMBA, num_experts_per_tok=2, mamba_n_groups=1),
+    "bamba": lambda: hf.BambaConfig(**SIZE, **MAMBA, mamba_n_groups=2, attn_layer_indices=[2], mamba_proj_bias=True),
+    "falcon_h1": lambda: hf.FalconH1Config(
+        **SIZE, **MAMBA, mamba_n_groups=2, mamba_d_ssm=96, lm_head_multiplier=0.9, embedding_multiplier=2.5, mlp_multipliers=[0.7, 1.6],
+        key_multiplier=0.6, attention_out_multiplier=0.8, attention_in_multiplier=1.3, ssm_multipliers=[0.7, 1.2, 0.9, 1.4, 0.6],
+        ssm_in_multiplier=1.2, ssm_out_multiplier=0.7),
+    "falcon_h1-norm": lambda: hf.FalconH1Config(**SIZE, **MAMBA, mamba_n_groups=1, mamba_d_ssm=None, mamba_rms_norm=True,
+                                                mamba_norm_before_gate=False, mamba_conv_bias=False),
+    "nemotron_h": lambda: hf.NemotronHConfig(**NEMOTRON, layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]),
+    "nemotron_h-experts": lambda: hf.NemotronHConfig(
+        **NEMOTRON, **MOE, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"], n_routed_experts=8,
+        moe_shared_expert_intermediate_size=48, routed_scaling_factor=1.5, n_group=2, topk_group=1),
+    "nemotron_h-latent": lambda: hf.NemotronHConfig(
+        **NEMOTRON, **MOE, layers_block_type=["mlp", "linear_attention", "moe", "full_attention", "moe"], n_routed_experts=8,
+        moe_shared_expert_intermediate_size=48, moe_latent_size=32),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -321,7 +341,8 @@ MODELS = {                                                 # for docs/models.md:
     "qwen3_vl_text": "Qwen3-VL, its text part", "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B, their text part",
     "qwen2_5_omni_text": "Qwen2.5-Omni, its text part", "qwen3_omni_moe_text": "Qwen3-Omni-30B-A3B, its text part",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
-    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0 without Mamba: micro, 1b, 350m; with experts too",
+    "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 9B v2, Nemotron 3 Nano, Super", "falcon_h1": "Falcon-H1 0.5B to 34B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
@@ -354,7 +375,7 @@ def make(name: str, seed: int = 0):
             p.data = torch.randn_like(p)
         elif key.endswith("A_log"):
             p.data = torch.randn_like(p) - 2               # a memory of some tokens to many
-        elif key.endswith("bias"):
+        elif key.endswith((".D", "bias")):
             p.data = 0.3 * torch.randn_like(p)
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)

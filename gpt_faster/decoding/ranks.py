@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 import tp
 from gpt_faster.kernels.torch_internals import use_symmetric_memory
-from tp import n_local, nowhere, rank, world
+from model import of_layer
+from tp import n_local, nowhere, rank, shard_config, world
 
 CONNECTION_LOST = re.compile(r"gloo|NCCL|[Cc]onnection|[Tt]imed out|[Tt]imeout|Socket")
 STORE_TIMEOUT = 5.0                                # seconds
@@ -143,5 +144,7 @@ def sent_bytes(cfg, dtype: torch.dtype) -> int:
     n = 2 * cfg.n_layer * cfg.dim
     if cfg.vocab_size % world() == 0:
         n += cfg.dim + cfg.vocab_size // world()
-    norms = cfg.n_layer * len(cfg.attention.norms_over_heads) if cfg.attention else 0
+    mine = shard_config(cfg, world())
+    parts = [of_layer(i, mine.mixer) or mine.attention for i in range(mine.n_layer)]
+    norms = sum(len(part.norms_over_heads) for part in parts if part)
     return n * dtype.itemsize + norms * torch.float32.itemsize

@@ -78,6 +78,8 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
         facts.update(_latent(c, facts))
     facts.update(_layers(c, family, facts["n_layer"]))
     facts.update(_widths(c))
+    if c.get("branches"):                          # from a respelling (Nemotron-H)
+        facts["branches"] = tile(c["branches"])
     if c.get("norm_placement"):                    # from a respelling (OLMo Hybrid)
         facts["norm_placement"] = tile(c["norm_placement"])
     facts.update(_gemma4_layers(c))
@@ -296,6 +298,7 @@ def _experts(c: dict) -> dict:
     return dict(facts, choice_bias=bool(c.get("use_expert_bias")),
                 n_group=n_group, topk_group=topk_group, group_top=group_top,
                 routed_scale=float(c.get("routed_scaling_factor") or 1),
+                latent_dim=count(c, "moe_latent_size") if c.get("moe_latent_size") else 0,
                 shared_dim=int(c.get("shared_expert_intermediate_size") or shared_dim))
 
 

@@ -4,6 +4,8 @@ A Llama-like family is one row. Data only: config.py reads config.json with it, 
 tensors by `names`, fold.py applies `folds` to the weights.
 """
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +14,11 @@ from checkpoint import always, qwen_is_sliding, qwen_is_sparse
 from gpt_faster.formats.names import (
     AFMOE_NAMES,
     APERTUS_NAMES,
+    BAMBA_NAMES,
     DELTA_NAMES,
     ERNIE_MOE_NAMES,
     EXAONE_NAMES,
+    FALCON_H1_NAMES,
     FALCON_NAMES,
     GEMMA4_MOE_NAMES,
     GEMMA4_NAMES,
@@ -35,6 +39,7 @@ from gpt_faster.formats.names import (
     MINIMAX_NAMES,
     MOE_NAMES,
     MPT_NAMES,
+    NEMOTRON_H_NAMES,
     OLMO_HYBRID_NAMES,
     OPT_NAMES,
     PHI_NAMES,
@@ -43,8 +48,10 @@ from gpt_faster.formats.names import (
     SARVAM_NAMES,
     SIGMOID_NAMES,
     Fused,
+    mamba_names,
 )
 from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Family(checkpoint.Family):
     plain_local_rope: bool = False                 # sliding layers: RoPE without scaling
     key_aliases: dict = field(default_factory=dict)    # its config.json keys: the usual ones
     respell: Callable[[dict], dict] = lambda c: c  # rewrite config.json in usual keys
+    rename: Callable[[str, dict], str] | None = None   # a tensor's name, before `names`
 
     def names_of(self, c: dict) -> dict:
         """Names of the checkpoint's tensors -> our names, for this config.json."""
@@ -87,7 +95,8 @@ def stated_folds(c: dict) -> dict:
                 v_scale=float(c.get("attention_value_scale") or 1),
                 shared_scale=float(c.get("shared_expert_scale") or 1),
                 slopes_scale=float(c.get("alibi_scale") or 1),
-                post_norm_scale=float(c.get("post_norm_scale") or 1))
+                post_norm_scale=float(c.get("post_norm_scale") or 1),
+                factors=c.get("factors") or {})
 
 
 def _smollm3_has_rope(c, i):
@@ -152,6 +161,125 @@ def _gated_delta(c):
     return shape
 
 
+def _mamba2(c):
+    """Mamba-2 by Bamba's keys; a respelling translates others to them."""
+    sizes = {key: checkpoint.count(c, f"mamba_{key}") for key in (
+        "n_heads", "d_head", "n_groups", "d_state", "d_conv")}
+    activation = c.get("mamba_hidden_act") or c.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise ValueError(f"Mamba layers with the activation {activation!r} are not supported, only "
+                         "silu")
+    least, most = _step_limits(c)
+    return Mamba2(*sizes.values(), bias=checkpoint.flag(c, "mamba_proj_bias"),
+                  conv_bias=checkpoint.flag(c, "mamba_conv_bias", True), min_step=least,
+                  max_step=most, norm=checkpoint.flag(c, "mamba_rms_norm", True),
+                  norm_first=checkpoint.flag(c, "mamba_norm_before_gate"))
+
+
+def _step_limits(c):
+    """time_step_limit: the least and the largest step. transformers writes an infinity as an object
+    {"__float__": "Infinity"}."""
+    stated = c.get("time_step_limit") or (0.0, math.inf)
+    if isinstance(stated, list | tuple):
+        stated = [math.inf if n == {"__float__": "Infinity"} else n for n in stated]
+    numbers = isinstance(stated, list) and len(stated) == 2 and all(
+        type(n) in (int, float) for n in stated)
+    if not numbers or not 0 <= stated[0] < stated[1]:
+        raise ValueError(f"'time_step_limit' is {stated!r}, expected two increasing numbers")
+    return float(stated[0]), float(stated[1])
+
+
+def _mamba_respelled(c, inner=None):
+    """Fill in the head width. inner: channels of all heads, default mamba_expand * hidden_size."""
+    inner = inner or int(c["mamba_expand"] * c["hidden_size"])
+    n_head = checkpoint.count(c, "mamba_n_heads")
+    stated = c.get("mamba_d_head")
+    if stated in (None, "auto") and inner % n_head == 0:
+        stated = inner // n_head
+    if type(stated) is not int or stated * n_head != inner:
+        raise ValueError(f"{n_head} Mamba heads of {stated} channels, expected {inner} channels")
+    return {**c, "mamba_d_head": stated}
+
+
+def _bamba_respelled(c):
+    attends = c.get("attn_layer_indices") or []
+    kinds = ["full_attention" if i in attends else "linear_attention"
+             for i in range(c["num_hidden_layers"])]
+    return _mamba_respelled({**c, "layer_types": kinds, "partial_rotary_factor": 0.5})
+
+
+def _falcon_h1_respelled(c):
+    """Its multipliers, which are folded into the weights."""
+    c = _mamba_respelled(c, c.get("mamba_d_ssm"))
+    gate, down = c.get("mlp_multipliers") or (1.0, 1.0)
+    z, x, b, cc, dt = c.get("ssm_multipliers") or (1.0,) * 5
+    m, weight = r"\.attn\.mamba\.", r"\.(weight|scales|zeros)$"
+    factors = {
+        rf"\.attn\.w[qkv]{weight}": c.get("attention_in_multiplier"),
+        r"\.attn\.wk\.": c.get("key_multiplier"),
+        r"\.attn\.wo\.": c.get("attention_out_multiplier"),
+        rf"{m}(gate|q|k|v|decay){weight}": c.get("ssm_in_multiplier"),
+        rf"{m}gate\.": z, rf"{m}v\.": x, rf"{m}k\.": b, rf"{m}q\.": cc, rf"{m}decay\.": dt,
+        rf"{m}wo\.": c.get("ssm_out_multiplier"),
+        r"\.ffn\.gate\.": gate, r"\.ffn\.down\.": down}
+    return {**c, "logits_scaling": 1 / (c.get("lm_head_multiplier") or 1),
+            "factors": {of: float(by) for of, by in factors.items() if by not in (None, 1)}}
+
+
+NEMOTRON_KINDS = {"M": "M", "mamba": "M", "linear_attention": "M", "*": "*", "attention": "*",
+                  "full_attention": "*", "-": "-", "mlp": "-", "E": "E", "moe": "E"}
+NEMOTRON_MIXERS = {"M": "linear_attention", "*": "full_attention"}
+
+
+def _nemotron_h_respelled(c):
+    """Its layers have one branch each: Mamba or attention, and a feed-forward layer if one follows
+    it, become a layer of ours."""
+    stated = (c.get("layers_block_type") or c.get("layer_types")
+              or c.get("hybrid_override_pattern") or "ME*-")
+    kinds = [NEMOTRON_KINDS.get(kind) for kind in stated]
+    if not kinds or None in kinds:
+        raise ValueError(f"'layers_block_type' is {stated!r}, expected mamba, attention, mlp or "
+                         "moe for each layer, or 'hybrid_override_pattern' of M, *, - and E")
+    ours, places = [], []                          # (mixer, feed-forward) of our layers; of theirs:
+    for kind in kinds:                             # (our layer, module)
+        if kind in NEMOTRON_MIXERS:
+            ours.append([kind, None])
+        elif ours and ours[-1][1] is None:
+            ours[-1][1] = kind
+        else:
+            ours.append([None, kind])
+        places.append((len(ours) - 1, {"M": "mamba", "*": "self_attn"}.get(kind, "mlp")))
+    branches = {(True, False): "attn", (False, True): "ffn", (True, True): None}
+    return _mamba_respelled({
+        **c, "mamba_hidden_act": c.get("mamba_hidden_act") or "silu",
+        "num_hidden_layers": len(ours), "nemotron_places": places,
+        "layer_types": [NEMOTRON_MIXERS.get(mixer, "full_attention") for mixer, _ in ours],
+        "mlp_layer_types": ["sparse" if ffn == "E" else "dense" for _, ffn in ours],
+        "branches": [branches[mixer is not None, ffn is not None] for mixer, ffn in ours],
+        "shared_expert_intermediate_size": c["moe_shared_expert_intermediate_size"],
+    }, c["mamba_n_heads"] * c["mamba_d_head"])
+
+
+def _nemotron_h_name(name, c):
+    """backbone.layers.7.mixer.up_proj.weight -> layers.3.mlp.up_proj.weight"""
+    layer = re.fullmatch(r"(?:backbone|model)\.layers\.(\d+)\.(norm|mixer)\.(.+)", name)
+    if not layer or int(layer[1]) >= len(c["nemotron_places"]):
+        return {"backbone.embeddings.weight": "embed_tokens.weight",
+                "model.embeddings.weight": "embed_tokens.weight",
+                "backbone.norm_f.weight": "norm.weight",
+                "model.norm_f.weight": "norm.weight"}.get(name, name)
+    i, module = c["nemotron_places"][int(layer[1])]
+    if layer[2] == "norm":
+        module = "post_attention_layernorm" if module == "mlp" else "input_layernorm"
+    return f"layers.{i}.{module}.{layer[3]}"
+
+
+def _falcon_h1(c):
+    if checkpoint.flag(c, "projectors_bias") != checkpoint.flag(c, "mamba_proj_bias"):
+        raise ValueError("'projectors_bias' and 'mamba_proj_bias' differ, which is not supported")
+    return AttentionAndMamba(_mamba2(c))
+
+
 def _olmo_hybrid_respelled(c):
     """DeltaNet layers have norms before their branches, attention layers after them."""
     n_layer, n_head = c["num_hidden_layers"], c["num_attention_heads"]
@@ -193,11 +321,12 @@ def _gpt2_respelled(c):
 
 
 def _granite_hybrid_respelled(c):
-    """Granite 4.0 without state-space layers: a Granite, dense or with experts."""
-    kinds = [{"attention": "full_attention"}.get(kind, kind) for kind in c.get("layer_types") or []]
-    if set(kinds) != {"full_attention"}:
-        raise ValueError("model_type 'granitemoehybrid' is supported only without state-space "
-                         "layers (Mamba)")
+    """Granite 4.0: attention or Mamba in each layer, dense or with experts."""
+    spelled = {"attention": "full_attention", "mamba": "linear_attention"}
+    kinds = c.get("layer_types") or ["linear_attention"] * c["num_hidden_layers"]
+    kinds = [spelled.get(kind, kind) for kind in kinds]
+    if "linear_attention" in kinds:
+        c = _mamba_respelled(c)
     if not c.get("num_experts"):
         c = {**c, "intermediate_size": c["shared_intermediate_size"]}
     return _granite_shared({**c, "layer_types": kinds})
@@ -579,6 +708,8 @@ _MISTRAL4_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=128.0, beta_fast=
 _LFM2 = dict(rope_theta=1e6, num_key_value_heads=8, max_position_embeddings=128000,
              rms_norm_eps=1e-5, tie_word_embeddings=True, conv_L_cache=3)
 _OLMO = dict(pre_norm=False, post_norm=True, qk_norm="wide")
+_MAMBA = dict(mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256,
+              mamba_d_conv=4, mamba_expand=2)
 
 
 def _of_core(row: checkpoint.Family) -> Family:
@@ -816,14 +947,42 @@ FAMILIES = {
         names=SANDWICH_NAMES | MOE_NAMES, is_sparse=always),
     "granite": Family(defaults=dict(attention_multiplier=1.0)),
     "granitemoehybrid": Family(
-        defaults=dict(attention_multiplier=1.0, shared_intermediate_size=1024, num_experts=8,
-                      num_experts_per_tok=2),
-        names={"shared_mlp.input_linear": Fused(("ffn.gate", "ffn.up")),
+        defaults=dict(_MAMBA, attention_multiplier=1.0, shared_intermediate_size=1024,
+                      num_experts=8, num_experts_per_tok=2),
+        names={**mamba_names("mamba"), "shared_mlp.input_linear": Fused(("ffn.gate", "ffn.up")),
                "shared_mlp.output_linear": "ffn.down"},
-        names_with_experts=GRANITE_MOE_NAMES, moe=dict(shared_gate=False),
+        names_with_experts=GRANITE_MOE_NAMES | mamba_names("mamba"), moe=dict(shared_gate=False),
+        folds=dict(log_decay=True), mixers=dict(linear_attention=_mamba2),
         is_sparse=lambda c, i: bool(c["num_experts"]),
         has_rope=lambda c, i: c.get("position_embedding_type") == "rope",
         respell=_granite_hybrid_respelled),
+    "bamba": Family(
+        defaults=dict(_MAMBA, num_key_value_heads=8, max_position_embeddings=262144,
+                      rms_norm_eps=1e-5),
+        names=BAMBA_NAMES, folds=dict(log_decay=True), mixers=dict(linear_attention=_mamba2),
+        respell=_bamba_respelled),
+    "nemotron_h": Family(
+        overrides=dict(gated=False), moe=_SIGMOID,
+        defaults=dict(num_key_value_heads=8, head_dim=128, intermediate_size=21504,
+                      max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="relu2",
+                      mamba_n_heads=128, mamba_d_head=64, mamba_n_groups=8, mamba_d_state=128,
+                      mamba_d_conv=4, num_experts=8, num_experts_per_tok=2,
+                      moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688,
+                      routed_scaling_factor=1.0, num_attention_heads=32, num_hidden_layers=4),
+        names=NEMOTRON_H_NAMES, folds=dict(log_decay=True), has_rope=_never,
+        mixers=dict(linear_attention=_mamba2), respell=_nemotron_h_respelled,
+        rename=_nemotron_h_name, is_sparse=_is_sparse_after_first,
+        key_aliases=dict(ssm_state_size="mamba_d_state", mamba_num_heads="mamba_n_heads",
+                         mamba_head_dim="mamba_d_head", n_groups="mamba_n_groups",
+                         conv_kernel="mamba_d_conv", use_conv_bias="mamba_conv_bias",
+                         use_bias="mamba_proj_bias", mlp_hidden_act="hidden_act",
+                         layer_norm_epsilon="rms_norm_eps")),
+    "falcon_h1": Family(
+        defaults=dict(_MAMBA, num_key_value_heads=8, max_position_embeddings=8192,
+                      rms_norm_eps=1e-5, mamba_d_ssm=1024, mamba_rms_norm=False,
+                      mamba_norm_before_gate=True, projectors_bias=False),
+        names=FALCON_H1_NAMES, folds=dict(log_decay=True), mixers=dict(full_attention=_falcon_h1),
+        respell=_falcon_h1_respelled),
     "granitemoeshared": Family(
         defaults=dict(attention_multiplier=1.0, shared_intermediate_size=0, num_experts=8,
                       num_experts_per_tok=2),

@@ -61,6 +61,7 @@ class FlatConfig(ModelConfig):
     learned_pos: bool = False
     widths: tuple = (None,)
     norm_placement: tuple = (None,)
+    branches: tuple = (None,)
     layer_end: LayerEnd | None = None
 
     def with_parts(self) -> ModelConfig:
@@ -71,7 +72,7 @@ class FlatConfig(ModelConfig):
         block = BlockVariant(
             self.pre_norm, self.post_norm, self.post_norm_eps, self.residual_scale, self.parallel,
             end=self.layer_end is not None, widths=self.widths,
-            norm_placement=self.norm_placement)
+            norm_placement=self.norm_placement, branches=self.branches)
         ffn = FeedForwardVariant(self.activation, self.gated)
         after_embed = []
         if self.embed_scale != 1:
@@ -87,7 +88,8 @@ class FlatConfig(ModelConfig):
         return ModelConfig(**facts | dict(
             qk_norm=self.qk_norm == "head",
             rope=tuple(rope_from_fields(vars(rope)) for rope in self.rope),
-            moe=self.moe and moe_from_fields(vars(self.moe) | dict(activation=self.activation)),
+            moe=self.moe and moe_from_fields(vars(self.moe) | dict(activation=self.activation,
+                                                                   gated=self.gated)),
             norm=NormVariant() if self.layer_norm else None,
             attention=unless_plain(attention), ffn=unless_plain(ffn), block=unless_plain(block),
             after_embed=tuple(after_embed), per_layer=per_layer,

@@ -52,6 +52,7 @@ class Folds:
     v_scale: float = 1.0                           # factor of the values (MiMo)
     gate_per_head: bool = False                    # one gate for all channels of a head (Laguna)
     shared_scale: float = 1.0                      # factor of the shared expert's output
+    factors: dict[str, float] = field(default_factory=dict)    # name pattern: factor (Falcon-H1)
     constants: dict[str, float] = field(default_factory=dict)  # name pattern: value, not stored
 
 
@@ -107,6 +108,10 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
         tensors[name] = _times(tensors[name], folds.shared_scale)
     if folds.tiled_heads:
         _group_value_heads(tensors, cfg)
+    for name, t in tensors.items():
+        factor = math.prod(by for of, by in folds.factors.items() if re.search(of, name))
+        if t.dtype.is_floating_point:              # not codes, but their scales and zeros
+            tensors[name] = _times(t, factor)
     _add_constants(tensors, cfg, folds)
     if folds.norm_after_rope:
         _norm_before_rope(tensors)

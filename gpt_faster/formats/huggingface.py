@@ -44,6 +44,7 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     config = thinker_part(config)
     if "vision_config" in config:
         print("note: multimodal model: loading the text part only", file=sys.stderr)
+    family = FAMILIES[c["model_type"]]
     tensors = hub_tensors(directory, weights, read_weights)
     if is_omni:                                    # without the part that speaks
         tensors = [t.derived(t.read_rows, name=t.name.removeprefix("thinker."))
@@ -66,9 +67,10 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         with reading(f"{path}: quantization_config"):
             name_unknown(path, QUANTIZATION.unknown(quantization))
             tensors = dequantized(tensors, quantization)
+    if family.rename:
+        tensors = [t.renamed(family.rename(t.name, c)) for t in tensors]
     n_mtp = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers")
     tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
-    family = FAMILIES[c["model_type"]]
     names = {**HF_NAMES, **family.names_of(c)}
     folds = Folds(**{**family.folds, **stated_folds(c)})
     if tensors and all(look_up(t.name, OUR_NAMES) for t in tensors):

@@ -78,6 +78,10 @@ OF_MODEL_TYPES = (
     ("attention_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe "
      "muse_glimmer_text hyperclovax"),
+    ("attention_in_multiplier attention_out_multiplier key_multiplier lm_head_multiplier "
+     "mamba_d_ssm mamba_norm_before_gate mamba_rms_norm mlp_multipliers projectors_bias "
+     "ssm_in_multiplier ssm_multipliers ssm_out_multiplier",
+     "falcon_h1"),
     ("attention_out_bias",
      "seed_oss"),
     ("attention_value_scale hybrid_layer_pattern layernorm_epsilon sliding_window_size "
@@ -96,7 +100,12 @@ OF_MODEL_TYPES = (
      "qwen3_moe qwen2_moe qwen3_next qwen3_vl_moe_text qwen3_omni_moe_text"),
     ("dim_model_base scale_depth scale_emb",
      "minicpm3"),
-    ("embedding_multiplier residual_multiplier",
+    ("attn_layer_indices",
+     "bamba"),
+    ("embedding_multiplier",
+     "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
+     "falcon_h1"),
+    ("residual_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax"),
     ("expert_selection_fn prefix_dense_intermediate_size prefix_dense_sliding_window_pattern "
      "shared_expert_combination_strategy",
@@ -120,7 +129,7 @@ OF_MODEL_TYPES = (
     ("layer_norm_eps",
      "gpt_neox phi cohere cohere2 stablelm jais2 cohere2_moe"),
     ("layer_norm_epsilon",
-     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2 exaone"),
+     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2 exaone nemotron_h"),
     ("layer_rope_theta",
      "granitemoe_swa granite_swa muse_glimmer_text"),
     ("linear_allow_neg_eigval",
@@ -133,17 +142,25 @@ OF_MODEL_TYPES = (
     ("logits_scaling",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
      "cohere2_moe"),
+    ("mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
+     "mamba_n_heads mamba_proj_bias time_step_limit",
+     "granitemoehybrid bamba falcon_h1 nemotron_h"),
+    ("hybrid_override_pattern layers_block_type mamba_head_dim mamba_hidden_act mamba_num_heads "
+     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size ssm_state_size",
+     "nemotron_h"),
+    ("conv_kernel n_groups use_conv_bias",
+     "nemotron_h"),
     ("max_window_layers",
      "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",
      "llama deepseek_v2 minicpm3 hy_v3 smollm3 granite granite_swa ernie4_5 helium arcee seed_oss "
      "cwm internlm3 iquestcoder starcoder2 falcon nemotron ernie4_5_moe hyperclovax opt jais2 "
-     "exaone"),
+     "exaone bamba falcon_h1 nemotron_h"),
     ("moe_intermediate_size",
      "qwen3_moe qwen2_moe qwen3_5_moe_text qwen3_next qwen3_vl_moe_text mellum glm4_moe "
      "glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe dots1 solar_open "
      "exaone_moe hy_v3 gemma4_text hunyuan_v1_moe afmoe ernie4_5_moe qwen3_omni_moe_text "
-     "sarvam_mla sarvam_moe kolibri1 mimo_v2_flash laguna cohere2_moe"),
+     "sarvam_mla sarvam_moe kolibri1 mimo_v2_flash laguna cohere2_moe nemotron_h"),
     ("moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min "
      "moe_num_experts moe_num_shared_experts",
      "ernie4_5_moe"),
@@ -157,15 +174,15 @@ OF_MODEL_TYPES = (
      "falcon bloom"),
     ("n_group topk_group",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
-     "exaone_moe sarvam_mla sarvam_moe mimo_v2_flash"),
+     "exaone_moe sarvam_mla sarvam_moe mimo_v2_flash nemotron_h"),
     ("n_head n_layer",
      "gptj falcon bloom gpt_bigcode gpt2"),
     ("n_routed_experts",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
-     "sarvam_mla sarvam_moe mimo_v2_flash"),
+     "sarvam_mla sarvam_moe mimo_v2_flash nemotron_h"),
     ("n_shared_experts",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 dots1 solar_open "
-     "exaone_moe hy_v3 afmoe ernie4_5_moe sarvam_mla sarvam_moe cohere2_moe"),
+     "exaone_moe hy_v3 afmoe ernie4_5_moe sarvam_mla sarvam_moe cohere2_moe nemotron_h"),
     ("no_rope_layer_interval no_rope_layers",
      "smollm3"),
     ("norm_eps",
@@ -175,7 +192,7 @@ OF_MODEL_TYPES = (
     ("norm_topk_prob",
      "qwen3_moe qwen2_moe qwen3_next mellum glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 "
      "glm4_moe_lite mistral4 lfm2_moe dots1 solar_open exaone_moe olmoe flex_olmo "
-     "qwen3_omni_moe_text sarvam_mla sarvam_moe kolibri1 mimo_v2_flash cohere2_moe"),
+     "qwen3_omni_moe_text sarvam_mla sarvam_moe kolibri1 mimo_v2_flash cohere2_moe nemotron_h"),
     ("num_dense_layers",
      "lfm2_moe afmoe"),
     ("num_layers",
@@ -206,7 +223,7 @@ OF_MODEL_TYPES = (
      "gpt_neox"),
     ("routed_scaling_factor",
      "glm4_moe glm4v_moe_text deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 lfm2_moe dots1 "
-     "solar_open exaone_moe hy_v3 sarvam_mla sarvam_moe mimo_v2_flash cohere2_moe"),
+     "solar_open exaone_moe hy_v3 sarvam_mla sarvam_moe mimo_v2_flash cohere2_moe nemotron_h"),
     ("router_scaling_factor",
      "hy_v3"),
     ("scale_attn_by_inverse_layer_idx",
@@ -223,7 +240,7 @@ OF_MODEL_TYPES = (
     ("topk_method",
      "deepseek_v2"),
     ("use_bias",
-     "ernie4_5 starcoder2 ernie4_5_moe"),
+     "ernie4_5 starcoder2 ernie4_5_moe nemotron_h"),
     ("use_bidirectional_attention",
      "gemma gemma2 gemma3_text gemma4_text gemma4_unified_text"),
     ("use_expert_bias",
@@ -264,8 +281,15 @@ CONFIG = Table(
             "scoring_func moe_layer_freq attn_type norm_type embedding_fraction expansion_ratio "
             "learned_pos_emb n_ctx ffn_config softmax_scale",
         "read from the tensors": "mtp_mlp_layer_types head_bias lm_head_bias",
-        "follows from other keys": "qk_head_dim layers_block_type",
-        "state-space layers: models that have them are refused": "mamba_* time_step_limit",
+        "follows from other keys": "qk_head_dim",
+        "state-space layers: speed, training, fp32 states":
+            "*chunk_size time_step_min time_step_max time_step_floor time_step_rank "
+            "rescale_prenorm_residual use_mamba_kernels mamba_ssm_cache_dtype "
+            "moe_shared_expert_overlap",
+        "training's loss": "z_loss_coefficient",
+        "how many logits a prompt's call returns": "num_logits_to_keep",
+        "of another MTP head than ours reads": "mtp_layers_block_type mtp_hybrid_override_pattern",
+        "follows from the number and width of Mamba heads": "expand",
     })
 
 ROPE = Table(

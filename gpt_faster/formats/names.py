@@ -15,6 +15,8 @@ import checkpoint
 from checkpoint import HF_NAMES, MIXTRAL_NAMES, QWEN_MOE_NAMES, LazyTensor
 from gpt_faster.formats.lazy import index_select, transpose
 from gpt_faster.layers.delta import PER_HEAD_TENSORS
+from gpt_faster.layers.mamba import PER_GROUP_TENSORS
+from gpt_faster.layers.mamba import PER_HEAD_TENSORS as MAMBA_TENSORS
 from model import ModelConfig
 
 
@@ -39,7 +41,7 @@ class Fused(checkpoint.Fused):
             t = transpose(t)
         if n == 1:
             return [t]
-        if "conv" in self.into[0]:                 # [C, 1, n_tap]: a row for each channel
+        if "conv" in self.into[0] and len(t.shape) == 3:       # [C, 1, n_tap]: rows of channels
             t = t.derived(t.read_rows, shape=(t.shape[0], t.shape[-1]))
         size = t.shape[0] if len(t.shape) == 1 else t.shape[-1 if t.name.endswith("bias") else -2]
         if self.interleaved:
@@ -110,6 +112,38 @@ def _delta_qkvz(cfg):                              # rows per key head
 def _delta_rates(cfg):
     shape = delta_shape(cfg)
     return (shape.n_v_head // shape.n_k_head,) * 2
+
+
+def mamba_shape(cfg: ModelConfig):
+    """The Mamba2 of the Mamba layers, which all have the same sizes."""
+    mixer = next(mixer for mixer in cfg.mixer if mixer)
+    return getattr(mixer, "mamba", mixer)
+
+
+def _mamba_in(cfg):                                # gate, x, B, C and time step
+    shape = mamba_shape(cfg)
+    keys, _, values = shape.n_rows()
+    return values, values, keys, keys, shape.n_head
+
+
+def _mamba_conv(cfg):
+    return _mamba_in(cfg)[1:4]
+
+
+def mamba_names(theirs: str, ours: str = "attn") -> dict:
+    """Mamba-2's tensors in a module `theirs` of a layer -> their names in `ours`."""
+    def parts(*names):
+        return tuple(f"{ours}.{name}" for name in names)
+
+    return {
+        f"{theirs}.in_proj": Fused(parts("gate", "v", "k", "q", "decay"), n_rows=_mamba_in),
+        f"{theirs}.conv1d.weight": Fused(parts("conv_v", "conv_k", "conv_q"), n_rows=_mamba_conv),
+        f"{theirs}.conv1d.bias": Fused(parts("conv_bias_v", "conv_bias_k", "conv_bias_q"),
+                                       n_rows=_mamba_conv),
+        f"{theirs}.A_log": f"{ours}.decay_rate", f"{theirs}.dt_bias": f"{ours}.decay_bias",
+        f"{theirs}.D": f"{ours}.skip", f"{theirs}.norm": f"{ours}.norm",
+        f"{theirs}.out_proj": f"{ours}.wo",
+    }
 
 
 def _head_and_gate(cfg):
@@ -249,6 +283,17 @@ GRANITE_MOE_NAMES = {
     "shared_mlp.input_linear": Fused(("ffn.shared.gate", "ffn.shared.up")),
     "shared_mlp.output_linear": "ffn.shared.down",
 }
+BAMBA_NAMES = {
+    **mamba_names("mamba"), "final_layernorm": "norm", "pre_ff_layernorm": "ffn_norm",
+    "feed_forward.gate_proj": "ffn.gate", "feed_forward.up_proj": "ffn.up",
+    "feed_forward.down_proj": "ffn.down",
+}
+FALCON_H1_NAMES = BAMBA_NAMES | mamba_names("mamba", "attn.mamba")
+NEMOTRON_H_NAMES = SIGMOID_NAMES | mamba_names("mamba") | {
+    "mlp.experts.*.up_proj": "ffn.up", "mlp.experts.*.down_proj": "ffn.down",
+    "mlp.experts.up_proj": "ffn.up.weight", "mlp.fc1_latent_proj": "ffn.to_latent",
+    "mlp.fc2_latent_proj": "ffn.from_latent",
+}
 LFM2_NAMES = {
     "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
     "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
@@ -299,7 +344,10 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "end.scale", "ffn.norm", "ffn.shared_norm", "ffn.router_norm", "ffn.post_norm",
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
-    *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm")}
+    "ffn.to_latent", "ffn.from_latent",
+    *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm",
+    *(f"{attn}.{name}" for attn in ("attn", "attn.mamba")
+      for name in (*MAMBA_TENSORS, *PER_GROUP_TENSORS, "wo")))}
 NOT_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|rope\.freqs$|freqs_(cos|sin)$|^rope_(freqs|factors_(long|short))\."
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|mtp|mm_projector)\."

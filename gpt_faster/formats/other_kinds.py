@@ -6,7 +6,7 @@ tests/test_kinds.py, which names new ones. Data only.
 
 OTHER_KINDS = {
     "state-space layers (Mamba, RWKV)":
-        "mamba mamba2 falcon_mamba rwkv jamba bamba zamba zamba2 nemotron_h falcon_h1 plamo2 "
+        "mamba mamba2 falcon_mamba rwkv jamba zamba zamba2 plamo2 "
         "recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
         "qwen4_exp qwen4_exp_text kimi_linear minimax bailing_hybrid glm5_next_text",

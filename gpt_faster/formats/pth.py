@@ -18,6 +18,7 @@ from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
 from gpt_faster.layers.latent import Latent
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import MoEVariant, moe_from_fields
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from gpt_faster.layers.norms import LogitCap, NormVariant
@@ -28,8 +29,9 @@ from gpt_faster.layers.short_conv import ShortConv
 from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
-    AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant, GatedDelta, Latent,
-    LearnedPositions, LogitCap, NormVariant, PerLayer, SharedKV, ShortConv)}
+    AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
+    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV,
+    ShortConv)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
@@ -100,7 +102,11 @@ def part_from_dict(d: dict | None):
     kind = d.get("kind") if isinstance(d, dict) else d
     if not isinstance(kind, str) or kind not in PARTS:
         raise ValueError(f"unknown layer {brief(kind)}: written by a newer gpt-faster?")
-    nested = {"widths": _widths(d)} if kind == BlockVariant.kind else {}
+    nested = {}
+    if kind == BlockVariant.kind:
+        nested["widths"] = _widths(d)
+    if kind == AttentionAndMamba.kind:
+        nested["mamba"] = part_from_dict(d.get("mamba"))
     return build(PARTS[kind], d, **nested)
 
 

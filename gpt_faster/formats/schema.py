@@ -17,6 +17,7 @@ from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import BlockVariant
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import SCORES, MoEVariant
 from gpt_faster.layers.norms import HEAD_NORMS
 from gpt_faster.layers.rope import RopeVariant, n_rotated
@@ -197,7 +198,9 @@ def check_config(cfg: ModelConfig) -> None:
             raise ValueError(f"{name} is {getattr(cfg, name)}, expected a positive integer")
     tiled = {name: getattr(cfg, name) for name in ("rope", "window", "sparse", "mixer")}
     if isinstance(cfg.block, BlockVariant):
-        tiled["norm_placement"] = cfg.block.norm_placement
+        tiled |= dict(norm_placement=cfg.block.norm_placement, branches=cfg.block.branches)
+        for branch in cfg.block.branches:
+            _one_of("branches", branch, (None, "attn", "ffn"))
         for place in cfg.block.norm_placement:
             _one_of("norm_placement", place, (None, "pre", "post"))
     for name, values in (tiled | dict(widths=widths)).items():
@@ -207,7 +210,7 @@ def check_config(cfg: ModelConfig) -> None:
     if isinstance(cfg.ffn, FeedForwardVariant):
         _one_of("activation", cfg.ffn.activation, GATED if cfg.ffn.gated else UNGATED)
     if isinstance(cfg.moe, MoEVariant):
-        _one_of("activation", cfg.moe.activation, GATED)
+        _one_of("activation", cfg.moe.activation, GATED if cfg.moe.gated else UNGATED)
         _one_of("scores", cfg.moe.scores, SCORES)
     if isinstance(cfg.attention, AttentionVariant):
         _one_of("qk_norm", cfg.attention.qk_norm, (None, "head", *HEAD_NORMS))
@@ -271,3 +274,10 @@ def _check_mixer(mixer, i: int) -> None:
             mixer.n_k_head < 1 or mixer.n_v_head % mixer.n_k_head or mixer.n_tap < 2):
         raise ValueError(f"{mixer.n_v_head} value heads cannot share {mixer.n_k_head} key heads "
                          f"evenly, or a convolution of {mixer.n_tap} is too short")
+    if isinstance(mixer, AttentionAndMamba):
+        check_types(mixer.mamba)
+        mixer = mixer.mamba
+    if isinstance(mixer, Mamba2) and (
+            mixer.n_group < 1 or mixer.n_head % mixer.n_group or mixer.n_tap < 2):
+        raise ValueError(f"{mixer.n_head} Mamba heads cannot share {mixer.n_group} groups evenly, "
+                         f"or a convolution of {mixer.n_tap} is too short")

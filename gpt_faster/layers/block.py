@@ -1,11 +1,12 @@
 """Block variants: post-norms, parallel branches, a scaled residual, widths that vary between
-layers, per-layer embeddings.
+layers, layers with one branch only, per-layer embeddings.
 
     cfg = replace(cfg, block=BlockVariant(pre_norm=False, post_norm=True))
 """
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from gpt_faster.layers.moe import MoEWithParallelDense
@@ -35,6 +36,8 @@ class BlockVariant(Part):
     end: bool = False                              # per-layer embeddings and an output scale
     widths: tuple = (None,)                        # tiled over layers: Widths, None: the model's
     norm_placement: tuple = (None,)                # by layer, tiled: "pre", "post" (OLMo Hybrid)
+    branches: tuple = (None,)                      # by layer, tiled: "attn" or "ffn" alone, None:
+                                                   # both (Nemotron-H)
     kind: str = "block_variant"                    # name in a .pth
 
     def make(self, cfg, layer: int, earlier: nn.ModuleList) -> nn.Module:
@@ -86,6 +89,11 @@ class VariantBlock(Block):
         if isinstance(self.ffn, MoEWithParallelDense):         # it normalizes its input itself
             self.ffn_norm = nn.Identity()
         self.post_attn_norm, self.post_ffn_norm = branch_output(), branch_output()
+        only = of_layer(layer, variant.branches)
+        if only == "attn":
+            self.ffn, self.ffn_norm, self.post_ffn_norm = no_branch()
+        elif only == "ffn":
+            self.attn, self.attn_norm, self.post_attn_norm = no_branch()
         dim = cfg.per_layer.dim if cfg.per_layer else 0
         self.end = LayerOutput(cfg, norm() if dim else None, dim) if variant.end else nn.Identity()
 
@@ -93,6 +101,27 @@ class VariantBlock(Block):
         """per_layer_input: this layer's per-layer embedding (Gemma 4), passed to self.end."""
         x = x + self.post_attn_norm(self.attn(self.attn_norm(x), rope, slot, mask, batch_idx))
         return self.end(x + self.post_ffn_norm(self.ffn(self.ffn_norm(x))), *per_layer_input)
+
+
+class NoBranch(nn.Module):
+    """In place of attention or feed-forward in a layer that has none: adds zeros."""
+
+    cache = None
+
+    def __init__(self):
+        super().__init__()
+        self.summed = nn.Identity()                # tp.py puts an all-reduce here: it is never run
+
+    def setup_cache(self, *_) -> None:
+        """It has no cache."""
+
+    def forward(self, x, *_):
+        return torch.zeros_like(x)
+
+
+def no_branch() -> tuple[nn.Module, ...]:
+    """A missing branch, and identities for its norms."""
+    return NoBranch(), nn.Identity(), nn.Identity()
 
 
 class ParallelBlock(VariantBlock):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt_faster.layers.part import IN, OUT, Part
-from gpt_faster.layers.recurrent import StateRing, last_tokens
+from gpt_faster.layers.recurrent import StateRing, convolve, scan
 
 CHUNK = 64                                         # tokens per chunk in chunked()
 # Tensors with one or more rows per head.
@@ -102,7 +102,8 @@ class DeltaNet(nn.Module):
         if self.cache is None:
             y, _ = chunked(q, k, v, g, beta, state)
         else:
-            y, states = self.scan(q, k, v, g, beta, state, in_order)
+            y, states = scan(step_by_step, chunked, (q, k, v, g, beta), 2, state, in_order,
+                             self.cache.n_slot)
             self.cache.write(pos, in_order[..., 0].sum(-1), mixed, states, batch_idx)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.norm.weight
         y = y * F.silu(self.gate(x).float()).view_as(y)
@@ -113,43 +114,12 @@ class DeltaNet(nn.Module):
 
     def queries_keys_values(self, mixed):
         """[B, n_tap - 1 + T, C] -> q, k [B, T, n_v_head, dk], v [B, T, n_v_head, dv], fp32."""
-        T = mixed.shape[1] - self.shape.n_tap + 1
-        y = 0
-        for i, tap in enumerate(self.conv.unbind(-1)):
-            y = y + mixed[:, i:i + T].float() * tap
-        q, k, v = F.silu(y).split(self.split, dim=-1)
+        q, k, v = F.silu(convolve(mixed, self.conv, None)).split(self.split, dim=-1)
         q, k = (l2_normalize(t.unflatten(-1, (-1, self.shape.k_dim))) for t in (q, k))
         n_repeat = self.shape.n_v_head // self.shape.n_k_head
         if n_repeat > 1:
             q, k = q.repeat_interleave(n_repeat, dim=2), k.repeat_interleave(n_repeat, dim=2)
         return q * self.shape.k_dim**-0.5, k, v.unflatten(-1, (-1, self.shape.v_dim))
-
-    def scan(self, q, k, v, g, beta, state, in_order):
-        """-> y [B, T, n_v_head, dv], and the states after each of the row's last n_slot tokens.
-
-        Runs the last n_slot tokens step by step, those before them in chunks.
-        """
-        n, T = self.cache.n_slot, q.shape[1]
-        if T <= n:
-            return step_by_step(q, k, v, g, beta, state)
-        n_token = in_order.sum(1)                                          # [B, 1]
-        first = n_token - n                        # first of the last n; negative in shorter rows
-        before = (torch.arange(T, device=q.device) < first)[..., None]     # [B, T, 1]
-        y, state = chunked(q, k, v, torch.where(before, g, 0), torch.where(before, beta, 0), state)
-        index = last_tokens(n_token, n)                                    # [B, n]
-        last = [gather(t, index) for t in (q, k, v, g, beta)]
-        is_token = (index >= 0)[..., None]
-        last[3:] = (torch.where(is_token, t, 0) for t in last[3:])
-        y_last, states = step_by_step(*last, state)
-        index = torch.arange(T, device=q.device) - first                   # [B, T]
-        index = torch.where(index < 0, index + first, T + index.clamp(max=n - 1))
-        return gather(torch.cat((y, y_last), dim=1), index), states
-
-
-def gather(t, index):
-    """t [B, T, …] at index [B, n], clamped to 0 -> [B, n, …]"""
-    row = torch.arange(len(t), device=t.device)[:, None]
-    return t[row, index.clamp(min=0)]
 
 
 def l2_normalize(x):

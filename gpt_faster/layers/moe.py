@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
-from gpt_faster.layers.feed_forward import GATED
+from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
 from gpt_faster.layers.norms import VectorNorm, soft_cap
 from gpt_faster.layers.part import IN, OUT
-from model import FeedForward, MoE, MoEConfig
+from model import MoE, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,19 @@ class MoEVariant(MoEConfig):
     shared_gate: bool = True                       # a learned sigmoid gate on the shared expert
     beside: bool = False                           # MoEWithParallelDense instead of RoutedMoE
     activation: str = "silu"                       # a key of feed_forward.GATED
+    gated: bool = True                             # False: down(act(up(x))), a key of UNGATED
+    latent_dim: int = 0                            # width of the experts' input and output; 0: the
+                                                   # model's (Nemotron 3 Super)
 
     split = {"shared.gate": OUT, "shared.up": OUT, "shared.down": IN}
 
     def make(self, cfg) -> nn.Module:
         shared = None
         if self.shared_dim:
-            shared = FeedForward(cfg, self.shared_dim)
-            shared.activation = GATED[self.activation]
+            variant = FeedForwardVariant(self.activation, self.gated)
+            shared = variant.make(cfg, self.shared_dim)
+        if not self.gated:
+            return UngatedMoE(cfg, shared)
         return MoEWithParallelDense(cfg, shared) if self.beside else RoutedMoE(cfg, shared)
 
     def shard(self, n: int) -> "MoEVariant":
@@ -96,7 +101,7 @@ class RoutedMoE(MoE):
         self.choice_bias = None
         if moe.choice_bias:
             self.choice_bias = nn.Parameter(torch.zeros(moe.n_expert, dtype=torch.float32))
-        self.activation = GATED[moe.activation]
+        self.activation = (GATED if moe.gated else UNGATED)[moe.activation]
         self.shared = shared
         gated = shared and moe.shared_gate
         self.shared_expert_gate = nn.Linear(cfg.dim, 1, bias=False) if gated else None
@@ -127,6 +132,26 @@ class RoutedMoE(MoE):
         if self.shared_expert_gate is None:
             return y
         return y * torch.sigmoid(self.shared_expert_gate(x))
+
+
+class UngatedMoE(RoutedMoE):
+    """Nemotron 3: experts without a gate, optionally in a narrower space that all of them share."""
+
+    def __init__(self, cfg, shared: nn.Module | None):
+        dim = cfg.moe.latent_dim or cfg.dim
+        super().__init__(replace(cfg, dim=dim), shared)
+        del self.gate
+        self.router = nn.Linear(cfg.dim, cfg.moe.n_expert, bias=cfg.moe.router_bias)
+        self.to_latent, self.from_latent = nn.Identity(), nn.Identity()
+        if cfg.moe.latent_dim:
+            self.to_latent = nn.Linear(cfg.dim, dim, bias=False)
+            self.from_latent = nn.Linear(dim, cfg.dim, bias=False)
+
+    def routed(self, x, prob, ids):
+        return self.from_latent(super().routed(self.to_latent(x), prob, ids))
+
+    def experts(self, x, ids, ends):
+        return self.down(self.activation(self.up(x, ids, ends)), ids, ends)
 
 
 class MoEWithParallelDense(RoutedMoE):

@@ -8,8 +8,10 @@ stale keys. An idle row is at position 0, so each call restarts it from zeros.
                                            the next call starts at 5 and continues from 4
 
 Right padding has one position, the row's next, and changes only that position's slot.
-Knows no layer's math.
+Knows no layer's math: scan() takes the recurrence in two forms.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,53 @@ def max_rewind(model: nn.Module) -> int | None:
 def last_tokens(n_token: Tensor, n: int) -> Tensor:
     """Indices [B, n] of each row's last n of n_token [B, 1] tokens; negative if it has fewer."""
     return n_token - n + torch.arange(n, device=n_token.device)
+
+
+def convolve(mixed: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+    """The causal depthwise convolution of mixed [B, n_tap - 1 + T, C], which starts with the inputs
+    before the call; taps [C, n_tap], bias [C], fp32 -> [B, T, C]."""
+    T = mixed.shape[1] - taps.shape[1] + 1
+    y = 0 if bias is None else bias
+    for i, tap in enumerate(taps.unbind(-1)):
+        y = y + mixed[:, i:i + T].float() * tap
+    return y
+
+
+def gather(t: Tensor, index: Tensor) -> Tensor:
+    """t [B, T, …] at index [B, n], clamped to 0 -> [B, n, …]"""
+    row = torch.arange(len(t), device=t.device)[:, None]
+    return t[row, index.clamp(min=0)]
+
+
+def masked(t: Tensor, is_token: Tensor) -> Tensor:
+    """t [B, T, …] where is_token [B, T], else 0."""
+    return torch.where(is_token.view(*is_token.shape, *[1] * (t.dim() - 2)), t, 0)
+
+
+def scan(step_by_step: Callable, chunked: Callable, inputs: tuple, n_rate: int, state: Tensor,
+         in_order: Tensor, n: int) -> tuple[Tensor, list[Tensor]]:
+    """Run a recurrence -> its outputs y [B, T, …], and the states after each of the row's last n
+    tokens.
+
+    inputs: of T tokens, [B, T, …] each. A token changes no state if the last n_rate of them are
+    zero there, as they are at padding. in_order [B, T, 1]: False at padding. step_by_step(*inputs,
+    state) -> y and the state after each token; chunked(*inputs, state) -> y and the last state. The
+    last n tokens run step by step, those before them in chunks.
+    """
+    T = inputs[0].shape[1]
+    if T <= n:
+        return step_by_step(*inputs, state)
+    n_token = in_order.sum(1)                                              # [B, 1]
+    first = n_token - n                            # first of the last n; negative in shorter rows
+    place = torch.arange(T, device=state.device)
+    others, rates = inputs[:-n_rate], inputs[-n_rate:]
+    y, state = chunked(*others, *(masked(t, place < first) for t in rates), state)
+    index = last_tokens(n_token, n)                                        # [B, n]
+    others, rates = ([gather(t, index) for t in part] for part in (others, rates))
+    y_last, states = step_by_step(*others, *(masked(t, index >= 0) for t in rates), state)
+    index = place - first                                                  # [B, T]
+    index = torch.where(index < 0, index + first, T + index.clamp(max=n - 1))
+    return gather(torch.cat((y, y_last), dim=1), index), states
 
 
 class StateRing(nn.Module):

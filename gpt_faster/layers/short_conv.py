@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpt_faster.layers.part import IN, OUT, Part
-from gpt_faster.layers.recurrent import StateRing
+from gpt_faster.layers.recurrent import StateRing, convolve
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class ShortConvolution(nn.Module):
         else:
             earlier, _ = self.cache.read(pos, batch_idx)
         h = torch.cat((earlier, h), dim=1)                                 # [B, n_tap - 1 + T, …]
-        y = 0 if self.taps_bias is None else self.taps_bias
-        for i, tap in enumerate(self.taps.unbind(-1)):
-            y = y + h[:, i:i + T].float() * tap
+        y = convolve(h, self.taps, self.taps_bias)
         if self.cache is not None:
             in_order = pos == pos[:, :1] + torch.arange(T, device=x.device)
             self.cache.write(pos, in_order.sum(-1), h, [], batch_idx)

@@ -34,9 +34,11 @@ def supports_experts(moe: nn.Module) -> bool:
     """Do the operations support this MoE's experts? Reads no weights."""
     if isinstance(experts := vars(moe).get("experts"), FusedExperts):
         return experts.is_installed_in(moe)
+    if type(moe) not in (MoE, RoutedMoE, MoEWithParallelDense):
+        return False
     linears = moe.gate, moe.up, moe.down
-    return (type(moe) in (MoE, RoutedMoE, MoEWithParallelDense) and moe.activation in GATED.values()
-            and all(map(can_pack, linears)) and not any(map(is_packed, linears)))
+    return (moe.activation in GATED.values() and all(map(can_pack, linears))
+            and not any(map(is_packed, linears)))
 
 
 def supports_head_matrices(module: nn.Module) -> bool:

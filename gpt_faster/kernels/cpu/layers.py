@@ -49,7 +49,7 @@ from gpt_faster.kernels.modifications import (
     is_core,
     modified_after_packing,
 )
-from gpt_faster.layers.block import ParallelBlock, VariantBlock, post_norm_of
+from gpt_faster.layers.block import NoBranch, ParallelBlock, VariantBlock, post_norm_of
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
 from model import Block, MoE
@@ -500,10 +500,11 @@ def uninstall_experts(model: nn.Module) -> None:
 def install_layers(model: nn.Module, guard: GuardedForward, unmodified: list[tuple[str, ...]],
                    found: Modifications) -> None:
     """unmodified: the sublayers of each layer that were not modified. A layer with none keeps its
-    forward.
+    forward, and so does one without attention, whose cache the operations would look for.
     """
     layers = [OperationsLayer(guard, layer, supported_sublayers(layer, sublayers), model.cfg)
-              if sublayers else None for layer, sublayers in zip(model.layers, unmodified)]
+              if sublayers and not isinstance(layer.attn, NoBranch) else None
+              for layer, sublayers in zip(model.layers, unmodified)]
     installed = [layer for layer in layers if layer]
     if not installed:
         return

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
 from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
+from gpt_faster.layers.attention import VariantAttention
 from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.delta import DeltaNet
 from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
+from model import Attention
 
 MAX_DECODE_ROWS = 64                               # B T of a call that counts as a decode step
 
@@ -217,10 +219,21 @@ def store_transposed(taps: nn.Parameter) -> None:
     taps.data = taps.data.T.contiguous().T
 
 
-MIXERS = {DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer}
+class NoMixer:
+    """Of an attn that runs in PyTorch."""
+
+    @staticmethod
+    def supports(layer: nn.Module) -> bool:
+        return False
+
+
+MIXERS = {**dict.fromkeys((Attention, VariantAttention, SharedAttention), AttentionMixer),
+          DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer}
 
 
 def mixer_of(layer: nn.Module) -> type:
-    """The mixer class for a layer's attn; its supports() has the final say."""
-    kinds = [mixer for kind, mixer in MIXERS.items() if isinstance(layer.attn, kind)]
-    return kinds[0] if kinds else AttentionMixer
+    """The mixer class for a layer's attn; its supports() has the final say.
+
+    By the exact class: a subclass in layers/ may compute something else.
+    """
+    return MIXERS.get(type(layer.attn), NoMixer)

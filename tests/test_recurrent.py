@@ -1,4 +1,5 @@
-"""Gated DeltaNet: every way to run it gives what the recurrence gives, and its state does what law 3 says."""
+"""Recurrent layers (gated DeltaNet, Mamba-2, Mamba-2 beside attention): every way to run them gives what the recurrence
+gives, and their states do what law 3 says."""
 
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from helpers import GREEDY, generated, ids_of, make_batch, speculative
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.layers import mamba
 from gpt_faster.layers.delta import CHUNK, GatedDelta, chunked, step_by_step
 from gpt_faster.layers.recurrent import max_rewind
 from model import ModelConfig, Transformer, cache_bytes
@@ -17,6 +19,14 @@ from model import ModelConfig, Transformer, cache_bytes
 SHAPE = GatedDelta(n_k_head=2, n_v_head=4, k_dim=16, v_dim=24)
 CFG = ModelConfig(dim=48, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=64, vocab_size=97, context=4096,
                   mixer=(SHAPE, SHAPE, None))
+MAMBA = mamba.Mamba2(n_head=4, head_dim=24, n_group=2, state_dim=16)
+CFGS = {"delta": CFG, "mamba": replace(CFG, mixer=(MAMBA, replace(MAMBA, n_group=1, norm=False), None)),
+        "beside": replace(CFG, mixer=(mamba.AttentionAndMamba(MAMBA), replace(MAMBA, conv_bias=False), None))}
+
+
+@pytest.fixture(scope="module", params=CFGS)
+def cfg(request):
+    return CFGS[request.param]
 
 
 def tiny_model(cfg=CFG, seed=0):
@@ -25,7 +35,7 @@ def tiny_model(cfg=CFG, seed=0):
     for name, p in model.named_parameters():
         if name.endswith("decay_rate"):
             p.copy_(-torch.rand_like(p) * 2)               # from hardly forgetting to forgetting at once
-        elif name.endswith("decay_bias"):
+        elif name.endswith(("decay_bias", "conv_bias", "skip")):
             p.normal_()
         elif p.dim() > 1:
             p.normal_(0, 0.7 if "embed" in name else p.shape[-1] ** -0.5)
@@ -33,8 +43,8 @@ def tiny_model(cfg=CFG, seed=0):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
+def model(cfg):
+    return tiny_model(cfg)
 
 
 def tokens(n, batch=2, seed=1):
@@ -94,6 +104,43 @@ def test_error_after_2000_steps():
         assert error.max() < 2e-5 and error[:, -100:].mean() < 1e-6, (form, error.max(), error[:, -100:].mean())
 
 
+def mamba_inputs(T, dtype, N=6, G=3, dk=16, dv=24, seed=0):
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, T, n, d, dtype=torch.float64) / d**0.5 for n, d in ((G, dk), (G, dk), (N, dv)))
+    g = -torch.rand(2, T, N, dtype=torch.float64).pow(8)
+    state = torch.randn(2, N, dk, dv, dtype=torch.float64)
+    return [t.to(dtype) for t in (q, k, v, g, state)]
+
+
+def mamba_recurrence(q, k, v, g, state):
+    """h = exp(g) h + v k', y = h q: as state-space models write it, a token and a head at a time."""
+    y, n_share = torch.zeros_like(v), v.shape[2] // q.shape[2]
+    for b in range(v.shape[0]):
+        for n in range(v.shape[2]):
+            h = state[b, n].T.clone()
+            for t in range(v.shape[1]):
+                h = h * g[b, t, n].exp() + torch.outer(v[b, t, n], k[b, t, n // n_share])
+                y[b, t, n] = h @ q[b, t, n // n_share]
+    return y, h.T
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130])
+def test_both_forms_of_mamba_are_the_recurrence(T):
+    expected, last = mamba_recurrence(*mamba_inputs(T, torch.float64))
+    for form in (mamba.chunked, mamba.step_by_step):
+        y, state = form(*mamba_inputs(T, torch.float64))
+        state = state[-1] if isinstance(state, list) else state
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(state[-1, -1], last, rtol=1e-9, atol=1e-9)
+
+
+def test_error_of_mamba_after_2000_steps():
+    exact = mamba.step_by_step(*mamba_inputs(2000, torch.float64))[0]
+    for form in (mamba.chunked, mamba.step_by_step):
+        error = (form(*mamba_inputs(2000, torch.float32))[0] - exact).abs() / exact.std()
+        assert error.max() < 2e-5 and error[:, -100:].mean() < 1e-6, (form, error.max(), error[:, -100:].mean())
+
+
 # ---- Position is the mask -----------------------------------------------------------------------
 
 @pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 200])
@@ -109,7 +156,7 @@ def test_one_by_one_in_calls_and_whole(model, n, max_rejected):
 
 
 @pytest.mark.parametrize("max_rejected", [0, 2])
-def test_padded_rows_of_any_length(model, max_rejected):
+def test_padded_rows_of_any_length(model, max_rejected, cfg):
     """Each row goes on, one token and then five, as it would alone; all in one call or several."""
     lengths, T = [1, 2, 3, 5, 64, 65, 70], 70
     prompt, more = tokens(T, len(lengths)), tokens(6, len(lengths), seed=2)
@@ -125,11 +172,11 @@ def test_padded_rows_of_any_length(model, max_rejected):
         one = model(more[:, :1], end, 1)
         five = model(more[:, 1:], end + 1 + torch.arange(5), 5)
         for row, n in enumerate(lengths):
-            alone = whole(tiny_model(), torch.cat((prompt[row:row + 1, :n], more[row:row + 1]), dim=1))[0]
+            alone = whole(tiny_model(cfg), torch.cat((prompt[row:row + 1, :n], more[row:row + 1]), dim=1))[0]
             close(torch.cat((logits[row:row + 1], one[row], five[row])), alone[n - 1:])
 
 
-def test_rows_of_the_cache_by_number(model):
+def test_rows_of_the_cache_by_number(model, cfg):
     """Rows 3 and 1 run a prompt, twice; 0 and 2 keep what they remember."""
     model.setup_cache(4, 128, 80)
     kept, prompt, more = tokens(70, 4), tokens(75, 2, seed=3), tokens(1, 4, seed=4)
@@ -141,7 +188,7 @@ def test_rows_of_the_cache_by_number(model):
     got = model(more, pos)[:, 0]
     for row in range(4):
         before = kept[row] if row in (0, 2) else prompt[[3, 1].index(row)]
-        close(got[row], whole(tiny_model(), torch.cat((before, more[row]))[None])[0, -1])
+        close(got[row], whole(tiny_model(cfg), torch.cat((before, more[row]))[None])[0, -1])
 
 
 def test_rejected_tokens_leave_no_trace(model):
@@ -160,7 +207,7 @@ def test_rejected_tokens_leave_no_trace(model):
         close(torch.cat(got), expected[8:at])
 
 
-def test_rows_that_are_not_in_use_disturb_nothing(model):
+def test_rows_that_are_not_in_use_disturb_nothing(model, cfg):
     """They stand at position 0, begin anew each time, and take the next prompt."""
     prompts = [tokens(n, 1, seed=n)[0].tolist() for n in (5, 66, 3, 20)]
     model.setup_cache(2, 128, 32)
@@ -184,19 +231,20 @@ def test_rows_that_are_not_in_use_disturb_nothing(model):
     batch.prefill([1], prompts[3:])
     run({0: 2, 1: 3}, 4)
     for name, prompt in enumerate(prompts):
-        alone = [t.item() for t in generated(tiny_model(), [prompt], len(got[name]), GREEDY)]
+        alone = [t.item() for t in generated(tiny_model(cfg), [prompt], len(got[name]), GREEDY)]
         assert got[name] == alone, name
 
 
-def test_dtype_of_the_state(model):
+def test_dtype_of_the_state(model, cfg):
     """fp32 whatever the model's dtype; the convolution's inputs are in that."""
     model.setup_cache(1, 16)
-    assert {t.dtype for t in model.layers[0].attn.cache.buffers()} == {torch.float32}
-    low = tiny_model()
+    ring = getattr(model.layers[0].attn, "mamba", model.layers[0].attn).cache
+    assert {t.dtype for t in ring.buffers()} == {torch.float32}
+    low = tiny_model(cfg)
     low.dtype = torch.bfloat16
     low.setup_cache(1, 16)
-    assert low.layers[0].attn.cache.states.dtype == torch.float32
-    assert low.layers[0].attn.cache.inputs.dtype == torch.bfloat16
+    ring = getattr(low.layers[0].attn, "mamba", low.layers[0].attn).cache
+    assert ring.states.dtype == torch.float32 and ring.inputs.dtype == torch.bfloat16
 
 
 def test_memory_is_counted():
@@ -211,10 +259,10 @@ def test_memory_is_counted():
 # ---- Drafts and conversations -------------------------------------------------------------------
 
 @pytest.mark.parametrize("draft", ["the model itself", "another", "look-up"])
-def test_speculation_changes_nothing(draft):
-    model, prompt = tiny_model(), [1, 2, 3, 1, 2, 3, 1, 2]
+def test_speculation_changes_nothing(draft, cfg):
+    model, prompt = tiny_model(cfg), [1, 2, 3, 1, 2, 3, 1, 2]
     expected = [t.item() for t in generated(model, [prompt], 40, GREEDY)]
-    drafter = {"the model itself": tiny_model(), "another": tiny_model(seed=1), "look-up": None}[draft]
+    drafter = {"the model itself": tiny_model(cfg), "another": tiny_model(cfg, seed=1), "look-up": None}[draft]
     for k in (1, 4):
         model.setup_cache(1, 64, 32, max_rejected=k)
         batch = speculative(model, k, drafter, fixed=True)
@@ -224,18 +272,18 @@ def test_speculation_changes_nothing(draft):
         assert ids_of(batch, prompt, 40) == expected       # the second time in the same cache
 
 
-def test_a_cache_that_cannot_go_back_is_refused():
-    model = tiny_model()
+def test_a_cache_that_cannot_go_back_is_refused(cfg):
+    model = tiny_model(cfg)
     model.setup_cache(1, 64, 32, max_rejected=1)
     with pytest.raises(ValueError, match="2 draft tokens"):
-        speculative(model, 2, tiny_model())
+        speculative(model, 2, tiny_model(cfg))
 
 
-def test_a_conversation_goes_on_from_the_state():
+def test_a_conversation_goes_on_from_the_state(cfg):
     """As far back as the cache was set up for, and no farther: then it must begin anew."""
-    model, fresh = tiny_model(), tiny_model()
+    model, fresh = tiny_model(cfg), tiny_model(cfg)
     model.setup_cache(1, 128, 16, max_rejected=3)
-    assert max_rewind(model) == 3 and max_rewind(Transformer(replace(CFG, mixer=(None,)))) is None
+    assert max_rewind(model) == 3 and max_rewind(Transformer(replace(cfg, mixer=(None,)))) is None
     batch = make_batch(model, [GREEDY])
     assert rewind(batch) == 2
     batch.n_beyond = 3                                     # as of one that drafts 2 tokens
@@ -251,7 +299,7 @@ def test_a_conversation_goes_on_from_the_state():
 
 # ---- Against transformers -----------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", "granitemoehybrid-mamba", "bamba", "falcon_h1", "nemotron_h-experts"])
 def test_prompts_around_a_chunk(families, name):
     """Of 1 to 200 tokens, and greedily on from there, with and without a cache."""
     directory, theirs = families(name)
@@ -299,3 +347,58 @@ def test_what_a_config_may_not_say():
                             (dict(layer_types=["linear"] * 4), "'layer_types' is not 4 times one of")):
         with pytest.raises(ValueError, match=message):
             config_from_hf(base | change)
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1-norm"])
+@pytest.mark.parametrize("part, change", [
+    ("conv", reversed_), ("conv_bias", torch.zeros_like), ("decay_rate", torch.zeros_like), ("decay_bias", torch.zeros_like),
+    ("skip", torch.zeros_like), ("norm.weight", reversed_), ("gate.weight", torch.zeros_like), ("decay.weight", reversed_),
+    ("qkv.weight", lambda t: torch.cat((t[16:32], t[:16], t[32:]))),
+])
+def test_planted_errors_in_mamba(families, name, part, change):
+    """Each part of a layer shows in the logits."""
+    directory, theirs = families(name)
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    attn = model.layers[1].attn
+    attn = getattr(attn, "mamba", attn)
+    if part == "conv_bias" and attn.conv_bias is None:
+        pytest.skip("it has none")
+    prompt = tokens(24)
+    expected = tiny.logits(theirs, prompt)
+    close(whole(model, prompt), expected)
+    p = attn.get_parameter(part)
+    with torch.no_grad():
+        p.copy_(change(p))
+    assert (whole(model, prompt) - expected).norm() > 0.003 * expected.norm()
+
+
+@pytest.mark.parametrize("change", [dict(norm_first=True), dict(norm=False), dict(min_step=0.5), dict(max_step=0.1)])
+def test_planted_options_of_mamba(families, change):
+    directory, theirs = families("falcon_h1-norm")
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    for layer in model.layers:
+        layer.attn.mamba.shape = replace(layer.attn.mamba.shape, **change)
+        if not layer.attn.mamba.shape.norm:
+            layer.attn.mamba.norm = torch.nn.Identity()
+    expected = tiny.logits(theirs, tokens(24))
+    assert (whole(model, tokens(24)) - expected).norm() > 0.003 * expected.norm()
+
+
+def test_what_a_config_of_mamba_may_not_say():
+    base = dict(model_type="bamba", hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=99, num_attention_heads=4,
+                num_key_value_heads=2, mamba_n_heads=8, attn_layer_indices=[1])
+    assert [m and (m.n_head, m.head_dim) for m in config_from_hf(base)[0].mixer] == [(8, 16), None, (8, 16), (8, 16)]
+    for change, message in ((dict(mamba_n_heads=7), "7 Mamba heads of"), (dict(mamba_n_groups=3), "8 Mamba heads cannot share 3"),
+                            (dict(mamba_d_head=8), "8 Mamba heads of 8 channels, expected 128"),
+                            (dict(mamba_d_conv=1), "convolution of 1"), (dict(time_step_limit=[1]), "expected two increasing"),
+                            (dict(time_step_limit=[2, 1]), "expected two increasing")):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(base | change)
+    base = {**base, "model_type": "nemotron_h", "n_groups": 2}
+    blocks = config_from_hf(base | dict(hybrid_override_pattern="M-M*-M-M-*"))[0].block.branches
+    assert blocks == (None, "attn", None, None, None, "attn")
+    for pattern in ("MX", ["mamba", "rwkv"]):
+        with pytest.raises(ValueError, match="expected mamba, attention, mlp or moe"):
+            config_from_hf(base | dict(hybrid_override_pattern=pattern))
+    with pytest.raises(ValueError, match="'projectors_bias' and 'mamba_proj_bias' differ"):
+        config_from_hf({**base, "model_type": "falcon_h1", "mamba_d_ssm": 64, "projectors_bias": True})
