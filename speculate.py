@@ -318,7 +318,6 @@ class SpeculativeBatch(Batch):
         self.history = self.token.new_zeros(self.n_row, self.max_length + max_draft + 1)
         self.ready = deque()                       # Ready tokens, not yet returned by step()
         self.unobserved = set()                    # rows whose last token the sampler has not seen
-        self.plain_rows = set()                    # rows that must not draft
         drafter.setup(self.n_row, self.max_length, self.chunk)
         self.reset_stats()
 
@@ -332,6 +331,7 @@ class SpeculativeBatch(Batch):
             self.row_stats[row] = 0, 0
             self.plain_rows.discard(row)
             self.unobserved.add(row)
+        self.place = 0
         return super().prefill(rows, prompts, n_cached, params)
 
     def end(self, row: int, n_kept: int = 0) -> None:
@@ -411,7 +411,8 @@ class SpeculativeBatch(Batch):
             counts = count.tolist() if drafting else [0] * len(rows.index)
             found = [None] * len(counts)
         each = tokens.new_full((self.n_row, n), -1)            # [B, n]
-        each[batch_idx] = torch.where(place <= count[:, None], tokens, -1)
+        is_valid = (place <= count[:, None]) & (self.in_use.view(-1, 1)[batch_idx] > 0)
+        each[batch_idx] = torch.where(is_valid, tokens, -1)
         accepted = {}
         for row, n_known, n_accepted, at in zip(rows.index, rows.lengths, counts, found):
             if self.length[row]:
