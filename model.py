@@ -204,6 +204,32 @@ def row_index(slot: Tensor, batch_idx: Tensor | None) -> Tensor:
     return batch_idx[:, None]
 
 
+class HiddenStates(nn.Module):
+    """Hidden states of some layers by position: states[k] is [B, S, D], the input of layer k.
+
+    Like a cache entry, a state is overwritten when its position is computed again.
+    """
+
+    def __init__(self, layers: tuple[int, ...], shape: tuple[int, int, int], dtype: torch.dtype,
+                 device):
+        super().__init__()
+        self.layers = layers if shape[0] else ()   # without a cache nothing is recorded
+        for layer in self.layers:
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            self.register_buffer(f"layer_{layer}", zeros, persistent=False)
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self.get_buffer(f"layer_{layer}")
+
+    def forward(self, layer, x, pos, batch_idx):
+        """Write x [B, T, D] at positions pos [T] or [B, T] of cache rows batch_idx (None: all)."""
+        states = self._buffers[f"layer_{layer}"]
+        if pos.dim() == 1:
+            states[:, pos] = x.type_as(states)
+        else:
+            states[row_index(pos, batch_idx), pos] = x.type_as(states)
+
+
 class KVCache(nn.Module):
     """Preallocated keys and values, [B, K, S, H] each."""
 
@@ -479,8 +505,8 @@ class Transformer(nn.Module):
         self.register_buffer("amplitude", padded(amplitude), persistent=False)
         self.max_batch_size = self.max_seq_length = self.longest_call = 0      # of the cache
         self.rings = nn.ModuleDict()                           # str(window) -> Ring
-        self.hidden = None                         # set by an MTP drafter: a [B, S, D] buffer that
-                                                   # records the last layer's output
+        self.recorded = ()                         # layers, see record_hidden()
+        self.hidden = HiddenStates((), (0, 0, 0), self.dtype, None)
 
     def frequencies(self, length: int = 0) -> Tensor:
         """The frequencies of each RoPE, for sequences of up to `length`: fp32 [R, H / 2]."""
@@ -508,6 +534,24 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             n_slot = size[of_layer(i, cfg.window)]
             layer.attn.setup_cache(batch_size, n_slot, self.dtype, device, max_rejected)
+        self.hidden = self._hidden_states(device)
+
+    @torch.inference_mode(False)
+    def record_hidden(self, *layers: int) -> None:
+        """From now on, calls with a cache record the inputs of these layers in self.hidden.
+
+        self.hidden[k] [B, S, D] is the residual stream before layer k, by cache row and position;
+        k = n_layer: after the last layer, before the final norm. Adds to the layers recorded
+        already; every recorder's layers stay.
+        """
+        assert all(0 <= k <= self.cfg.n_layer for k in layers), f"no such layers: {layers}"
+        if not set(layers) <= set(self.recorded):
+            self.recorded = tuple(sorted({*self.recorded, *layers}))
+            self.hidden = self._hidden_states(self.freq.device)
+
+    def _hidden_states(self, device) -> HiddenStates:
+        shape = self.max_batch_size, self.max_seq_length, self.cfg.dim
+        return HiddenStates(self.recorded, shape, self.dtype, device)
 
     def forward(self, tokens: Tensor, pos: Tensor, logits_to_keep: int | Tensor = 1,
                 kv_len: int | None = None, batch_idx: Tensor | None = None) -> Tensor:
@@ -522,18 +566,21 @@ class Transformer(nn.Module):
         if batch_idx is not None:                  # each row has its own slots
             pos = pos.expand(len(batch_idx), -1)
         x, *shared = self.embed_inputs(tokens, pos, kv_len, batch_idx)
-        for layer, inputs in zip(self.layers, self.layer_inputs(shared)):
+        for i, (layer, inputs) in enumerate(zip(self.layers, self.layer_inputs(shared))):
+            if i in self.hidden.layers:
+                self.record(i, x, pos, batch_idx)
             x = layer(x, *inputs[:3], batch_idx, *inputs[3:])
-        if self.hidden is not None:
-            if pos.dim() == 1:
-                self.hidden[:, pos] = x.to(self.dtype)
-            else:
-                self.hidden[row_index(pos, batch_idx), pos] = x.to(self.dtype)
+        if self.cfg.n_layer in self.hidden.layers:
+            self.record(self.cfg.n_layer, x, pos, batch_idx)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]
         else:
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.shape[-1]))
         return self.unembed(x)
+
+    def record(self, layer: int, x: Tensor, pos: Tensor, batch_idx: Tensor | None) -> None:
+        """Record x [B, T, D], the input of a layer."""
+        self.hidden(layer, x, pos, batch_idx)
 
     def embed_tokens(self, tokens: Tensor, pos: Tensor) -> Tensor:
         """[B, T], [T] or [B, T] -> [B, T, D]"""

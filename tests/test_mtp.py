@@ -53,11 +53,11 @@ def batch_of(model, head, k, fixed=True, how=GREEDY, generator=None, engine="kv_
 def train(model, head, prompt, n_new, steps=150):
     """Teach the head the model's own greedy text after a prompt -> that text."""
     model.setup_cache(1, 128)
-    model.hidden = torch.zeros(1, 128, model.cfg.dim)
+    model.record_hidden(model.cfg.n_layer)
     new = plain(model, prompt, n_new)
     tokens = torch.tensor([prompt + new])
     n = tokens.shape[1] - 1
-    hidden, pos = model.norm(model.hidden[:, :n - 1]).clone(), torch.arange(n - 1)
+    hidden, pos = model.norm(model.hidden[model.cfg.n_layer][:, :n - 1]).clone(), torch.arange(n - 1)
     head.setup_cache(0, 128)
     attention, ffn = head.layers[0].attn, head.layers[0].ffn
     ffn.forward = lambda x, plain=ffn.forward: plain(x.detach())       # experts have no gradient
@@ -94,10 +94,10 @@ def test_logits_are_transformers(heads, family):
         out = their_head.forward_layer(0, hidden[:, :-1], pos[None, 1:], cache, input_ids=tokens[:, 1:])
         expected = their_head._project_to_logits(out)
     model.setup_cache(1, 32)
-    model.hidden = torch.zeros(1, 32, 64)
+    model.record_hidden(model.cfg.n_layer)
     with torch.inference_mode():
         model(tokens, pos)
-        mine = model.norm(model.hidden[:, :23])
+        mine = model.norm(model.hidden[model.cfg.n_layer][:, :23])
         torch.testing.assert_close(mine, hidden[:, :-1], rtol=1e-4, atol=1e-4)
         whole, last = head(tokens[:, 1:], mine, pos[:23])
         torch.testing.assert_close(whole[:, 0], expected[:, -1], rtol=1e-3, atol=1e-3)
@@ -261,7 +261,6 @@ def test_the_steps_trace(heads, how, monkeypatch):
             steps = [generate.decode_one_token, mtp.draft_one_token, speculate.verify]
             decode, draft, verify = [as_cuda_graph(step) for step in steps] if traced else steps
         model.setup_cache(1, 64, 16)
-        model.hidden = None
         sampler = build_sampler(model, [how], torch.Generator().manual_seed(5))
         drafter = mtp.MTPDrafter(model, head, draft)
         batch = speculate.SpeculativeBatch(model, sampler, generate.Steps(decode=decode), drafter, FixedLength(2), 2, verify)

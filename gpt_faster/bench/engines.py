@@ -189,5 +189,6 @@ class Engine:
         n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
         if self.head:
             head_weights = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
-            n_bytes += sum(p.nbytes for p in head_weights) + self.model.hidden.nbytes
+            n_bytes += sum(p.nbytes for p in head_weights)
+            n_bytes += sum(t.nbytes for t in self.model.hidden.buffers())
         return n_bytes

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import tp
 from generate import bucket
-from gpt_faster.decoding.mtp import record_hidden
 from gpt_faster.layers.gemma4_assistant import Assistant
 from model import Transformer, row_index
 from sampling import Sampler
@@ -26,7 +25,7 @@ class AssistantDrafter(Drafter):
         self.model, self.assistant = model, assistant
 
     def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
-        record_hidden(self.model, n_row, max_length)
+        self.model.record_hidden(self.model.cfg.n_layer)
 
     def propose(self, rows: Rows, k: int, sampler: Sampler) -> tuple:
         model, n_vocab = self.model, sampler.n_vocab
@@ -34,7 +33,8 @@ class AssistantDrafter(Drafter):
         pos = rows.pos.view(-1, 1)
         inputs = self.assistant.inputs(pos, kv_len, rows.batch_idx)
         before = (pos - 1).clamp(min=0)            # the last token whose hidden state is known
-        hidden = model.norm(model.hidden[row_index(before, rows.batch_idx), before])
+        states = model.hidden[model.cfg.n_layer]
+        hidden = model.norm(states[row_index(before, rows.batch_idx), before])
         token = rows.token
         drafts, dists = token.repeat(1, k), []     # filled from the left
         for i in range(k):

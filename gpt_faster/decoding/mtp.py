@@ -47,14 +47,6 @@ def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
     return sum(length * dim * dtype.itemsize for dim in dims)
 
 
-@torch.inference_mode(False)                       # a normal tensor even in inference mode
-def record_hidden(model: Transformer, n_row: int, length: int) -> None:
-    """Let the model record its last layer's output at each position in model.hidden [B, S, D]."""
-    shape = n_row, length, model.cfg.dim
-    if model.hidden is None or model.hidden.shape != shape:
-        model.hidden = torch.zeros(shape, dtype=model.dtype, device=model.freq.device)
-
-
 def first_rows(linear: nn.Module, n: int) -> nn.Module | None:
     """A view of the linear's first n outputs; None if its memory layout has no such slice."""
     if linear.bias is not None or linear._forward_hooks or tp.shared_by(linear):
@@ -96,7 +88,7 @@ class MTPDrafter(Drafter):
         head = self.head
         if (head.max_batch_size, head.max_seq_length) != (n_row, max_length):
             head.setup_cache(n_row, max_length, longest_call)
-        record_hidden(self.model, n_row, max_length)
+        self.model.record_hidden(self.model.cfg.n_layer)
         self.n_cached = [0] * n_row                # valid slots of each row in the head's cache
 
     def begin(self, row: int, n_same: int) -> None:
@@ -157,7 +149,8 @@ class MTPDrafter(Drafter):
 
     def hidden_states(self, batch_idx: Tensor | None, slots: Tensor) -> Tensor:
         """The model's normalized hidden states at positions slots [b, T] -> [b, T, D]."""
-        return self.model.norm(self.model.hidden[row_index(slots, batch_idx), slots])
+        states = self.model.hidden[self.model.cfg.n_layer]
+        return self.model.norm(states[row_index(slots, batch_idx), slots])
 
     def kv_len(self, n: int) -> int:
         return bucket(n, self.head.max_seq_length, self.min_kv_len)

@@ -29,6 +29,7 @@ from gpt_faster.kernels.cpu.experts import (
     supports_head_matrices,
 )
 from gpt_faster.kernels.cpu.feed_forward import LayerEnd, factor_of, feed_forward_of
+from gpt_faster.kernels.cpu.hidden_states import RecordHidden
 from gpt_faster.kernels.cpu.linears import (
     DTYPES,
     OperationsEmbedding,
@@ -77,6 +78,7 @@ class CallState:
         self.shape = None                          # B, T
         self.call_id = None                        # GuardedForward.n_call of this call
         self.structs = []                          # native.Positions, reused by all calls
+        self.addresses, self.out = [], None        # the queue, and a layer's output
 
     def begin(self, x: Tensor, call_id: int) -> None:
         """x [B, T, D]. Discards what an interrupted call has queued."""
@@ -448,8 +450,8 @@ def use_operations(model: nn.Module) -> bool:
     install_layers(model, guard, unmodified, found)
     if not found.embed and EmbedInputs.supports(model):
         model.embed_inputs = EmbedInputs(guard, model)
-    if not found.unembed and Unembed.supports(model) and "unembed" not in vars(model):
-        model.unembed = Unembed(guard, model)      # a drafter may have set its own
+    if not found.unembed and Unembed.supports(model):
+        model.unembed = Unembed(guard, model)
     packed = [m for m in model.modules() if is_packed(m)]
     guard.install([t for m in packed for t in m.tensors() if t is not None])
     return True
@@ -505,6 +507,7 @@ def install_layers(model: nn.Module, guard: GuardedForward, unmodified: list[tup
             layer.first = before is None or found.forward is not None
             layer.last = after is None or found.forward is not None
             layer.returns_copy = layer.last and bool(found.all())
+    model.record = RecordHidden(guard, model, call)
     for layer in model.layers:
         if not isinstance(layer.forward, OperationsLayer):
             setattr(layer, torch_internals.CALL_OVERRIDE, EagerCall(guard, layer))

@@ -34,7 +34,7 @@ END_MARK = b"whole"                                # appended to a completely wr
 TYPES = {torch.float32: 0, torch.bfloat16: 1}      # enum Dtype of dtypes.h
 FP32, BF16, INT8, INT4 = range(4)                  # weight formats, the same enum
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
- SHORT_CONV, DRAW) = range(12)                           # enum OpKind of run.cpp
+ SHORT_CONV, DRAW, RECORD) = range(13)              # enum OpKind of run.cpp
 MAX_TAPS = 8                                       # of DeltaNet's convolution; also in delta.h
 OUT_OF_RANGE = 1                                   # enum Result of run.cpp
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
@@ -168,7 +168,7 @@ DTYPES["mask"] = torch.bool
 TYPE_FIELDS = {name: f"{name}_type" for name in ("x", "out", "residual", "multiplier",
                                                      "bias")}
 TYPE_FIELDS |= dict.fromkeys(("k_cache", "v_cache", "cache"), "cache_type")
-TYPE_FIELDS["inputs"] = "input_type"
+TYPE_FIELDS |= dict(inputs="input_type", states="states_type")
 
 
 class Struct(Structure):
@@ -297,8 +297,12 @@ class Draw(Struct):
     _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token")
 
 
+class Record(Struct):
+    _fields_ = fields("kind B T D S n_row x_type states_type", "positions x states")
+
+
 STRUCTS = (Norm, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine, AddNorm,
-           Embed, RopeTable, Mask, Draw)
+           Embed, RopeTable, Mask, Draw, Record)
 
 
 class Field(Structure):

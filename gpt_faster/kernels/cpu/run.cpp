@@ -15,6 +15,7 @@
 
 #include "bounds.h"
 #include "draw.h"
+#include "hidden_states.h"
 #include "linear.h"
 #include "moe.h"
 #include "norms.h"
@@ -23,7 +24,7 @@
 enum Result { DONE, OUT_OF_RANGE, FAILED };
 enum OpKind {
   LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV,
-  DRAW
+  DRAW, RECORD
 };
 
 extern "C" int panel_width() { return NR; }
@@ -62,6 +63,7 @@ static size_t shared_scratch_size(const int32_t* op, int n_thread) {      // in 
 static bool is_within_bounds(const int32_t* op) {
   if (*op == ATTENTION) return is_within_cache(*(const Attention*)op);
   if (*op == LATENT) return is_within_cache(*(const Latent*)op);
+  if (*op == RECORD) return is_within_cache(*(const Record*)op);
   if (*op == DELTA) return is_within_ring(*(const Delta*)op);
   if (*op == SHORT_CONV) return is_within_ring(*(const ShortConv*)op);
   return *op != EMBED || is_within_vocab(*(const Embed*)op);
@@ -79,6 +81,7 @@ static void run_op(const int32_t* op, Phase* phase, int n_thread) {
   else if (*op == ROUTE) route(*(const Route*)op, phase);
   else if (*op == COMBINE) combine(*(const Combine*)op, phase);
   else if (*op == DRAW) draw(*(const Draw*)op, phase);
+  else if (*op == RECORD) record(*(const Record*)op, phase);
   else causal_mask(*(const Mask*)op, phase);
 }
 

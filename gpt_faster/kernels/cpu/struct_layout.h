@@ -6,6 +6,7 @@
 
 #include "bounds.h"
 #include "draw.h"
+#include "hidden_states.h"
 #include "linear.h"
 #include "moe.h"
 
@@ -82,6 +83,9 @@ static const Field FIELDS[] = {
     WHOLE(Draw), FIELD(Draw, kind), FIELD(Draw, B), FIELD(Draw, V), FIELD(Draw, logits),
     FIELD(Draw, temperature), FIELD(Draw, top_k), FIELD(Draw, top_p), FIELD(Draw, min_p),
     FIELD(Draw, seeds), FIELD(Draw, token),
+    WHOLE(Record), FIELD(Record, kind), FIELD(Record, B), FIELD(Record, T), FIELD(Record, D),
+    FIELD(Record, S), FIELD(Record, n_row), FIELD(Record, x_type), FIELD(Record, states_type),
+    FIELD(Record, positions), FIELD(Record, x), FIELD(Record, states),
     {nullptr, nullptr, 0, 0}};
 
 #undef FIELD
