@@ -125,6 +125,9 @@ class Drafter:
     the host to read: a round reads the device once.
     """
 
+    varies = True                                  # propose()'s shapes: by how many tokens the last
+                                                   # round added
+
     def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
         """Called once, when the batch is made: allocate what n_row rows of max_length need."""
 
@@ -356,11 +359,7 @@ class SpeculativeBatch(Batch):
     def step(self) -> Tensor:
         """The next token of each row that has one, [B, 1]; -1 in the other rows. A new round, when
         no row has one, reads the device once."""
-        if len(self.unobserved) >= sum(n > 0 for n in self.length):
-            self.sampler.observe(self.token)       # idle rows too, which begin anew
-        elif self.unobserved:
-            rows = to_device(sorted(self.unobserved), self.device)
-            self.sampler.observe(self.token[rows], rows)
+        self._observe(sorted(self.unobserved))
         if not self.ready:
             self._round()
         self.new_rows, token, self.place = self.ready.popleft()

@@ -9,7 +9,6 @@ import torch
 from helpers import GREEDY
 from test_speculate import HOWS, Chain, chi_square, exact
 
-import speculate
 from generate import NotFinite, Steps, generate
 from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.engines import build_speculative, measure_drafts
@@ -23,8 +22,8 @@ from sampling import Processor, Sampler, SamplingParams
 from speculate import FixedLength, ModelDrafter, SpeculativeBatch
 
 V, LENGTH = 40, 96
-BASE = dict(dim=32, n_layer=2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=V, context=LENGTH)
-KINDS = dict(full={}, rings=dict(window=(5, None)), recurrent=dict(mixer=(GatedDelta(2, 4, 8, 8), None)))
+BASE = dict(dim=32, n_layer=1, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=V, context=LENGTH)
+KINDS = dict(full={}, rings=dict(n_layer=2, window=(5, None)), recurrent=dict(n_layer=2, mixer=(GatedDelta(2, 4, 8, 8), None)))
 
 
 def weights(module, seed):
@@ -48,7 +47,7 @@ def models():
     """kind -> a model; and what drafts for it: one that is often right, an unrelated head, look-up."""
     every = {}
     for kind, more in KINDS.items():
-        model = weights(Transformer(ModelConfig(**BASE, **more)), 1)
+        model = weights(Transformer(ModelConfig(**{**BASE, **more})), 1)
         near = copy.deepcopy(model)
         near.head.weight.data += 0.05 * torch.randn_like(near.head.weight)
         head = weights(MTPHead(MTPConfig(**{**BASE, "n_layer": 1, "vocab_size": 1})), 2)
@@ -66,7 +65,6 @@ def prompts(n, seed=3):
 def batch_of(models, name, n_row, k=3, params=(GREEDY,), fixed=True, length=LENGTH, generator=None, kind=None):
     """A batch that speculates; name None: one that does not. kind: instead of SpeculativeRows."""
     model, params = models.model, [*params] * (n_row // len(params))
-    model.hidden = None
     model.setup_cache(n_row, length, 16, max_rejected=k)
     sampler = build_sampler(model, params, generator)
     if name is None:
@@ -105,7 +103,7 @@ def test_rows_at_their_own_pace(models, kind, name):
         assert rows_of(batch, texts, 24) == expected
     n_rounds, n_accepted = zip(*batch.row_stats)
     if name != "mtp":                                      # whose random head is always wrong
-        assert len(set(n_accepted)) > 1 and sum(n > 0 for n in batch.accept_counts) > 2, batch.row_stats
+        assert len(set(n_accepted)) > 1 and sum(n > 0 for n in batch.accept_counts) > 1, batch.row_stats
     assert sum(n_rounds) > 8
 
 
@@ -427,19 +425,22 @@ def test_a_call_that_raises_starts_its_rows_again(models, plain_words):
 
 def test_a_round_reads_the_device_once(models, monkeypatch):
     """By the plain sampler: the CPU's own looks at the parameters on the host."""
+    reads = []
     for name in ("near", "ngram"):
         batch = batch_of(models["full"], name, 3)
         batch.sampler = Sampler([GREEDY] * 3, V)
         batch.prefill([0, 1, 2], prompts(3))
-        reads = []
-        for method in ("tolist", "item", "__int__", "__bool__", "__float__"):
-            original = getattr(torch.Tensor, method)
-            monkeypatch.setattr(torch.Tensor, method, lambda t, original=original, method=method: reads.append(method) or original(t))
-        for _ in range(12):
-            n_round, has_ready = len(reads), batch.has_ready
-            batch.step()
-            assert len(reads) - n_round <= (not has_ready)
-        monkeypatch.undo()
+        counted = []
+        with monkeypatch.context() as m:
+            for method in ("tolist", "item", "__int__", "__bool__", "__float__"):
+                original = getattr(torch.Tensor, method)
+                m.setattr(torch.Tensor, method, lambda t, original=original: reads.append(t) or original(t))
+            for _ in range(12):
+                is_round = not batch.has_ready
+                reads.clear()
+                batch.step()
+                counted.append((is_round, len(reads)))
+        assert set(counted) == {(True, 1), (False, 0)}
 
 
 def test_lengths_follow_cost_and_rows():
@@ -469,3 +470,12 @@ def test_measured_for_each_width(models):
         costs = measure_drafts(batch, 20)
         assert list(costs) == [1, 2, 4] and all(c > 0 for of_width in costs.values() for c in of_width.values())
         assert rows_of(batch, prompts(4), 10) == alone(models["full"], prompts(4), 10)
+
+
+def test_a_grammars_row_that_ended_does_not_go_on(models, plain_words):
+    """Without drafts too: its last token is not new in each of the others' steps."""
+    params = [RequestParams(temperature=0, grammar=("regex", ""))]
+    for name in (None, "near"):
+        work = generations(plain_words, prompts(3), (5, 20, 9), params)
+        finished(Scheduler(request_batch(models["full"], name, 3)), work)
+        assert [len(each.ids) for each in work] == [5, 20, 9]
