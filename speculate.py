@@ -400,15 +400,17 @@ class SpeculativeBatch(Batch):
             batch_idx = torch.arange(self.n_row, device=device)
         at = rows.pos.view(-1, 1) + 1 + place                  # [b, n]
         self.history[batch_idx[:, None], at] = tokens          # invalid ones: overwritten later
-        found = None
+        counts, found = [0] * len(rows.index), None
         if not self.draft_length.paused:
             n_known = rows.pos.flatten() + 2 + count
             found = self.drafter.find(self.history[batch_idx], n_known)
-        if found is not None:
-            counts, found = torch.stack((count, found)).tolist()           # one device read
-        else:
-            counts = count.tolist() if drafting else [0] * len(rows.index)
-            found = [None] * len(counts)
+        if found is not None and drafting:         # one device read
+            counts, found = torch.stack((count, found)).tolist()
+        elif found is not None:
+            found = found.tolist()
+        elif drafting:
+            counts = count.tolist()
+        found = found or [None] * len(counts)
         each = tokens.new_full((self.n_row, n), -1)            # [B, n]
         is_valid = (place <= count[:, None]) & (self.in_use.view(-1, 1)[batch_idx] > 0)
         each[batch_idx] = torch.where(is_valid, tokens, -1)

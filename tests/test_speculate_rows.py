@@ -1,6 +1,7 @@
 """Rows that speculate together: each gives what it gives alone, whatever the others accept, and whoever joins or leaves."""
 
 import copy
+import functools
 import itertools
 import types
 
@@ -479,3 +480,61 @@ def test_a_grammars_row_that_ended_does_not_go_on(models, plain_words):
         work = generations(plain_words, prompts(3), (5, 20, 9), params)
         finished(Scheduler(request_batch(models["full"], name, 3)), work)
         assert [len(each.ids) for each in work] == [5, 20, 9]
+
+
+# ---- The commands and the server -----------------------------------------------------------------
+
+def test_the_servers_counters(models, plain_words):
+    from gpt_faster.server.engine import Delivery, Engine
+    from gpt_faster.server.metrics import Metrics
+    slots = Scheduler(batch_of(models["full"], "near", 3), max_prefill=16, reuse=True)
+    work = generations(plain_words, prompts(5))
+    for i, each in enumerate(work):
+        each.user_data = Delivery(i, lambda event: None, float("inf"))
+    engine = Engine(slots, 8, Metrics())
+    engine.submit(work)
+    engine.drain()
+    engine.run()
+    text = engine.metrics.text().decode()
+    n_rounds, n_accepted = sum(each.n_rounds for each in work), sum(each.n_accepted for each in work)
+    assert n_accepted > 4 and f"gpt_faster_draft_rounds_total {n_rounds:.1f}\n" in text
+    assert f"gpt_faster_accepted_draft_tokens_total {n_accepted:.1f}\n" in text
+
+
+COPIES = "red blue red blue red blue red", "1 2 3 1 2 3 1 2", "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """generate.py's texts of COPIES, two at a time, with these flags -> results by id, and of copies of the first, by row."""
+    import json
+
+    from conftest import SMOLLM2
+    from test_errors import run
+    file = tmp_path_factory.mktemp("rows") / "prompts.txt"
+    file.write_text("\n".join(COPIES))
+    base = ("-m", SMOLLM2, "--device", "cpu", "--dtype", "float32", "--temperature", 0, "--json", "--max_new_tokens", 12)
+
+    @functools.cache
+    def get(capsys, *flags):
+        outs = []
+        for more in (("--prompts_file", file, "--batch_size", 2), ("--prompt", COPIES[0], "--batch_size", 2)):
+            status, out, err = run(capsys, *base, *more, *flags)
+            assert status == 0, err
+            outs.append([json.loads(line) for line in out.splitlines()])
+        return sorted(outs[0], key=lambda each: each["id"]), outs[1]
+    return get
+
+
+@pytest.mark.parametrize("flags", [("--speculate", "ngram", "--speculate_k", 4), ("--speculate", "ngram"), ("--draft_model", "itself", "--speculate_k", 2)],
+                         ids=str)
+def test_the_command(said, capsys, flags):
+    from conftest import SMOLLM2
+    flags = [SMOLLM2 if flag == "itself" else flag for flag in flags]
+    (expected, copies), (found, rows) = said(capsys), said(capsys, *flags)
+    assert [each["new_ids"] for each in found] == [each["new_ids"] for each in expected]
+    assert [each["new_ids"] for each in rows] == [each["new_ids"] for each in copies] and len(rows) == 2
+    assert "rounds" not in expected[0] and "row_rounds" not in copies[0]
+    if "--speculate_k" in flags:
+        assert all(each["rounds"] for each in found[:2]) and all(each["row_accepted"] > 2 for each in rows)
+    assert rows[0]["rounds"] == sum(rows[0]["accept_counts"]) == sum(each["row_rounds"] for each in rows)

@@ -222,5 +222,5 @@ def decide_drafts() -> None:
         values = read_list(t)
         if t.is_cuda and t.dim() == 2:
             return [[1] * t.shape[1], [3] * t.shape[1]]
-        return [1] * len(t) if t.is_cuda and t.dim() == 1 else values
+        return [1] * len(t) if t.is_cuda and t.dim() == 1 else values       # also a place alone
     torch.Tensor.tolist = tolist
