@@ -10,6 +10,7 @@ import torch
 from helpers import GREEDY
 from test_speculate import HOWS, Chain, chi_square, exact
 
+import speculate
 from generate import NotFinite, Steps, generate
 from gpt_faster.decoding.draft_length import DraftLengthController
 from gpt_faster.decoding.engines import build_speculative, measure_drafts
@@ -538,3 +539,44 @@ def test_the_command(said, capsys, flags):
     if "--speculate_k" in flags:
         assert all(each["rounds"] for each in found[:2]) and all(each["row_accepted"] > 2 for each in rows)
     assert rows[0]["rounds"] == sum(rows[0]["accept_counts"]) == sum(each["row_rounds"] for each in rows)
+
+
+# ---- Planted faults ------------------------------------------------------------------------------
+
+def another_rows_length(tokens, n):
+    return tokens, n.flip(0)
+
+
+def the_longest_length(tokens, n):
+    return tokens, n.amax().expand_as(n)
+
+
+@pytest.mark.parametrize("fault", [another_rows_length, the_longest_length])
+def test_a_wrong_length_would_be_noticed(models, monkeypatch, fault):
+    original = speculate.accept
+    monkeypatch.setattr(speculate, "accept", lambda *args: fault(*original(*args)))
+    with pytest.raises(AssertionError):
+        test_rows_at_their_own_pace(models, "full", "near")
+
+
+def test_a_stale_position_would_be_noticed(models, monkeypatch):
+    """Of one row."""
+    original = speculate.verify
+
+    def verify(model, token, drafts, probs, ids, pos, *more):
+        late = (torch.arange(len(pos)) == 1)[:, None].long()
+        return original(model, token, drafts, probs, ids, pos - late, *more)
+    monkeypatch.setattr(speculate, "verify", verify)
+    with pytest.raises(AssertionError):
+        test_rows_at_their_own_pace(models, "full", "near")
+
+
+@pytest.mark.parametrize("method", ["chance", "noise"])
+def test_another_rows_noise_would_be_noticed(models, monkeypatch, plain_words, method):
+    original = getattr(Sampler, method)
+
+    def of_row_0(self, rows, *more, **options):
+        return original(self, rows * 0 if isinstance(rows, torch.Tensor) else rows, *more, **options)
+    monkeypatch.setattr(Sampler, method, of_row_0)
+    with pytest.raises(AssertionError):
+        test_a_rows_seed_decides_its_text(models, plain_words, "near")
