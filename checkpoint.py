@@ -1405,7 +1405,7 @@ def _expect_quantized(source: Checkpoint, shapes: dict) -> dict[str, torch.dtype
 
 
 def _expect_leaves(tensors, shapes, dtypes, module: str) -> Scheme | None:
-    shape = shapes["embed.weight" if module == "head" else f"{module}.weight"]
+    shape = shapes.get(f"{module}.weight") or shapes["embed.weight"]       # a tied head
     scheme = scheme_at(tensors, module, shape[-1])
     if scheme is None or (module == "embed" and not scheme.serves_embedding):
         return None                                # check() reports its leaves as unexpected

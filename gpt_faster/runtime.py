@@ -15,7 +15,9 @@ import torch
 
 import quantize
 import tp
+from checkpoint import Checkpoint
 from generate import bucket, log, peak_memory, weight_bytes
+from gpt_faster.decoding.dflash import state_bytes
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
     build_speculative,
@@ -28,10 +30,14 @@ from gpt_faster.decoding.scheduler import RowsBatch
 from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.assistant import AssistantCheckpoint, is_assistant, open_assistant
+from gpt_faster.formats.dflash import check_target, dflash_file, open_dflash
+from gpt_faster.formats.eagle3 import Eagle3Checkpoint, is_eagle3, open_eagle3
 from gpt_faster.formats.hub import resolve
 from gpt_faster.formats.load import count_parameters, n_bytes
 from gpt_faster.kernels.compile import can_switch_later
 from gpt_faster.kernels.cpu import native
+from gpt_faster.layers.dflash import DFlashConfig
+from gpt_faster.layers.eagle3 import check_fit
 from gpt_faster.layers.embedding import has_learned_positions
 from gpt_faster.loading import load, load_shard, open_model
 from model import cache_bytes
@@ -78,6 +84,8 @@ class Runtime:
         if isinstance(draft_source, AssistantCheckpoint):
             load_one = AssistantCheckpoint.load
         draft = draft_source and load_one(draft_source, dtype, device)
+        if isinstance(draft_source, Eagle3Checkpoint):
+            draft_source.finish(draft)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         self.describe_model()
 
@@ -126,6 +134,10 @@ class Runtime:
         path = resolve(options.draft_checkpoint_path)
         if is_assistant(path):
             return self.open_gemma_assistant(path, source)
+        if file := dflash_file(path):
+            return self.open_dflash(file, source)
+        if is_eagle3(path):
+            return self.open_eagle3(path, source)
         draft, other = open_model(options.draft_checkpoint_path)
         if difference := differ(self.tokenizer, other):
             raise ValueError(f"{draft.path} cannot draft for {source.path}: {difference}")
@@ -144,10 +156,38 @@ class Runtime:
             raise ValueError(f"{path}: on a GPU Gemma 4's assistant needs --engine kv_cache")
         return draft
 
+    def open_dflash(self, file: Path, source) -> Checkpoint:
+        """A DFlash drafter, quantized as the model. ValueError if it does not fit the model."""
+        draft = open_dflash(file)
+        check_target(draft, source)
+        if tp.world() > 1:
+            raise ValueError(f"{file}: a DFlash drafter does not support tensor parallelism")
+        options = self.options
+        head = options.quantize_head if draft.cfg.own_head else "none"
+        return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
+                                                      head, self.device)
+
+    def open_eagle3(self, path: Path, source) -> Eagle3Checkpoint:
+        """Quantized as the model is. ValueError if it does not fit the model."""
+        draft = open_eagle3(path)
+        check_fit(draft.cfg, source.cfg, path)
+        if tp.world() > 1:
+            raise ValueError(f"{path}: EAGLE-3 does not support tensor parallelism")
+        options = self.options
+        head = options.quantize_head if draft.cfg.draft_vocab else "none"      # the target's
+        return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
+                                                      head, self.device)
+
     def max_draft(self, draft) -> int:
-        """The longest draft. ValueError if it does not fit into the cache."""
+        """The longest draft. ValueError if it does not fit into the cache, or the drafter's block.
+        """
         length = self.length
         longest = {"ngram": 8, "mtp": MAX_DRAFT}.get(self.speculate, 5)
+        if draft and isinstance(draft.cfg, DFlashConfig):
+            longest = draft.cfg.block_size - 1
+            if (self.options.speculate_k or 0) > longest:
+                raise ValueError(f"--speculate_k {self.options.speculate_k}: {draft.path.name} "
+                                 f"drafts at most {longest} tokens at once")
         k = self.options.speculate_k or min(longest, length - 1)
         if self.drafter and k >= length:
             raise ValueError(f"--speculate_k {k} does not fit into {length} positions")
@@ -221,7 +261,8 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int,
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype, device) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected)
-                for source in sources) + rows * hidden_bytes(sources, length, dtype)
+                for source in sources)
+    cache += rows * (hidden_bytes(sources, length, dtype) + state_bytes(sources, length, dtype))
     need = (f"{weights / 1e6:.0f} MB for weights and {cache / 1e6:.0f} MB for the KV cache "
             f"({rows} x {length} positions){on_each_rank()}")
     log(f"Memory: {need}")

@@ -19,7 +19,7 @@ import tp
 from generate import figures, log, peak_memory, weight_bytes
 from gpt_faster.bench import engines
 from gpt_faster.bench.agreement import tokens_agree
-from gpt_faster.bench.engines import MTP, NGRAM, Engine
+from gpt_faster.bench.engines import DRAFTING, PUBLISHED_ACCEPTANCE, Engine
 from gpt_faster.bench.machine import read_bandwidth
 from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.worker import PEER_NAMES
@@ -60,9 +60,11 @@ def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters
     of Weights that starts the peer.
     """
     schemes = dict.fromkeys(scheme for _, scheme in schemes_of_engines)
-    drafting = {scheme for engine, scheme in schemes_of_engines if engine == MTP}
-    weights_of = {scheme: load_weights(source, scheme, dtype, device, scheme in drafting)
-                  for scheme in schemes}
+    weights_of = {}
+    for scheme in schemes:
+        drafters = tuple(engine for engine, of in schemes_of_engines
+                         if of == scheme and engine in PUBLISHED_ACCEPTANCE)
+        weights_of[scheme] = load_weights(source, scheme, dtype, device, drafters)
     plain_weights_of = dict(weights_of)            # layouts for plain PyTorch matmuls
     for engine, scheme in schemes_of_engines:
         if engine == "torch_compile" and (scheme != "none" or device.type == "cuda"):
@@ -146,7 +148,7 @@ class CaseRun:
             raise torch.OutOfMemoryError(
                 f"about {n_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
         self.runner = Engine(case.engine, model, self.prompts, self.workload, self.tokenizer,
-                             case.temperature, weights.head)
+                             case.temperature, weights.drafters.get(case.engine))
 
     def run_round(self, n_new: int) -> Round:
         """Run the workload once with at most n_new new tokens per row."""
@@ -185,7 +187,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if self.case.engine in (MTP, NGRAM):       # a step yields several tokens
+        if self.case.engine in DRAFTING:           # a step yields several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt * batch_size,
                          [n_new] * batch_size, read_bytes)

@@ -1,9 +1,9 @@
-"""MTP speculation with random weights, timed at a published acceptance rate.
+"""Speculation with a drafter of random weights, timed at a published acceptance rate.
 
-The head runs as usual, then its drafts are replaced by the tokens that the model will generate, or
-by wrong ones with probability 1 - acceptance.
+The drafter runs as usual, then its drafts are replaced by the tokens that the model will generate,
+or by wrong ones with probability 1 - acceptance.
 
-    use_fixed_acceptance(batch, [prompt], n_new); tokens = generate(batch, [prompt], n_new)
+    use_fixed_acceptance(batch, [prompt], n_new, 0.8); tokens = generate(batch, [prompt], n_new)
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from generate import Batch, generate
-from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from speculate import Rows, SpeculativeBatch
 
 MAX_PASSES = 10                                    # until the speculative text is stable
@@ -21,7 +20,7 @@ MAX_PASSES = 10                                    # until the speculative text 
 class FixedAcceptanceDrafter:
     """Runs a drafter, and replaces its drafts by tokens of a known text."""
 
-    def __init__(self, drafter, acceptance: float = PUBLISHED_ACCEPTANCE):
+    def __init__(self, drafter, acceptance: float):
         """acceptance: probability that a draft is correct, if those before it are."""
         self.drafter, self.acceptance = drafter, acceptance
         self.text = None
@@ -49,7 +48,8 @@ class FixedAcceptanceDrafter:
         return drafts, torch.ones(*drafts.shape, 1, device=drafts.device), drafts[..., None]
 
 
-def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int) -> None:
+def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int,
+                         acceptance: float) -> None:
     """Replace the drafter of a greedy batch whose rows have the same prompt, in place.
 
     Verification rounds differently from single-token steps, so near-ties may change the text.
@@ -57,7 +57,7 @@ def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_ne
     """
     plain = Batch(batch.model, batch.sampler, batch.steps)
     text = first_row(generate(plain, prompts, n_new))
-    batch.drafter = FixedAcceptanceDrafter(batch.drafter)
+    batch.drafter = FixedAcceptanceDrafter(batch.drafter, acceptance)
     for _ in range(MAX_PASSES):
         batch.drafter.set_text([*prompts[0], *text])
         previous, text = text, first_row(generate(batch, prompts, n_new))

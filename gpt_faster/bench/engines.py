@@ -18,7 +18,7 @@ from gpt_faster.bench.drafts import use_fixed_acceptance
 from gpt_faster.bench.workloads import Workload
 from gpt_faster.cli import batch
 from gpt_faster.cli.flags import ENGINES
-from gpt_faster.decoding import mtp
+from gpt_faster.decoding import dflash, eagle3, mtp
 from gpt_faster.decoding.engines import (
     RecomputeBatch,
     build_speculative,
@@ -31,7 +31,6 @@ from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.layers import uses_operations
 from gpt_faster.kernels.cpu.linears import format_of, is_packed
-from gpt_faster.layers.mtp_head import MTPHead
 from model import Transformer
 from sampling import Sampler, SamplingParams
 
@@ -39,7 +38,11 @@ LADDER = ("recompute", "kv_cache", "sorted", "sort_free", "cuda_graph", "torch_c
           "compile+prefill")
 NGRAM = "ngram"                                    # compile, with n-gram drafts
 MTP = "mtp"                                        # compile, with drafts by an MTP head: drafts.py
-DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT}          # max draft tokens
+EAGLE3 = "eagle3"                                  # likewise, by an EAGLE-3 drafter
+DFLASH = "dflash"                                  # likewise, by a DFlash drafter
+DRAFTING = {NGRAM: 8, MTP: mtp.MAX_DRAFT, EAGLE3: eagle3.MAX_DRAFT, DFLASH: 15}    # max drafts
+PUBLISHED_ACCEPTANCE = {MTP: mtp.PUBLISHED_ACCEPTANCE, EAGLE3: eagle3.PUBLISHED_ACCEPTANCE,
+                        DFLASH: dflash.PUBLISHED_ACCEPTANCE}
 SAMPLERS = ("sorted", "sort_free")
 GREEDY = SamplingParams(temperature=0)
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)      # for comparing the samplers
@@ -81,14 +84,14 @@ class Engine:
 
     def __init__(self, name: str, model: Transformer, prompts: list[list[int]],
                  workload: Workload, tokenizer, temperature: float = 0.0,
-                 head: MTPHead | None = None):
-        """head: the MTP head, for engine mtp."""
-        if workload.n_requests and name in ("recompute", MTP, *SAMPLERS):
+                 draft: Transformer | None = None):
+        """draft: the MTP head or the drafter, for the engines of PUBLISHED_ACCEPTANCE."""
+        if workload.n_requests and name in ("recompute", *PUBLISHED_ACCEPTANCE, *SAMPLERS):
             raise ValueError("takes one prompt at a time")
-        if name == MTP and temperature:
+        if name in PUBLISHED_ACCEPTANCE and temperature:
             raise ValueError("needs an expected text: temperature 0")
         self.model = share_weights(model)
-        self.head = share_weights(head) if name == MTP else None
+        self.draft = share_weights(draft) if name in PUBLISHED_ACCEPTANCE else None
         self.tokenizer = tokenizer
         self.sampling_params = TOP_P if name in SAMPLERS else SamplingParams(temperature)
         self.seed = 0
@@ -117,7 +120,7 @@ class Engine:
             return RecomputeBatch(self.model, sampler, steps, workload.n_positions())
         if name in DRAFTING:
             return build_speculative(self.model, sampler, steps, engine, DRAFTING[name],
-                                     fixed=False, draft=self.head)
+                                     fixed=False, draft=self.draft)
         return RowsBatch(self.model, sampler, steps)
 
     def _warm_up(self, name: str, prompts: list[list[int]], workload: Workload) -> None:
@@ -126,8 +129,8 @@ class Engine:
         warm_up(self.batch, prompts[:workload.batch_size], lengths)
         if name in DRAFTING:
             measure_drafts(self.batch, workload.n_prompt + 1)
-        if name == MTP:
-            use_fixed_acceptance(self.batch, prompts, workload.n_new)
+        if acceptance := PUBLISHED_ACCEPTANCE.get(name):
+            use_fixed_acceptance(self.batch, prompts, workload.n_new, acceptance)
 
     @property
     def version(self) -> str | None:
@@ -184,11 +187,12 @@ class Engine:
                     first_s=[each.first_s - each.start_s for each in work])
 
     def cache_bytes(self) -> int:
-        """KV cache bytes, and the weights of an MTP head."""
-        layers = [*self.model.layers, *(self.head.layers if self.head else ())]
+        """KV cache bytes, and the weights of a drafter."""
+        layers = [*self.model.layers, *(self.draft.layers if self.draft else ())]
         n_bytes = sum(t.nbytes for layer in layers for t in layer.attn.buffers())
-        if self.head:
-            head_weights = [*self.head.layers.parameters(), *self.head.eh_proj.parameters()]
-            n_bytes += sum(p.nbytes for p in head_weights)
+        if self.draft:
+            shared = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+            n_bytes += sum(p.nbytes for p in self.draft.parameters()
+                           if p.untyped_storage().data_ptr() not in shared)
             n_bytes += sum(t.nbytes for t in self.model.hidden.buffers())
         return n_bytes

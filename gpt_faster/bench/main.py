@@ -20,7 +20,7 @@ import tp
 from generate import dtype_name, log, number, pick_device
 from gpt_faster.bench import plots, serving
 from gpt_faster.bench.cases import BenchmarkCase, build_cases, run_workload
-from gpt_faster.bench.engines import LADDER, MTP, NGRAM
+from gpt_faster.bench.engines import DFLASH, EAGLE3, LADDER, MTP, NGRAM, PUBLISHED_ACCEPTANCE
 from gpt_faster.bench.machine import describe_machine
 from gpt_faster.bench.peers import peer_starter
 from gpt_faster.bench.profiling import run_profiles
@@ -32,7 +32,6 @@ from gpt_faster.bench.workloads import Workload, encode_file
 from gpt_faster.cli.common import guarded
 from gpt_faster.cli.flags import add_activation_bits
 from gpt_faster.cli.parser import Help, Parser
-from gpt_faster.decoding.mtp import PUBLISHED_ACCEPTANCE
 from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.devices import pick_dtype
 from gpt_faster.formats.known_shapes import SHAPES
@@ -103,9 +102,12 @@ def add_run_flags(add: Callable) -> None:
     add("--engines", metavar="LIST",
         help=f"of {', '.join(LADDER)}, {NGRAM} (compile with n-gram speculation), "
              f"{MTP} (compile with MTP speculation at an acceptance rate of "
-             f"{PUBLISHED_ACCEPTANCE}), int8, int4, int4-g64, … (compile with such weights); "
-             "sorted and sort_free sample (temperature 0.8, top-p 0.95), the others are greedy; "
-             "default: kv_cache,torch_compile,compile, or all of them with --init_from")
+             f"{PUBLISHED_ACCEPTANCE[MTP]}), {EAGLE3}, {DFLASH} (likewise with a drafter of random "
+             f"weights: EAGLE-3 at {PUBLISHED_ACCEPTANCE[EAGLE3]}, or DFlash with blocks of 16, at "
+             f"{PUBLISHED_ACCEPTANCE[DFLASH]}), int8, int4, int4-g64, "
+             "… (compile with such weights); sorted and sort_free sample (temperature 0.8, top-p "
+             "0.95), the others are greedy; default: kv_cache,torch_compile,compile, or all of "
+             "them with --init_from")
     add("--peers", default="", metavar="LIST",
         help=f"other programs to run interleaved, of {', '.join(PEERS)} (our own, as a check); see "
              "scripts/install_peers.sh")
@@ -138,7 +140,7 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     if not requested or not schemes:
         raise ValueError(f"--engines or --quantize is empty: choose from {', '.join(LADDER)}, "
                          "int8, int4")
-    known = (*LADDER, NGRAM, MTP)
+    known = (*LADDER, NGRAM, MTP, EAGLE3, DFLASH)
     for name in requested:
         if name not in known and not is_scheme(name):
             raise ValueError(f"unknown engine '{name}' (engines: {', '.join(known)}, int8, int4, "

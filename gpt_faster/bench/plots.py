@@ -14,7 +14,9 @@ CARD, TEXT, GRID = "#ffffff", "#24292f", "#d8dee4"
 COLORS = {                                         # Okabe-Ito palette, extended
     "compile": "#0072b2", "torch_compile": "#2f7d6b", "cuda_graph": "#d55e00",
     "kv_cache": "#009e73", "recompute": "#cc79a7",
-    "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "mtp": "#8b1a1a", "sorted": "#7f4f00",
+    "compile+prefill": "#3d9bd9", "ngram": "#b8860b", "mtp": "#8b1a1a", "eagle3": "#a23f6d",
+    "dflash": "#b05a5a",
+    "sorted": "#7f4f00",
     "sort_free": "#4b0055"}
 PEERS = "#5a5a5a", "#949494", "#1f1f1f"            # other engines are peers: grey, hatched
 LINES = "-", "--", ":", "-."                       # by weights

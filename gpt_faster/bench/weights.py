@@ -5,7 +5,7 @@ It knows checkpoints, quantization and ranks, and nothing of engines.
     weights = load_weights(source, "int4-g64", torch.bfloat16, torch.device("cpu"))
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,9 +13,8 @@ import tp
 from generate import log
 from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantize_on_load
-from gpt_faster.formats.known_shapes import random_mtp_head
+from gpt_faster.formats.known_shapes import random_dflash, random_eagle3, random_mtp_head
 from gpt_faster.formats.load import count_parameters, n_bytes
-from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.loading import load_shard
 from model import ModelConfig, Transformer
 from quantize import SCHEMES, schemes
@@ -34,7 +33,7 @@ class Weights:
     dtype: torch.dtype
     model: Transformer | None
     error: str | None = None
-    head: MTPHead | None = None                    # for engine mtp
+    drafters: dict[str, Transformer] = field(default_factory=dict)     # by engine: mtp, …
 
 
 def is_scheme(name: str) -> bool:
@@ -42,14 +41,15 @@ def is_scheme(name: str) -> bool:
 
 
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
-                 drafts: bool = False, engine: str = "kv_cache") -> Weights:
+                 drafters: tuple[str, ...] = (), engine: str = "kv_cache") -> Weights:
     """Load a checkpoint on the device, quantized unless the scheme is none.
 
-    drafts: also load the MTP head, with random weights if the checkpoint has none; engine: the
-    first that runs the weights, see loading.py.
+    drafters: also load these: "mtp", the MTP head, with random weights if the checkpoint has none;
+    "eagle3" or "dflash", such a drafter with random weights. engine: the first that runs the
+    weights, see loading.py.
     """
     name = source.path.name
-    model = head = None
+    model, loaded = None, {}
     error = None
     quantized_source = source
     try:
@@ -61,17 +61,23 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
         if size > free_memory(device) / n_sharing:
             raise torch.OutOfMemoryError(f"the weights take {size / 1e9:.1f} GB")
         model = load_shard(quantized_source, dtype, device, engine)
-        if drafts:
-            head = load_shard(mtp_head(source, scheme, device), dtype, device, engine)
+        for name_of_drafter in drafters:
+            draft = open_drafter(name_of_drafter, source, scheme, device)
+            loaded[name_of_drafter] = load_shard(draft, dtype, device, engine)
     except torch.OutOfMemoryError as e:
         error = f"out of memory: {str(e).splitlines()[0][:160]}"
         log(f"{name} {scheme}: {error}")
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
                    scheme=scheme, quantization=schemes(quantized_source)[0], dtype=dtype,
-                   model=model, error=error, head=head)
+                   model=model, error=error, drafters=loaded)
 
 
-def mtp_head(source, scheme: str, device: torch.device):
-    head = source.mtp() if source.mtp else random_mtp_head(source)
-    return head if scheme == "none" else quantize_on_load.quantized(head, scheme, head="none",
-                                                             device=device)
+def open_drafter(name: str, source, scheme: str, device: torch.device):
+    if name == "mtp":
+        draft = source.mtp() if source.mtp else random_mtp_head(source)
+    else:
+        draft = random_eagle3(source) if name == "eagle3" else random_dflash(source)
+    if scheme == "none":
+        return draft
+    head = "int8" if "head.weight" in draft.tensors else "none"
+    return quantize_on_load.quantized(draft, scheme, head=head, device=device)

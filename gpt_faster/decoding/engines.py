@@ -8,6 +8,7 @@ cuda_graph: the eager step captured in a CUDA graph.
     warm_up(batch, [prompt], range(len(prompt) + 1, 256))
 """
 
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from generate import (
     pad_batch,
     prefill,
 )
-from gpt_faster.decoding import mtp
+from gpt_faster.decoding import dflash, mtp
 from gpt_faster.decoding.assistant import AssistantDrafter
+from gpt_faster.decoding.dflash import DFlashDrafter
 from gpt_faster.decoding.draft_length import DraftLengthController, draft_costs, run_round
+from gpt_faster.decoding.eagle3 import Eagle3Drafter
 from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
@@ -40,6 +43,8 @@ from gpt_faster.kernels.compile import (
     switch_when_compiled,
 )
 from gpt_faster.kernels.cuda.graph import CudaGraph
+from gpt_faster.layers.dflash import DFlash
+from gpt_faster.layers.eagle3 import Eagle3
 from gpt_faster.layers.gemma4_assistant import Assistant
 from gpt_faster.layers.mtp_head import MTPHead
 from gpt_faster.layers.recurrent import StateRing, max_rewind
@@ -105,7 +110,8 @@ class RecomputeBatch(Batch):
 
 def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine: str, k: int,
                       fixed: bool, draft: Transformer | None = None) -> SpeculativeBatch:
-    """draft: a draft model, an MTP head or Gemma 4's assistant; None: n-gram lookup.
+    """draft: a draft model, an MTP head, an EAGLE-3 or DFlash drafter, Gemma 4's assistant; None:
+    n-gram lookup.
 
     fixed: always draft k tokens, else at most k. Call it after the model's steps were built.
     ValueError if the model's recurrent states cannot rewind by k tokens (setup_cache's
@@ -122,9 +128,12 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         compiled = core.CompiledStep
     verify = compiled(speculate.verify) if compiled else speculate.verify
     drafter, lengths = NgramDrafter(), [k]
-    if isinstance(draft, MTPHead):
+    if isinstance(draft, MTPHead | Eagle3):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
         lengths = [k, k // 2, 1]
+    elif isinstance(draft, DFlash):
+        drafter = build_dflash_drafter(model, draft, engine, compiled, k)
+        lengths = [k, k // 2, k // 3, k // 5]
     elif isinstance(draft, Assistant):
         drafter, lengths = AssistantDrafter(model, draft), [k, k // 3] if k > 2 else [k]
     elif draft:
@@ -141,16 +150,33 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     return kind(model, sampler, steps, drafter, length, k, verify)
 
 
-def build_mtp_drafter(model: Transformer, head: MTPHead, engine: str,
+def build_mtp_drafter(model: Transformer, head: MTPHead | Eagle3, engine: str,
                       as_graph: bool, max_draft: int) -> MTPDrafter:
     """Join the head to the model's embedding and output layer, and compile it as the model is."""
     head.join(model)
-    drafter = MTPDrafter(model, head, max_draft=max_draft)
+    is_eagle = isinstance(head, Eagle3)
+    drafter = (Eagle3Drafter if is_eagle else MTPDrafter)(model, head, max_draft=max_draft)
     if as_graph:
         drafter.min_kv_len = prepare_for_cuda(head)
         drafter.step = as_cuda_graph(mtp.draft_one_token)
     elif engine == "compile":
-        compile_sharing_head(head)
+        compile_sharing_head(head, is_eagle and head.cfg.draft_vocab > 0)
+    return drafter
+
+
+def build_dflash_drafter(model: Transformer, draft: DFlash, engine: str,
+                         compiled: Callable | None, max_draft: int) -> DFlashDrafter:
+    """Join the drafter to the model's embedding and output layer, and compile it as the model is.
+
+    compiled: compiles a step, for one graph per block length; None: eager, or operations.
+    """
+    draft.join(model)
+    step = compiled(dflash.draft_block) if compiled else dflash.draft_block
+    drafter = DFlashDrafter(model, draft, step, max_draft + 1 if compiled else None)
+    if compiled is as_cuda_graph:
+        drafter.min_kv_len = prepare_for_cuda(draft)
+    elif engine == "compile":
+        compile_sharing_head(draft, draft.cfg.own_head)
     return drafter
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tp
 from generate import bucket, to_device
 from gpt_faster.kernels.cpu.linears import NATIVE_KERNEL, OperationsLinear, is_packed
+from gpt_faster.layers.eagle3 import Eagle3Config
 from gpt_faster.layers.gemma4_assistant import AssistantConfig
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from model import Transformer, row_index
@@ -41,8 +42,9 @@ def draft_one_token(head, tokens, hidden, pos, last, kv_len, drafts, sampler,
 def hidden_bytes(sources: list, length: int, dtype: torch.dtype) -> int:
     """Bytes of the hidden states of `length` positions, if a drafter among the checkpoints reads
     them."""
-    widths = {MTPConfig: "dim", AssistantConfig: "backbone_dim"}
-    dims = [getattr(source.cfg, name) for source in sources for kind, name in widths.items()
+    widths = {MTPConfig: lambda cfg: cfg.dim, AssistantConfig: lambda cfg: cfg.backbone_dim,
+              Eagle3Config: lambda cfg: max(1, cfg.n_state) * cfg.target_dim}
+    dims = [width(source.cfg) for source in sources for kind, width in widths.items()
             if isinstance(source.cfg, kind)]
     return sum(length * dim * dtype.itemsize for dim in dims)
 
@@ -80,7 +82,7 @@ class MTPDrafter(Drafter):
         """
         self.model, self.head, self.step = model, head, step
         measured = model.freq.device.type == "cpu" and tp.world() == 1
-        if measured and model.cfg.vocab_size > 2 * DRAFT_VOCAB:
+        if measured and head.head is model.head and model.cfg.vocab_size > 2 * DRAFT_VOCAB:
             head.head = first_rows(model.head, DRAFT_VOCAB) or head.head
         self.max_draft = max_draft                 # fixed width of `drafts`: fewer compiled shapes
 
@@ -88,8 +90,12 @@ class MTPDrafter(Drafter):
         head = self.head
         if (head.max_batch_size, head.max_seq_length) != (n_row, max_length):
             head.setup_cache(n_row, max_length, longest_call)
-        self.model.record_hidden(self.model.cfg.n_layer)
+        self.record()
         self.n_cached = [0] * n_row                # valid slots of each row in the head's cache
+
+    def record(self) -> None:
+        """Let the model record what hidden_states() reads."""
+        self.model.record_hidden(self.model.cfg.n_layer)
 
     def begin(self, row: int, n_same: int) -> None:
         self.n_cached[row] = max(0, min(self.n_cached[row], n_same - 1))

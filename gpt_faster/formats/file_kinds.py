@@ -211,3 +211,12 @@ def foreign_quantization(names: list[str]) -> str:
         if any(re.search(pattern, name) for name in names):
             return whose
     return ""
+
+
+def is_eagle3_config(config: dict) -> bool:
+    """Is this the config.json of an EAGLE-3 drafter (eagle3.py)?"""
+    classes = config.get("architectures")
+    names = " ".join(map(str, classes)) if isinstance(classes, list) else ""
+    return (config.get("speculators_model_type") == "eagle3" or "Eagle3" in names
+            or "draft_vocab_size" in config and "dflash_config" not in config
+            or isinstance(config.get("eagle_config"), dict))

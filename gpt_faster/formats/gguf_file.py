@@ -18,6 +18,7 @@ import torch
 from checkpoint import LazyTensor, MappedFile, beginning, brief, some
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
+from gpt_faster.formats.other_kinds import DFLASH_INSTEAD
 
 MAX_ARRAY_ENTRIES = 1 << 24                             # 100x the largest vocabulary
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")     # llama.cpp's gguf-split names parts so
@@ -27,6 +28,9 @@ REMOVED_TYPES = {
     33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"),
     38: ("IQ4_NL_8_8", "IQ4_NL"),
 }
+EAGLE3_INSTEAD_OF_MODEL = (
+    "an EAGLE-3 drafter, not a model: give it as --draft_checkpoint_path, with the model that it "
+    "was trained for as --checkpoint_path")
 # general.type of a file that is no model, or general.architecture -> what it is and the next step
 NO_MODELS = {
     "adapter": "a GGUF LoRA adapter, not a model: use the model's Hugging Face directory, and "
@@ -34,8 +38,14 @@ NO_MODELS = {
     "mmproj": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "clip": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
+    "dflash": DFLASH_INSTEAD,
+    "dflash-draft": DFLASH_INSTEAD,
+    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
+
+
+INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 
 class BigEndian(ValueError):
@@ -196,6 +206,8 @@ def can_dequantize(kind) -> bool:
     """kind: a gguf.GGMLQuantizationType."""
     import gguf
     import numpy as np
+    if kind.name in INTEGERS:
+        return True
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -305,10 +317,15 @@ def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: in
         values = gguf.dequantize(bytes_of(a, b), kind)
         return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
 
+    def read_ids(a, b):
+        return read_bytes(a, b).view(INTEGERS[kind.name]).view(b - a, *row)
+
     def read_vector(a, b):                         # a vector's rows do not align with its blocks
         file.will_read(start, start + size)
         values = gguf.dequantize(np.frombuffer(file.data, np.uint8, size, start), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
+    if kind.name in INTEGERS:
+        return LazyTensor(name, shape, INTEGERS[kind.name], read_ids)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
     if len(shape) == 1:
         return LazyTensor(name, shape, dtype, read_vector)

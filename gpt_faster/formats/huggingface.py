@@ -24,6 +24,7 @@ from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.known_keys import GENERATION, QUANTIZATION
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
 from gpt_faster.formats.names import OUR_NAMES
+from gpt_faster.formats.other_kinds import DFLASH_INSTEAD, is_dflash
 from gpt_faster.formats.raw_checkpoint import RawCheckpoint
 from gpt_faster.formats.torch_file import read_torch, state_dict
 from gpt_faster.layers.mtp_head import MTPHead
@@ -35,6 +36,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     config = read_json(path)
     if is_mlx(config):
         raise ValueError(f"{path}: a quantized MLX model (Apple's mlx-lm): {ALTERNATIVES_HINT}")
+    if is_dflash(config):
+        raise ValueError(f"{directory}: {DFLASH_INSTEAD}")
     with reading(path):
         cfg, c = config_from_hf(config, path)
     is_omni = "thinker_config" in config

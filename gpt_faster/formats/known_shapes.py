@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 from torch import Tensor, bfloat16
@@ -11,6 +12,8 @@ from torch import Tensor, bfloat16
 from checkpoint import Checkpoint, LazyTensor, tensor_shapes
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.mtp import mtp_head_config
+from gpt_faster.layers.dflash import DFlash, DFlashConfig
+from gpt_faster.layers.eagle3 import Eagle3, Eagle3Config, FirstLayerReadsBoth
 from gpt_faster.layers.mtp_head import MTPHead
 from model import ModelConfig, Rope, Transformer
 
@@ -149,6 +152,36 @@ def random_mtp_head(source: Checkpoint) -> Checkpoint:
     """A random MTP head for a model, to measure its cost."""
     cfg = source.cfg
     return with_random_weights(source.path, mtp_head_config(cfg, any(cfg.sparse)), MTPHead)
+
+
+def random_eagle3(source: Checkpoint) -> Checkpoint:
+    """A random EAGLE-3 drafter for a model, to measure its cost: a Llama's layer of the model's
+    sizes and 32,000 draft tokens, the ids from 0 on, as SpecForge's for Llama-3.1-8B."""
+    its = source.cfg
+    cfg = Eagle3Config(
+        **{field.name: getattr(its, field.name) for field in fields(ModelConfig)},
+        target_dim=its.dim, target_layers=(min(2, its.n_layer - 1), its.n_layer // 2,
+                                           max(0, its.n_layer - 3)),
+        draft_vocab=min(32_000, its.vocab_size))
+    cfg = replace(cfg, n_layer=1, window=(None,), sparse=(False,), moe=None, mixer=(None,),
+                  block=FirstLayerReadsBoth(), attention=None, norm=None, ffn=None, per_layer=None,
+                  after_embed=(), logit_cap=None, rope=its.rope[:1], qk_norm=False, tied=False,
+                  qkv_bias=False, o_bias=False, mlp_bias=False, head_bias=False)
+    return with_random_weights(source.path, cfg, Eagle3)
+
+
+def random_dflash(source: Checkpoint) -> Checkpoint:
+    """A random DFlash drafter for a model, to measure its cost: five of its layers, dense and with
+    full attention, and blocks of 16, as z-lab's for Qwen3-8B."""
+    its, n_layer = source.cfg, 5
+    cfg = DFlashConfig(
+        **{field.name: getattr(its, field.name) for field in fields(ModelConfig)},
+        taps=tuple(2 + round(i * (its.n_layer - 4) / (n_layer - 1)) for i in range(n_layer)),
+        target_dim=its.dim, mask_id=its.vocab_size - 1)
+    cfg = replace(cfg, n_layer=n_layer, window=(None,), sparse=(False,), moe=None, mixer=(None,),
+                  block=None, per_layer=None, after_embed=(), logit_cap=None, rope=its.rope[:1],
+                  tied=False, head_bias=False)
+    return with_random_weights(source.path, cfg, DFlash)
 
 
 def with_random_weights(path: Path, cfg: ModelConfig, kind: type = Transformer) -> Checkpoint:

@@ -31,6 +31,7 @@ from checkpoint import (
     disk_names,
     quantized_blank,
     read_into,
+    read_json,
     reading,
     some,
 )
@@ -38,13 +39,14 @@ from gpt_faster.formats import lora
 from gpt_faster.formats.awq_gptq_fp8 import unpacked_int4
 from gpt_faster.formats.file_kinds import (
     adapter_instead_of_model,
+    is_eagle3_config,
     kind_of,
     other_directory,
     refuse_others,
     start_of,
 )
 from gpt_faster.formats.fold import fold
-from gpt_faster.formats.gguf_file import gguf_in
+from gpt_faster.formats.gguf_file import EAGLE3_INSTEAD_OF_MODEL, gguf_in
 from gpt_faster.formats.gguf_model import read_gguf
 from gpt_faster.formats.hub import check_finished, resolve
 from gpt_faster.formats.huggingface import read_hf
@@ -145,6 +147,8 @@ def read_beside_config(path: Path) -> RawCheckpoint:
         if path.name.startswith("adapter"):
             raise ValueError(f"{path}: {adapter_instead_of_model(path.parent)}")
         raise FileNotFoundError(f"{path.parent / 'config.json'}: missing, required by {path.name}")
+    if is_eagle3_config(read_json(path.parent / "config.json")):
+        raise ValueError(f"{path.parent}: {EAGLE3_INSTEAD_OF_MODEL}")
     return read_hf(path.parent, path.name)
 
 

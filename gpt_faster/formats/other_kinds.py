@@ -123,3 +123,14 @@ def missing_feature(kind: str) -> str | None:
     if kind.endswith(tuple(f"_{ending}" for ending in ENDINGS_OF_PARTS)):
         return "only a part of a model (for images or sound)"
     return None
+
+
+DFLASH_INSTEAD = ("a DFlash drafter, not a model: use it with the model that it drafts for, as "
+                  "--draft_checkpoint_path")
+
+
+def is_dflash(config: dict) -> bool:
+    """Is this the config.json of a DFlash drafter, or of a relative (DSpark, DFlash 2)?"""
+    names = config.get("architectures"), config.get("speculators_model_type")
+    stated = " ".join(map(str, names)).lower()
+    return "dflash_config" in config or "dflash" in stated or "dspark" in stated

@@ -3,6 +3,7 @@
 import zipfile
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 import checkpoint
@@ -18,6 +19,16 @@ def read_torch(path: Path) -> dict:
     refuse_others(path)
     _refuse_bombs(path)
     return checkpoint.read_torch(path, mmap=is_archive(path))
+
+
+def read_value(path: Path) -> dict | Tensor:
+    """Like read_torch(), for a file that may hold a single tensor."""
+    refuse_others(path)
+    _refuse_bombs(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:                         # a corrupt pickle can raise anything
+        raise unreadable(path, "PyTorch", e) from None
 
 
 def state_dict(content: dict) -> dict:

@@ -68,11 +68,11 @@ def assume_exclusive(model: nn.Module) -> None:
         guard.is_exclusive = True
 
 
-def compile_sharing_head(model: nn.Module) -> None:
+def compile_sharing_head(model: nn.Module, has_own_head: bool = False) -> None:
     """Compile a drafter that shares another model's embedding and head, if that model is compiled.
-    In place, once.
+    In place, once. has_own_head: the drafter's head is not shared.
     """
-    if is_packed(model.head):
+    if has_own_head or is_packed(model.head):
         use_operations(model)
 
 

@@ -46,12 +46,13 @@ from gpt_faster.kernels.modifications import (
     SUBLAYERS,
     Modifications,
     find_modifications,
+    is_core,
     modified_after_packing,
 )
-from gpt_faster.layers.block import ParallelBlock, post_norm_of
+from gpt_faster.layers.block import ParallelBlock, VariantBlock, post_norm_of
 from gpt_faster.layers.norms import Scale
 from gpt_faster.layers.shared_kv import SharedAttention
-from model import MoE
+from model import Block, MoE
 from quantize import QuantizedEmbedding
 from tp import of_all, share, shared_by
 
@@ -431,7 +432,8 @@ def use_operations(model: nn.Module) -> bool:
                            "loading or compiling the model")
     found = find_modifications(model)
     guard = None if "forward" in vars(model) else GuardedForward(model, use_operations)
-    unmodified = [unmodified_sublayers(i, found) for i in range(len(model.layers))]
+    unmodified = [unmodified_sublayers(i, found) if is_block(layer) else ()
+                  for i, layer in enumerate(model.layers)]
     all_eager = guard is None or found.model or not (any(unmodified) or not found.unembed)
     if found.all():
         uninstall_experts(model)
@@ -455,6 +457,12 @@ def use_operations(model: nn.Module) -> bool:
     packed = [m for m in model.modules() if is_packed(m)]
     guard.install([t for m in packed for t in m.tensors() if t is not None])
     return True
+
+
+def is_block(layer: nn.Module) -> bool:
+    """Does the layer compute what OperationsLayer does? A drafter's first layer does not."""
+    blocks = Block, VariantBlock, ParallelBlock
+    return type(layer).forward in [block.forward for block in blocks] or not is_core(type(layer))
 
 
 def unmodified_sublayers(i: int, found: Modifications) -> tuple[str, ...]:
@@ -529,9 +537,10 @@ def pack_outer_linears(model: nn.Module, found: Modifications) -> None:
     """Pack the linears outside of the layers. Keeps the head if it is packed already (shared with
     a compiled model), runs eagerly, or is tied to an embedding that runs eagerly.
     """
-    for name, module in list(model.named_children()):
-        if name != "head" and supports_linear(module):
-            setattr(model, name, pack_linear(module))
+    for name, module in list(model.named_modules()):
+        is_outer = name.partition(".")[0] not in ("layers", "per_layer", "head")
+        if is_outer and supports_linear(module):
+            model.set_submodule(name, pack_linear(module))
     is_tied = getattr(model.embed, "weight", None) is getattr(model.head, "weight", None)
     if not (is_packed(model.head) or found.unembed or found.embed and is_tied):
         pack_head(model)
