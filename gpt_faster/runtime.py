@@ -173,7 +173,10 @@ class Runtime:
         check_fit(draft.cfg, source.cfg, path)
         if tp.world() > 1:
             raise ValueError(f"{path}: EAGLE-3 does not support tensor parallelism")
-        return self.quantize_source(draft)
+        options = self.options
+        head = options.quantize_head if draft.cfg.draft_vocab else "none"      # the target's
+        return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
+                                                      head, self.device)
 
     def max_draft(self, draft) -> int:
         """The longest draft. ValueError if it does not fit into the cache, or the drafter's block.

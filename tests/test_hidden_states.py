@@ -1,7 +1,10 @@
 """Hidden states that a model records for drafters: by position, the same under every engine, and as current as the cache."""
 
+import re
+
 import pytest
 import torch
+from conftest import ROOT
 
 from generate import CompiledStep
 from gpt_faster.formats.load import load_model, read_checkpoint
@@ -164,3 +167,16 @@ def test_a_compiled_step_records(families, monkeypatch):
             step(model, tokens[:, a:b], pos[a:b])
     for k, first in ((1, 6), (3, 6), (4, 6)):
         torch.testing.assert_close(model.hidden[k][:, first:7], expected[k][:, first:7], rtol=1e-4, atol=1e-4)
+
+
+def test_the_example_of_the_docs(families):
+    """docs/experiments.md: the block that records instead of hooking."""
+    page = (ROOT / "docs/experiments.md").read_text()
+    block, = re.findall(r"```python\n(model\.record_hidden.*?)```", page, re.S)
+    model, ids = load(families, "llama3"), some_tokens(1, 6)[0].tolist()
+    expected = inputs_of_layers(model, torch.tensor([ids]))
+    model.setup_cache(1, 64)
+    names = dict(model=model, ids=ids, write=lambda: model(torch.tensor([ids]), torch.arange(6)))
+    with torch.inference_mode():
+        exec(block, names)
+    torch.testing.assert_close(names["before_layer_2"], expected[2][0], rtol=1e-4, atol=1e-4)

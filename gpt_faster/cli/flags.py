@@ -76,8 +76,8 @@ def add_speed(group) -> None:
         help="compile prefill too (on a CPU --compile does already); implies --compile")
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
-        help="a smaller draft model with the same vocabulary, or Gemma 4's drafter "
-             "(gemma4_assistant)")
+        help="a smaller draft model with the same vocabulary, or a drafter that was made for the "
+             "model: EAGLE-3, or Gemma 4's (gemma4_assistant)")
     add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
         help="speculate without a draft model: mtp: the checkpoint's multi-token prediction head; "
              "ngram: look up the last three tokens in the text so far; int8, int4: a quantized "

@@ -28,6 +28,7 @@ REMOVED_TYPES = {
     33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"),
     38: ("IQ4_NL_8_8", "IQ4_NL"),
 }
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}         # ids: a drafter's d2t
 EAGLE3_INSTEAD_OF_MODEL = (
     "an EAGLE-3 drafter, not a model: give it as --draft_checkpoint_path, with the model that it "
     "was trained for as --checkpoint_path")
@@ -38,14 +39,11 @@ NO_MODELS = {
     "mmproj": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "clip": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
+    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "dflash": DFLASH_INSTEAD,
     "dflash-draft": DFLASH_INSTEAD,
-    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
-
-
-INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 
 class BigEndian(ValueError):
@@ -196,7 +194,7 @@ def check_type(path: Path, name: str, kind: int) -> None:
     except ValueError:
         raise ValueError(f"{path}: {name} has quantization type {kind}, which {installed} does "
                          f"not know (newer, or ik_llama.cpp's own): {other_type}") from None
-    if not can_dequantize(known):
+    if known.name not in INTEGERS and not can_dequantize(known):
         raise ValueError(f"{path}: {name} has quantization type {known.name} ({kind}), which "
                          f"{installed} cannot dequantize: {other_type}")
 
@@ -206,8 +204,6 @@ def can_dequantize(kind) -> bool:
     """kind: a gguf.GGMLQuantizationType."""
     import gguf
     import numpy as np
-    if kind.name in INTEGERS:
-        return True
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -317,13 +313,15 @@ def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: in
         values = gguf.dequantize(bytes_of(a, b), kind)
         return torch.from_numpy(np.array(values, copy=True)).view(b - a, *row)
 
+    def read_ids(a, b):
+        return read_bytes(a, b).view(INTEGERS[kind.name]).view(b - a, *row)
+
     def read_vector(a, b):                         # a vector's rows do not align with its blocks
         file.will_read(start, start + size)
         values = gguf.dequantize(np.frombuffer(file.data, np.uint8, size, start), kind)
         return torch.from_numpy(np.array(values, copy=True))[a:b]
     if kind.name in INTEGERS:
-        return LazyTensor(name, shape, INTEGERS[kind.name], lambda a, b: read_bytes(a, b).view(
-            INTEGERS[kind.name]).view(b - a, *row))
+        return LazyTensor(name, shape, INTEGERS[kind.name], read_ids)
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind.name, torch.bfloat16)
     if len(shape) == 1:
         return LazyTensor(name, shape, dtype, read_vector)
