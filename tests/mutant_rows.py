@@ -28,6 +28,7 @@ class Mutant(NamedTuple):
 
 
 LOGITS = "tests/test_families.py::test_logits_equal_transformers"
+ROWS = "tests/test_speculate_rows.py"
 NEXT_SEQUENCE = "tests/test_survivors.py::test_a_rows_next_sequence_begins_without_what_the_last_one_asked_for"
 CONVERSATION = "tests/test_survivors.py::test_a_conversation_goes_on_from_all_but_its_last_token"
 GIVEN_AWAY = "tests/test_survivors.py::test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away"
@@ -173,23 +174,44 @@ NAMED = [
            "        elif had_matcher:\n            self.words[row] = -1\n", "", NEXT_SEQUENCE),
 
     # ---- Speculation -----------------------------------------------------------------------------
-    Mutant("acceptance-inverted", "speculate.py", "accepted = p_draft > chance[:, None] * q_draft",
-           "accepted = q_draft > chance[:, None] * p_draft", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
+    Mutant("acceptance-inverted", "speculate.py", "(p_draft > chance * q_draft)",
+           "(q_draft > chance * p_draft)", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
     Mutant("rejected-drawn-from-the-target", "speculate.py",
-           "rest = (p[:-1] - token_probs(draft, at_drafts[1], n_vocab)).clamp(min=0)", "rest = p[:-1]",
+           "rest = (p[:, :-1] - token_probs(draft, at_drafts[1], n_vocab)).clamp(min=0)", "rest = p[:, :-1]",
            "tests/test_speculate.py::test_the_distribution_is_the_targets"),
-    Mutant("accepted-behind-a-rejected", "speculate.py", "n = accepted[:, 0].int().cumprod(0).sum()",
-           "n = accepted[:, 0].int().sum()", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
-    Mutant("one-position-less-after-a-round", "speculate.py", "self.advance(n_accepted + 1)", "self.advance(max(1, n_accepted))",
+    Mutant("accepted-behind-a-rejected", "speculate.py", "n = accepted.int().cumprod(1).sum(1)",
+           "n = accepted.int().sum(1)", "tests/test_speculate.py::test_the_distribution_is_the_targets"),
+    Mutant("one-position-less-after-a-round", "speculate.py", "min(n_known + n_accepted, self.max_length)",
+           "min(n_known - 1 + max(1, n_accepted), self.max_length)",
            "tests/test_speculate.py::test_tiny_models"),
     Mutant("rejected-drafts-stay-in-the-cache", "speculate.py",
-           "        self.n_cached = min(self.n_cached, n)\n\n\nclass FixedLength", "\n\nclass FixedLength",
+           "        self.n_cached[row] = min(self.n_cached[row], n)\n\n    def resume", "        pass\n\n    def resume",
            "tests/test_speculate.py"),
     Mutant("ngram-finds-itself", "gpt_faster/decoding/ngram.py", "torch.where(same & (after < n), after, 0)",
            "torch.where(same & (after <= n), after, 0)", "tests/test_speculate.py::test_look_up"),
     Mutant("penalty-of-drafts", "sampling.py",
-           "return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-n_place:]",
-           "return F.pad(one_hot.cumsum(0), (0, 0, 1, 0))[-1:].expand(n_place, -1)", "tests/test_speculate.py"),
+           "return F.pad(one_hot.cumsum(1), (0, 0, 1, 0))[:, -n_place:].flatten(0, 1)",
+           "return F.pad(one_hot.cumsum(1), (0, 0, 1, 0))[:, -1:].expand(-1, n_place, -1).flatten(0, 1)",
+           "tests/test_speculate.py"),
+    Mutant("another-rows-accepted-length", "speculate.py", "    n = accepted.int().cumprod(1).sum(1)\n",
+           "    n = accepted.int().cumprod(1).sum(1).flip(0)\n", f"{ROWS}::test_rows_at_their_own_pace"),
+    Mutant("longest-accepted-length-for-all-rows", "speculate.py", "            counts = count.tolist()\n",
+           "            counts = [max(count.tolist())] * len(counts)\n",
+           f"{ROWS}::test_rows_at_their_own_pace"),
+    Mutant("positions-of-the-last-round", "speculate.py", "                accepted[row] = n_accepted\n        self._set_pos()\n",
+           "                accepted[row] = n_accepted\n", f"{ROWS}::test_rows_at_their_own_pace"),
+    Mutant("another-rows-noise", "speculate.py", "    chance = sampler.chance(rows, places[..., :-1])\n",
+           "    chance = sampler.chance(rows * 0, places[..., :-1])\n", f"{ROWS}::test_a_rows_seed_decides_its_text"),
+    Mutant("a-row-without-drafts-takes-them", "speculate.py", "(p_draft > chance * q_draft) & drafted",
+           "(p_draft > chance * q_draft)", f"{ROWS}::test_a_row_with_a_grammar_has_no_drafts"),
+    Mutant("tokens-of-the-row-before", "speculate.py", "                ready.token[row] = -1\n", "",
+           f"{ROWS}::test_sequences_join_and_leave"),
+    Mutant("logits-of-the-rounds-first-place", "gpt_faster/decoding/scheduler.py", "logits[row, self.batch.place][None]",
+           "logits[row, 0][None]", f"{ROWS}::test_logprobs_are_those_of_each_token"),
+    Mutant("a-replay-drafts", "gpt_faster/decoding/scheduler.py", "        self.batch.plain_rows.add(row)\n", "        pass\n",
+           f"{ROWS}::test_a_call_that_raises_starts_its_rows_again"),
+    Mutant("penalty-of-the-others-drafts", "sampling.py", "    one_hot = F.one_hot(draft_tokens, n_vocab)\n",
+           "    one_hot = F.one_hot(draft_tokens.flip(0), n_vocab)\n", f"{ROWS}::test_penalties_see_the_drafts"),
 
     # ---- Where a sequence ends -------------------------------------------------------------------
     Mutant("stop-string-at-the-last-allowed-token", "generate.py", "        if found:\n",

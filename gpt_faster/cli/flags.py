@@ -167,9 +167,9 @@ def check(args) -> None:
     if (args.speculate_k or args.compare) and not speculates:
         raise ValueError("--speculate_k and --compare require --draft_checkpoint_path or "
                          "--speculate")
-    if speculates and (args.batch_size > 1 or args.engine == "recompute"):
-        raise ValueError("speculation needs --batch_size 1 and a KV cache: it cannot be combined "
-                         "with --engine recompute")
+    if speculates and args.engine == "recompute":
+        raise ValueError("speculation needs a KV cache: it cannot be combined with --engine "
+                         "recompute")
     if args.json_schema and (speculates or args.random or args.ignore_eos):
         raise ValueError("--json_schema cannot be combined with speculation, --random or "
                          "--ignore_eos")
