@@ -77,13 +77,13 @@ def add_speed(group) -> None:
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
         help="a smaller draft model with the same vocabulary, or a drafter that was made for the "
-             "model: EAGLE-3, or Gemma 4's (gemma4_assistant)")
+             "model: EAGLE-3, DFlash, or Gemma 4's (gemma4_assistant)")
     add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
         help="speculate without a draft model: mtp: the checkpoint's multi-token prediction head; "
              "ngram: look up the last three tokens in the text so far; int8, int4: a quantized "
              "copy of the model")
     add("--speculate_k", type=number(int, 1), metavar="K",
-        help="draft exactly K tokens; default: up to 5 (mtp 4, ngram 8), adapted to the "
+        help="draft exactly K tokens; default: up to 5 (mtp 4, ngram 8, DFlash 15), adapted to the "
              "acceptance rate")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prefill N tokens at a time, which limits memory use")
