@@ -477,8 +477,8 @@ def _of_mapped(file: MappedFile, name: str, start: int, shape: tuple[int, ...],
     return LazyTensor(name, shape, dtype, read_rows)
 
 
-def read_torch(path: Path, mmap: bool = True) -> dict:
-    """Load a PyTorch file, memory-mapped, without executing pickled code."""
+def read_torch(path: Path, mmap: bool = True, kinds: tuple[type, ...] = (dict,)) -> dict | Tensor:
+    """Load a PyTorch file, memory-mapped, without executing pickled code. kinds: of its content."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -496,7 +496,7 @@ def read_torch(path: Path, mmap: bool = True) -> dict:
         if isinstance(e, OSError) and e.filename or is_full:
             raise                                  # no permission, say: not the file's fault
         raise unreadable(path, "PyTorch", e) from None
-    if not isinstance(value, dict):
+    if not isinstance(value, kinds):
         raise ValueError(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
     return value
 

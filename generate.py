@@ -148,7 +148,9 @@ class Batch:
     """Sequences that are generated together, each in one row of the KV cache."""
 
     n_beyond = 1                                   # cache positions written past a sequence's end
+    # Of a SpeculativeBatch, whose round gives a row several tokens:
     has_ready = False                              # whether the next step's tokens are computed
+    place = 0                                      # index of the last step's tokens in their round
 
     def __init__(self, model: Transformer, sampler: Sampler, steps: Steps = Steps()):
         """The model's cache must have as many rows as the sampler (Transformer.setup_cache)."""
@@ -161,6 +163,8 @@ class Batch:
         self.kept = [0] * self.n_row               # of a row not in use: positions to preserve
         self.token = to_device([[0]] * self.n_row, self.device)
         self.new_rows = []                         # rows to which the last step gave a token
+        self.row_stats = [(0, 0)] * self.n_row     # rounds with drafts, accepted drafts
+        self.plain_rows = set()                    # rows that must not draft
         self._set_pos()
 
     @torch.inference_mode()
@@ -221,10 +225,18 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> Tensor:
         """Decode one token for every row -> [B, 1], without a host sync."""
-        self.sampler.observe(self.token)
+        self._observe(self.active_rows())
         self.token = self._decode()
         self.advance(1)
         return self.token
+
+    def _observe(self, rows: list[int]) -> None:
+        """Tell the sampler the last token of these rows."""
+        if len(rows) == self.n_row:
+            self.sampler.observe(self.token)
+        elif rows:
+            index = to_device(rows, self.device)
+            self.sampler.observe(self.token[index], index)
 
     def _decode(self) -> Tensor:
         args = self.token, self.pos, self.kv_len(max(self.length) + 1), self.sampler

@@ -125,6 +125,9 @@ class Drafter:
     the host to read: a round reads the device once.
     """
 
+    varies = True                                  # propose()'s shapes: by how many tokens the last
+                                                   # round added
+
     def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
         """Called once, when the batch is made: allocate what n_row rows of max_length need."""
 
@@ -318,7 +321,6 @@ class SpeculativeBatch(Batch):
         self.history = self.token.new_zeros(self.n_row, self.max_length + max_draft + 1)
         self.ready = deque()                       # Ready tokens, not yet returned by step()
         self.unobserved = set()                    # rows whose last token the sampler has not seen
-        self.plain_rows = set()                    # rows that must not draft
         drafter.setup(self.n_row, self.max_length, self.chunk)
         self.reset_stats()
 
@@ -332,6 +334,7 @@ class SpeculativeBatch(Batch):
             self.row_stats[row] = 0, 0
             self.plain_rows.discard(row)
             self.unobserved.add(row)
+        self.place = 0
         return super().prefill(rows, prompts, n_cached, params)
 
     def end(self, row: int, n_kept: int = 0) -> None:
@@ -356,11 +359,7 @@ class SpeculativeBatch(Batch):
     def step(self) -> Tensor:
         """The next token of each row that has one, [B, 1]; -1 in the other rows. A new round, when
         no row has one, reads the device once."""
-        if len(self.unobserved) >= sum(n > 0 for n in self.length):
-            self.sampler.observe(self.token)       # idle rows too, which begin anew
-        elif self.unobserved:
-            rows = to_device(sorted(self.unobserved), self.device)
-            self.sampler.observe(self.token[rows], rows)
+        self._observe(sorted(self.unobserved))
         if not self.ready:
             self._round()
         self.new_rows, token, self.place = self.ready.popleft()
@@ -401,17 +400,20 @@ class SpeculativeBatch(Batch):
             batch_idx = torch.arange(self.n_row, device=device)
         at = rows.pos.view(-1, 1) + 1 + place                  # [b, n]
         self.history[batch_idx[:, None], at] = tokens          # invalid ones: overwritten later
-        found = None
+        counts, found = [0] * len(rows.index), None
         if not self.draft_length.paused:
             n_known = rows.pos.flatten() + 2 + count
             found = self.drafter.find(self.history[batch_idx], n_known)
-        if found is not None:
-            counts, found = torch.stack((count, found)).tolist()           # one device read
-        else:
-            counts = count.tolist() if drafting else [0] * len(rows.index)
-            found = [None] * len(counts)
+        if found is not None and drafting:         # one device read
+            counts, found = torch.stack((count, found)).tolist()
+        elif found is not None:
+            found = found.tolist()
+        elif drafting:
+            counts = count.tolist()
+        found = found or [None] * len(counts)
         each = tokens.new_full((self.n_row, n), -1)            # [B, n]
-        each[batch_idx] = torch.where(place <= count[:, None], tokens, -1)
+        is_valid = (place <= count[:, None]) & (self.in_use.view(-1, 1)[batch_idx] > 0)
+        each[batch_idx] = torch.where(is_valid, tokens, -1)
         accepted = {}
         for row, n_known, n_accepted, at in zip(rows.index, rows.lengths, counts, found):
             if self.length[row]:

@@ -33,7 +33,7 @@ def tokens(generate, speculate, path, scheme, engine, prompts, n_new, draft):
     if draft:
         batch = speculate.build_speculative(model, sampler, steps, generate.load_model(draft, "cpu", torch.float32)[0], 3, compiles)
     rows = torch.cat([token.clone() for token in generate.generate(batch, prompts, n_new)], dim=1)
-    return rows.tolist()
+    return [[i for i in row if i >= 0] for row in rows.tolist()]
 
 
 if __name__ == "__main__":

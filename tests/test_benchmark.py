@@ -132,7 +132,7 @@ def test_drafts_of_a_known_acceptance(capsys, monkeypatch, engine):
     rounds, first = sum(kept[0].accept_counts), sum(kept[0].accept_counts[1:])
     assert rounds > 150 and abs(first / rounds - engines.PUBLISHED_ACCEPTANCE[engine]) < 0.1
     draft = kept[0].drafter.draft if engine == "dflash" else kept[0].drafter.head
-    assert type(draft.layers[0].ffn.down).__name__ == ("PackedLinear" if engine == "eagle3" else "OperationsLinear")
+    assert type(draft.layers[0].ffn.down).__name__ == "OperationsLinear"
     status, out, _ = run(capsys, *argv, "--engines", engine, "--temperature", 0.8, "-r", 1)
     assert json.loads(out)["rows"][0]["error"] == "needs an expected text: temperature 0"
 

@@ -734,7 +734,7 @@ def test_bad_drafters(tmp_path, name):
 def test_bad_mask_vectors(tmp_path):
     directory = write(tmp_path / "d", QWEN, tensors())
     for content, words in ((torch.ones(D + 1), f"expected a vector of {D} numbers"), (dict(mask_token_id=7, embedding=torch.ones(D)), "'mask_token_id' is 7, but"),
-                           ([1], f"expected a vector of {D} numbers"), (dict(a=torch.ones(D), b=torch.ones(D)), "expected a vector")):
+                           ([1], "expected a dictionary of tensors, found list"), (dict(a=torch.ones(D), b=torch.ones(D)), "expected a vector")):
         torch.save(content, directory / "mask_embedding.pt")
         with pytest.raises(ValueError, match=words):
             opened(directory)

@@ -26,6 +26,7 @@ from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels.compile import as_cuda_graph
 from gpt_faster.kernels.cpu.layers import uses_operations
+from gpt_faster.kernels.cpu.linears import OperationsLinear
 from gpt_faster.layers.eagle3 import Eagle3, Eagle3Config, FirstLayerReadsBoth
 from model import ModelConfig, Transformer
 from sampling import Sampler
@@ -327,6 +328,20 @@ def test_greedily_the_same_tokens(learned, target, engine, monkeypatch):
         rounds = batch.accept_counts
         if fixed:
             assert sum(rounds[1:]) > 0.5 * sum(rounds), rounds
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["qwen3", "biased", "targets-ends"])
+def test_compiled_on_a_cpu(tmp_path, target, name):
+    """All matrices are packed for the operations; the drafts are those of the uncompiled drafter."""
+    directory, found = made(tmp_path, name)[0], []
+    for engine in ("kv_cache", "compile"):
+        model, eagle = target(), open_eagle3(directory).load(torch.float32, "cpu")
+        model.setup_cache(1, 128, 16, max_rejected=6)
+        found.append(proposed(batch_of(model, eagle, 3, engine=engine), ids(24)))
+    assert found[0] == found[1]
+    linears = [module for module in eagle.layers.modules() if hasattr(module, "packed")]
+    assert len(linears) == 4 * len(eagle.layers) and all(type(one) is OperationsLinear for one in linears)
 
 
 @pytest.mark.kernels

@@ -578,7 +578,8 @@ def test_bad_flags(capfd):
         taken.listen()
         status, line = run("--port", str(taken.getsockname()[1]))
         assert status == 2 and "cannot listen on 127.0.0.1" in line
-    assert run("--speculate", "ngram", "--batch_size", "2") == (2, "serve.py: error: speculation requires --batch_size 1")
+    assert run("--speculate", "ngram", "--engine", "recompute") == (
+        2, "serve.py: error: --engine recompute is not supported: the server needs a KV cache")
 
 
 # ---- The slots, without HTTP ---------------------------------------------------------------------

@@ -6,7 +6,10 @@ or by wrong ones with probability 1 - acceptance.
     use_fixed_acceptance(batch, [prompt], n_new, 0.8); tokens = generate(batch, [prompt], n_new)
 """
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from generate import Batch, generate
 from speculate import Rows, SpeculativeBatch
@@ -36,27 +39,31 @@ class FixedAcceptanceDrafter:
 
     def propose(self, rows: Rows, k: int, sampler) -> tuple:
         drafts, _, _ = self.drafter.propose(rows, k, sampler)
-        [n] = rows.lengths
-        known = self.text[:, n:n + k]
-        correct = drafts.clone()                   # beyond the text: unchanged
-        correct[:, :known.shape[1]] = known
-        chance = torch.rand(1, k, generator=self.generator).to(correct.device)
+        text = self.text.expand(len(drafts), -1)   # of all rows
+        at = rows.pos.view(-1, 1) + 1 + torch.arange(k, device=text.device)
+        last = text.shape[1] - 1
+        correct = torch.where(at <= last, text.gather(1, at.clamp(max=last)), drafts)
+        chance = torch.rand(drafts.shape, generator=self.generator).to(correct.device)
         drafts = torch.where(chance < self.acceptance, correct, (correct + 1) % self.n_vocab)
-        return drafts, torch.ones(1, k, 1, device=drafts.device), drafts[..., None]
+        return drafts, torch.ones(*drafts.shape, 1, device=drafts.device), drafts[..., None]
 
 
 def use_fixed_acceptance(batch: SpeculativeBatch, prompts: list[list[int]], n_new: int,
                          acceptance: float) -> None:
-    """Replace the drafter of a greedy batch, in place.
+    """Replace the drafter of a greedy batch whose rows have the same prompt, in place.
 
     Verification rounds differently from single-token steps, so near-ties may change the text.
     Generate it repeatedly until it no longer changes.
     """
     plain = Batch(batch.model, batch.sampler, batch.steps)
-    text = [t.item() for t in generate(plain, prompts, n_new)]
+    text = first_row(generate(plain, prompts, n_new))
     batch.drafter = FixedAcceptanceDrafter(batch.drafter, acceptance)
     for _ in range(MAX_PASSES):
         batch.drafter.set_text([*prompts[0], *text])
-        previous, text = text, [t.item() for t in generate(batch, prompts, n_new)]
+        previous, text = text, first_row(generate(batch, prompts, n_new))
         if text == previous:
             break
+
+
+def first_row(tokens: Iterator[Tensor]) -> list[int]:
+    return [i for t in tokens for i in t[0].tolist() if i >= 0]

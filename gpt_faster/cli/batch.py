@@ -35,6 +35,7 @@ from gpt_faster.decoding.scheduler import Generation, Scheduler
 from gpt_faster.text.chat_template import encode_chat
 from gpt_faster.text.reasoning import find_format, separate, thoughts_of
 from sampling import RANGES
+from speculate import SpeculativeBatch
 
 # ---- Requests -----------------------------------------------------------------------------------
 
@@ -380,6 +381,8 @@ def run(work: list[Generation], batch: Batch, results: Results, parameters: dict
             speeds.append(n / (done.last_s - done.start_s))
             thoughts = thoughts_of(done)
             more = {} if thoughts is None else dict(reasoning_content=thoughts)
+            if isinstance(batch, SpeculativeBatch):
+                more.update(rounds=done.n_rounds, accepted=done.n_accepted)
             results.write(
                 request, id=request.id, slot=slot, prompt=request.prompt,
                 messages=request.messages, parameters=all_parameters(done, parameters),

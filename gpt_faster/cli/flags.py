@@ -78,13 +78,13 @@ def add_speed(group) -> None:
     add_activation_bits(add)
     add("--draft_checkpoint_path", "--draft_model", metavar="PATH_OR_NAME",
         help="a smaller draft model with the same vocabulary, or a drafter that was made for the "
-             "model: EAGLE-3, or Gemma 4's (gemma4_assistant)")
+             "model: EAGLE-3, DFlash, or Gemma 4's (gemma4_assistant)")
     add("--speculate", choices=["mtp", "ngram", "int8", "int4"],
         help="speculate without a draft model: mtp: the checkpoint's multi-token prediction head; "
              "ngram: look up the last three tokens in the text so far; int8, int4: a quantized "
              "copy of the model")
     add("--speculate_k", type=number(int, 1), metavar="K",
-        help="draft exactly K tokens; default: up to 5 (mtp 4, ngram 8), adapted to the "
+        help="draft exactly K tokens; default: up to 5 (mtp 4, ngram 8, DFlash 15), adapted to the "
              "acceptance rate")
     add("--prefill_chunk", type=number(int, 1), default=PREFILL_CHUNK, metavar="N",
         help="prefill N tokens at a time, which limits memory use")
@@ -183,9 +183,9 @@ def check(args) -> None:
     if (args.speculate_k or args.compare) and not speculates:
         raise ValueError("--speculate_k and --compare require --draft_checkpoint_path or "
                          "--speculate")
-    if speculates and (args.batch_size > 1 or args.engine == "recompute"):
-        raise ValueError("speculation needs --batch_size 1 and a KV cache: it cannot be combined "
-                         "with --engine recompute")
+    if speculates and args.engine == "recompute":
+        raise ValueError("speculation needs a KV cache: it cannot be combined with --engine "
+                         "recompute")
     if args.kv_cache and args.engine == "recompute":
         raise ValueError("--kv_cache cannot be combined with --engine recompute, which has no KV "
                          "cache")

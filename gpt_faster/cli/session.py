@@ -257,7 +257,7 @@ def show_samples(session: Session, generation: Generation) -> int:
                 print(json.dumps(dict(
                     prompt=request.prompt, text=sequence.text, **more, prompt_ids=ids,
                     new_ids=sequence.ids, finish_reason=sequence.finish_reason, sample=i, row=j,
-                    **f, **session.about())), flush=True)
+                    **row_stats(session, j), **f, **session.about())), flush=True)
             elif options.batch_size > 1:
                 text = with_thoughts(None if options.hide_thoughts else thoughts, sequence.text)
                 print(f"--- row {j} ---\n{request.echo}{text}", flush=True)
@@ -269,15 +269,24 @@ def show_samples(session: Session, generation: Generation) -> int:
     return 130 if interrupted else 0
 
 
+def row_stats(session: Session, row: int) -> dict:
+    """Of the row's last text, if it may have had drafts."""
+    if not session.drafter:
+        return {}
+    n_rounds, n_accepted = session.batch.row_stats[row]
+    return dict(row_rounds=n_rounds, row_accepted=n_accepted)
+
+
 def compare(session: Session, generation: Generation, f: dict) -> bool:
     """Generate again without speculation and set f["speedup"] -> whether Ctrl-C interrupted."""
-    tokens = session.tokens([generation.prompt_ids], generation.max_new, draft=False)
-    sequences = [session.sequence(generation.prompt_ids, generation.max_new)]
+    ids, n_row = generation.prompt_ids, session.options.batch_size
+    tokens = session.tokens([ids] * n_row, generation.max_new, draft=False)
+    sequences = [session.sequence(ids, generation.max_new) for _ in range(n_row)]
     times, interrupted = follow(tokens, sequences, None, session.plain)
-    plain = session.figures(times, len(generation.prompt_ids), sequences, draft=False)
+    plain = session.figures(times, len(ids), sequences, draft=False)
     f["speedup"] = None
     if f["decode_tok_s"] and plain["decode_tok_s"]:
-        f["speedup"] = f["decode_tok_s"] / plain["decode_tok_s"]
+        f["speedup"] = f["decode_tok_s_total"] / plain["decode_tok_s_total"]
     log(f"Without speculation: {describe(plain)}")
     log(f"Speedup: {f['speedup'] or 0:.2f}")
     return interrupted

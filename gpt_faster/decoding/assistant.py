@@ -20,6 +20,8 @@ from speculate import Drafter, Rows, draw_draft, joined
 class AssistantDrafter(Drafter):
     """Drafts tokens one by one, all at the position of the last known token."""
 
+    varies = False
+
     def __init__(self, model: Transformer, assistant: Assistant):
         assistant.join(model)
         self.model, self.assistant = model, assistant

@@ -117,7 +117,7 @@ def draft_costs(batch, n: int, lengths: list[int], n_row: int, n_time: int = 10
 
     Overwrites the caches, so begin() must follow for each row. Each rank makes the same calls.
     """
-    n = min(n, batch.max_length - max(lengths) - 1)
+    n = max(2, min(n, batch.max_length - max(lengths) - 1))
     seconds = {k: _seconds(lambda k=k: run_round(batch, n, n_row, k, 1 + k // 2), n_time)
                for k in (0, *lengths)}
     return {k: seconds[k] / seconds[0] for k in lengths}

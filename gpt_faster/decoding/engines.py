@@ -145,7 +145,9 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
         lengths = [k, k // 3] if k > 2 else [k]
     lengths = [n for n in dict.fromkeys(lengths) if n]
     length = FixedLength(k) if fixed else DraftLengthController(lengths)
-    return SpeculativeRows(model, sampler, steps, drafter, length, k, verify)
+    # torch.compile would compile a step for each number of rows in use
+    kind = SpeculativeBatch if engine == "torch_compile" else SpeculativeRows
+    return kind(model, sampler, steps, drafter, length, k, verify)
 
 
 def build_mtp_drafter(model: Transformer, head: MTPHead | Eagle3, engine: str,
@@ -199,7 +201,7 @@ def measure_drafts(batch: SpeculativeBatch, n: int, acceptance: float = 1.0
     n: tokens so far. Overwrites the caches.
     """
     widths = [batch.n_row]                         # a step on a GPU has a fixed shape
-    if batch.device.type == "cpu":
+    if batch.device.type == "cpu" and isinstance(batch, SpeculativeRows):
         widths = [1 << i for i in range((batch.n_row - 1).bit_length())] + widths
     lengths = batch.draft_length.lengths
     costs = {n_row: draft_costs(batch, n, lengths, n_row) for n_row in widths}
@@ -222,10 +224,12 @@ def warm_up(batch: Batch, prompts: list[list[int]], lengths: range) -> None:
             batch.prefill([0], prompts[:1])
     kv_lens = sorted({batch.kv_len(length) for length in lengths})
     if isinstance(batch, SpeculativeBatch):
+        compiles = model.freq.device.type != "cpu" or isinstance(batch.verify, core.CompiledStep)
+        varies = batch.drafter.varies and compiles
         for kv_len in kv_lens:
             for k in batch.draft_length.lengths:
-                n = min(kv_len, limit - 1) - k
-                for n_new in range(1, batch.max_draft + 2):    # shapes of what a drafter reads
+                n = max(2, min(kv_len, limit - 1) - k)
+                for n_new in range(1, batch.max_draft + 2 if varies else 2):
                     run_round(batch, n, batch.n_row, k, n_new)
         for row in range(batch.n_row):
             batch.drafter.begin(row, 0)

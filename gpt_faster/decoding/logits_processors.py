@@ -12,19 +12,23 @@ from sampling import Processor, counts_so_far
 class LogitsRecorder(Processor):
     """Records the model's logits for logprobs, unchanged. Must be the first processor.
 
-    Used by rows with params.logprobs.
+    Used by rows with params.logprobs. logits [n_row, n_place, V]: of one token of each row, or of a
+    round of drafts.
     """
 
-    def __init__(self, n_row: int, n_vocab: int, device):
+    def __init__(self, n_row: int, n_place: int, n_vocab: int, device):
         super().__init__()
-        self.register_buffer("logits", torch.zeros(n_row, n_vocab, device=device))
+        self.register_buffer("logits", torch.zeros(n_row, n_place, n_vocab, device=device))
 
     def begin(self, row: int, prompt: list[int], params) -> None:
         self.use(row, getattr(params, "logprobs", False))
 
     def forward(self, logits: Tensor, rows, draft_tokens: Tensor | None = None) -> Tensor:
+        n_place = 1 if draft_tokens is None else len(logits) // len(draft_tokens)
         if draft_tokens is None:
-            self.logits[rows] = logits
+            self.logits[rows, 0] = logits
+        elif n_place > 1:                          # a verification; a drafter's logits have 1 place
+            self.logits[rows[::n_place], :n_place] = logits.unflatten(0, (-1, n_place))
         return logits
 
 

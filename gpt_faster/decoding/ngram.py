@@ -16,6 +16,8 @@ NGRAM = 3                                          # tokens that must match
 class NgramDrafter(Drafter):
     """Drafts the continuation of the last earlier occurrence of the last NGRAM tokens."""
 
+    varies = False
+
     def setup(self, n_row: int, max_length: int, longest_call: int) -> None:
         self.starts = [0] * n_row                  # of each row's continuation; 0: no match
 

@@ -33,11 +33,13 @@ ANY_PARAMS = [GREEDY, RequestParams(), RequestParams(top_k=RANGES["top_k"].maxim
                                                    min_p=0.1, repetition_penalty=1.1)]
 
 
-def build_request_sampler(model: Transformer, n_row: int, generator, matcher_of) -> Sampler:
-    """A sampler whose rows may use any parameter. matcher_of: as TokenMask's."""
+def build_request_sampler(model: Transformer, n_row: int, generator, matcher_of,
+                          max_draft: int = 0) -> Sampler:
+    """A sampler whose rows may use any parameter. matcher_of: as TokenMask's; max_draft: the
+    longest draft."""
     n_vocab, device = model.cfg.vocab_size, model.freq.device
     sampler = build_sampler(model, [GREEDY] * n_row, generator, ANY_PARAMS)
-    sampler.processors.insert(0, LogitsRecorder(n_row, n_vocab, device))
+    sampler.processors.insert(0, LogitsRecorder(n_row, 1 + max_draft, n_vocab, device))
     sampler.processors.append(CountPenalty(n_row, n_vocab, device))
     sampler.processors.append(LogitBias(n_row, n_vocab, device))
     sampler.processors.append(TokenMask(n_row, n_vocab, device, matcher_of))

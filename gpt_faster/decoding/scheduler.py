@@ -110,7 +110,11 @@ class Worker:
     def logprobs(self, row: int, token_id: int, n_top: int) -> Logprobs:
         """Log-probabilities of the row's last token, before temperature, filters and penalties."""
         logits = self.batch.sampler.processors[0].logits       # LogitsRecorder
-        return self._logprobs(logits[row:row + 1], [token_id], n_top)[0]
+        return self._logprobs(logits[row, self.batch.place][None], [token_id], n_top)[0]
+
+    def stop_drafting(self, row: int) -> None:
+        """Generate the row's sequence without drafts, one token a step."""
+        self.batch.plain_rows.add(row)
 
     @torch.inference_mode()
     def set_token(self, row: int, token_id: int) -> None:
@@ -167,6 +171,7 @@ class Generation(Sequence):
         self.n_reused = 0                          # of these, cached by an earlier sequence
         self.n_sampled = 0                         # tokens sampled since (re)admission
         self.n_replay = 0                          # tokens to repeat after a restart
+        self.n_rounds = self.n_accepted = 0        # rounds with drafts, accepted drafts
         self.prefill_alone = False                 # a shared prefill raised
         self.is_suspect = False                    # a shared decode step raised
 
@@ -283,6 +288,7 @@ class Scheduler:
             for row in [row for row, other in active.items() if other is generation]:
                 del active[row]
                 if active is self.running:         # its last token was not run yet
+                    generation.n_rounds, generation.n_accepted = self.batch.row_stats[row]
                     ids = generation.ids
                     n_fed = max(0, min(len(ids), generation.n_sampled) - 1)
                     self.cached_ids[row] = generation.prompt_ids + ids[:n_fed]
@@ -337,7 +343,7 @@ class Scheduler:
             self.admit()
             if not self.prefilling and not self.running:
                 return
-            if self.prefilling:
+            if self.prefilling and not self.batch.has_ready:
                 yield from self._guard(self._prefill_some)
                 # before stepping, refill rows that ended on their first token
                 if self.max_prefill is None:
@@ -433,6 +439,8 @@ class Scheduler:
             self.n_written[row] = max(self.n_written[row], len(prompt) + self.batch.n_beyond)
             if row in complete:
                 self.running[row] = self.prefilling.pop(row)
+                if generation.n_replay:            # set_token() would follow a round too late
+                    self.call("stop_drafting", row)
             else:
                 self.call("park", row, len(prompt), True)
                 del active[row]
@@ -448,7 +456,8 @@ class Scheduler:
     def _step(self, active: dict[int, Generation]) -> tuple:
         active.update(self.running)
         token = self.call("step")
-        return self._with_logprobs(token, active)
+        new = {row: active[row] for row in self.batch.new_rows if row in active}
+        return self._with_logprobs(token, new)
 
     def _with_logprobs(self, token: Tensor, active: dict[int, Generation]) -> tuple:
         """A call's tokens as _tokens() yields them, without rows that replay old tokens."""

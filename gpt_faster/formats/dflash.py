@@ -38,7 +38,7 @@ from gpt_faster.formats.load import weights_in
 from gpt_faster.formats.names import rename
 from gpt_faster.formats.other_kinds import is_dflash
 from gpt_faster.formats.schema import check_config, check_keys
-from gpt_faster.formats.torch_file import read_value
+from gpt_faster.formats.torch_file import read_torch
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.dflash import DFlash, DFlashConfig
 from gpt_faster.layers.embedding import EmbedScale
@@ -157,7 +157,7 @@ def _split(tensors: list[LazyTensor]) -> tuple[list[LazyTensor], LazyTensor | No
 
 def _mask_embedding(path: Path, cfg: DFlashConfig) -> LazyTensor:
     """mask_embedding.pt: a vector, or an object that holds it, beside the id of its token."""
-    content = read_value(path)
+    content = read_torch(path, (dict, torch.Tensor))
     if isinstance(content, dict):
         stated = content.get("mask_token_id", cfg.mask_id)
         if stated != cfg.mask_id:

@@ -38,14 +38,11 @@ NO_MODELS = {
     "mmproj": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "clip": "a vision or audio encoder (mmproj), not a language model: give the model's .gguf",
     "imatrix": "an importance matrix of llama.cpp, not a model: give the model's .gguf",
+    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "dflash": DFLASH_INSTEAD,
     "dflash-draft": DFLASH_INSTEAD,
-    "eagle3": EAGLE3_INSTEAD_OF_MODEL,
     "controlvector": "a control vector of llama.cpp, not a model: give the model's .gguf",
 }
-
-
-INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 
 class BigEndian(ValueError):
@@ -206,8 +203,6 @@ def can_dequantize(kind) -> bool:
     """kind: a gguf.GGMLQuantizationType."""
     import gguf
     import numpy as np
-    if kind.name in INTEGERS:
-        return True
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:

@@ -3,7 +3,6 @@
 import zipfile
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 import checkpoint
@@ -14,21 +13,11 @@ from gpt_faster.formats.file_kinds import refuse_others
 WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 
-def read_torch(path: Path) -> dict:
+def read_torch(path: Path, kinds: tuple[type, ...] = (dict,)) -> dict | Tensor:
     """checkpoint.read_torch(), also for files older than torch 1.6, which cannot be mapped."""
     refuse_others(path)
     _refuse_bombs(path)
-    return checkpoint.read_torch(path, mmap=is_archive(path))
-
-
-def read_value(path: Path) -> dict | Tensor:
-    """Like read_torch(), for a file that may hold a single tensor."""
-    refuse_others(path)
-    _refuse_bombs(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:                         # a corrupt pickle can raise anything
-        raise unreadable(path, "PyTorch", e) from None
+    return checkpoint.read_torch(path, mmap=is_archive(path), kinds=kinds)
 
 
 def state_dict(content: dict) -> dict:

@@ -159,6 +159,7 @@ class Engine:
         self.flush_now |= first or event.finish_reason is not None
         if event.finish_reason:
             del self.active[generation]
+            self.metrics.drafts(generation)
         self._add(event)
         if first:                                  # a decode step runs before the next _poll()
             self._deliver()
@@ -166,7 +167,9 @@ class Engine:
     def _finish(self, generation: Generation, finish_reason: str | None = None,
              error: str | None = None) -> None:
         self.slots.drop(generation)
-        self.active.pop(generation, None)
+        if generation in self.active:
+            del self.active[generation]
+            self.metrics.drafts(generation)
         self._add(Event(generation, finish_reason=finish_reason, error=error))
         self.flush_now = True
 

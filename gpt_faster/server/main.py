@@ -65,9 +65,8 @@ def build_parser() -> Parser:
     add("--served_name", metavar="NAME",
         help="the model's name in the API; default: the GGUF file's, the hub's (org/name) or the "
               "directory's")
-    add("--batch_size", type=number(int, 1), metavar="N",
-        help=f"slots: sequences generated in parallel; default: {DEFAULT_BATCH_SIZE}, or 1 with "
-             "speculation")
+    add("--batch_size", type=number(int, 1), default=DEFAULT_BATCH_SIZE, metavar="N",
+        help="slots: sequences generated in parallel")
     add("--max_queue", type=number(int, 0), default=64, metavar="N",
         help="max sequences waiting for a slot; further requests get 429 with Retry-After")
     add("--request_timeout", type=number(float, 0, above=True), default=600.0, metavar="SECONDS",
@@ -106,14 +105,12 @@ def origin(text: str) -> str:
 
 
 def check_options(args: Options) -> Options:
-    """Set the default batch size. ValueError if flags conflict."""
+    """ValueError if flags conflict."""
     speculates = args.draft_checkpoint_path or args.speculate
     if args.draft_checkpoint_path and args.speculate:
         raise ValueError("--draft_checkpoint_path and --speculate are mutually exclusive")
     if args.speculate_k and not speculates:
         raise ValueError("--speculate_k requires --draft_checkpoint_path or --speculate")
-    if speculates and (args.batch_size or 1) > 1:
-        raise ValueError("speculation requires --batch_size 1")
     if args.engine == "recompute":
         raise ValueError("--engine recompute is not supported: the server needs a KV cache")
     if args.api_key is not None and not args.api_key.strip():
@@ -126,7 +123,7 @@ def check_options(args: Options) -> Options:
         raise ValueError("--random is not supported: it has no tokenizer")
     if args.api_key:                               # HTTP strips the spaces of a header's value
         args = args.replaced(api_key=args.api_key.strip())
-    return args.replaced(batch_size=args.batch_size or (1 if speculates else DEFAULT_BATCH_SIZE))
+    return args
 
 
 def import_http():
@@ -218,4 +215,5 @@ class ServerSession(Runtime):
                 return self.grammars().matcher_after_thoughts(spec, form)
             return self.grammars().matcher(spec) if spec else None
 
-        return build_request_sampler(self.model, self.n_row, self.generator, matcher_of)
+        max_draft = self.k if self.drafter else 0
+        return build_request_sampler(self.model, self.n_row, self.generator, matcher_of, max_draft)

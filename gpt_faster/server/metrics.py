@@ -19,6 +19,8 @@ class Metrics:
         self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens")
         self.cached_tokens = make(Counter, "cached_tokens", "prompt tokens found in the KV cache")
         self.new_tokens = make(Counter, "new_tokens", "generated tokens")
+        self.draft_rounds = make(Counter, "draft_rounds", "rounds with drafts, of all sequences")
+        self.accepted_drafts = make(Counter, "accepted_draft_tokens", "accepted draft tokens")
         self.running = make(Gauge, "running", "sequences running in a slot")
         self.waiting = make(Gauge, "waiting", "sequences waiting for a slot")
         self.slots = make(Gauge, "slots", "slots: sequences that can run at a time")
@@ -38,6 +40,11 @@ class Metrics:
             self.prompt_tokens.inc(len(generation.prompt_ids))
             self.cached_tokens.inc(generation.n_reused)
         delivery.last = now
+
+    def drafts(self, generation) -> None:
+        """Count the drafts of a generation that has ended."""
+        self.draft_rounds.inc(generation.n_rounds)
+        self.accepted_drafts.inc(generation.n_accepted)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

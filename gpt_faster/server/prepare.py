@@ -324,9 +324,6 @@ class RequestPreparer:
             raise ApiError(400, f"{' and '.join(grammars)} are mutually exclusive",
                            param=min(grammars))
         [(param, spec)] = grammars.items()
-        if self.session.drafter:
-            raise ApiError(400, f"{param} is not supported with speculative decoding, which is "
-                           "enabled on this server", param=param)
         try:
             self.session.grammars().check(spec)
         except ImportError as e:
@@ -383,9 +380,6 @@ class RequestPreparer:
         if len(stop_ids) > MAX_STOP_IDS or max(stop_ids, default=0) >= self.n_vocab:
             raise ApiError(400, f"stop_token_ids: at most {MAX_STOP_IDS} token ids below "
                            f"{self.n_vocab}", param="stop_token_ids")
-        if n_top is not None and self.session.drafter:
-            raise ApiError(400, "logprobs are not supported with speculative decoding, which is "
-                           "enabled on this server", param="logprobs")
         if n_top is not None:
             self.token_bytes(0)                    # build the table here, not in the event loop
         params, n, generations = self.params(request, grammar, n_top), request.n or 1, []

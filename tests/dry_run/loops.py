@@ -51,6 +51,9 @@ def scenarios() -> dict[str, dict]:
         every[f"{engine} n-gram drafts"] = dict(engine=engine, drafts="ngram")
         every[f"{engine} a model's drafts"] = dict(engine=engine, drafts="int8")
         every[f"{engine} a head's drafts"] = dict(engine=engine, drafts="mtp")
+        for drafts in ("ngram", "int8", "mtp"):
+            every[f"{engine} 3 rows {drafts} drafts exchanged"] = dict(
+                engine=engine, drafts=drafts, rows=3, exchange=True)
         every[f"{engine} chat"] = dict(engine=engine, turns=3)
         every[f"{engine} 2 ranks"] = dict(engine=engine, ranks=2)
     for family in ("Llama", "Gemma 3", "Mixtral"):
@@ -213,13 +216,11 @@ def decide_drafts() -> None:
     """Numbers are garbage: look-up always finds its drafts, and a round keeps one of them."""
     from gpt_faster.decoding.ngram import NgramDrafter
     NgramDrafter.find = lambda self, history, n: n * 0 + 3
-    read_list, read_int = torch.Tensor.tolist, torch.Tensor.__int__
+    read_list = torch.Tensor.tolist
 
-    def tolist(t):
+    def tolist(t):                                 # of each row, the count alone or with a place
         values = read_list(t)
-        return [1, 3] if t.is_cuda and t.shape == (2,) else values
-
-    def to_int(t):
-        value = read_int(t)
-        return 1 if t.is_cuda else value
-    torch.Tensor.tolist, torch.Tensor.__int__ = tolist, to_int
+        if t.is_cuda and t.dim() == 2:
+            return [[1] * t.shape[1], [3] * t.shape[1]]
+        return [1] * len(t) if t.is_cuda and t.dim() == 1 else values       # also a place alone
+    torch.Tensor.tolist = tolist

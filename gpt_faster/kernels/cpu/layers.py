@@ -432,8 +432,7 @@ def use_operations(model: nn.Module) -> bool:
                            "loading or compiling the model")
     found = find_modifications(model)
     guard = None if "forward" in vars(model) else GuardedForward(model, use_operations)
-    unmodified = [unmodified_sublayers(i, found) if is_block(layer) else ()
-                  for i, layer in enumerate(model.layers)]
+    unmodified = [unmodified_sublayers(i, found) for i in range(len(model.layers))]
     all_eager = guard is None or found.model or not (any(unmodified) or not found.unembed)
     if found.all():
         uninstall_experts(model)
@@ -446,7 +445,7 @@ def use_operations(model: nn.Module) -> bool:
         return False
     pack_modules(model.per_layer, () if found.embed else ("",))
     for layer, sublayers in zip(model.layers, unmodified):
-        pack_modules(layer, sublayers)
+        pack_modules(layer, sublayers)             # also of a layer that is no block
     pack_outer_linears(model, found)
     pack_linears(model)                            # the remaining linears run eagerly
     install_layers(model, guard, unmodified, found)
@@ -503,7 +502,7 @@ def install_layers(model: nn.Module, guard: GuardedForward, unmodified: list[tup
     forward, and so does one without attention, whose cache the operations would look for.
     """
     layers = [OperationsLayer(guard, layer, supported_sublayers(layer, sublayers), model.cfg)
-              if sublayers and not isinstance(layer.attn, NoBranch) else None
+              if sublayers and is_block(layer) and not isinstance(layer.attn, NoBranch) else None
               for layer, sublayers in zip(model.layers, unmodified)]
     installed = [layer for layer in layers if layer]
     if not installed:
