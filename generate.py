@@ -225,18 +225,10 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> Tensor:
         """Decode one token for every row -> [B, 1], without a host sync."""
-        self._observe(self.active_rows())
+        self.sampler.observe(self.token)
         self.token = self._decode()
         self.advance(1)
         return self.token
-
-    def _observe(self, rows: list[int]) -> None:
-        """Tell the sampler the last token of these rows."""
-        if len(rows) == self.n_row:
-            self.sampler.observe(self.token)
-        elif rows:
-            index = to_device(rows, self.device)
-            self.sampler.observe(self.token[index], index)
 
     def _decode(self) -> Tensor:
         args = self.token, self.pos, self.kv_len(max(self.length) + 1), self.sampler
@@ -263,6 +255,7 @@ class Batch:
         it writes after them.
         """
         self.length[row], self.kept[row] = 0, n_kept
+        self.sampler.end(row)
         self._set_pos()
 
     def _set_pos(self) -> None:

@@ -180,6 +180,9 @@ class Processor(nn.Module):
     def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
         """token [b, 1] was generated in these rows [b]; None: in all."""
 
+    def end(self, row: int) -> None:
+        """The row's sequence has ended: what observe() and forward() do for it has no meaning."""
+
 
 class RepetitionPenalty(Processor):
     """Makes tokens of the prompt and the generated text less likely."""
@@ -351,6 +354,11 @@ class Sampler(nn.Module):
                 processor.observe(token)
             else:
                 processor.observe(token, rows)
+
+    def end(self, row: int) -> None:
+        """The row's sequence has ended."""
+        for processor in self.processors:
+            processor.end(row)
 
     def follows_drafts(self, row: int) -> bool:
         """Whether drafts of this row can be verified: each processor that it uses follows them."""

@@ -367,6 +367,14 @@ class SpeculativeBatch(Batch):
         self.token = torch.where(token < 0, self.token, token)
         return token
 
+    def _observe(self, rows: list[int]) -> None:
+        """Tell the sampler the last token of these rows."""
+        if len(rows) == self.n_row:
+            self.sampler.observe(self.token)
+        elif rows:
+            index = to_device(rows, self.device)
+            self.sampler.observe(self.token[index], index)
+
     def _round(self) -> None:
         """Draft and verify, or decode one token in each row; adds to `ready`."""
         in_use = [row for row, n in enumerate(self.length) if n]

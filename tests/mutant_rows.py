@@ -171,7 +171,7 @@ NAMED = [
     Mutant("counts-stay-with-the-row", "gpt_faster/decoding/logits_processors.py", "        self.count[row] = 0\n", "",
            NEXT_SEQUENCE),
     Mutant("grammar-stays-with-the-row", "gpt_faster/decoding/logits_processors.py",
-           "        elif had_matcher:\n            self.words[row] = -1\n", "", NEXT_SEQUENCE),
+           "            self.words[row] = -1\n            self.allowed", "            self.allowed", NEXT_SEQUENCE),
 
     # ---- Speculation -----------------------------------------------------------------------------
     Mutant("acceptance-inverted", "speculate.py", "(p_draft > chance * q_draft)",

@@ -105,16 +105,19 @@ class TokenMask(Processor):
         self.register_buffer("bit", torch.arange(32, dtype=torch.int32, device=device))
 
     def begin(self, row: int, prompt: list[int], params) -> None:
-        had_matcher = self.matchers.pop(row, None)
+        self.end(row)
         matcher = self.matcher_of(params)
         self.use(row, matcher is not None)
         if matcher:
             self.matchers[row] = matcher
             matcher.begin(prompt)
             matcher.fill(self.words[row])
-        elif had_matcher:
+            self.allowed[row] = self.words[row].to(self.allowed.device)
+
+    def end(self, row: int) -> None:
+        """On a CPU the row's last token would be observed in each of the other rows' steps."""
+        if self.matchers.pop(row, None):
             self.words[row] = -1
-        if matcher or had_matcher:
             self.allowed[row] = self.words[row].to(self.allowed.device)
 
     def observe(self, token: Tensor, rows: Tensor | None = None) -> None:
